@@ -1,0 +1,47 @@
+"""The fast path: executions as packets over two message queues; both ends live here.
+
+`packets` is the wire (sans-IO), `controller` the app's end with its requests in flight, `server` the driver's end, an async
+task that listens, executes and answers, and `awake` the one rule for looking a moment longer before sleeping. The app
+creates both queues; the driver attaches. Memories are named by slot and fetched once through `IBurstCallback`.
+"""
+
+from aionn.burst.controller import HANG_GRACE_S, ExecutionBurstController
+from aionn.burst.packets import (
+    DATUM_BYTES,
+    PacketError,
+    PoolReference,
+    RequestPacket,
+    ResultPacket,
+    decode_request,
+    decode_result,
+    encode_request,
+    encode_request_body,
+    encode_result,
+)
+from aionn.burst.server import (
+    DefaultBurstExecutorWithCache,
+    ExecutionBurstServer,
+    IBoundExecution,
+    IBurstExecutorWithCache,
+    result_of,
+)
+
+__all__ = [
+    "DATUM_BYTES",
+    "HANG_GRACE_S",
+    "DefaultBurstExecutorWithCache",
+    "ExecutionBurstController",
+    "ExecutionBurstServer",
+    "IBoundExecution",
+    "IBurstExecutorWithCache",
+    "PacketError",
+    "PoolReference",
+    "RequestPacket",
+    "ResultPacket",
+    "decode_request",
+    "decode_result",
+    "encode_request",
+    "encode_request_body",
+    "encode_result",
+    "result_of",
+]

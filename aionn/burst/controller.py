@@ -1,0 +1,416 @@
+"""The app's end of a burst: requests in flight (NNAPI's ExecutionBurstController, with several at once).
+
+A caller writes its packet, looks for the answer for a moment (`awake`), and sleeps. Whoever looks settles every answer it
+finds, its own or not. Cancelling a caller does not cancel the driver: what the request holds (`settled`) is given back by
+the driver's answer or its death, by nothing else.
+
+Invariants
+    An identity is in `_in_flight` from just before its packet is written until it is answered, or until the burst ends.
+    So nobody waits on a burst that is gone, and no frame is reused while the driver may still write to it.
+    While any request is in flight the result queue is armed (`_armed`), or its event is pending, or `_look_again` is scheduled
+    (`_looking`), or its caller looks right now.
+    `_armed` is True from a successful arming until the event has been seen: the peer clears the shared word, not we.
+    `_suspended` callers wait and have not resumed yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+
+from aionn import trace
+from aionn.burst.awake import APP_WINDOW_NS, INLINE_NS, YIELD_NS, Awake, apart
+from aionn.burst.packets import (
+    DATUM_BYTES,
+    RESULT_IDENTITY,
+    PacketError,
+    decode_result,
+    identity_datum,
+    is_framed_result,
+    read_result_identity,
+    split_results,
+)
+from aionn.errors import AionnError, CallerError, DeadlineError, again
+from aionn.fmq import MessageQueue, QueueClosedError
+from aionn.hal.types import Result
+from aionn.tasks import running_loop
+
+_REMEMBERED = 256
+"""So many different answers are remembered decoded."""
+
+HANG_GRACE_S = 1.0
+"""A request this long past its deadline without an answer: the driver hangs."""
+
+
+Settled = Callable[[Result | None], None]
+"""Told the answer to a request, or None: it was not sent, or will never be answered."""
+
+
+class _InFlight:
+    __slots__ = ("answer", "result", "service_ns", "settled", "timer")
+
+    def __init__(self, settled: Callable[[Result | None], None] | None) -> None:
+        self.settled = settled
+        self.result: Result | None = None
+        self.service_ns = 0
+        self.answer: asyncio.Future[None] | None = None
+        self.timer: asyncio.TimerHandle | None = None
+
+
+class ExecutionBurstController:
+    """Requests in flight on one burst. Owns both queues.
+
+    Args:
+        requests: queue of 24-byte datums; the driver reads it.
+        results: queue of 24-byte datums; the driver writes it.
+        depth: so many requests may be in flight; further callers wait their turn, in order.
+        low_power: never stay awake while waiting.
+        on_hung: called once when a request is `HANG_GRACE_S` past its deadline and unanswered.
+
+    Attributes:
+        ended_by: why the burst is over, or None while it goes on. Set by `end` alone.
+    """
+
+    def __init__(
+        self,
+        requests: MessageQueue,
+        results: MessageQueue,
+        *,
+        depth: int = 8,
+        low_power: bool = False,
+        on_hung: Callable[[float], None] | None = None,
+    ) -> None:
+        self._loop = running_loop()
+        self._requests = requests
+        self._results = results
+        self._depth = depth
+        self._awake = Awake(APP_WINDOW_NS, low_power=low_power)
+        self._on_hung = on_hung
+        self._in_flight: dict[int, _InFlight] = {}
+        self._turns: dict[asyncio.Future[None], None] = {}
+        self._writing = 0
+        self._last_id = 0
+        self._armed = False
+        self._sleeps = 0
+        self._looking = False
+        self._looking_until_ns = 0
+        self._suspended = 0
+        # Whole framed answers without their identity, decoded. Only what `decode_result` has accepted is in it.
+        self._decoded: dict[bytes, Result] = {}
+        self.ended_by: BaseException | None = None
+        self._last_yield_ns = 0
+        self._pid = os.getpid()
+        self._result_fd = results.reader_fd
+        self._loop.add_reader(self._result_fd, self._event)
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._in_flight)
+
+    async def execute(
+        self, body: bytes, settled: Callable[[Result | None], None] | None = None, deadline_ns: int | None = None
+    ) -> tuple[Result, int]:
+        """Send one request and wait for its answer.
+
+        Args:
+            body: the request without its identity (`encode_request_body`, framed).
+            settled: called exactly once: with the result when the driver has answered, with None when it is gone or nothing was
+                sent. Must not raise.
+            deadline_ns: CLOCK_MONOTONIC; past it the caller gets `DeadlineError`, whatever the driver does.
+
+        Returns:
+            The result, and how long the driver was busy with it in ns.
+
+        Raises:
+            CallerError: the request is larger than the queue; nothing was written.
+            DeadlineError: no answer by the deadline.
+            AionnError: why the burst ended.
+        """
+        entry = _InFlight(settled)
+        in_flight = self._in_flight
+        try:
+            if self.ended_by is not None:
+                raise again(self.ended_by)
+            if self._turns or len(in_flight) >= self._depth:
+                await self._turn(deadline_ns)
+            identity = self._last_id = self._last_id + 1
+            in_flight[identity] = entry
+            packet = body + identity_datum(identity, deadline_ns)
+            if self._writing or not self._requests.write(packet):
+                await self._write_when_room(packet, deadline_ns)
+        except BaseException as error:
+            self._not_sent(entry, error)
+            if self.ended_by is not None and isinstance(error, AionnError):
+                raise again(self.ended_by) from None
+            raise
+        began_ns = time.monotonic_ns()
+        budget_ns = self._awake.budget_ns()
+        slept = False
+        # Alone, the answer is awaited right here: suspending and resuming a task costs more than many an answer takes.
+        if budget_ns and not self._suspended and began_ns - self._last_yield_ns < YIELD_NS:
+            if self._armed:  # for a request whose caller has left
+                self._results.disarm_reader()
+                self._armed = False
+            if self._results.spin_until_readable(INLINE_NS):
+                self._look()
+            if entry.result is None and self.ended_by is None:
+                slept = await self._wait(entry, identity, began_ns, budget_ns, deadline_ns)
+            elif in_flight:
+                self._keep_watch()
+        else:
+            slept = await self._wait(entry, identity, began_ns, budget_ns, deadline_ns)
+        result = entry.result
+        if result is None:
+            raise again(self.ended_by) if self.ended_by else QueueClosedError("the burst was closed")
+        ended_ns = time.monotonic_ns()
+        self._awake.waited(ended_ns - began_ns, slept=slept)
+        if trace.active:
+            # The driver tells how long it was busy; what went before was spent in the queues and in waking up.
+            busy_from_ns = max(began_ns, ended_ns - entry.service_ns)
+            trace.span_at("burst.queue_wait", began_ns, busy_from_ns, identity=identity)
+            trace.span_at("burst.execute", busy_from_ns, ended_ns, identity=identity, status=result.status.name)
+        return result, entry.service_ns
+
+    # ---- sending ------------------------------------------------------------------------------------------------------
+
+    async def _turn(self, deadline_ns: int | None) -> None:
+        """Wait until fewer than `depth` requests are in flight. First come, first served."""
+        turn: asyncio.Future[None] = self._loop.create_future()
+        self._turns[turn] = None
+        timer = None
+        if deadline_ns is not None:
+            timer = self._loop.call_later(_seconds_until(deadline_ns), _fail_late, turn, "a free place in the burst")
+        try:
+            await turn
+        except BaseException:
+            del self._turns[turn]
+            self._next_turn()  # it may have come already: pass it on
+            raise
+        finally:
+            self._turns.pop(turn, None)
+            if timer is not None:
+                timer.cancel()
+        if self.ended_by is not None:
+            raise again(self.ended_by)
+
+    def _next_turn(self) -> None:
+        free = self._depth - len(self._in_flight)
+        for turn in self._turns:
+            if free <= 0:
+                return
+            if not turn.done():
+                turn.set_result(None)
+            elif turn.cancelled() or turn.exception() is not None:
+                continue  # it leaves without taking its place
+            free -= 1
+
+    async def _write_when_room(self, packet: bytes, deadline_ns: int | None) -> None:
+        """The driver has not read what was sent before. Writers keep their order."""
+        if len(packet) > self._requests.capacity * DATUM_BYTES:
+            raise CallerError(
+                f"a request of {len(packet) // DATUM_BYTES} datums: the burst's queue holds {self._requests.capacity}; "
+                "open the burst with a larger queue_capacity"
+            )
+        self._writing += 1
+        try:
+            await self._requests.write_blocking(packet, deadline_ns)
+        finally:
+            self._writing -= 1
+
+    def _not_sent(self, entry: _InFlight, error: BaseException) -> None:
+        """A write is all or nothing, so the driver never saw this request: its place is free and what it held is given back."""
+        in_flight = self._in_flight
+        if in_flight and entry in in_flight.values():
+            del in_flight[next(identity for identity, other in in_flight.items() if other is entry)]
+        if isinstance(error, AionnError) and not isinstance(error, CallerError | DeadlineError):
+            self.end(error)  # no request can be written any more: the queue is closed or broken
+        self._next_turn()
+        self._settle(entry)
+
+    # ---- waiting ------------------------------------------------------------------------------------------------------
+
+    async def _wait(self, entry: _InFlight, identity: int, began_ns: int, budget_ns: int, deadline_ns: int | None) -> bool:
+        """Suspend until the answer or the burst's end; whether the queue was armed meanwhile, so that the driver had to wake us."""
+        sleeps = self._sleeps
+        entry.answer = self._loop.create_future()
+        self._suspended += 1
+        try:
+            if budget_ns and apart(self._requests.publish_writer_cpu(), self._results.writer_cpu()):
+                self._look_until(began_ns + budget_ns)
+            else:
+                self._keep_watch()
+            self._time(entry, identity, deadline_ns)
+            await entry.answer
+        finally:
+            self._suspended -= 1
+            self._last_yield_ns = time.monotonic_ns()
+        return self._sleeps != sleeps
+
+    def _look_until(self, until_ns: int) -> None:
+        """Look once per iteration of the loop, for all callers, and sleep only then."""
+        if until_ns > self._looking_until_ns:
+            self._looking_until_ns = until_ns
+        if not self._looking:
+            if self._armed:
+                # Awake, we need no event; one that is under way already comes as a spurious callback.
+                self._results.disarm_reader()
+                self._armed = False
+            self._looking = True
+            self._loop.call_soon(self._look_again)
+
+    def _look_again(self) -> None:
+        self._look()
+        if self._in_flight and time.monotonic_ns() < self._looking_until_ns:
+            self._loop.call_soon(self._look_again)
+        else:
+            self._looking = False
+            self._keep_watch()
+
+    def _time(self, entry: _InFlight, identity: int, deadline_ns: int | None) -> None:
+        if deadline_ns is not None and entry.timer is None and identity in self._in_flight:
+            entry.timer = self._loop.call_later(_seconds_until(deadline_ns), self._late, entry, identity)
+
+    def _late(self, entry: _InFlight, identity: int) -> None:
+        if entry.answer is not None:
+            self._look()  # an answer that lies in the queue is an answer
+            if identity not in self._in_flight:
+                return
+            _fail_late(entry.answer, "the driver's answer")
+        entry.timer = self._loop.call_later(HANG_GRACE_S, self._hung, identity) if self._on_hung is not None else None
+
+    def _hung(self, identity: int) -> None:
+        self._look()
+        if identity in self._in_flight and self._on_hung is not None:
+            on_hung, self._on_hung = self._on_hung, None
+            on_hung(HANG_GRACE_S)
+
+    def _event(self) -> None:
+        if self.ended_by is not None:
+            return  # this callback was on its way when the burst ended
+        self._results.clear_reader_event()
+        self._armed = False
+        self._look()
+        self._keep_watch()
+
+    def _keep_watch(self) -> None:
+        """Uphold the invariant: while a request is in flight, something will make us look again."""
+        while self._in_flight and not self._armed and not self._looking and self.ended_by is None:
+            if self._results.arm_reader():
+                self._armed = True
+                self._sleeps += 1
+                return
+            self._look(expected=True)
+
+    # ---- answers ------------------------------------------------------------------------------------------------------
+
+    def _look(self, *, expected: bool = False) -> None:
+        """Settle every answer that lies in the queue. `expected`: none although the queue would not let us sleep is its end."""
+        if self.ended_by is not None:
+            return
+        try:
+            available = self._results.available_to_read()
+            if available or expected:
+                datums = self._results.read(available or 1)
+                if datums:
+                    self._take(datums)
+        except AionnError as error:
+            self.end(error)
+
+    def _take(self, datums: bytes) -> None:
+        # One answer, and one like it has come before: its body counts its own datums, so nothing can be behind it.
+        result = self._decoded.get(datums[:-DATUM_BYTES])
+        if result is not None and datums[-DATUM_BYTES] == RESULT_IDENTITY:
+            self._answered(datums, result)
+            return
+        for packet in split_results(datums):
+            self._answered(packet, self._decode(packet))
+
+    def _decode(self, packet: bytes) -> Result:
+        if not is_framed_result(packet):
+            raise PacketError(f"the driver answered with {len(packet)} bytes that are no framed result")
+        key = packet[:-DATUM_BYTES]
+        result = self._decoded.get(key)
+        if result is None:
+            result = decode_result(packet).result
+            if len(self._decoded) >= _REMEMBERED:
+                self._decoded.clear()
+            self._decoded[key] = result
+        return result
+
+    def _answered(self, packet: bytes, result: Result) -> None:
+        identity, service_ns = read_result_identity(packet)
+        entry = self._in_flight.pop(identity, None)
+        if entry is None:
+            raise PacketError(f"the driver answered request {identity}, which is not in flight")
+        entry.service_ns = service_ns
+        entry.result = result
+        self._settle(entry)
+        if self._turns:
+            self._next_turn()
+
+    def _settle(self, entry: _InFlight) -> None:
+        """Give back what the request held, once, and wake its caller."""
+        settled, entry.settled = entry.settled, None
+        if entry.timer is not None:
+            entry.timer.cancel()
+        if entry.answer is not None and not entry.answer.done():
+            entry.answer.set_result(None)
+        if settled is not None:
+            settled(entry.result)
+
+    async def wait_idle(self) -> None:
+        """Until every request that has been sent, or waits for its turn, is settled. Costs those requests, and nobody else."""
+        while self._in_flight:
+            entry = next(reversed(self._in_flight.values()))
+            idle = asyncio.Event()
+            entry.settled = partial(_settled_and_told, entry.settled, idle)
+            await idle.wait()
+
+    # ---- the end ------------------------------------------------------------------------------------------------------
+
+    def end(self, error: BaseException) -> None:
+        """The burst is over: take in what the driver still published, then give every caller `error`. Idempotent.
+
+        Called once the driver can write no more, or when nothing it writes matters any more.
+        """
+        if self.ended_by is not None:
+            return
+        self._drain_last()
+        self.ended_by = error
+        if os.getpid() == self._pid:
+            self._loop.remove_reader(self._result_fd)
+        in_flight, self._in_flight = self._in_flight, {}
+        for entry in in_flight.values():
+            self._settle(entry)
+        for turn in self._turns:
+            if not turn.done():
+                turn.set_result(None)
+        self._requests.close()
+        self._results.close()
+
+    def _drain_last(self) -> None:
+        try:
+            available = self._results.available_to_read()
+            datums = self._results.read(available) if available else None
+            if datums:
+                self._take(datums)
+        except AionnError as error:
+            trace.count("burst.last_answers_lost", reason=str(error))
+
+
+def _settled_and_told(settled: Settled | None, idle: asyncio.Event, result: Result | None) -> None:
+    if settled is not None:
+        settled(result)
+    idle.set()
+
+
+def _seconds_until(deadline_ns: int) -> float:
+    return max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)
+
+
+def _fail_late(future: asyncio.Future[None], what: str) -> None:
+    if not future.done():
+        future.set_exception(DeadlineError(f"{what} did not come by the deadline; the driver may still be busy with it"))

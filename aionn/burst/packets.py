@@ -1,0 +1,344 @@
+"""Requests and results as sequences of 24-byte datums, and back. No I/O: the same code runs in both processes.
+
+    FmqRequestDatum: discriminator u8 @0, union @4          FmqResultDatum: discriminator u8 @0, union @8
+    0 packetInformation  packetSize nInputs nOutputs nPools  0 packetInformation  packetSize errorStatus(i32) nOperands
+    1 inputOperand       hasNoValue pool offset length nDims 1 operandInformation isSufficient nDims
+    2 inputDimension     u32                                 2 operandDimension   u32
+    3 outputOperand      as 1                                3 executionTiming    onDevice inDriver (u64, microseconds)
+    4 outputDimension    u32                                 4 identity           id, service time in ns (u64)       [aionn]
+    5 poolIdentifier     slot (i32)                          5 text               16 bytes of UTF-8, zero-padded     [aionn]
+    6 measureTiming      0 | 1 (i32)
+    7 identity           id, deadline in ns (u64), 0: none                       [aionn]
+    8 bufferToken        token (u64), in the place of a poolIdentifier           [aionn]
+
+A request is 0, (1 2*)*, (3 4*)*, (5|8)*, 6, 7?; a result is 0, (1 2*)*, 3, (5* 4)?. packetSize counts every datum. Kinds
+marked [aionn] are ours: an identity frames a packet, so that several may be in flight; a packet without one is NNAPI's,
+and is answered as NNAPI does. Everything else, sizes, offsets and padding (always zero), is HAL 1.2's as HIDL lays it
+out (`FmqRequestDatum`, `FmqResultDatum`).
+
+The peer is not trusted to be sane: each count is checked against the packet before it is used, nothing is reserved by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from struct import Struct
+from typing import NamedTuple
+
+from aionn.errors import AionnError
+from aionn.hal.types import (
+    NO_TIMING,
+    DataLocation,
+    ErrorStatus,
+    OutputShape,
+    Request,
+    RequestArgument,
+    Result,
+    Timing,
+)
+
+DATUM_BYTES = 24
+MESSAGE_BYTES = 16 * 64
+"""An error's text is cut to this many bytes of UTF-8."""
+
+_INFORMATION = Struct("<B3x4I4x")
+_OPERAND = Struct("<B3xB3x4I")
+_DIMENSION = Struct("<B3xI16x")
+_SIGNED = Struct("<B3xi16x")
+_IDENTITY = Struct("<B3xQQ4x")
+_TOKEN = Struct("<B3xQ12x")
+
+_RESULT_INFORMATION = Struct("<B7xIiI4x")
+_RESULT_OPERAND = Struct("<B7xB3xI8x")
+_RESULT_DIMENSION = Struct("<B7xI12x")
+_TIMING = Struct("<B7xQQ")
+_TEXT = Struct("<B7x16s")
+
+REQUEST_IDENTITY = 7
+RESULT_IDENTITY = 4
+"""Kinds of the last datum of a framed packet."""
+
+_U32_MAX = 2**32 - 1
+_I32_MAX = 2**31 - 1
+_U64_MAX = 2**64 - 1
+_LATE_STATUSES = frozenset((ErrorStatus.NONE, ErrorStatus.OUTPUT_INSUFFICIENT_SIZE))
+
+
+class PacketError(AionnError):
+    """A packet does not say what its own header promises, or a value does not fit a datum."""
+
+
+class PoolReference(NamedTuple):
+    """A pool of a burst's request: a cached memory by slot (token 0), or a device-owned buffer by token (slot -1)."""
+
+    slot: int
+    token: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPacket:
+    """One request as it crosses the queue. `identity` None: an NNAPI packet, one in flight, answered without identity."""
+
+    request: Request
+    pools: tuple[PoolReference, ...]
+    measure_timing: bool = False
+    identity: int | None = None
+    deadline_ns: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ResultPacket:
+    """One answer as it crosses the queue. `service_ns`: how long the driver was busy with it."""
+
+    result: Result
+    identity: int | None = None
+    service_ns: int = 0
+
+
+def identity_datum(identity: int, deadline_ns: int | None) -> bytes:
+    """The last datum of a framed request: all that changes when the same request is sent again."""
+    return _IDENTITY.pack(REQUEST_IDENTITY, identity, deadline_ns or 0)
+
+
+def encode_request_body(request: Request, pools: Sequence[PoolReference], measure_timing: bool, *, framed: bool) -> bytes:
+    """Everything but the identity datum; with `framed` the header counts that datum too.
+
+    Raises:
+        PacketError: a value does not fit its field.
+    """
+    datums: list[bytes] = [b""]
+    for kind, arguments in ((1, request.inputs), (3, request.outputs)):
+        for argument in arguments:
+            place = argument.location
+            fields = (place.pool_index, place.offset, place.length, *argument.dimensions)
+            if min(fields) < 0 or max(fields) > _U32_MAX:
+                raise PacketError(f"request argument {argument}: a burst carries 32 bits; use compute without a burst for larger pools")
+            rank = len(argument.dimensions)
+            datums.append(_OPERAND.pack(kind, argument.has_no_value, place.pool_index, place.offset, place.length, rank))
+            datums.extend(_DIMENSION.pack(kind + 1, extent) for extent in argument.dimensions)
+    for pool in pools:
+        if 0 < pool.token <= _U64_MAX:
+            datums.append(_TOKEN.pack(8, pool.token))
+        elif pool.token == 0 and 0 <= pool.slot <= _I32_MAX:
+            datums.append(_SIGNED.pack(5, pool.slot))
+        else:
+            raise PacketError(f"burst memory {pool}: a slot is 0 to {_I32_MAX}, a token 1 to {_U64_MAX}")
+    datums.append(_SIGNED.pack(6, measure_timing))
+    datums[0] = _INFORMATION.pack(0, len(datums) + framed, len(request.inputs), len(request.outputs), len(pools))
+    return b"".join(datums)
+
+
+def encode_request(packet: RequestPacket) -> bytes:
+    """One whole request packet.
+
+    Raises:
+        PacketError: a value does not fit its field.
+    """
+    framed = packet.identity is not None
+    body = encode_request_body(packet.request, packet.pools, packet.measure_timing, framed=framed)
+    return body if packet.identity is None else body + identity_datum(packet.identity, packet.deadline_ns)
+
+
+def split_requests(datums: bytes) -> list[bytes]:
+    """What lies in the request queue, cut into packets. What cannot be cut stays one piece, which `decode_request` refuses.
+
+    Only a packet with an identity may have another one behind it: without, a packet is all that the queue holds (NNAPI).
+    """
+    return _split(datums, size_at=4, identity_kind=REQUEST_IDENTITY)
+
+
+def split_results(datums: bytes) -> list[bytes]:
+    """The same for the result queue."""
+    return _split(datums, size_at=8, identity_kind=RESULT_IDENTITY)
+
+
+def _split(datums: bytes, size_at: int, identity_kind: int) -> list[bytes]:
+    packets = []
+    at, total = 0, len(datums)
+    while at < total:
+        size = int.from_bytes(datums[at + size_at : at + size_at + 4], "little") if datums[at] == 0 else 0
+        end = at + size * DATUM_BYTES
+        if end == total and at == 0:
+            return [datums]
+        if size == 0 or end > total or datums[end - DATUM_BYTES] != identity_kind:
+            packets.append(datums[at:])
+            break
+        packets.append(datums[at:end])
+        at = end
+    return packets
+
+
+def is_framed_request(packet: bytes) -> bool:
+    """Whether the last datum of a request packet is an identity."""
+    return len(packet) >= 2 * DATUM_BYTES and packet[-DATUM_BYTES] == REQUEST_IDENTITY
+
+
+def is_framed_result(packet: bytes) -> bool:
+    """Whether the last datum of a result packet is an identity."""
+    return len(packet) >= 2 * DATUM_BYTES and packet[-DATUM_BYTES] == RESULT_IDENTITY
+
+
+def read_identity(packet: bytes) -> tuple[int, int | None]:
+    """Identity and deadline (None: none) of a framed request, from its last datum."""
+    _, identity, deadline_ns = _IDENTITY.unpack_from(packet, len(packet) - DATUM_BYTES)
+    return identity, deadline_ns or None
+
+
+def read_result_identity(packet: bytes) -> tuple[int, int]:
+    """Identity and service time of a framed result, from its last datum."""
+    _, identity, service_ns = _TIMING.unpack_from(packet, len(packet) - DATUM_BYTES)
+    return identity, service_ns
+
+
+class _Datums:
+    """Takes one datum after the other; each look is bounded by the packet."""
+
+    __slots__ = ("_at", "_packet", "count")
+
+    def __init__(self, packet: bytes, what: str) -> None:
+        if len(packet) % DATUM_BYTES or not packet:
+            raise PacketError(f"{what} packet: {len(packet)} bytes, a packet is one or more datums of {DATUM_BYTES}")
+        self._packet = packet
+        self._at = 0
+        self.count = len(packet) // DATUM_BYTES
+
+    def take(self, layout: Struct, kind: int, what: str) -> tuple[int, ...]:
+        if self._at == self.count:
+            raise PacketError(f"the packet ends where {what} should stand")
+        fields: tuple[int, ...] = layout.unpack_from(self._packet, self._at * DATUM_BYTES)
+        if fields[0] != kind:
+            raise PacketError(f"datum {self._at} is of kind {fields[0]}; {what} is kind {kind}")
+        self._at += 1
+        return fields
+
+    @property
+    def next_kind(self) -> int | None:
+        return None if self._at == self.count else self._packet[self._at * DATUM_BYTES]
+
+    def finish(self) -> None:
+        if self._at != self.count:
+            raise PacketError(f"the packet goes on after its end: {self.count} datums, {self._at} expected")
+
+
+def decode_request(packet: bytes) -> RequestPacket:
+    """Read one whole packet.
+
+    Raises:
+        PacketError: kinds, order, counts or length are not those of a request.
+    """
+    datums = _Datums(packet, "request")
+    _, size, inputs, outputs, pools = datums.take(_INFORMATION, 0, "the packet information")
+    if size != datums.count:
+        raise PacketError(f"request packet: {datums.count} datums, its header says {size}")
+    arguments: tuple[list[RequestArgument], list[RequestArgument]] = ([], [])
+    for kind, count, into in ((1, inputs, arguments[0]), (3, outputs, arguments[1])):
+        for _ in range(count):
+            into.append(_take_argument(datums, kind))
+    references = []
+    for _ in range(pools):
+        if datums.next_kind == 8:
+            references.append(PoolReference(-1, datums.take(_TOKEN, 8, "a buffer token")[1]))
+        else:
+            references.append(PoolReference(datums.take(_SIGNED, 5, "a pool identifier")[1]))
+    measure = datums.take(_SIGNED, 6, "the timing choice")[1]
+    if measure not in (0, 1):
+        raise PacketError(f"the timing choice is {measure}; it is 0 or 1")
+    identity = deadline_ns = None
+    if datums.next_kind == 7:
+        _, identity, deadline = datums.take(_IDENTITY, 7, "the identity")
+        deadline_ns = deadline or None
+    datums.finish()
+    request = Request(tuple(arguments[0]), tuple(arguments[1]))
+    return RequestPacket(request, tuple(references), bool(measure), identity, deadline_ns)
+
+
+def _take_argument(datums: _Datums, kind: int) -> RequestArgument:
+    _, no_value, pool, offset, length, rank = datums.take(_OPERAND, kind, "an operand")
+    if no_value not in (0, 1):
+        raise PacketError(f"an operand's hasNoValue is {no_value}; it is 0 or 1")
+    dimensions = []
+    for _ in range(rank):
+        dimensions.append(datums.take(_DIMENSION, kind + 1, "an operand's dimension")[1])
+    return RequestArgument(DataLocation(pool, offset, length), tuple(dimensions), bool(no_value))
+
+
+def encode_result_body(result: Result, *, framed: bool) -> bytes:
+    """Everything but the identity datum; with `framed` the header counts that datum too, and the message goes along.
+
+    Shapes and timing of a failed execution are dropped, as the HAL says.
+
+    Raises:
+        PacketError: a value does not fit its field.
+    """
+    shapes = result.output_shapes if result.status in _LATE_STATUSES else ()
+    timing = result.timing if result.status is ErrorStatus.NONE else NO_TIMING
+    datums: list[bytes] = [b""]
+    for shape in shapes:
+        datums.append(_RESULT_OPERAND.pack(1, shape.is_sufficient, len(shape.dimensions)))
+        if any(not 0 <= extent <= _U32_MAX for extent in shape.dimensions):
+            raise PacketError(f"output shape {shape.dimensions}: a burst carries extents of 32 bits")
+        datums.extend(_RESULT_DIMENSION.pack(2, extent) for extent in shape.dimensions)
+    datums.append(_TIMING.pack(3, timing.on_device_us, timing.in_driver_us))
+    if framed:
+        text = result.message.encode(errors="replace")[:MESSAGE_BYTES]
+        datums.extend(_TEXT.pack(5, text[at : at + 16]) for at in range(0, len(text), 16))
+    datums[0] = _RESULT_INFORMATION.pack(0, len(datums) + framed, result.status, len(shapes))
+    return b"".join(datums)
+
+
+def result_identity_datum(identity: int, service_ns: int) -> bytes:
+    """The last datum of a framed result: all that changes when the same answer is given again."""
+    return _TIMING.pack(RESULT_IDENTITY, identity, service_ns)
+
+
+def encode_result(packet: ResultPacket) -> bytes:
+    """One whole result packet.
+
+    Raises:
+        PacketError: a value does not fit its field.
+    """
+    body = encode_result_body(packet.result, framed=packet.identity is not None)
+    return body if packet.identity is None else body + result_identity_datum(packet.identity, packet.service_ns)
+
+
+def decode_result(packet: bytes) -> ResultPacket:
+    """Read one whole packet.
+
+    Raises:
+        PacketError: kinds, order, counts or length are not those of a result, or they contradict its status.
+    """
+    datums = _Datums(packet, "result")
+    _, size, status_number, operands = datums.take(_RESULT_INFORMATION, 0, "the packet information")
+    if size != datums.count:
+        raise PacketError(f"result packet: {datums.count} datums, its header says {size}")
+    try:
+        status = ErrorStatus(status_number)
+    except ValueError:
+        raise PacketError(f"result packet: error status {status_number} is none that the HAL knows") from None
+    shapes = []
+    for _ in range(operands):
+        _, sufficient, rank = datums.take(_RESULT_OPERAND, 1, "an output shape")
+        if sufficient not in (0, 1):
+            raise PacketError(f"an output shape's isSufficient is {sufficient}; it is 0 or 1")
+        dimensions = []
+        for _ in range(rank):
+            dimensions.append(datums.take(_RESULT_DIMENSION, 2, "an output's dimension")[1])
+        shapes.append(OutputShape(tuple(dimensions), bool(sufficient)))
+    if shapes and status not in _LATE_STATUSES:
+        raise PacketError(f"result packet: status {status.name} comes with {len(shapes)} output shapes; it has none")
+    _, on_device_us, in_driver_us = datums.take(_TIMING, 3, "the timing")
+    identity, service_ns, text = None, 0, bytearray()
+    while datums.next_kind == 5:
+        text += _take_text(datums)
+    if text or datums.next_kind == 4:
+        _, identity, service_ns = datums.take(_TIMING, 4, "the identity")
+    datums.finish()
+    message = bytes(text).rstrip(b"\0").decode(errors="replace")
+    return ResultPacket(Result(status, tuple(shapes), Timing(on_device_us, in_driver_us), message), identity, service_ns)
+
+
+def _take_text(datums: _Datums) -> bytes:
+    piece: object = datums.take(_TEXT, 5, "a piece of text")[1]
+    assert isinstance(piece, bytes)
+    return piece

@@ -1,0 +1,462 @@
+"""The driver's end of a burst: listen, execute, answer (NNAPI's ExecutionBurstServer). The listener is an async task.
+
+A packet that is the same as one before, but for its identity, is decoded, checked and bound to its memories only once:
+`_bound` remembers it until one of its slots is freed. Requests are answered in order. Nothing here outlives `serve`:
+its `finally` frees the queues, the cached memories and the remembered requests, whoever went away first.
+
+Invariants
+    A slot that the executor caches came from `callback.get_memories`; when that fails the request is answered with the
+    failure and not executed.
+    A malformed packet costs one answer of GENERAL_FAILURE and nothing else. No request ends the listener, whatever the
+    executor raises: other bursts run in the same process.
+    `_working` is held wherever a request's memories are looked up, fetched or used across an await. `free_memory` takes it
+    too: so a memory that was asked for before a slot was freed never ends up in the slot afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import anyio
+
+from aionn import trace
+from aionn.burst.awake import COMPANY_NS, DRIVER_WINDOW_NS, YIELD_NS, Awake
+from aionn.burst.packets import (
+    DATUM_BYTES,
+    REQUEST_IDENTITY,
+    PacketError,
+    PoolReference,
+    decode_request,
+    encode_result_body,
+    is_framed_request,
+    read_identity,
+    result_identity_datum,
+    split_requests,
+)
+from aionn.errors import AionnError, CallerError, ExecutionError
+from aionn.fmq import MessageQueue
+from aionn.hal.interfaces import IBurstCallback, IPreparedModel
+from aionn.hal.types import ErrorStatus, IMemory, MQDescriptor, MQFlavor, Request, Result
+
+_REMEMBERED = 256
+"""So many different requests are remembered per burst; a stream of frames has a handful."""
+
+
+class IBoundExecution(Protocol):
+    """One request, checked and bound to its memories; may be run again and again."""
+
+    def execute_now(self, measure_timing: bool) -> Result | None:
+        """Run right here, on the loop, if that is known to be short; None: await `execute` instead."""
+        ...
+
+    async def execute(self, measure_timing: bool, deadline_ns: int | None) -> Result: ...
+
+
+@runtime_checkable
+class IBurstExecutorWithCache(Protocol):
+    """Executes a burst's requests and caches its memories by slot (NNAPI: IBurstExecutorWithCache). Never called concurrently."""
+
+    def is_cache_entry_present(self, slot: int) -> bool: ...
+
+    def add_cache_entry(self, memory: IMemory, slot: int) -> None:
+        """Takes over the memory."""
+        ...
+
+    def remove_cache_entry(self, slot: int) -> None:
+        """Let go of the memory under `slot`. An unknown slot is no error."""
+        ...
+
+    def bind(self, request: Request, pools: Sequence[PoolReference]) -> IBoundExecution:
+        """Check a request against the model and the cached memories. A device-owned buffer is checked at each run instead.
+
+        Raises:
+            AionnError: `CallerError` becomes INVALID_ARGUMENT, an `ExecutionError` its own status.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of every memory."""
+        ...
+
+
+@runtime_checkable
+class IChecksRequests(Protocol):
+    """An executor that can tell a request's own faults before any memory is fetched and mapped for it."""
+
+    def check(self, request: Request, pools: Sequence[PoolReference]) -> None:
+        """Raise `CallerError` for what no memory behind the slots could make right."""
+        ...
+
+
+class ExecutionBurstServer:
+    """Serves one burst; satisfies `IBurstContext`. Made by `create`, run by `serve`.
+
+    Attributes:
+        answered: requests answered so far.
+    """
+
+    def __init__(
+        self, callback: IBurstCallback, requests: MessageQueue, results: MessageQueue, executor: IBurstExecutorWithCache, low_power: bool
+    ) -> None:
+        self._callback = callback
+        self._requests = requests
+        self._results = results
+        self._executor = executor
+        self._awake = Awake(DRIVER_WINDOW_NS, low_power=low_power)
+        # Whole framed requests without their identity. Only what has been decoded and bound is in it.
+        self._bound: dict[bytes, tuple[IBoundExecution, bool, frozenset[int]]] = {}
+        self._bodies: dict[Result, bytes] = {}
+        self._last_result: Result | None = None
+        self._last_body = b""
+        self._working = asyncio.Lock()
+        self._scope = anyio.CancelScope()
+        self._ended = anyio.Event()
+        self._serving = False
+        self._released = False
+        self.answered = 0
+
+    @classmethod
+    def create(
+        cls,
+        callback: IBurstCallback,
+        request_channel: MQDescriptor | MessageQueue,
+        result_channel: MQDescriptor | MessageQueue,
+        executor: IBurstExecutorWithCache | IPreparedModel,
+        *,
+        low_power: bool = False,
+    ) -> ExecutionBurstServer:
+        """A server over two queues that the client made. Both channels are taken over, also when this fails.
+
+        Args:
+            callback: resolves unknown slots.
+            request_channel: queue of 24-byte datums that the client writes.
+            result_channel: queue of 24-byte datums that the client reads.
+            executor: caches mappings by slot; a plain prepared model is wrapped, and gets its pools anew each time.
+            low_power: never stay awake between requests.
+
+        Raises:
+            CallerError: a queue cannot be attached, has other elements, or cannot be awaited.
+        """
+        queues: list[MessageQueue] = []
+        refused: AionnError | None = None
+        for channel in (request_channel, result_channel):
+            try:
+                queues.append(channel if isinstance(channel, MessageQueue) else MessageQueue.attach(channel))
+            except AionnError as error:
+                refused = refused or error  # the other one is attached all the same: to be let go of
+        for queue in queues:
+            refused = refused or _why_unfit(queue)
+        if refused is not None:
+            for queue in queues:
+                queue.close()
+            raise refused
+        with_cache = executor if isinstance(executor, IBurstExecutorWithCache) else DefaultBurstExecutorWithCache(executor)
+        return cls(callback, queues[0], queues[1], with_cache, low_power)
+
+    async def serve(self) -> None:
+        """Answer requests until the client closes the queues, dies, or `aclose` is called."""
+        self._serving = True
+        try:
+            with self._scope:
+                await self._listen()
+        except AionnError as error:
+            # The queues are gone or broken: that ends this burst and nothing else.
+            trace.count("burst.server_ended", reason=str(error))
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        if self._released:
+            return
+        self._released = True
+        _company.forget(self)
+        try:
+            self._bound.clear()
+            self._requests.close()
+            self._results.close()
+            self._executor.close()
+        finally:
+            self._ended.set()
+
+    async def aclose(self) -> None:
+        """End the listener; the request it is executing is finished first. Everything is freed when this returns."""
+        if self._serving:
+            async with self._working:
+                self._scope.cancel()
+            await self._ended.wait()
+        else:
+            self._release()
+
+    async def free_memory(self, slot: int) -> None:
+        """Forget the memory cached under `slot`. Waits for the request that is being executed, for no other (the lock is fair)."""
+        async with self._working:
+            self._bound = {key: entry for key, entry in self._bound.items() if slot not in entry[2]}
+            self._executor.remove_cache_entry(slot)
+
+    # ---- listening ----------------------------------------------------------------------------------------------------
+
+    async def _listen(self) -> None:
+        requests = self._requests
+        yielded_ns = time.monotonic_ns()
+        while True:
+            available = requests.available_to_read()
+            if not available:
+                if await self._wait_for_request():
+                    yielded_ns = time.monotonic_ns()
+                continue
+            datums = requests.read(available)
+            if datums is None:
+                continue  # a broken client took something back
+            began_ns = time.monotonic_ns()
+            for packet in split_requests(datums):
+                result = self._run_at_once(packet, began_ns)
+                if result is None:
+                    await self._answer(packet)
+                elif not self._write(result, packet, began_ns):
+                    await self._send(result, read_identity(packet)[0], began_ns)
+                ended_ns = time.monotonic_ns()
+                if ended_ns - yielded_ns > YIELD_NS or not _company.alone(self, ended_ns):
+                    await asyncio.sleep(0)
+                    ended_ns = yielded_ns = time.monotonic_ns()
+                began_ns = ended_ns
+
+    async def _wait_for_request(self) -> bool:
+        """Return when the client has written something, or may have; whether this task slept."""
+        began_ns = time.monotonic_ns()
+        if _company.alone(self, began_ns):
+            budget_ns = self._awake.budget_ns()
+            # The queue knows where both ends run, and does not spin if that is the same CPU.
+            # A closed queue ends the spin as well: only elements count as seen, or this task would never let go of the loop.
+            if budget_ns and self._requests.spin_until_readable(budget_ns) and self._requests.available_to_read():
+                self._awake.waited(time.monotonic_ns() - began_ns, slept=False)
+                return False
+        await self._requests.wait_readable()
+        self._awake.waited(time.monotonic_ns() - began_ns, slept=True)
+        return True
+
+    def _run_at_once(self, packet: bytes, began_ns: int) -> Result | None:
+        """Run a framed request that is known and short, without an await. None: nothing was done."""
+        if packet[-DATUM_BYTES] != REQUEST_IDENTITY:
+            return None
+        entry = self._bound.get(packet[:-DATUM_BYTES])
+        if entry is None:
+            return None
+        identity, deadline_ns = read_identity(packet)
+        if deadline_ns is not None and began_ns >= deadline_ns:
+            return None
+        try:
+            result = entry[0].execute_now(entry[1])
+        except Exception as error:  # as in `_result_of`
+            result = result_of(error)
+        if trace.active and result is not None:
+            _trace_execution(result, identity, began_ns)
+        return result
+
+    def _write(self, result: Result, packet: bytes, began_ns: int) -> bool:
+        """Answer a framed request if there is room now."""
+        identity, _ = read_identity(packet)
+        service_ns = time.monotonic_ns() - began_ns
+        if not self._results.write(self._body(result) + result_identity_datum(identity, service_ns)):
+            return False
+        self.answered += 1
+        return True
+
+    async def _answer(self, packet: bytes) -> None:
+        began_ns = time.monotonic_ns()
+        framed = is_framed_request(packet)
+        identity, deadline_ns = read_identity(packet) if framed else (None, None)
+        async with self._working:
+            # NNAPI's own packets are not remembered: one that lacks an identity must not pass for a framed one's body.
+            result = await self._result_of(packet, packet[:-DATUM_BYTES] if framed else None, deadline_ns)
+        if trace.active:
+            _trace_execution(result, identity or 0, began_ns)
+        await self._send(result, identity, began_ns)
+
+    async def _result_of(self, packet: bytes, key: bytes | None, deadline_ns: int | None) -> Result:
+        try:
+            entry = None if key is None else self._bound.get(key)
+            if entry is None:
+                entry = await self._bind(packet, key)
+            if deadline_ns is not None and time.monotonic_ns() >= deadline_ns:
+                return Result(ErrorStatus.MISSED_DEADLINE_TRANSIENT, message="the deadline had passed before the driver got to it")
+            execution, measure_timing, _ = entry
+            return execution.execute_now(measure_timing) or await execution.execute(measure_timing, deadline_ns)
+        except Exception as error:  # whatever an executor raises is this request's failure and nothing else
+            return result_of(error)
+
+    async def _bind(self, packet: bytes, key: bytes | None) -> tuple[IBoundExecution, bool, frozenset[int]]:
+        """The request behind a packet, remembered under `key` (None: not).
+
+        Raises:
+            Exception: it cannot be executed.
+        """
+        decoded = decode_request(packet)
+        if isinstance(self._executor, IChecksRequests):
+            self._executor.check(decoded.request, decoded.pools)
+        slots = [pool.slot for pool in decoded.pools if not pool.token]
+        await self._ensure_cache_entries(slots)
+        entry = (self._executor.bind(decoded.request, decoded.pools), decoded.measure_timing, frozenset(slots))
+        if key is not None:
+            while len(self._bound) >= _REMEMBERED:
+                del self._bound[next(iter(self._bound))]
+            self._bound[key] = entry
+        return entry
+
+    async def _ensure_cache_entries(self, slots: Sequence[int]) -> None:
+        unknown = sorted({slot for slot in slots if not self._executor.is_cache_entry_present(slot)})
+        if not unknown:
+            return
+        with trace.span("burst.get_memories", slots=len(unknown)):
+            memories = await self._callback.get_memories(unknown)
+        if len(memories) != len(unknown):
+            for memory in memories:
+                _let_go(memory)
+            raise ExecutionError(
+                f"asked for {len(unknown)} memories of this burst, {len(memories)} came", status=ErrorStatus.GENERAL_FAILURE
+            )
+        for slot, memory in zip(unknown, memories, strict=True):
+            self._executor.add_cache_entry(memory, slot)
+
+    # ---- answering ----------------------------------------------------------------------------------------------------
+
+    def _body(self, result: Result) -> bytes:
+        """A framed answer without its identity. The same `Result` comes again and again."""
+        if result is self._last_result:
+            return self._last_body
+        body = self._bodies.get(result)
+        if body is None:
+            try:
+                body = encode_result_body(result, framed=True)
+            except PacketError as error:
+                body = encode_result_body(Result(ErrorStatus.GENERAL_FAILURE, message=str(error)), framed=True)
+            if len(self._bodies) >= _REMEMBERED:
+                self._bodies.clear()
+            self._bodies[result] = body
+        self._last_result, self._last_body = result, body
+        return body
+
+    async def _send(self, result: Result, identity: int | None, began_ns: int) -> None:
+        capacity = self._results.capacity
+        for answer in (result, *_shorter(result, capacity)):
+            if identity is None:
+                packet = encode_result_body(answer, framed=False)
+            else:
+                packet = self._body(answer) + result_identity_datum(identity, time.monotonic_ns() - began_ns)
+            if len(packet) <= capacity * DATUM_BYTES:
+                self.answered += 1
+                if not self._results.write(packet):
+                    await self._results.write_blocking(packet)
+                return
+        raise CallerError(f"the result queue has room for {capacity} datums; not even an error fits")
+
+
+def _shorter(result: Result, capacity: int) -> tuple[Result, Result]:
+    """What can be told instead of an answer that is larger than the queue: first why, then the bare status."""
+    status = ErrorStatus.GENERAL_FAILURE if result.status is ErrorStatus.NONE else result.status
+    return Result(status, message=f"the answer does not fit into {capacity} datums"), Result(status)
+
+
+def _why_unfit(queue: MessageQueue) -> AionnError | None:
+    if queue.quantum != DATUM_BYTES:
+        return CallerError(f"burst queue with elements of {queue.quantum} bytes; a datum has {DATUM_BYTES}")
+    if queue.flavor is not MQFlavor.SYNCHRONIZED or queue.reader_fd < 0:
+        return CallerError("burst queue that cannot be awaited: a burst needs synchronized queues with eventfds")
+    return None
+
+
+def _trace_execution(result: Result, identity: int, began_ns: int) -> None:
+    trace.span_at("burst.execute", began_ns, time.monotonic_ns(), identity=identity, status=result.status.name)
+
+
+class _Company:
+    """Which bursts of this process have been served lately: with company none looks without sleeping, and each lets the
+    others run after every answer. A burst that is open and idle is no company.
+    """
+
+    __slots__ = ("_changed_ns", "_last")
+
+    def __init__(self) -> None:
+        self._last: ExecutionBurstServer | None = None
+        self._changed_ns = 0
+
+    def alone(self, server: ExecutionBurstServer, now_ns: int) -> bool:
+        """Whether only `server` has been served for `COMPANY_NS`. Asking counts as being served."""
+        if server is not self._last:
+            if self._last is not None:
+                self._changed_ns = now_ns
+            self._last = server
+        return now_ns - self._changed_ns > COMPANY_NS
+
+    def forget(self, server: ExecutionBurstServer) -> None:
+        if self._last is server:
+            self._last = None
+
+
+_company = _Company()
+
+
+def result_of(error: BaseException) -> Result:
+    """The answer that stands for an error raised by this side."""
+    if isinstance(error, ExecutionError):
+        return Result(ErrorStatus(error.status), message=str(error))
+    if isinstance(error, AionnError):
+        status = ErrorStatus.INVALID_ARGUMENT if isinstance(error, CallerError) else ErrorStatus.GENERAL_FAILURE
+        return Result(status, message=str(error))
+    return Result(ErrorStatus.GENERAL_FAILURE, message=f"{type(error).__name__}: {error}")
+
+
+def _let_go(memory: IMemory | None) -> None:
+    close = getattr(memory, "close", None)
+    if close is not None:
+        close()
+
+
+class DefaultBurstExecutorWithCache:
+    """Any prepared model as a burst executor: keeps the memories and hands them over at each execution (slower)."""
+
+    def __init__(self, prepared: IPreparedModel) -> None:
+        self._prepared = prepared
+        self._memories: dict[int, IMemory] = {}
+
+    def is_cache_entry_present(self, slot: int) -> bool:
+        return slot in self._memories
+
+    def add_cache_entry(self, memory: IMemory, slot: int) -> None:
+        self._memories[slot] = memory
+
+    def remove_cache_entry(self, slot: int) -> None:
+        _let_go(self._memories.pop(slot, None))
+
+    def bind(self, request: Request, pools: Sequence[PoolReference]) -> IBoundExecution:
+        if any(pool.token for pool in pools):
+            raise CallerError("this device takes no device-owned buffers in a burst")
+        return _DefaultBoundExecution(self._prepared, request, [self._memories[pool.slot] for pool in pools])
+
+    def close(self) -> None:
+        for slot in list(self._memories):
+            self.remove_cache_entry(slot)
+
+
+class _DefaultBoundExecution:
+    def __init__(self, prepared: IPreparedModel, request: Request, pools: Sequence[IMemory]) -> None:
+        self._prepared = prepared
+        self._request = request
+        self._pools = pools
+
+    def execute_now(self, measure_timing: bool) -> Result | None:
+        return None
+
+    async def execute(self, measure_timing: bool, deadline_ns: int | None) -> Result:
+        return await self._prepared.execute(self._request, self._pools, measure_timing, deadline_ns)
+
+
+__all__ = [
+    "DefaultBurstExecutorWithCache",
+    "ExecutionBurstServer",
+    "IBoundExecution",
+    "IBurstExecutorWithCache",
+    "result_of",
+]

@@ -1,0 +1,294 @@
+"""The caching engine for drivers (NNAPI's nnCache and BlobCache): bytes by bytes, bounded, persistent, shared by processes.
+
+A driver that caches single kernels, tunings or constants under names of its own uses this; it has nothing to do with the runtime's
+caching of whole compilations. Every call is one small transaction of an SQLite file in WAL mode, so there is no moment at which
+the file is absent or short, no writer that loses another's keys, and nothing to save at exit. The order of use is a
+column, hence persistent; victims are found through its index, at a cost that does not grow with the number of entries.
+
+Each value carries a keyed BLAKE3 digest of (key, value, cache version). The key lies in the driver's state directory, so a value that
+was changed, cut or moved to another key by anyone else reads as absent and is dropped.
+
+Invariants
+    total = sum of key and value lengths of all entries <= max_total_bytes  (kept by triggers, in the same transaction).
+    A refused `set` leaves the old value.
+
+Blocking, thread-safe. A file that cannot be used makes every call a miss; nothing raises for the state of the disk.
+"""
+
+from __future__ import annotations
+
+import enum
+import hmac
+import logging
+import os
+import random
+import sqlite3
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from blake3 import blake3
+
+from aionn.caching.state import open_database, private_directory, private_key, transaction
+from aionn.errors import CallerError
+
+__all__ = ["BlobCache", "Capacity", "Limits", "Policy", "Victim"]
+
+_log = logging.getLogger("aionn.caching")
+_FORMAT = 1
+
+
+class Victim(enum.Enum):
+    """Which entry goes first."""
+
+    LRU = "lru"
+    RANDOM = "random"
+
+
+class Capacity(enum.Enum):
+    """How much goes when a new entry does not fit. HALVE: down to half of the limit, and nothing if that is the case already,
+    so that the new entry may still not fit. FIT: just enough. FIT_HALVE: enough, and at least down to half."""
+
+    HALVE = "halve"
+    FIT = "fit"
+    FIT_HALVE = "fit_halve"
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    victim: Victim = Victim.LRU
+    capacity: Capacity = Capacity.FIT
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bytes. The total counts keys and values, and no overhead. nnCache's own limits are the defaults."""
+
+    max_total_bytes: int = 2 << 20
+    max_key_bytes: int = 12 << 10
+    max_value_bytes: int = 64 << 10
+
+    def __post_init__(self) -> None:
+        if min(self.max_total_bytes, self.max_key_bytes, self.max_value_bytes) < 1:
+            raise CallerError(f"blob cache limits {self}: each is at least 1 byte")
+
+
+class BlobCache:
+    """A persistent map from bytes to bytes that forgets. Several objects, in several processes, may share one file."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        limits: Limits | None = None,
+        policy: Policy | None = None,
+        version: str = "",
+        state_directory: str | os.PathLike[str] | None = None,
+    ) -> None:
+        """Open or make the cache.
+
+        Args:
+            path: the SQLite file; None: "blobs.sqlite" in the state directory.
+            limits: smaller ones than last time drop what no longer fits.
+            version: the driver's; another version than last time empties the cache.
+            state_directory: where the authenticating key lies; None: the user's.
+        """
+        self.limits = limits or Limits()
+        self.policy = policy or Policy()
+        self._version = version
+        self._lock = threading.Lock()
+        self._database: sqlite3.Connection | None = None
+        try:
+            state = private_directory(state_directory)
+            self._key = private_key(state, "blob-cache.key")
+            self._database = open_database(Path(path) if path is not None else state / "blobs.sqlite", self._prepare)
+        except (OSError, sqlite3.Error) as error:
+            _log.warning("blob cache %s cannot be used, every read is a miss: %s", path or "", error)
+
+    def _prepare(self, database: sqlite3.Connection) -> None:
+        for statement in (
+            "CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value) WITHOUT ROWID",
+            # `used` is the rowid: the order of use, and the index over it, in one.
+            "CREATE TABLE IF NOT EXISTS blobs (used INTEGER PRIMARY KEY AUTOINCREMENT, key BLOB NOT NULL UNIQUE, value BLOB NOT NULL, "
+            "digest BLOB NOT NULL, size INTEGER NOT NULL)",
+            "INSERT OR IGNORE INTO facts VALUES ('total', 0)",
+            "CREATE TRIGGER IF NOT EXISTS more AFTER INSERT ON blobs "
+            "BEGIN UPDATE facts SET value = value + new.size WHERE name = 'total'; END",
+            "CREATE TRIGGER IF NOT EXISTS less AFTER DELETE ON blobs "
+            "BEGIN UPDATE facts SET value = value - old.size WHERE name = 'total'; END",
+        ):
+            database.execute(statement)
+        stamp = f"{_FORMAT}:{self._version}"
+        row = database.execute("SELECT value FROM facts WHERE name = 'version'").fetchone()
+        if row is None or row[0] != stamp:
+            database.execute("DELETE FROM blobs")
+            database.execute("INSERT OR REPLACE INTO facts VALUES ('version', ?)", (stamp,))
+        database.execute(
+            "DELETE FROM blobs WHERE LENGTH(key) > ? OR LENGTH(value) > ?", (self.limits.max_key_bytes, self.limits.max_value_bytes)
+        )
+        self._shrink(database, self.limits.max_total_bytes, b"")
+
+    # --- the map -----------------------------------------------------------------------------------------------------
+
+    def set(self, key: bytes, value: bytes) -> bool:
+        """Keep `value` under `key`; whether it is kept.
+
+        Not kept: an empty key or value, one over its limit, or a pair that does not fit even after the policy has evicted.
+        A refused update keeps the old value.
+        """
+        size = len(key) + len(value)
+        limits = self.limits
+        if not key or not value or len(key) > limits.max_key_bytes or len(value) > limits.max_value_bytes or size > limits.max_total_bytes:
+            return False
+        return bool(self._transact(lambda database: self._set(database, bytes(key), bytes(value), size)))
+
+    def _set(self, database: sqlite3.Connection, key: bytes, value: bytes, size: int) -> bool:
+        row = database.execute("SELECT size FROM blobs WHERE key = ?", (key,)).fetchone()
+        old_size: int = row[0] if row else 0
+        limit = self.limits.max_total_bytes
+        if self._total(database) - old_size + size > limit:
+            target = limit - size  # for all entries but the one that is replaced
+            if self.policy.capacity is not Capacity.FIT:
+                if self.policy.capacity is Capacity.HALVE and self._total(database) <= limit // 2:
+                    return False
+                half = limit // 2 - old_size
+                target = half if self.policy.capacity is Capacity.HALVE else min(target, half)
+            self._shrink(database, max(target, 0) + old_size, key)
+            if self._total(database) - old_size + size > limit:
+                return False
+        self._replace(database, key, value, size)
+        return True
+
+    def _replace(self, database: sqlite3.Connection, key: bytes, value: bytes, size: int) -> None:
+        # DELETE and INSERT, for OR REPLACE would not fire the delete trigger; AUTOINCREMENT makes it the most recently used.
+        database.execute("DELETE FROM blobs WHERE key = ?", (key,))
+        database.execute("INSERT INTO blobs (key, value, digest, size) VALUES (?, ?, ?, ?)", (key, value, self._digest(key, value), size))
+
+    def get(self, key: bytes) -> bytes | None:
+        """The value, or None; counts as a use."""
+
+        def read(database: sqlite3.Connection) -> bytes | None:
+            value = self._verified(database, key)
+            if value is not None:
+                self._use(database, key)
+            return value
+
+        return self._transact(read) if key else None
+
+    def size(self, key: bytes) -> int:
+        """Bytes of the value, 0 if there is none; no use."""
+        return self.get_into(key, None)
+
+    def get_into(self, key: bytes, buffer: Any) -> int:
+        """The value's true size, 0 if there is none. It is copied to the front of `buffer` (a writable bytes-like object)
+        if it fits, and only then counts as a use; nothing else of the buffer is touched. None only asks for the size."""
+        size, _ = self.get_with(key, lambda size: buffer if buffer is not None and memoryview(buffer).nbytes >= size else None)
+        return size
+
+    def get_with(self, key: bytes, allocate: Callable[[int], Any]) -> tuple[int, Any]:
+        """(true size, the buffer that `allocate(size)` gave, with the value at its front).
+
+        (0, None) if there is no value: `allocate` is not called. (size, None) if `allocate` returned None: no use then.
+        """
+        # Read first, allocate after: a caller's function must not run inside the lock and the transaction.
+        value = self._transact(lambda database: self._verified(database, key)) if key else None
+        if value is None:
+            return 0, None
+        buffer = allocate(len(value))
+        if buffer is None:
+            return len(value), None
+        memoryview(buffer).cast("B")[: len(value)] = value
+        self._transact(lambda database: self._use(database, key))
+        return len(value), buffer
+
+    def delete(self, key: bytes) -> None:
+        """Forget one key; an unknown one is no error."""
+        self._transact(lambda database: database.execute("DELETE FROM blobs WHERE key = ?", (key,)))
+
+    def clear(self) -> None:
+        self._transact(lambda database: database.execute("DELETE FROM blobs"))
+
+    @property
+    def total_bytes(self) -> int:
+        """Keys and values of all entries."""
+        return self._transact(self._total) or 0
+
+    def __len__(self) -> int:
+        rows = self._transact(lambda database: database.execute("SELECT COUNT(*) FROM blobs").fetchone())
+        return int(rows[0]) if rows else 0
+
+    def close(self) -> None:
+        """Every later call is a miss. Nothing is left to be written."""
+        with self._lock:
+            if self._database is not None:
+                self._database.close()
+                self._database = None
+
+    def __enter__(self) -> BlobCache:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+    # --- within a transaction ----------------------------------------------------------------------------------------
+
+    def _transact(self, act: Callable[[sqlite3.Connection], Any]) -> Any:
+        with self._lock:
+            if self._database is None:
+                return None
+            try:
+                with transaction(self._database) as database:
+                    return act(database)
+            except sqlite3.Error as error:
+                _log.warning("blob cache: %s; this access is a miss", error)
+                return None
+
+    @staticmethod
+    def _total(database: sqlite3.Connection) -> int:
+        row = database.execute("SELECT value FROM facts WHERE name = 'total'").fetchone()
+        if row is None or not isinstance(row[0], int):
+            raise sqlite3.DatabaseError(f"its total is {row and row[0]!r}, which is no number of bytes")
+        return row[0]
+
+    def _digest(self, key: bytes, value: bytes) -> bytes:
+        hasher = blake3(key=self._key)
+        for part in (self._version.encode(), key):
+            hasher.update(len(part).to_bytes(8, "little") + part)
+        return hasher.update(value).digest()
+
+    def _verified(self, database: sqlite3.Connection, key: bytes) -> bytes | None:
+        row = database.execute("SELECT value, digest FROM blobs WHERE key = ?", (key,)).fetchone()
+        if row is None:
+            return None
+        value, digest = row
+        if isinstance(value, bytes) and isinstance(digest, bytes) and hmac.compare_digest(digest, self._digest(key, value)):
+            return value
+        _log.warning("blob cache: the value of a key of %d bytes is not what was stored; it is dropped", len(key))
+        database.execute("DELETE FROM blobs WHERE key = ?", (key,))
+        return None
+
+    @staticmethod
+    def _use(database: sqlite3.Connection, key: bytes) -> None:
+        # seq is the largest number ever given, so the entry becomes the youngest, and the next insert is younger still.
+        database.execute("UPDATE sqlite_sequence SET seq = seq + 1 WHERE name = 'blobs'")
+        database.execute("UPDATE blobs SET used = (SELECT seq FROM sqlite_sequence WHERE name = 'blobs') WHERE key = ?", (key,))
+
+    def _shrink(self, database: sqlite3.Connection, target_bytes: int, spared: bytes) -> None:
+        """Evict until `total <= target_bytes`; never the entry `spared`."""
+        while self._total(database) > target_bytes:
+            start = 0
+            if self.policy.victim is Victim.RANDOM:
+                low, high = database.execute("SELECT (SELECT MIN(used) FROM blobs), (SELECT MAX(used) FROM blobs)").fetchone()
+                if low is None:
+                    return
+                start = random.randint(low, high)
+            for at in (start, 0):
+                row = database.execute("SELECT used FROM blobs WHERE used >= ? AND key != ? ORDER BY used LIMIT 1", (at, spared)).fetchone()
+                if row is not None:
+                    break
+            if row is None:
+                return
+            database.execute("DELETE FROM blobs WHERE used = ?", row)

@@ -1,0 +1,107 @@
+"""What became of one step of a compilation, cache-wise: a value, never an exception.
+
+`Refusal` is what the rooms below hand upward (why, and in words what was found); `CacheOutcome` is what an app reads on
+`compilation.outcomes`. Every way in which a cache can fail to help has its own `MissReason`, so "cold start" and
+"somebody changed the file" are never the same line in a log.
+"""
+
+from __future__ import annotations
+
+import enum
+import errno
+from dataclasses import dataclass
+
+from aionn.errors import CallerError
+
+__all__ = ["CacheOutcome", "CacheOutcomeKind", "MissReason", "Refusal", "refusal_of_os_error"]
+
+
+class CacheOutcomeKind(enum.Enum):
+    """HIT: prepared from the cache. MISS: compiled, see the reason. NO_CACHE: no caching was asked for, or the device has
+    none. DECLINED: the device does not cache this model, and the store remembered that."""
+
+    HIT = "hit"
+    MISS = "miss"
+    NO_CACHE = "no_cache"
+    DECLINED = "declined"
+
+
+class MissReason(enum.Enum):
+    """Why the cache did not serve. The value is what command line, counters and traces print."""
+
+    ABSENT = "absent"  # never stored, or evicted
+    PARTIAL = "partial"  # some of the entry's files are gone
+    OTHER_DRIVER_VERSION = "other_driver_version"
+    OTHER_MODEL = "other_model"  # the app used one token for two models
+    WRONG_TOKEN = "wrong_token"  # the entry belongs to another key
+    WRONG_FILES = "wrong_files"  # not as many files as the device asks for
+    WRONG_LENGTH = "wrong_length"
+    WRONG_BYTES = "wrong_bytes"
+    NO_INTEGRITY_RECORD = "no_integrity_record"  # the driver never stored this token, or its records are new
+    BAD_HANDLE = "bad_handle"  # a descriptor that is not a regular file opened read-write
+    UNREADABLE = "unreadable"  # the manifest is damaged
+    UNSAFE = "unsafe"  # a symlink, a foreign owner, or open to other accounts
+    REFUSED_BY_DEVICE = "refused_by_device"  # verified, yet the engine could not load it
+    BUSY = "busy"  # another process still compiles, reads or writes it
+    TOO_SLOW = "too_slow"  # the cache did not answer within its part of the deadline
+    SUPERSEDED = "superseded"  # a newer generation was published meanwhile
+    TOO_LARGE = "too_large"  # more than the whole budget of the cache
+    NO_SPACE = "no_space"
+    NO_PERMISSION = "no_permission"
+    IO_ERROR = "io_error"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why something was not taken from, or not put into, a cache. `detail` names what was found and what was expected."""
+
+    reason: MissReason
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.reason.value}: {self.detail}" if self.detail else self.reason.value
+
+
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE}
+_NO_PERMISSION = {errno.EACCES, errno.EPERM, errno.EROFS}
+
+
+def refusal_of_os_error(error: OSError, doing: str) -> Refusal:
+    """The refusal that an `OSError` stands for. ENOENT is no answer here: who expects a file says what its absence means."""
+    if error.errno in _NO_SPACE:
+        reason = MissReason.NO_SPACE
+    elif error.errno in _NO_PERMISSION:
+        reason = MissReason.NO_PERMISSION
+    elif error.errno == errno.ELOOP:
+        reason = MissReason.UNSAFE
+    else:
+        reason = MissReason.IO_ERROR
+    return Refusal(reason, f"{doing}: {error.strerror or error}")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheOutcome:
+    """What the cache did for one step of a plan.
+
+    Attributes:
+        kind, reason: a MISS always has a reason, a HIT and NO_CACHE never.
+        device: the device of the step.
+        detail: what was found and expected, in words.
+        key: the entry's key (32 bytes), empty where there is none.
+        waited_s: seconds spent waiting for another compiler or reader of the same entry.
+        saved_s: seconds of compilation that a HIT spared, as measured when it was stored.
+        save_failure: why the new artifact was not stored; None if it was, or if there was nothing to store.
+    """
+
+    kind: CacheOutcomeKind
+    reason: MissReason | None
+    device: str
+    detail: str = ""
+    key: bytes = b""
+    waited_s: float = 0.0
+    saved_s: float = 0.0
+    save_failure: Refusal | None = None
+
+    def __post_init__(self) -> None:
+        if (self.kind is CacheOutcomeKind.MISS) is (self.reason is None):
+            raise CallerError(f"cache outcome {self.kind.name} with reason {self.reason}: a MISS has a reason, nothing else has")

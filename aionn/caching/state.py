@@ -1,0 +1,196 @@
+"""A directory that belongs to this account alone, and SQLite databases in it. The driver's side.
+
+What a driver trusts (digests, the blob cache's key) is only as private as the directory it lies in: 0700, ours, and no symlink.
+A database that SQLite cannot read is set aside and begun anew: everything kept here can be lost at the price of a compilation.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sqlite3
+import stat
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import platformdirs
+
+from aionn.caching.outcomes import MissReason, Refusal
+
+__all__ = [
+    "BUSY_TIMEOUT_S",
+    "UnsafeStateError",
+    "open_database",
+    "private_directory",
+    "private_key",
+    "refusal_of_database_error",
+    "transaction",
+]
+
+BUSY_TIMEOUT_S = 5.0  # another process holds the write lock for one small transaction; far more than it ever needs
+_KEY_BYTES = 32
+
+
+class UnsafeStateError(OSError):
+    """A directory or file that another account made, or could have."""
+
+
+def private_directory(directory: str | os.PathLike[str] | None = None) -> Path:
+    """The state directory, made if it is missing and tightened to 0700 if it is ours but open to others.
+
+    Args:
+        directory: None stands for the user's state directory (`platformdirs`), part "aionn".
+
+    Raises:
+        UnsafeStateError: it is a symlink, no directory, or belongs to another account.
+        OSError: it cannot be made.
+    """
+    path = Path(directory) if directory is not None else platformdirs.user_state_path("aionn")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno not in (errno.ENOTDIR, errno.ELOOP):
+            raise
+        raise UnsafeStateError(f"state directory {path} is a symlink or no directory") from error
+    try:
+        status = os.fstat(fd)
+        if status.st_uid != os.geteuid():
+            raise UnsafeStateError(f"state directory {path} belongs to user {status.st_uid}")
+        if stat.S_IMODE(status.st_mode) & 0o077:
+            os.fchmod(fd, 0o700)
+    finally:
+        os.close(fd)
+    return path
+
+
+def _refuse_unsafe(path: Path) -> None:
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+        raise UnsafeStateError(f"{path} is not a regular file of this account")
+
+
+def open_database(path: Path, prepare: Callable[[sqlite3.Connection], None]) -> sqlite3.Connection:
+    """Open or create a database and run `prepare` on it in one transaction; begin anew if its file is damaged.
+
+    Usable from any thread, by one at a time. WAL: readers and a writer of several processes do not block each other, and a killed
+    writer's transaction never happened.
+
+    Raises:
+        OSError, sqlite3.Error: it can be neither opened nor made.
+    """
+    begun_anew = False
+    give_up_at = time.monotonic() + BUSY_TIMEOUT_S
+    while True:
+        _refuse_unsafe(path)
+        connection: sqlite3.Connection | None = None
+        try:
+            # Made first, so that nobody else can read it even before SQLite's own first write.
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+            connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+            connection.execute("PRAGMA journal_mode=WAL")
+            # A record lost to a power cut is a miss; a record that does not match is one too. Nothing here needs an fsync per write.
+            connection.execute("PRAGMA synchronous=NORMAL")
+            connection.execute("BEGIN IMMEDIATE")
+            prepare(connection)
+            connection.execute("COMMIT")
+        except sqlite3.OperationalError as error:
+            if connection is not None:
+                connection.close()
+            # Switching to WAL does not wait for the busy timeout: of several processes that start together, all but one come here.
+            if _primary_code(error) not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED) or time.monotonic() > give_up_at:
+                raise
+            time.sleep(0.005)
+        except (sqlite3.DatabaseError, UnicodeDecodeError):  # the latter: SQLite's own message quotes a damaged schema
+            if connection is not None:
+                connection.close()
+            if begun_anew:
+                raise
+            begun_anew = True
+            for suffix in ("", "-wal", "-shm"):
+                Path(f"{path}{suffix}").unlink(missing_ok=True)
+        else:
+            return connection
+
+
+def _primary_code(error: sqlite3.Error) -> int:
+    return int(getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)) & 0xFF
+
+
+def refusal_of_database_error(error: sqlite3.Error, doing: str) -> Refusal:
+    """The refusal that an SQLite error stands for."""
+    reasons = {
+        sqlite3.SQLITE_FULL: MissReason.NO_SPACE,
+        sqlite3.SQLITE_READONLY: MissReason.NO_PERMISSION,
+        sqlite3.SQLITE_BUSY: MissReason.BUSY,
+    }
+    return Refusal(reasons.get(_primary_code(error), MissReason.IO_ERROR), f"{doing}: {error}")
+
+
+@contextmanager
+def transaction(database: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
+    """BEGIN IMMEDIATE ... COMMIT; rolled back if the body raises.
+
+    Raises:
+        sqlite3.Error: also where Python cannot decode SQLite's own message, which quotes from a damaged schema.
+    """
+    try:
+        database.execute("BEGIN IMMEDIATE")
+        try:
+            yield database
+            database.execute("COMMIT")
+        except BaseException:
+            if database.in_transaction:  # SQLite itself rolls back on some errors, a full disk among them
+                database.execute("ROLLBACK")
+            raise
+    except UnicodeDecodeError as error:
+        raise sqlite3.DatabaseError(f"a message of SQLite that is not UTF-8: {error.object[:200]!r}") from error
+
+
+def private_key(directory: Path, name: str) -> bytes:
+    """32 random bytes kept in that directory, the same for every process of this installation.
+
+    Raises:
+        OSError: it can be neither read nor made.
+    """
+    path = directory / name
+    for _ in range(2):
+        _refuse_unsafe(path)
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            pass
+        else:
+            try:
+                key = os.read(fd, _KEY_BYTES + 1)
+            finally:
+                os.close(fd)
+            if len(key) == _KEY_BYTES:
+                return key
+            path.unlink(missing_ok=True)
+        # Written aside and linked: of two processes that start together one wins, and nobody reads half a key.
+        aside = directory / f"{name}.{os.getpid()}.{os.urandom(4).hex()}"
+        fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(fd, os.urandom(_KEY_BYTES))
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        try:
+            os.link(aside, path, follow_symlinks=False)
+        except FileExistsError:
+            pass
+        finally:
+            aside.unlink(missing_ok=True)
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        return os.read(fd, _KEY_BYTES)
+    finally:
+        os.close(fd)

@@ -1,0 +1,333 @@
+"""`CacheStore`: look an entry up, let one compile it, keep the directory within its budget.
+
+Every blocking act is one hop to a thread; the event loop never waits for a disk. Nothing here raises for the state of the disk: a
+directory that is missing, read-only, full or unsafe gives a `Miss` without a publisher and one warning per reason.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TypeVar
+
+import anyio
+
+from aionn import trace
+from aionn.caching.manifest import Manifest, Wanted, reason_to_miss
+from aionn.caching.outcomes import CacheOutcome, CacheOutcomeKind, MissReason, Refusal
+from aionn.caching.store.directory import CacheDirectory, close_all, refusal_of
+from aionn.caching.store.entries import Declined, Hit, Miss, Publisher
+from aionn.caching.store.hop import hop
+from aionn.caching.store.housekeeping import BadEntry, EntryInfo, Housekeeping, PruneReport
+from aionn.caching.store.locks import EntryHold, Flight, Flights, hold_now, wait_to_hold
+from aionn.errors import CallerError
+
+__all__ = ["DEFAULT_MAX_BYTES", "CacheStore"]
+
+_Opened = TypeVar("_Opened", bound=Hit | Miss | Declined)
+_log = logging.getLogger("aionn.caching")
+DEFAULT_MAX_BYTES = 4 << 30
+_READ_WAIT_S = 5.0  # a publisher holds the entry for one rename and two fsyncs
+_UNUSABLE = {MissReason.NO_PERMISSION, MissReason.NO_SPACE, MissReason.IO_ERROR}
+
+
+class CacheStore:
+    """The app's side of one cache directory. Any number of stores, in any number of processes, may share a directory."""
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        max_bytes: int | None = DEFAULT_MAX_BYTES,
+        wait_s: float = 120.0,
+        old_versions_kept_s: float = 7 * 86400.0,
+    ) -> None:
+        """Nothing is touched before the first `open`.
+
+        Args:
+            directory: made if it is missing; must be this account's own and writable by nobody else.
+            max_bytes: budget of all entries; beyond it the least valuable go. None: no budget.
+            wait_s: how long `open` waits for another compiler of the same entry before it lets the caller compile for itself.
+            old_versions_kept_s: an entry of a device's older version goes after that time without use.
+        """
+        path = os.fspath(directory)
+        if not path:
+            raise CallerError("the cache directory is an empty path; give a directory, or None for no caching")
+        if max_bytes is not None and max_bytes < 0:
+            raise CallerError(f"a cache budget of {max_bytes} bytes: give at least 0, or None for no budget")
+        self.wait_s = wait_s
+        self._house = Housekeeping(path, max_bytes, old_versions_kept_s)
+        self._flights = Flights()
+        self._users: set[anyio.Event] = set()
+
+    async def aclose(self) -> None:
+        """Give back descriptors and the index's database, once all that `in_use` holds has ended. What `open` handed out otherwise must
+        be closed before."""
+        while self._users:
+            await next(iter(self._users)).wait()
+        await hop(self._house.close)
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Hold `aclose` up for the block: a thread may be at work in the directory, whose descriptors must stay what they are."""
+        ended = anyio.Event()
+        self._users.add(ended)
+        try:
+            yield
+        finally:
+            self._users.discard(ended)
+            ended.set()
+
+    async def __aenter__(self) -> CacheStore:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        await self.aclose()
+
+    @property
+    def path(self) -> str:
+        return self._house.path
+
+    @property
+    def max_bytes(self) -> int | None:
+        """The budget."""
+        return self._house.max_bytes
+
+    def warn(self, refusal: Refusal) -> None:
+        """Log what kept the cache from being used: one warning per reason, however often it comes."""
+        self._house.warn(refusal)
+
+    # --- housekeeping ------------------------------------------------------------------------------------------------
+
+    async def entries(self) -> list[EntryInfo] | Refusal:
+        """What is stored, oldest first (`aionn cache ls`)."""
+        return await hop(self._house.entries)
+
+    def verify(self) -> AsyncIterator[BadEntry]:
+        """Reads every file and yields every entry that could not serve (`aionn cache verify`)."""
+        return self._house.verify()
+
+    async def prune(self, max_bytes: int | None = None) -> PruneReport | Refusal:
+        """Remove entries of older driver versions, damaged ones and rubbish, then the least valuable ones down to
+        `max_bytes` (None: the store's own budget). What is in use stays."""
+        return await hop(self._house.prune, self.max_bytes if max_bytes is None else max_bytes)
+
+    async def knows(self, family: bytes) -> bool:
+        """Whether anything of that family (`family_key`) is stored, by any version of its device; asked before one is started."""
+
+        def look() -> bool:
+            if isinstance(self._house.current(), Refusal):
+                return False
+            return self._house.with_index(lambda index: index.other_version(family, "")) is not None
+
+        return await hop(look)
+
+    # --- opening an entry --------------------------------------------------------------------------------------------
+
+    async def open(
+        self, wanted: Wanted, *, wait_s: float | None = None, refused: tuple[str, Refusal] | None = None
+    ) -> Hit | Miss | Declined:
+        """Look the entry up; on a miss, become the one who compiles it, or wait for the one who does.
+
+        Args:
+            wanted: the key, and what the entry must tell of itself.
+            wait_s: at most this long for another compiler, in seconds; None: the store's. Past it: MISS, BUSY, no publisher.
+            refused: a generation that must not be handed out again, and why (see `Hit.refuse`).
+
+        The result is to be closed (`async with`). Cancelling the wait leaves nothing behind.
+        """
+        started = time.monotonic()
+        with trace.span("cache.lookup", device=wanted.device):
+            found = await self._look(wanted, refused)
+        if isinstance(found, Hit | Declined):
+            return self._told(found)
+        directory = self._house.directory
+        if directory is None:
+            self._house.warn(found)
+            return self._told(self._miss(wanted, found, started, save_failure=found))
+        try:
+            flight = await self._flights.board(directory.compile_lock(wanted.key), self.wait_s if wait_s is None else wait_s)
+        except OSError as error:
+            failure = refusal_of(error, f"compile lock in {self.path}")
+            self._house.warn(failure)
+            return self._told(self._miss(wanted, failure, started, save_failure=failure))
+        if flight is None:
+            busy = Refusal(MissReason.BUSY, f"another process or task still compiles it after {time.monotonic() - started:.1f} s")
+            return self._told(self._miss(wanted, busy, started, save_failure=busy))
+        try:
+            # Somebody else may have published while we waited, or between our look and our turn.
+            found = await self._look(wanted, refused, waited_since=started)
+            if isinstance(found, Hit | Declined):
+                await flight.land()
+                return self._told(found)
+            publisher = await self._stage(directory, wanted, flight)
+        except BaseException:
+            await flight.land()
+            raise
+        if isinstance(publisher, Refusal):
+            await flight.land()
+            self._house.warn(publisher)
+            reason = found if found.reason not in _UNUSABLE else publisher
+            return self._told(self._miss(wanted, reason, started, save_failure=publisher))
+        return self._told(self._miss(wanted, found, started, publisher=publisher))
+
+    async def publisher(self, wanted: Wanted, *, based_on: int | None = None) -> Publisher | Refusal:
+        """Fresh files for an artifact that is made later than its preparation (JIT, a better stage). Does not wait.
+
+        Args:
+            based_on: the generation that the new artifact improves, 0 for none; refused as SUPERSEDED if another is there. None:
+                whatever is there now.
+
+        Returns:
+            A publisher to be closed, or BUSY while somebody else compiles the entry, or what the file system says.
+        """
+        directory = await hop(self._house.current)
+        if isinstance(directory, Refusal):
+            self._house.warn(directory)
+            return directory
+        try:
+            flight = await self._flights.board(directory.compile_lock(wanted.key), 0.0)
+        except OSError as error:
+            return refusal_of(error, f"compile lock in {self.path}")
+        if flight is None:
+            return Refusal(MissReason.BUSY, "another process or task compiles this entry now")
+        try:
+            publisher = await self._stage(directory, wanted, flight, based_on)
+        except BaseException:
+            await flight.land()
+            raise
+        if isinstance(publisher, Refusal):
+            await flight.land()
+        return publisher
+
+    def _told(self, result: _Opened) -> _Opened:
+        outcome = result.outcome
+        reason = outcome.reason.value if outcome.reason else ""
+        trace.count(f"cache.{outcome.kind.value}", device=outcome.device, reason=reason)
+        _log.debug("cache %s for device %s: %s %s", outcome.kind.value, outcome.device, reason, outcome.detail)
+        return result
+
+    def _miss(
+        self, wanted: Wanted, why: Refusal, started: float, *, publisher: Publisher | None = None, save_failure: Refusal | None = None
+    ) -> Miss:
+        outcome = CacheOutcome(
+            CacheOutcomeKind.MISS,
+            why.reason,
+            wanted.device,
+            why.detail,
+            key=wanted.key,
+            waited_s=time.monotonic() - started,
+            save_failure=save_failure,
+        )
+        return Miss(outcome, publisher)
+
+    async def _look(
+        self, wanted: Wanted, refused: tuple[str, Refusal] | None, waited_since: float | None = None
+    ) -> Hit | Declined | Refusal:
+        found = await hop(self._look_in_thread, wanted, refused, None, waited_since, undo=_let_go)
+        if not isinstance(found, Refusal) or found.reason is not MissReason.BUSY or self._house.directory is None:
+            return found
+        try:
+            hold = await wait_to_hold(self._house.directory.entry_lock(wanted.key), "read", _READ_WAIT_S)
+        except OSError as error:
+            return refusal_of(error, f"entry lock in {self.path}")
+        if hold is None:
+            return found
+        kept = False
+        try:
+            found = await hop(self._look_in_thread, wanted, refused, hold, waited_since, undo=_let_go)
+            kept = isinstance(found, Hit)
+        finally:
+            if not kept:
+                await hold.release()
+        return found
+
+    # --- in a thread -------------------------------------------------------------------------------------------------
+
+    def _look_in_thread(
+        self, wanted: Wanted, refused: tuple[str, Refusal] | None, hold: EntryHold | None, waited_since: float | None
+    ) -> Hit | Declined | Refusal:
+        directory = self._house.current()
+        if isinstance(directory, Refusal):
+            return directory
+        try:
+            return self._look_at_entry(directory, wanted, refused, hold, waited_since)
+        except OSError as error:
+            return refusal_of(error, f"cache entry {wanted.key.hex()[:16]}")
+
+    def _look_at_entry(
+        self,
+        directory: CacheDirectory,
+        wanted: Wanted,
+        refused: tuple[str, Refusal] | None,
+        hold: EntryHold | None,
+        waited_since: float | None,
+    ) -> Hit | Declined | Refusal:
+        # A first look without the lock: most misses never need its file.
+        manifest = directory.manifest(wanted.key)
+        if isinstance(manifest, Refusal):
+            if manifest.reason is MissReason.ABSENT:
+                before = self._house.with_index(lambda index: index.other_version(wanted.family, wanted.device_version))
+                if before is not None:
+                    return Refusal(MissReason.OTHER_DRIVER_VERSION, f"stored by driver {before!r}, now {wanted.device_version!r}")
+            return manifest
+        held = hold if hold is not None else hold_now(directory.entry_lock(wanted.key), "read")
+        if held is None:
+            return Refusal(MissReason.BUSY, "the entry is being published")
+        fds: list[int] = []
+        kept = False
+        try:
+            manifest = directory.manifest(wanted.key)
+            if isinstance(manifest, Refusal):
+                return manifest
+            refusal = reason_to_miss(manifest, wanted)
+            if refusal is not None:
+                return refusal
+            waited_s = 0.0 if waited_since is None else time.monotonic() - waited_since
+            if manifest.declined:
+                outcome = CacheOutcome(CacheOutcomeKind.DECLINED, None, wanted.device, manifest.detail, key=wanted.key, waited_s=waited_s)
+                return Declined(outcome, manifest)
+            if refused is not None and refused[0] == manifest.directory:
+                return refused[1]
+            fds, lengths = directory.open_files(wanted.key, manifest)
+            refusal = reason_to_miss(manifest, wanted, lengths)
+            if refusal is not None:
+                return refusal
+            self._house.with_index(lambda index: index.put(manifest, published=False))
+            outcome = CacheOutcome(
+                CacheOutcomeKind.HIT, None, wanted.device, key=wanted.key, waited_s=waited_s, saved_s=manifest.compile_ns / 1e9
+            )
+            kept = True
+            return Hit(self, wanted, outcome, manifest, fds, held)
+        finally:
+            if not kept:
+                close_all(fds)
+                if hold is None:
+                    held.release_here()
+
+    async def _stage(self, directory: CacheDirectory, wanted: Wanted, flight: Flight, based_on: int | None = None) -> Publisher | Refusal:
+        return await hop(self._stage_in_thread, directory, wanted, flight, based_on, undo=Publisher.drop_staging)
+
+    def _stage_in_thread(self, directory: CacheDirectory, wanted: Wanted, flight: Flight, based_on: int | None) -> Publisher | Refusal:
+        try:
+            manifest = directory.manifest(wanted.key)
+            generation = manifest.generation if isinstance(manifest, Manifest) else 0
+            if based_on is not None and based_on != generation:
+                return Refusal(MissReason.SUPERSEDED, f"generation {generation} is stored, the new artifact was to replace {based_on}")
+            self._house.with_index(lambda index: index.note_staging(wanted.key))
+            # We hold the compile lock: whatever else lies in the entry belongs to the dead.
+            directory.clean(wanted.key)
+            staged = directory.stage(wanted.key, wanted.files)
+        except OSError as error:
+            return refusal_of(error, f"new files in {self.path}")
+        return Publisher(self._house, directory, wanted, staged, flight, generation)
+
+
+def _let_go(found: Hit | Declined | Refusal) -> None:
+    """What a thread found for a caller that has been cancelled meanwhile."""
+    if isinstance(found, Hit):
+        found.close_here()

@@ -1,0 +1,340 @@
+"""The cache directory's files: every open, write, rename and unlink of the store is here. Blocking; callers are in a thread.
+
+    DIR/                            the app's; must be ours and writable by nobody else
+        entries/<key, 64 hex>/
+            manifest                what the entry is; replaced by rename, the one act that switches generations
+            <16 hex>/model0 data0   one generation; immutable once a manifest names it, staging before
+        locks/<key>.entry           readers shared, the publisher exclusive (`locks`)
+        locks/<key>.compile         held by the one who compiles
+        trash/                      what is being deleted
+        index.sqlite                derived: sizes and values for eviction; rebuilt from the manifests when lost
+
+All below DIR is opened relative to its parent's descriptor, never through a symlink, close-on-exec.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from blake3 import blake3
+
+from aionn.caching.manifest import MAX_MANIFEST_BYTES, Manifest, StoredFile, decode_manifest, encode_manifest, file_names
+from aionn.caching.outcomes import MissReason, Refusal, refusal_of_os_error
+from aionn.hal.types import CacheFiles
+
+__all__ = ["CacheDirectory", "Staged", "UnsafeFileError", "refusal_of"]
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_MANIFEST = "manifest"
+_CHUNK_BYTES = 8 << 20
+
+
+class UnsafeFileError(OSError):
+    """A file or directory that another account made, or could change."""
+
+
+def refusal_of(error: OSError, doing: str) -> Refusal:
+    if isinstance(error, UnsafeFileError):
+        return Refusal(MissReason.UNSAFE, f"{doing}: {error}")
+    return refusal_of_os_error(error, doing)
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """Fresh files that no manifest names yet, open for reading and writing."""
+
+    directory: str
+    names: tuple[str, ...]
+    fds: tuple[int, ...]
+
+
+def _check(status: os.stat_result, what: str) -> None:
+    if status.st_uid != os.geteuid():
+        raise UnsafeFileError(f"{what} belongs to user {status.st_uid}, not to this one")
+    if stat.S_IMODE(status.st_mode) & 0o022:
+        raise UnsafeFileError(f"{what} has mode {stat.S_IMODE(status.st_mode):04o}: others may write to it; chmod go-w")
+
+
+def _subdirectory(parent: int, name: str) -> int:
+    with suppress(FileExistsError):
+        os.mkdir(name, 0o700, dir_fd=parent)
+    return os.open(name, _DIRECTORY, dir_fd=parent)
+
+
+class CacheDirectory:
+    """Descriptors of one cache directory, made if it is missing.
+
+    Raises (construction): OSError, UnsafeFileError.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = os.path.abspath(path)
+        os.makedirs(os.path.dirname(self.path), exist_ok=True)
+        with suppress(FileExistsError):
+            os.mkdir(self.path, 0o700)
+        self._fds: list[int] = []
+        try:
+            self.root = os.open(self.path, _DIRECTORY)
+            self._fds.append(self.root)
+            status = os.fstat(self.root)
+            _check(status, f"cache directory {self.path}")
+            self.identity = (status.st_dev, status.st_ino)
+            for name in ("entries", "locks", "trash"):
+                fd = _subdirectory(self.root, name)
+                self._fds.append(fd)
+                _check(os.fstat(fd), f"{self.path}/{name}")
+        except NotADirectoryError as error:
+            self.close()
+            raise UnsafeFileError(f"{self.path} or a part of it is a symlink or no directory") from error
+        except BaseException:
+            self.close()
+            raise
+        self.entries, _, self.trash = self._fds[1:]
+
+    def close(self) -> None:
+        while self._fds:
+            os.close(self._fds.pop())
+
+    def is_current(self) -> bool:
+        """Whether the path still leads here: the directory may have been deleted, or replaced."""
+        try:
+            status = os.stat(self.path, follow_symlinks=False)
+            os.stat("entries", dir_fd=self.root, follow_symlinks=False)
+            os.stat("locks", dir_fd=self.root, follow_symlinks=False)
+        except OSError:
+            return False
+        return (status.st_dev, status.st_ino) == self.identity
+
+    def entry_lock(self, key: bytes) -> str:
+        return f"{self.path}/locks/{key.hex()}.entry"
+
+    def compile_lock(self, key: bytes) -> str:
+        return f"{self.path}/locks/{key.hex()}.compile"
+
+    @property
+    def index(self) -> str:
+        return f"{self.path}/index.sqlite"
+
+    def all_keys(self) -> list[bytes]:
+        """Keys of all entry directories, also of those without a manifest."""
+        with os.scandir(self.entries) as found:
+            return [bytes.fromhex(entry.name) for entry in found if _is_hex(entry.name, 64) and entry.is_dir(follow_symlinks=False)]
+
+    def orphaned_locks(self) -> list[bytes]:
+        """Keys that have lock files and no entry: of compilations that were abandoned."""
+        with os.scandir(self._fds[2]) as found:
+            keys = {bytes.fromhex(lock.name[:64]) for lock in found if _is_hex(lock.name[:64], 64)}
+        return sorted(keys.difference(self.all_keys()))
+
+    @contextmanager
+    def _entry(self, key: bytes, *, make: bool = False) -> Iterator[int]:
+        fd = _subdirectory(self.entries, key.hex()) if make else os.open(key.hex(), _DIRECTORY, dir_fd=self.entries)
+        try:
+            _check(os.fstat(fd), f"entry {key.hex()[:16]}")
+            yield fd
+        finally:
+            os.close(fd)
+
+    # --- reading -----------------------------------------------------------------------------------------------------
+
+    def manifest(self, key: bytes) -> Manifest | Refusal:
+        """The entry's manifest; ABSENT, UNREADABLE or UNSAFE where the next who compiles may put another in its place.
+
+        Raises:
+            OSError: it may be there and whole, but cannot be read now.
+        """
+        try:
+            with self._entry(key) as entry:
+                fd = os.open(_MANIFEST, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=entry)
+                try:
+                    status = os.fstat(fd)
+                    _check(status, "manifest")
+                    if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_MANIFEST_BYTES:
+                        return Refusal(MissReason.UNREADABLE, f"manifest is no regular file of at most {MAX_MANIFEST_BYTES} bytes")
+                    return decode_manifest(os.read(fd, MAX_MANIFEST_BYTES + 1))
+                finally:
+                    os.close(fd)
+        except FileNotFoundError:
+            return Refusal(MissReason.ABSENT, f"nothing is stored under {key.hex()[:16]}")
+        except UnsafeFileError as error:
+            return Refusal(MissReason.UNSAFE, str(error))
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            return Refusal(MissReason.UNSAFE, "the manifest is a symlink")
+
+    def open_files(self, key: bytes, manifest: Manifest, flags: int = os.O_RDWR) -> tuple[list[int], list[int | None]]:
+        """Descriptors of all files, and their lengths; a file that is gone has descriptor -1 and length None.
+
+        Raises:
+            OSError: one cannot be opened or is unsafe; then none is left open.
+        """
+        fds: list[int] = []
+        lengths: list[int | None] = []
+        names = file_names(CacheFiles(len(manifest.model), len(manifest.data)))
+        try:
+            with self._entry(key) as entry:
+                generation = os.open(manifest.directory, _DIRECTORY, dir_fd=entry)
+                try:
+                    for name in names:
+                        try:
+                            fds.append(os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=generation))
+                        except FileNotFoundError:
+                            fds.append(-1)
+                            lengths.append(None)
+                            continue
+                        status = os.fstat(fds[-1])
+                        _check(status, f"file {name}")
+                        if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
+                            raise UnsafeFileError(f"file {name} is not a regular file with one name")
+                        lengths.append(status.st_size)
+                finally:
+                    os.close(generation)
+        except FileNotFoundError:
+            return [-1] * len(names), [None] * len(names)
+        except BaseException:
+            close_all(fds)
+            raise
+        return fds, lengths
+
+    # --- writing: only by the holder of the compile lock -------------------------------------------------------------
+
+    def stage(self, key: bytes, files: CacheFiles) -> Staged:
+        """Fresh empty files in a directory of their own."""
+        directory = secrets.token_hex(8)
+        names = file_names(files)
+        fds: list[int] = []
+        with self._entry(key, make=True) as entry:
+            os.mkdir(directory, 0o700, dir_fd=entry)
+            try:
+                generation = os.open(directory, _DIRECTORY, dir_fd=entry)
+                try:
+                    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+                    fds.extend(os.open(name, flags, 0o600, dir_fd=generation) for name in names)
+                finally:
+                    os.close(generation)
+            except BaseException:
+                close_all(fds)
+                _remove_tree(directory, entry)
+                raise
+        return Staged(directory, names, tuple(fds))
+
+    def seal(self, key: bytes, staged: Staged) -> tuple[StoredFile, ...]:
+        """Bring the staged files to disk; their lengths and digests.
+
+        Raises:
+            UnsafeFileError: a name no longer leads to the file that was staged.
+        """
+        files = []
+        with self._entry(key) as entry:
+            generation = os.open(staged.directory, _DIRECTORY, dir_fd=entry)
+            try:
+                for name, fd in zip(staged.names, staged.fds, strict=True):
+                    there, ours = os.stat(name, dir_fd=generation, follow_symlinks=False), os.fstat(fd)
+                    if (there.st_dev, there.st_ino) != (ours.st_dev, ours.st_ino):
+                        raise UnsafeFileError(f"file {name} was replaced while the driver wrote it")
+                    os.fsync(fd)
+                    files.append(stored_file(fd))
+                os.fsync(generation)
+            finally:
+                os.close(generation)
+        return tuple(files)
+
+    def switch(self, key: bytes, manifest: Manifest) -> None:
+        """Make `manifest` the entry's. Before the rename the entry is the old one, after it the new one; on disk when this returns."""
+        with self._entry(key, make=True) as entry:
+            aside = f"{_MANIFEST}.{secrets.token_hex(4)}"
+            fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=entry)
+            try:
+                try:
+                    text = encode_manifest(manifest)
+                    while text:
+                        text = text[os.write(fd, text) :]
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
+                os.rename(aside, _MANIFEST, src_dir_fd=entry, dst_dir_fd=entry)
+            except BaseException:
+                with suppress(OSError):
+                    os.unlink(aside, dir_fd=entry)
+                raise
+            os.fsync(entry)
+        os.fsync(self.entries)
+
+    def clean(self, key: bytes, keep: str = "") -> None:
+        """Remove what no manifest names: other generations, staging of the dead; an entry without a manifest and without `keep` too."""
+        try:
+            manifest = self.manifest(key)
+            kept = {keep} | ({_MANIFEST, manifest.directory} if isinstance(manifest, Manifest) else set())
+            with self._entry(key) as entry:
+                for name in os.listdir(entry):
+                    if name not in kept:
+                        _remove_tree(name, entry)
+            if not keep:
+                os.rmdir(key.hex(), dir_fd=self.entries)  # fails unless it is empty
+        except OSError:
+            # Rubbish that stays costs space only; the next one who compiles this key tries again.
+            return
+
+    def discard(self, key: bytes) -> None:
+        """Remove a whole entry, whose locks are held, and the locks. Gone at once for readers, whatever happens while its files are
+        deleted."""
+        name = f"{key.hex()}.{secrets.token_hex(4)}"
+        with suppress(FileNotFoundError):  # removed by another process, or by hand
+            os.rename(key.hex(), name, src_dir_fd=self.entries, dst_dir_fd=self.trash)
+            _remove_tree(name, self.trash)
+        for lock in (self.entry_lock(key), self.compile_lock(key)):
+            with suppress(OSError):
+                os.unlink(lock)
+
+    def empty_trash(self) -> None:
+        with suppress(OSError):
+            for name in os.listdir(self.trash):
+                _remove_tree(name, self.trash)
+
+
+def stored_file(fd: int) -> StoredFile:
+    """Length and digest of a file as it is now, whatever the descriptor's offset."""
+    hasher = blake3(max_threads=blake3.AUTO)
+    buffer = bytearray(min(_CHUNK_BYTES, max(os.fstat(fd).st_size, 1)))
+    at = 0
+    while count := os.preadv(fd, [buffer], at):
+        hasher.update(memoryview(buffer)[:count])
+        at += count
+    return StoredFile(at, hasher.digest())
+
+
+def close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        if fd >= 0:
+            os.close(fd)
+
+
+def _is_hex(name: str, length: int) -> bool:
+    return len(name) == length and not set(name) - set("0123456789abcdef")
+
+
+def _remove_tree(name: str, parent: int) -> None:
+    """Remove a file, a symlink (itself), or a directory with all in it."""
+    try:
+        os.unlink(name, dir_fd=parent)
+    except FileNotFoundError:
+        return
+    except (IsADirectoryError, PermissionError):
+        try:
+            fd = os.open(name, _DIRECTORY, dir_fd=parent)
+        except FileNotFoundError:  # another process removes the same
+            return
+        try:
+            for inner in os.listdir(fd):
+                _remove_tree(inner, fd)
+        finally:
+            os.close(fd)
+        with suppress(FileNotFoundError):
+            os.rmdir(name, dir_fd=parent)

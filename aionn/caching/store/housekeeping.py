@@ -1,0 +1,330 @@
+"""Keeping one cache directory: found or made, tidied up after the dead, within its budget, listed and verified.
+
+What somebody holds open (reads, compiles) is pinned: removal takes both of an entry's locks, and passes it over if it cannot have them
+at once.
+Except for `verify` all is blocking and runs in a thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sqlite3
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TypeVar
+
+import aiofiles
+from blake3 import blake3
+
+from aionn import trace
+from aionn.caching.manifest import Manifest, file_names
+from aionn.caching.outcomes import MissReason, Refusal
+from aionn.caching.store.directory import CacheDirectory, close_all, refusal_of
+from aionn.caching.store.hop import hop
+from aionn.caching.store.index import Index
+from aionn.caching.store.locks import sole_holder
+from aionn.hal.types import CacheFiles
+
+__all__ = ["BadEntry", "EntryInfo", "Housekeeping", "PruneReport"]
+
+T = TypeVar("T")
+_log = logging.getLogger("aionn.caching")
+_CHUNK_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class EntryInfo:
+    """One entry, for people. `used_s` and `created_s` are wall-clock seconds since the epoch; `used_s` is None if not known."""
+
+    key: bytes
+    device: str
+    device_version: str
+    model_digest: bytes
+    generation: int
+    size_bytes: int
+    saves_s: float
+    created_s: float
+    used_s: float | None
+    declined: bool
+    superseded: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BadEntry:
+    """An entry, or a file of one, that could not serve."""
+
+    key: bytes
+    device: str
+    reason: MissReason
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class PruneReport:
+    """What pruning did: entries removed, bytes they had, entries that had to stay because they are in use, bytes left."""
+
+    removed: int
+    freed_bytes: int
+    in_use: int
+    left_bytes: int
+
+
+class Housekeeping:
+    """One directory, its index, and the order in it."""
+
+    def __init__(self, path: str, max_bytes: int | None, old_versions_kept_s: float) -> None:
+        self.path, self.max_bytes = path, max_bytes
+        self._old_versions_kept_s = old_versions_kept_s
+        self._lock = threading.RLock()
+        self.directory: CacheDirectory | None = None
+        self._outdated: list[CacheDirectory] = []  # replaced on disk, perhaps still in use by a thread
+        self._index: Index | None = None
+        self._warned: set[MissReason] = set()
+
+    def close(self) -> None:
+        with self._lock:
+            for directory in (*self._outdated, *([self.directory] if self.directory else [])):
+                directory.close()
+            if self._index is not None:
+                self._index.close()
+            self._outdated, self.directory, self._index = [], None, None
+
+    def warn(self, refusal: Refusal) -> None:
+        """One warning per reason and store: a full disk is told once, not once per model."""
+        if refusal.reason not in self._warned:
+            self._warned.add(refusal.reason)
+            _log.warning("compilation cache %s cannot be used as asked: %s", self.path, refusal)
+
+    def current(self) -> CacheDirectory | Refusal:
+        """The directory as it is now, made again if somebody deleted it; on the first call also what was left to tidy up."""
+        with self._lock:
+            if self.directory is not None and self.directory.is_current():
+                return self.directory
+            if self.directory is not None:
+                self._outdated.append(self.directory)
+                self.directory = None
+            if self._index is not None:
+                self._index.close()
+                self._index = None
+            try:
+                self.directory = CacheDirectory(self.path)
+            except OSError as error:
+                return refusal_of(error, f"cache directory {self.path}")
+            directory = self.directory
+            try:
+                self._index = Index(directory.index)
+            except (OSError, sqlite3.Error) as error:
+                self.warn(Refusal(MissReason.IO_ERROR, f"the index of sizes cannot be used, nothing will be evicted: {error}"))
+        self._tidy(directory)
+        return directory
+
+    def _tidy(self, directory: CacheDirectory) -> None:
+        directory.empty_trash()
+        if not self.with_index(lambda index: index.complete):
+            self._rebuild_index(directory)
+        for key in self.with_index(lambda index: index.staging()) or []:
+            self._clean_if_free(directory, key)
+        for key in self.with_index(lambda index: index.superseded(self._old_versions_kept_s)) or []:
+            self.remove_if_free(directory, key)
+
+    def _rebuild_index(self, directory: CacheDirectory) -> None:
+        for key in directory.all_keys():
+            try:
+                manifest = directory.manifest(key)
+            except OSError:
+                continue
+            if isinstance(manifest, Manifest) and manifest.key == key:
+                self.with_index(lambda index, manifest=manifest: index.put(manifest, published=False))  # type: ignore[misc]
+            else:
+                self.with_index(lambda index, key=key: index.note_staging(key))  # type: ignore[misc]
+        self.with_index(lambda index: index.set_complete())
+
+    def with_index(self, act: Callable[[Index], T]) -> T | None:
+        """Ask the index, which may be missing: it is needed to stay within the budget, and for nothing else."""
+        index = self._index
+        if index is None:
+            return None
+        try:
+            return act(index)
+        except sqlite3.Error as error:
+            self.warn(Refusal(MissReason.IO_ERROR, f"index of sizes: {error}"))
+            return None
+
+    def replace(self, directory: CacheDirectory, manifest: Manifest, based_on: int) -> Refusal | None:
+        """Switch an entry to a new generation and evict what no longer fits. Its compile and entry lock are held. Blocking."""
+        now = directory.manifest(manifest.key)
+        generation = now.generation if isinstance(now, Manifest) else 0
+        # An entry that was evicted meanwhile is no newer one.
+        if generation not in (0, based_on):
+            return Refusal(MissReason.SUPERSEDED, f"generation {generation} is stored, this one was to replace {based_on}")
+        directory.switch(manifest.key, manifest)
+        self.with_index(lambda index: index.put(manifest, published=True))
+        self.evict(directory, self.max_bytes, spared=manifest.key)
+        return None
+
+    def finish_staging(self, directory: CacheDirectory, key: bytes) -> None:
+        """Remove staging and superseded generations of an entry whose compile lock is held. Blocking."""
+        directory.clean(key)
+        self.with_index(lambda index: index.strike_staging(key))
+
+    def evict(self, directory: CacheDirectory, max_bytes: int | None, spared: bytes = b"") -> tuple[int, int]:
+        """Remove entries, least value first, until the rest is within `max_bytes`. Blocking.
+
+        Returns:
+            (entries removed, entries passed over because somebody reads or compiles them)
+        """
+        removed = pinned = 0
+        after: tuple[float, bytes] | None = None
+        while max_bytes is not None and (self.with_index(lambda index: index.total_bytes) or 0) > max_bytes:
+            victim = self.with_index(lambda index, after=after: index.next_victim(after))  # type: ignore[misc]
+            if victim is None:
+                break
+            after = victim
+            if victim[1] == spared:
+                continue
+            if self.remove_if_free(directory, victim[1]):
+                removed += 1
+            else:
+                pinned += 1
+        return removed, pinned
+
+    def remove_if_free(self, directory: CacheDirectory, key: bytes) -> bool:
+        """Remove an entry that nobody reads or compiles; whether it is gone. Blocking."""
+        try:
+            with sole_holder(directory.entry_lock(key), directory.compile_lock(key)) as free:
+                if not free:
+                    return False
+                directory.discard(key)
+                self.with_index(lambda index: index.drop(key))
+                self.with_index(lambda index: index.strike_staging(key))
+        except OSError as error:
+            self.warn(refusal_of(error, f"removing cache entry {key.hex()[:16]}"))
+            return False
+        trace.count("cache.evicted")
+        return True
+
+    def _clean_if_free(self, directory: CacheDirectory, key: bytes) -> None:
+        """Tidy up after somebody who died while compiling this entry."""
+        try:
+            with sole_holder(directory.entry_lock(key), directory.compile_lock(key)) as free:
+                if not free:
+                    return
+                self.finish_staging(directory, key)
+                manifest = directory.manifest(key)
+                if isinstance(manifest, Manifest):
+                    self.with_index(lambda index: index.put(manifest, published=False))
+        except OSError as error:
+            self.warn(refusal_of(error, f"tidying up cache entry {key.hex()[:16]}"))
+
+    # --- for people --------------------------------------------------------------------------------------------------
+
+    def entries(self) -> list[EntryInfo] | Refusal:
+        """All entries with a readable manifest, oldest first. Blocking."""
+        directory = self.current()
+        if isinstance(directory, Refusal):
+            return directory
+        used_s = self.with_index(lambda index: index.used_s()) or {}
+        superseded = set(self.with_index(lambda index: index.superseded(0.0)) or [])
+        found = []
+        for key in directory.all_keys():
+            with suppress(OSError):
+                manifest = directory.manifest(key)
+                if isinstance(manifest, Manifest):
+                    found.append(
+                        EntryInfo(
+                            key=key,
+                            device=manifest.device,
+                            device_version=manifest.device_version,
+                            model_digest=manifest.model_digest,
+                            generation=manifest.generation,
+                            size_bytes=manifest.size_bytes,
+                            saves_s=manifest.compile_ns / 1e9,
+                            created_s=manifest.created_ns / 1e9,
+                            used_s=used_s.get(key),
+                            declined=manifest.declined,
+                            superseded=key in superseded,
+                        )
+                    )
+        return sorted(found, key=lambda entry: (entry.created_s, entry.key))
+
+    async def verify(self) -> AsyncIterator[BadEntry]:
+        """Every entry that could not serve, with what is wrong with it. Reads all files; stops between two chunks when cancelled."""
+        directory = await hop(self.current)
+        if isinstance(directory, Refusal):
+            yield BadEntry(b"", "", directory.reason, directory.detail)
+            return
+        for key in await hop(directory.all_keys):
+            bad = await self._verify_entry(directory, key)
+            if bad is not None and bad.reason is not MissReason.ABSENT and await self._verify_entry(directory, key) is not None:
+                # Twice: an entry that was replaced or removed while it was read is not bad.
+                yield bad
+
+    async def _verify_entry(self, directory: CacheDirectory, key: bytes) -> BadEntry | None:
+        device = ""
+        try:
+            manifest = await hop(directory.manifest, key)
+            if isinstance(manifest, Refusal):
+                return BadEntry(key, device, manifest.reason, manifest.detail)
+            device = manifest.device
+            if manifest.key != key:
+                return BadEntry(key, device, MissReason.WRONG_TOKEN, f"its manifest is of key {manifest.key.hex()[:16]}")
+            if manifest.declined:
+                return None
+            fds, lengths = await hop(directory.open_files, key, manifest, os.O_RDONLY, undo=lambda opened: close_all(opened[0]))
+        except OSError as error:
+            refusal = refusal_of(error, "its files")
+            return BadEntry(key, device, refusal.reason, refusal.detail)
+        try:
+            names = file_names(CacheFiles(len(manifest.model), len(manifest.data)))
+            for name, fd, length, stored in zip(names, fds, lengths, manifest.files, strict=True):
+                if length is None:
+                    return BadEntry(key, device, MissReason.PARTIAL, f"file {name} is gone")
+                if length != stored.length:
+                    return BadEntry(key, device, MissReason.WRONG_LENGTH, f"file {name} has {length} bytes, {stored.length} were stored")
+                hasher = blake3()
+                async with aiofiles.open(fd, "rb", buffering=0, closefd=False) as file:
+                    while chunk := await file.read(_CHUNK_BYTES):
+                        hasher.update(chunk)
+                if hasher.digest() != stored.digest:
+                    return BadEntry(key, device, MissReason.WRONG_BYTES, f"file {name} does not have the contents that were stored")
+        except OSError as error:
+            return BadEntry(key, device, MissReason.IO_ERROR, str(error))
+        finally:
+            close_all(fds)
+        return None
+
+    def prune(self, max_bytes: int | None) -> PruneReport | Refusal:
+        """Remove entries of older driver versions, unreadable ones and what the dead left, then evict down to `max_bytes`. Blocking."""
+        directory = self.current()
+        if isinstance(directory, Refusal):
+            return directory
+        directory.empty_trash()
+        before = self.left_bytes()
+        removed = in_use = 0
+        doomed = set(self.with_index(lambda index: index.superseded(0.0)) or [])
+        for key in directory.all_keys():
+            try:
+                manifest = directory.manifest(key)
+                if isinstance(manifest, Manifest) or manifest.reason is MissReason.ABSENT:
+                    self._clean_if_free(directory, key)
+                else:
+                    doomed.add(key)
+            except OSError:
+                doomed.add(key)
+        for key in doomed:
+            if self.remove_if_free(directory, key):
+                removed += 1
+            else:
+                in_use += 1
+        more_removed, more_in_use = self.evict(directory, max_bytes)
+        for key in directory.orphaned_locks():
+            self.remove_if_free(directory, key)
+        left = self.left_bytes()
+        return PruneReport(removed + more_removed, max(before - left, 0), in_use + more_in_use, left)
+
+    def left_bytes(self) -> int:
+        """Bytes that count against the budget. Blocking."""
+        return self.with_index(lambda index: index.total_bytes) or 0

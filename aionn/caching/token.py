@@ -1,0 +1,166 @@
+"""The 32 bytes that name one compilation. No I/O.
+
+NNAPI hashes un-delimited bytes, so device "npu1" version ".0" and device "npu" version "1.0" share an entry. Here every field has
+a tag and a length, the encoding has a version, and `decode_parts` reads it back: a function with an inverse cannot map two
+inputs to one encoding.
+
+    encoding   "aionn.key" 0x01, then fields in rising order of tag, each at most once
+    field      tag u8, length u64, payload
+    tag  payload
+     1   app token, 32 bytes
+     2   operations of this device in a plan of several steps: (sub-graph u32, operation u32) each, in the plan's order;
+         the field is absent when one device runs the whole model
+     3   device name, UTF-8
+     4   device version, UTF-8
+     5   execution preference i32
+     6   priority i32; absent unless the device says that it matters
+     7   options: per item, sorted by name: name length u64, name UTF-8, value length u64, value
+    All integers little-endian on every machine.
+
+The key is BLAKE3 of the encoding. What the *content* of a model is does not belong here but in the manifest: the app's token is its
+own claim, and a false claim must be told apart from an unknown entry.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from blake3 import blake3
+
+from aionn.errors import CallerError
+from aionn.hal.types import CACHE_TOKEN_BYTES, ExecutionPreference, Priority
+
+__all__ = ["KeyParts", "changed_parts", "decode_parts", "encode_parts", "entry_key", "family_key"]
+
+_MAGIC = b"aionn.key\x01"
+_FAMILY_MAGIC = b"aionn.family\x01"
+_FIELD = struct.Struct("<BQ")
+_LENGTH = struct.Struct("<Q")
+_INT = struct.Struct("<i")
+_OPERATION = struct.Struct("<II")
+_TOKEN, _OPERATIONS, _DEVICE, _VERSION, _PREFERENCE, _PRIORITY, _OPTIONS = range(1, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyParts:
+    """All that shapes one step's artifact.
+
+    Attributes:
+        app_token: 32 bytes, unique to the model within the app.
+        device, device_version: as the device tells them.
+        preference: as the app asks.
+        priority: as the app asks, or None if the device ignores it: then all priorities share an entry.
+        operations: (sub-graph, operation) indices that this device runs, in the plan's order; None: the whole model.
+        options: compile-time options by name, sorted, no name twice.
+    """
+
+    app_token: bytes
+    device: str
+    device_version: str
+    preference: ExecutionPreference = ExecutionPreference.FAST_SINGLE_ANSWER
+    priority: Priority | None = None
+    operations: tuple[tuple[int, int], ...] | None = None
+    options: tuple[tuple[str, bytes], ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.app_token) != CACHE_TOKEN_BYTES:
+            raise CallerError(f"cache token of {len(self.app_token)} bytes: a token has {CACHE_TOKEN_BYTES}; take model.token or a SHA-256")
+        if not all(0 <= index < 2**32 for operation in self.operations or () for index in operation):
+            raise CallerError("operations of a cache key: an index does not fit 32 bits")
+        names = [name for name, _ in self.options]
+        if names != sorted(set(names)):
+            raise CallerError(f"options of a cache key {names}: they must be sorted by name, without doubles")
+
+
+def _field(tag: int, payload: bytes) -> bytes:
+    return _FIELD.pack(tag, len(payload)) + payload
+
+
+def _sized(payload: bytes) -> bytes:
+    return _LENGTH.pack(len(payload)) + payload
+
+
+def encode_parts(parts: KeyParts) -> bytes:
+    """The canonical encoding; the same on every run and machine."""
+    fields = [_MAGIC, _field(_TOKEN, bytes(parts.app_token))]
+    if parts.operations is not None:
+        fields.append(_field(_OPERATIONS, b"".join(_OPERATION.pack(*operation) for operation in parts.operations)))
+    # surrogatepass: a device name read from the file system may hold bytes that are no UTF-8.
+    fields.append(_field(_DEVICE, parts.device.encode("utf-8", "surrogatepass")))
+    fields.append(_field(_VERSION, parts.device_version.encode("utf-8", "surrogatepass")))
+    fields.append(_field(_PREFERENCE, _INT.pack(parts.preference)))
+    if parts.priority is not None:
+        fields.append(_field(_PRIORITY, _INT.pack(parts.priority)))
+    if parts.options:
+        fields.append(
+            _field(_OPTIONS, b"".join(_sized(name.encode("utf-8", "surrogatepass")) + _sized(value) for name, value in parts.options))
+        )
+    return b"".join(fields)
+
+
+def _fields(encoded: bytes) -> Iterator[tuple[int, bytes]]:
+    at, last = len(_MAGIC), 0
+    while at < len(encoded):
+        tag, length = _FIELD.unpack_from(encoded, at)
+        at += _FIELD.size
+        if tag <= last or at + length > len(encoded):
+            raise CallerError(f"cache key encoding: field {tag} at byte {at} is out of order or cut off")
+        yield tag, encoded[at : at + length]
+        at, last = at + length, tag
+
+
+def decode_parts(encoded: bytes) -> KeyParts:
+    """The inverse of `encode_parts`.
+
+    Raises:
+        CallerError: these bytes are no encoding of any `KeyParts`.
+    """
+    if not encoded.startswith(_MAGIC):
+        raise CallerError(f"cache key encoding: begins with {encoded[: len(_MAGIC)]!r}, expected {_MAGIC!r}")
+    try:
+        fields = dict(_fields(encoded))
+        options: list[tuple[str, bytes]] = []
+        rest = fields.get(_OPTIONS, b"")
+        while rest:
+            pair = []
+            for _ in range(2):
+                (length,) = _LENGTH.unpack_from(rest)
+                pair.append(rest[_LENGTH.size : _LENGTH.size + length])
+                rest = rest[_LENGTH.size + length :]
+            options.append((pair[0].decode("utf-8", "surrogatepass"), pair[1]))
+        operations = fields.get(_OPERATIONS)
+        parts = KeyParts(
+            app_token=fields[_TOKEN],
+            device=fields[_DEVICE].decode("utf-8", "surrogatepass"),
+            device_version=fields[_VERSION].decode("utf-8", "surrogatepass"),
+            preference=ExecutionPreference(_INT.unpack(fields[_PREFERENCE])[0]),
+            priority=Priority(_INT.unpack(fields[_PRIORITY])[0]) if _PRIORITY in fields else None,
+            operations=None if operations is None else tuple((a, b) for a, b in _OPERATION.iter_unpack(operations)),
+            options=tuple(options),
+        )
+    except CallerError:
+        raise
+    except (struct.error, KeyError, ValueError) as error:
+        raise CallerError(f"cache key encoding: {error}") from error
+    if encode_parts(parts) != encoded:
+        raise CallerError("cache key encoding: not in canonical form")
+    return parts
+
+
+def entry_key(parts: KeyParts | None) -> bytes | None:
+    """32 bytes that name this compilation, or None where the app gave no token (NO_CACHE)."""
+    return None if parts is None else blake3(encode_parts(parts)).digest()
+
+
+def family_key(parts: KeyParts) -> bytes:
+    """32 bytes that all versions of one device share: tells an update of the driver from a model never seen, and finds its orphans."""
+    encoded = encode_parts(parts)
+    without_version = b"".join(_field(tag, payload) for tag, payload in _fields(encoded) if tag != _VERSION)
+    return blake3(_FAMILY_MAGIC + without_version).digest()
+
+
+def changed_parts(before: KeyParts, after: KeyParts) -> tuple[str, ...]:
+    """Names of the fields that make two keys differ, for those who ask why they missed."""
+    return tuple(name for name in KeyParts.__slots__ if getattr(before, name) != getattr(after, name))

@@ -1,0 +1,110 @@
+"""`aionn cache`: list, verify and prune a directory of cached compilations."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import aionn
+from aionn.caching.outcomes import Refusal
+from aionn.caching.store import BadEntry, CacheStore, EntryInfo, PruneReport
+from aionn.cli.printing import NotDoneError, ago, digest, duration, entries, print_json, print_table, size
+
+__all__ = ["list_entries", "prune_entries", "verify_entries"]
+
+
+def list_entries(directory: Path, as_json: bool) -> None:
+    """Print every entry.
+
+    Raises:
+        NotDoneError: the directory cannot be read, or is not safe to use.
+    """
+
+    async def listed() -> list[EntryInfo] | Refusal:
+        async with CacheStore(directory) as store:
+            return await store.entries()
+
+    found = aionn.run(listed)
+    if isinstance(found, Refusal):
+        raise NotDoneError(f"cache {str(directory)!r} cannot be listed: {found}")
+    if as_json:
+        print_json([_as_json(entry) for entry in found])
+        return
+    print_table(
+        f"{entries(len(found))}, {size(sum(entry.size_bytes for entry in found))}",
+        ["entry", "device", "version", "model", "size>", "a hit saves>", "stored>", "used>", "state"],
+        [
+            (
+                digest(entry.key),
+                entry.device,
+                entry.device_version,
+                digest(entry.model_digest),
+                size(entry.size_bytes),
+                duration(entry.saves_s),
+                ago(entry.created_s),
+                ago(entry.used_s),
+                _state(entry),
+            )
+            for entry in found
+        ],
+    )
+
+
+def _state(entry: EntryInfo) -> str:
+    words = [word for word, true in (("declined", entry.declined), ("older version", entry.superseded)) if true]
+    return ", ".join(words) or "current"
+
+
+def _as_json(entry: EntryInfo) -> dict[str, Any]:
+    return {**asdict(entry), "key": entry.key.hex(), "model_digest": entry.model_digest.hex()}
+
+
+def verify_entries(directory: Path, as_json: bool) -> None:
+    """Print every bad entry.
+
+    Raises:
+        NotDoneError: there is one.
+    """
+
+    async def bad_entries() -> tuple[list[BadEntry], int]:
+        async with CacheStore(directory) as store:
+            bad = [entry async for entry in store.verify()]
+            found = await store.entries()
+            return bad, 0 if isinstance(found, Refusal) else len(found)
+
+    bad, count = aionn.run(bad_entries)
+    if as_json:
+        rows = [{"key": one.key.hex(), "device": one.device, "reason": one.reason.value, "detail": one.detail} for one in bad]
+        print_json({"entries": count, "bad": rows})
+    elif bad:
+        print_table(
+            "",
+            ["entry", "device", "reason", "detail"],
+            [(digest(one.key) or "(all)", one.device or "?", one.reason.value, one.detail) for one in bad],
+        )
+    else:
+        print(f"{entries(count)}, all as stored")
+    if bad:
+        raise NotDoneError(f"cache {str(directory)!r}: {entries(len(bad))} not as stored; the next compilation replaces what is bad")
+
+
+def prune_entries(directory: Path, max_bytes: int | None, as_json: bool) -> None:
+    """Prune and tell what went.
+
+    Raises:
+        NotDoneError: the directory cannot be used.
+    """
+
+    async def prune() -> PruneReport | Refusal:
+        async with CacheStore(directory) as store:
+            return await store.prune(max_bytes)
+
+    report = aionn.run(prune)
+    if isinstance(report, Refusal):
+        raise NotDoneError(f"cache {str(directory)!r} cannot be pruned: {report}")
+    if as_json:
+        print_json(asdict(report))
+        return
+    in_use = f"; {report.in_use} had to stay, somebody uses them" if report.in_use else ""
+    print(f"{entries(report.removed)} removed, {size(report.freed_bytes)} freed, {size(report.left_bytes)} left{in_use}")

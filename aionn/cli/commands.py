@@ -1,0 +1,185 @@
+"""The command line: what each command takes. What it does is in its own module, imported when it is called."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, CycloptsError, Parameter
+
+from aionn.cli.printing import NotDoneError, UsageError, error_console, show_warnings
+from aionn.errors import AionnError, CallerError
+
+INTERRUPTED = 130
+
+Json = Annotated[bool, Parameter(name="--json", negative="", help="Print one JSON value instead of a table.")]
+DeviceNames = Annotated[list[str] | None, Parameter(name="--device", negative="")]
+
+app = App(
+    name="aionn",
+    help="Compile and run neural networks in driver processes, with a cache that can be trusted.",
+    suppress_keyboard_interrupt=False,  # it is told below, like every other end
+)
+cache = App(name="cache", help="Look after a directory of cached compilations.")
+app.command(cache)
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("aionn")
+
+
+app.version = _version
+
+
+@app.command(name="compile")
+def compile_(
+    model: str,
+    /,
+    *,
+    cache_dir: Annotated[str, Parameter(name="--cache-dir")],
+    device: DeviceNames = None,
+    stages: Annotated[str | None, Parameter(name="--stages")] = None,
+    json: Json = False,
+) -> None:
+    """Compile a model into a cache, so that later starts only load it.
+
+    Args:
+        model: Path of an ONNX file.
+        cache_dir: Directory of the cache; made if it is missing.
+        device: Name of a device to compile for; give it again for more. Default: the best one that can run the model.
+        stages: Names of devices from quick to best, with commas: each stage is stored, so an app that asks for these stages with
+            this cache begins with the best one.
+    """
+    from aionn.cli.compiling import compile_model
+
+    if stages is not None:
+        if device:
+            raise UsageError("--stages names the devices itself; leave out --device")
+        device = [name.strip() for name in stages.split(",")]
+        if not all(device):
+            raise UsageError(f"--stages {stages!r}: give names of devices with commas between, as in onnxruntime,openvino")
+    compile_model(model, cache_dir, device, json)
+
+
+@app.command
+def run(
+    model: str,
+    /,
+    *,
+    input: Annotated[list[str] | None, Parameter(name="--input", negative="")] = None,  # noqa: A002 -- the option's name
+    device: str | None = None,
+    repeat: int = 1,
+    burst: Annotated[bool, Parameter(negative="")] = False,
+    cache_dir: Annotated[str | None, Parameter(name="--cache-dir")] = None,
+    json: Json = False,
+    trace: str | None = None,
+) -> None:
+    """Run a model and show its outputs and its speed.
+
+    Args:
+        model: Path of an ONNX file.
+        input: NAME=FILE.npy, once for each input. An input that is not given gets random numbers (seed 0), its open dimensions 1.
+        device: Name of the device. Default: the best one that can run the model.
+        repeat: How often to run it.
+        burst: Send the requests through a burst's shared memory queues, not the control socket.
+        cache_dir: Take the compilation from this cache, or store it there.
+        trace: Write what happened to this file, in the format that Perfetto opens.
+    """
+    from aionn.cli.running import run_model
+
+    run_model(model, input or [], device, repeat, burst, cache_dir, json, trace)
+
+
+@app.command
+def devices(*, json: Json = False) -> None:
+    """List the devices: those whose engine is installed, started to see whether they work."""
+    from aionn.cli.listing import list_devices
+
+    list_devices(json)
+
+
+@cache.command
+def ls(directory: str, /, *, json: Json = False) -> None:
+    """List what a cache holds, oldest first.
+
+    Args:
+        directory: Directory of the cache.
+    """
+    from aionn.cli.caches import list_entries
+
+    list_entries(existing(directory), json)
+
+
+@cache.command
+def verify(directory: str, /, *, json: Json = False) -> None:
+    """Read every file of a cache and name each entry that is not as it was stored. Exits 1 if there is one.
+
+    Damage is found; a forgery need not be: what a driver may load, it decides by records of its own.
+
+    Args:
+        directory: Directory of the cache.
+    """
+    from aionn.cli.caches import verify_entries
+
+    verify_entries(existing(directory), json)
+
+
+@cache.command
+def prune(directory: str, /, *, max_bytes: Annotated[str | None, Parameter(name="--max-bytes")] = None, json: Json = False) -> None:
+    """Remove entries of older driver versions, unreadable ones, and the least valuable ones beyond a budget.
+
+    Args:
+        directory: Directory of the cache.
+        max_bytes: The budget, as 500000000, 500M or 2G (powers of 1000). Default: 4 GiB, as for an app.
+    """
+    from aionn.cli.caches import prune_entries
+
+    prune_entries(existing(directory), None if max_bytes is None else bytes_of(max_bytes), json)
+
+
+def existing(directory: str) -> Path:
+    if not os.path.isdir(directory):
+        raise UsageError(f"there is no cache directory {directory!r}")
+    return Path(directory)
+
+
+def bytes_of(text: str) -> int:
+    """A number of bytes, with a unit of 1000 or without."""
+    parts = re.fullmatch(r"(\d+)\s*([kKMGT]?)B?", text.strip())
+    if parts is None:
+        raise UsageError(f"--max-bytes {text!r}: give a number of bytes, as 500000000, 500M or 2G")
+    power: int = " kMGT".index(parts[2].replace("K", "k") or " ")
+    return int(parts[1]) * int(1000**power)
+
+
+def run_command(arguments: Sequence[str] | None) -> int:
+    show_warnings()
+    try:
+        app(arguments, exit_on_error=False, print_error=False, result_action="return_none")
+        sys.stdout.flush()
+    except CycloptsError as error:
+        return _failed(f"{' '.join(str(error).split())} See aionn --help.", 2)
+    except (UsageError, CallerError) as error:
+        return _failed(str(error), 2)
+    except (NotDoneError, AionnError) as error:
+        return _failed(str(error), 1)
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):
+            # Whoever read stdout has gone; Python would complain about it once more at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
+        return _failed(f"{error.strerror or error}: {error.filename!r}" if error.filename else str(error), 1)
+    except KeyboardInterrupt:
+        return _failed("interrupted", INTERRUPTED)
+    return 0
+
+
+def _failed(sentence: str, code: int) -> int:
+    error_console().print(f"aionn: {' '.join(sentence.split())}", markup=False, soft_wrap=True)
+    return code

@@ -1,0 +1,148 @@
+"""`aionn compile`: a model into a cache, for each device asked for; with progress on stderr while it lasts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+import aionn
+from aionn import trace
+from aionn.caching.outcomes import CacheOutcome, Refusal
+from aionn.caching.store import CacheStore
+from aionn.cli.printing import NotDoneError, digest, duration, error_console, print_json, print_table, size
+
+__all__ = ["compile_model", "describe", "progress"]
+
+# What a device is asked for tells what happens from then on.
+_CALLS = {
+    "GetSupportedOperations": "asking what the device can run",
+    "PrepareModel": "compiling",
+    "PrepareModelFromCache": "loading from the cache",
+}
+_SPANS = {"driver.start": "preparing", "cache.lookup": "waiting for its turn, another process may be compiling it"}
+
+
+@contextmanager
+def progress(what: str) -> Iterator[None]:
+    """Tell on stderr what is being done: a line that moves at a terminal, a line for each step elsewhere."""
+    console = error_console()
+    if not console.is_terminal:
+        told = [""]
+
+        def tell(event: trace.Span | trace.Counter) -> None:
+            step = _step(event)
+            if step is not None and step != told[0]:
+                told[0] = step
+                console.print(f"{what}: {step}", markup=False, soft_wrap=True)
+
+        with trace.listen(tell):
+            yield
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(f"{what}: starting the driver")
+
+        def show(event: trace.Span | trace.Counter) -> None:
+            step = _step(event)
+            if step is not None:
+                bar.update(task, description=f"{what}: {step}")
+
+        with trace.listen(show):
+            yield
+
+
+def _step(event: trace.Span | trace.Counter) -> str | None:
+    if isinstance(event, trace.Counter):
+        return _CALLS.get(event.attributes["call"]) if event.name == "control.call" else None
+    if event.name == "prepare" and "error" not in event.attributes:
+        return "compiled"
+    return _SPANS.get(event.name)
+
+
+def describe(outcome: CacheOutcome) -> dict[str, Any]:
+    """An outcome as JSON."""
+    return {
+        "outcome": outcome.kind.value,
+        "reason": outcome.reason.value if outcome.reason is not None else None,
+        "detail": outcome.detail,
+        "key": outcome.key.hex(),
+        "waited_s": outcome.waited_s,
+        "saved_s": outcome.saved_s,
+        "save_failure": str(outcome.save_failure) if outcome.save_failure is not None else None,
+    }
+
+
+def compile_model(path: str, cache_dir: str, devices: Sequence[str] | None, as_json: bool) -> None:
+    """Compile and tell what was stored.
+
+    Raises:
+        NotDoneError: nothing is stored for one of the devices.
+    """
+    done = aionn.run(_compile, path, cache_dir, devices)
+    if as_json:
+        print_json({"model": path, "cache_dir": cache_dir, "compilations": done})
+    else:
+        print_table(
+            "",
+            ["device", "outcome", "reason", "took>", "stored>", "a hit saves>", "entry"],
+            [
+                (
+                    one["device"],
+                    one["outcome"],
+                    one["reason"] or "",
+                    duration(one["took_s"]),
+                    size(one["stored_bytes"]),
+                    duration(one["compile_s"]),
+                    one["key"][:16],
+                )
+                for one in done
+            ],
+        )
+    for one in done:
+        if not one["stored"]:
+            why = one["save_failure"] or one["detail"] or "the device does not cache this model"
+            raise NotDoneError(f"nothing is stored for device {one['device']!r}: {why}")
+
+
+async def _compile(path: str, cache_dir: str, devices: Sequence[str] | None) -> list[dict[str, Any]]:
+    model = aionn.Model.from_onnx(path)
+    done = []
+    names: Sequence[str | None] = devices or [None]
+    async with aionn.Runtime() as runtime:
+        for name in names:
+            began = time.monotonic()
+            with progress(f"{Path(path).name} for {name or 'the best device'}"):
+                compilation = await runtime.compile(
+                    model, devices=None if name is None else (name,), cache_dir=cache_dir, token=model.token
+                )
+            took_s = time.monotonic() - began
+            (outcome,) = compilation.outcomes
+            done.append({"device": compilation.device, "took_s": took_s, **describe(outcome), **await _stored(cache_dir, outcome)})
+            await compilation.aclose()
+    return done
+
+
+async def _stored(cache_dir: str, outcome: CacheOutcome) -> dict[str, Any]:
+    """What lies in the cache under the outcome's key now."""
+    nothing = {"stored": False, "stored_bytes": 0, "compile_s": 0.0, "model_digest": "", "generation": 0}
+    if not outcome.key:
+        return nothing
+    async with CacheStore(cache_dir) as store:
+        entries = await store.entries()
+    if isinstance(entries, Refusal):
+        return nothing
+    for entry in entries:
+        if entry.key == outcome.key and not entry.declined:
+            return {
+                "stored": outcome.save_failure is None,
+                "stored_bytes": entry.size_bytes,
+                "compile_s": entry.saves_s,
+                "model_digest": digest(entry.model_digest),
+                "generation": entry.generation,
+            }
+    return nothing

@@ -1,0 +1,114 @@
+"""What commands print: tables for people, JSON for programs, one sentence for what went wrong."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+__all__ = [
+    "NotDoneError",
+    "UsageError",
+    "ago",
+    "digest",
+    "duration",
+    "entries",
+    "error_console",
+    "print_json",
+    "print_table",
+    "show_warnings",
+    "size",
+]
+
+_WIDE = 200
+"""Columns of a table that goes into a file or a pipe: nothing is wrapped or cut there."""
+
+
+class UsageError(Exception):
+    """The command was asked for something that makes no sense. Exit code 2."""
+
+
+class NotDoneError(Exception):
+    """The command did what it could, and it was not enough. Exit code 1."""
+
+
+def error_console() -> Console:
+    return Console(stderr=True, highlight=False)
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2))
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Numbers stand in columns whose name ends with ">"."""
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE)
+    table = Table(title=title or None, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column.rstrip(">"), justify="right" if column.endswith(">") else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(_plain(cell) for cell in row))
+    console.print(table)
+
+
+def _plain(text: str) -> Any:
+    from rich.text import Text
+
+    return Text(text)  # names of files and nodes may hold brackets, which rich would take for its markup
+
+
+def size(count: int) -> str:
+    """Bytes in words: "6.8 MB"."""
+    if count < 1000:
+        return f"{count} B"
+    amount = float(count)
+    for unit in ("kB", "MB", "GB", "TB"):
+        amount /= 1000
+        if amount < 999.95 or unit == "TB":
+            break
+    return f"{amount:.1f} {unit}"
+
+
+def entries(count: int) -> str:
+    return f"{count} {'entry' if count == 1 else 'entries'}"
+
+
+def duration(seconds: float) -> str:
+    """ "3.2 ms", "1.25 s"."""
+    if seconds < 1:
+        return f"{seconds * 1e3:.1f} ms"
+    return f"{seconds:.2f} s"
+
+
+def ago(at_s: float | None) -> str:
+    """A wall-clock second as the time that has passed since."""
+    if at_s is None:
+        return "?"
+    passed = max(0.0, time.time() - at_s)
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if passed >= length:
+            return f"{passed / length:.0f} {unit} ago"
+    return f"{passed:.0f} s ago"
+
+
+def digest(content: bytes) -> str:
+    """Enough of a digest to tell entries apart, as `cache ls` and the logs show it."""
+    return content.hex()[:16]
+
+
+class _Warnings(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        error_console().print(f"aionn: {record.levelname.lower()}: {record.getMessage()}", markup=False, soft_wrap=True)
+
+
+def show_warnings() -> None:
+    """aionn's warnings on stderr, one line each."""
+    logger = logging.getLogger("aionn")
+    logger.handlers = [_Warnings(logging.WARNING)]
+    logger.propagate = False

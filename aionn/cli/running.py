@@ -1,0 +1,162 @@
+"""`aionn run`: a model on a device, once or often; its outputs in numbers, and its speed."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import aionn
+from aionn import trace
+from aionn.cli.compiling import describe, progress
+from aionn.cli.printing import UsageError, duration, error_console, print_json, print_table
+
+__all__ = ["run_model"]
+
+Arrays = dict[str, NDArray[Any]]
+
+
+def run_model(
+    path: str,
+    inputs: Sequence[str],
+    device: str | None,
+    repeat: int,
+    burst: bool,
+    cache_dir: str | None,
+    as_json: bool,
+    trace_path: str | None,
+) -> None:
+    """Run and print.
+
+    Raises:
+        UsageError: `repeat` is not positive, or an input's file cannot be used.
+        AionnError: as `Runtime.compile` and `Compilation.compute`.
+    """
+    if repeat < 1:
+        raise UsageError(f"--repeat {repeat}: a model runs at least once")
+    recording = trace.record() if trace_path is not None else nullcontext(None)
+    with recording as recorded:
+        told = aionn.run(_run, path, _given(inputs), device, repeat, burst, cache_dir)
+    if recorded is not None and trace_path is not None:
+        recorded.write_chrome(trace_path)
+    if as_json:
+        print_json(told)
+    else:
+        _print(told)
+
+
+def _given(inputs: Sequence[str]) -> Arrays:
+    arrays: Arrays = {}
+    for text in inputs:
+        # From the right: names of tensors may hold "=", which files seldom do.
+        name, equals, file = text.rpartition("=")
+        if not equals or not name:
+            raise UsageError(f"--input {text!r}: give NAME=FILE.npy")
+        try:
+            arrays[name] = np.load(file, allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise UsageError(f"--input {name}: {file!r} cannot be read as a .npy file: {error}") from error
+        if not isinstance(arrays[name], np.ndarray):
+            raise UsageError(f"--input {name}: {file!r} holds several arrays; give a .npy file with one")
+    return arrays
+
+
+def _completed(given: Arrays, model: aionn.Model) -> Arrays:
+    """The inputs given, and random ones for the rest."""
+    unknown = sorted(set(given) - set(model.inputs))
+    if unknown:
+        raise UsageError(f"the model has no input {unknown[0]!r}; its inputs are {', '.join(model.inputs)}")
+    random = np.random.default_rng(0)
+    inputs: Arrays = {}
+    for name, operand in model.inputs.items():
+        if name in given:
+            inputs[name] = given[name]
+            continue
+        if operand.dimensions is None:
+            raise UsageError(f"input {name!r} has no shape in the model, so none can be made up; give --input {name}=FILE.npy")
+        shape = tuple(extent or 1 for extent in operand.dimensions)
+        dtype = operand.type.dtype
+        inputs[name] = random.random(shape).astype(dtype) if dtype.kind == "f" else random.integers(0, 2, shape).astype(dtype)
+        error_console().print(f"input {name!r}: random {dtype} of shape {shape}", markup=False, soft_wrap=True)
+    return inputs
+
+
+async def _run(path: str, given: Arrays, device: str | None, repeat: int, burst: bool, cache_dir: str | None) -> dict[str, Any]:
+    model = aionn.Model.from_onnx(path)
+    inputs = _completed(given, model)
+    async with aionn.Runtime() as runtime:
+        began = time.monotonic()
+        with progress(f"{Path(path).name} for {device or 'the best device'}"):
+            compilation = await runtime.compile(
+                model,
+                devices=None if device is None else (device,),
+                cache_dir=cache_dir,
+                token=None if cache_dir is None else model.token,
+            )
+        prepared_s = time.monotonic() - began
+        if burst:
+            async with compilation.burst() as stream:
+                outputs, times_s = await _repeat(stream, inputs, repeat)
+        else:
+            outputs, times_s = await _repeat(compilation, inputs, repeat)
+        return {
+            "model": path,
+            "device": compilation.device,
+            "prepared_s": prepared_s,
+            "cache": [describe(outcome) for outcome in compilation.outcomes],
+            "burst": burst,
+            "runs": repeat,
+            "first_s": times_s[0],
+            "p50_s": statistics.median(times_s),
+            "p99_s": sorted(times_s)[min(repeat - 1, int(repeat * 0.99))],
+            "outputs": {name: _summary(array) for name, array in outputs.items()},
+        }
+
+
+async def _repeat(runner: Any, inputs: Arrays, repeat: int) -> tuple[Arrays, list[float]]:
+    """The last outputs, copied, and the seconds of each run."""
+    times_s = []
+    outputs: Mapping[str, NDArray[Any]] = {}
+    for _ in range(repeat):
+        began = time.perf_counter()
+        outputs = await runner.compute(inputs)
+        times_s.append(time.perf_counter() - began)
+    return {name: np.array(array) for name, array in outputs.items()}, times_s
+
+
+def _summary(array: NDArray[Any]) -> dict[str, Any]:
+    numbers = array.astype(np.float64) if array.size else np.zeros(1)
+    finite = bool(np.isfinite(numbers).all())
+    return {
+        "dtype": str(array.dtype),
+        "shape": list(array.shape),
+        # JSON has no NaN and no infinity.
+        "min": float(numbers.min()) if finite else None,
+        "max": float(numbers.max()) if finite else None,
+        "mean": float(numbers.mean()) if finite else None,
+        "finite": finite,
+        "values": array.ravel().tolist() if array.size <= 16 and finite else None,
+    }
+
+
+def _print(told: dict[str, Any]) -> None:
+    cache = told["cache"][0]
+    how = "" if cache["outcome"] == "no_cache" else f", cache {cache['outcome']}{' (' + cache['reason'] + ')' if cache['reason'] else ''}"
+    print(f"{Path(told['model']).name} on {told['device']}: prepared in {duration(told['prepared_s'])}{how}")
+    rows = []
+    for name, output in told["outputs"].items():
+        numbers = [f"{output[kind]:.6g}" if output["finite"] else "not finite" for kind in ("min", "mean", "max")]
+        rows.append((name, output["dtype"], "x".join(map(str, output["shape"])) or "scalar", *numbers))
+    print_table("", ["output", "type", "shape", "min>", "mean>", "max>"], rows)
+    if told["runs"] > 1:
+        way = "burst" if told["burst"] else "single executions"
+        first, p50, p99 = (duration(told[name]) for name in ("first_s", "p50_s", "p99_s"))
+        print(f"{told['runs']} runs ({way}): first {first}, p50 {p50}, p99 {p99}")
+    else:
+        print(f"ran in {duration(told['first_s'])}")

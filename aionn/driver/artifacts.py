@@ -1,0 +1,197 @@
+"""What a device stores of a compilation, and gets back: the engine's artifact and a description of the model, verified.
+
+The description (operands, digest of the model) lets a device prepare a model that it was not sent. It stands at the end of the
+first file, so a device asks for exactly the files that its engine does:
+
+    first file    the engine's bytes, description (MessagePack), length of the description u64 little-endian
+
+Everything goes through `caching.integrity`: digests first, then the files; an engine is only ever given verified bytes.
+Saving never fails a compilation: it ends in a word for the client ("saved", "declined", or a reason).
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar
+
+import msgspec
+
+from aionn.caching.integrity import IntegrityStore
+from aionn.caching.outcomes import MissReason, Refusal
+from aionn.errors import AionnError, CallerError, CompilationError
+from aionn.hal.interfaces import Artifact, CacheHandles, CompileOptions, Engine, Executable
+from aionn.hal.model import Model
+from aionn.hal.types import CacheFiles, Operand
+
+T = TypeVar("T")
+
+FORMAT = 1
+_LENGTH = struct.Struct("<Q")
+
+
+class Description(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The operands of the stored model, in order, and its token."""
+
+    format: int
+    model_token: bytes
+    inputs: tuple[tuple[str, Operand], ...]
+    outputs: tuple[tuple[str, Operand], ...]
+
+
+class LentHandles:
+    """A client's cache files for one blocking act: duplicates, closed when the act ends, or by `give_up` if it has not begun.
+
+    A preparation that was cancelled or is late is abandoned while its thread still runs, and the client's descriptors are closed
+    then: their numbers may already stand for other files when the thread comes to use them.
+    """
+
+    def __init__(self, handles: CacheHandles) -> None:
+        self._lock = threading.Lock()
+        self._taken = False
+        self._handles = CacheHandles(tuple(map(_duplicate, handles.model)), tuple(map(_duplicate, handles.data)), handles.token)
+
+    def _take(self) -> bool:
+        with self._lock:
+            taken, self._taken = self._taken, True
+        return not taken
+
+    def during(self, act: Callable[[CacheHandles], T]) -> T:
+        """Run `act` with the duplicates.
+
+        Raises:
+            CallerError: they have been given up.
+        """
+        if not self._take():
+            raise CallerError("the preparation was given up before it touched its cache files")
+        try:
+            return act(self._handles)
+        finally:
+            self._close()
+
+    def give_up(self) -> None:
+        """The act will not begin; one that has begun goes on and closes them itself."""
+        if self._take():
+            self._close()
+
+    def _close(self) -> None:
+        for fd in (*self._handles.model, *self._handles.data):
+            if fd >= 0:
+                os.close(fd)
+
+
+def _duplicate(fd: int) -> int:
+    """A duplicate, or -1 of what is no open descriptor: the integrity store refuses that as a bad handle."""
+    with suppress(OSError, OverflowError):
+        return os.dup(fd)
+    return -1
+
+
+class Artifacts:
+    """Stores and loads one engine's artifacts. Every method blocks; call them in a thread, in any number at once."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.files: CacheFiles = engine.cache_files
+        self._lock = threading.Lock()
+        self._store: IntegrityStore | None = None
+
+    def _integrity(self) -> IntegrityStore:
+        # Opened at the first use: a driver that never caches touches no state directory.
+        with self._lock:
+            if self._store is None:
+                self._store = IntegrityStore(self._engine.name, self._engine.version, self.files)
+            return self._store
+
+    def save(self, executable: Executable, model: Model, handles: CacheHandles) -> str:
+        """Store a compiled model; "saved", "declined", or why not. Never raises for what an engine or a file system does."""
+        if not self.files.supported:
+            return str(Refusal(MissReason.WRONG_FILES, "this device does not cache"))
+        if refusal := self._wrong_number(handles):
+            return str(refusal)  # before the engine exports anything for it
+        try:
+            artifact = self._engine.export(executable)
+        except Exception as error:  # an engine that cannot export has compiled all the same
+            return str(Refusal(MissReason.IO_ERROR, f"the engine's export failed: {type(error).__name__}: {error}"))
+        if artifact is None:
+            return "declined"
+        try:
+            described = _with_description(artifact, model)
+        except (TypeError, ValueError, MemoryError) as error:
+            return str(Refusal(MissReason.IO_ERROR, f"the engine's artifact is not made of bytes: {error}"))
+        refusal = self._integrity().save(handles, described)
+        return "saved" if refusal is None else str(refusal)
+
+    def load(self, handles: CacheHandles, options: CompileOptions) -> tuple[Executable, Description]:
+        """Verify and load.
+
+        Raises:
+            CallerError: not the number of files the device asks for.
+            CompilationError: anything else; `.reason` begins with the `MissReason`.
+        """
+        if not self.files.supported:
+            raise _refused(Refusal(MissReason.WRONG_FILES, f"device {self._engine.name!r} does not cache"))
+        if refusal := self._wrong_number(handles):
+            raise CallerError(refusal.detail)
+        loaded = self._integrity().load(handles)
+        if isinstance(loaded, Refusal):
+            raise _refused(loaded)
+        try:
+            artifact, description = _without_description(loaded)
+            executable = self._engine.load(artifact, options)
+        except Exception as error:  # verified, and still not loadable: the engine's own trouble
+            why = error.reason if isinstance(error, CompilationError) else f"{type(error).__name__}: {error}"
+            raise _refused(Refusal(MissReason.REFUSED_BY_DEVICE, why)) from error
+        return executable, description
+
+    def _wrong_number(self, handles: CacheHandles) -> Refusal | None:
+        given = CacheFiles(len(handles.model), len(handles.data))
+        if given == self.files:
+            return None
+        return Refusal(
+            MissReason.WRONG_FILES,
+            f"{given.model} model and {given.data} data cache files were given; device {self._engine.name!r} asks for "
+            f"{self.files.model} and {self.files.data}",
+        )
+
+    def close(self) -> None:
+        with self._lock:
+            if self._store is not None:
+                self._store.close()
+                self._store = None
+
+
+def _with_description(artifact: Artifact, model: Model) -> Artifact:
+    description = msgspec.msgpack.encode(Description(FORMAT, model.token, tuple(model.inputs.items()), tuple(model.outputs.items())))
+    files = [*artifact.model, *artifact.data]
+    if files:  # an engine that exported less than it announced is told so by the integrity store
+        files[0] = b"".join((files[0], description, _LENGTH.pack(len(description))))
+    return Artifact(tuple(files[: len(artifact.model)]), tuple(files[len(artifact.model) :]))
+
+
+def _without_description(stored: Artifact) -> tuple[Artifact, Description]:
+    """Splits the first file without copying it.
+
+    Raises:
+        ValueError, msgspec.MsgspecError: it has no description of this format.
+    """
+    files = [*stored.model, *stored.data]
+    first = memoryview(files[0])
+    if len(first) < _LENGTH.size:
+        raise ValueError("the first cache file has no description")
+    end = len(first) - _LENGTH.size
+    (length,) = _LENGTH.unpack_from(first, end)
+    if length > end:
+        raise ValueError(f"the first cache file has a description of {length} bytes and only {end} bytes before its end")
+    description = msgspec.msgpack.decode(first[end - length : end], type=Description)
+    if description.format != FORMAT:
+        raise ValueError(f"description of format {description.format}, this release reads {FORMAT}")
+    files[0] = first[: end - length]
+    return Artifact(tuple(files[: len(stored.model)]), tuple(files[len(stored.model) :])), description
+
+
+def _refused(refusal: Refusal) -> AionnError:
+    return CompilationError(f"the cached compilation cannot be used: {refusal}", reason=str(refusal))

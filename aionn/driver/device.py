@@ -1,0 +1,367 @@
+"""An `IDevice` over any `Engine`: compile, executions, bursts; written once for all engines.
+
+Blocking engine calls run in threads; the loop only orders them. A cancelled or late preparation sets the engine's cancel
+flag and is abandoned: its thread ends when the engine lets it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TypeVar
+
+import anyio
+import anyio.to_thread
+import numpy as np
+from anyio.abc import TaskGroup
+
+from aionn import trace
+from aionn.burst import ExecutionBurstServer, PoolReference, result_of
+from aionn.caching.outcomes import MissReason, Refusal
+from aionn.driver.artifacts import Artifacts, LentHandles
+from aionn.driver.execution import BoundExecution, BoundModel, BoundPool, ExecutionThread, Pace, bind
+from aionn.errors import AionnError, CallerError, CompilationError, DeadlineError
+from aionn.hal.interfaces import (
+    CacheHandles,
+    CancelFlag,
+    CompileOptions,
+    Engine,
+    Executable,
+    IBuffer,
+    IBurstCallback,
+    IPreparedModel,
+    PrepareOptions,
+)
+from aionn.hal.model import Model
+from aionn.hal.types import (
+    BufferDesc,
+    BufferRole,
+    CacheFiles,
+    DeviceType,
+    ExecutionPreference,
+    IMemory,
+    MemoryKind,
+    MQDescriptor,
+    Operand,
+    Request,
+    Result,
+)
+from aionn.memory import DeviceBuffer, DeviceBuffers, Memory, ModelInfo, Region, check_request, reserve
+from aionn.memory.requests import Extent
+
+T = TypeVar("T")
+logger = logging.getLogger("aionn.driver")
+
+_COMPILES_AT_ONCE = 4
+_ANY_SIZE = 2**64
+_prepared_numbers = itertools.count(1)
+
+
+class EngineDevice:
+    """Offers one engine. Satisfies `IDevice`.
+
+    Args:
+        engine: made once for this process.
+        tasks: where burst listeners run; they end with it.
+    """
+
+    def __init__(self, engine: Engine, tasks: TaskGroup) -> None:
+        self._engine = engine
+        self._tasks = tasks
+        self._compiling = anyio.CapacityLimiter(_COMPILES_AT_ONCE)
+        self._artifacts = Artifacts(engine)
+        self.buffers = DeviceBuffers(reserve)
+        self.name = engine.name
+        self.version = engine.version
+        self.type: DeviceType = getattr(engine, "device_type", DeviceType.CPU)
+        self.priority_matters: bool = getattr(engine, "priority_matters", False)
+
+    async def get_supported_operations(self, model: Model) -> Sequence[bool]:
+        supported = await anyio.to_thread.run_sync(self._judge, model, abandon_on_cancel=True, limiter=self._compiling)
+        found, wanted = len(supported), len(model.operations)
+        if found != wanted:
+            raise CompilationError(f"device {self.name!r} judged {found} operations of a model that has {wanted}; its engine is at fault")
+        return supported
+
+    def _judge(self, model: Model) -> tuple[bool, ...]:
+        try:
+            return tuple(bool(fits) for fits in self._engine.supported_operations(model))
+        except Exception as error:  # an engine's own exception types end here
+            raise self._compilation_error(error) from error
+
+    async def get_number_of_cache_files_needed(self) -> CacheFiles:
+        return self._artifacts.files
+
+    async def prepare_model(self, model: Model, options: PrepareOptions, cache: CacheHandles | None = None) -> EnginePreparedModel:
+        flag = CancelFlag()
+        lent = None if cache is None else LentHandles(cache)
+        try:
+            may_export = lent is not None and self._artifacts.files.supported
+            compile_options = CompileOptions(options.preference, options.priority, options.threads, flag, may_export)
+            with trace.span("driver.compile", device=self.name):
+                executable, outcome = await self._blocking(lambda: self._compile(model, compile_options), flag, options.deadline_ns)
+            if lent is not None and not outcome:
+                outcome = await self._save(executable, model, lent, flag, options.deadline_ns)
+        finally:
+            if lent is not None:
+                lent.give_up()
+        return EnginePreparedModel(self, executable, model.inputs, model.outputs, options, outcome, _constants_of(model))
+
+    def _compile(self, model: Model, options: CompileOptions) -> tuple[Executable, str]:
+        """The compiled model; and, where that worked only without preparing for the export, why nothing can be saved."""
+        try:
+            return self._engine.compile(model, options), ""
+        except Exception as error:  # an engine's own exception types end here
+            failed = self._compilation_error(error)
+            if not options.may_export or options.cancelled.is_set() or getattr(failed, "node", None) is not None:
+                raise failed from error
+        # Some engines write their artifact while they compile: a full disk under that must not fail the compilation.
+        try:
+            executable = self._engine.compile(model, dataclasses.replace(options, may_export=False))
+        except Exception as error:
+            raise self._compilation_error(error) from error
+        return executable, str(Refusal(MissReason.IO_ERROR, f"it compiles only without an artifact to store: {failed}"))
+
+    def _compilation_error(self, error: Exception) -> AionnError:
+        if isinstance(error, AionnError):
+            return error
+        return CompilationError(f"device {self.name!r} cannot prepare the model: {type(error).__name__}: {error}", reason=str(error))
+
+    async def _save(self, executable: Executable, model: Model, lent: LentHandles, flag: CancelFlag, deadline_ns: int | None) -> str:
+        """What became of it, in a word. Half of the time that is left is the client's, to publish it and go on."""
+        now_ns = time.monotonic_ns()
+        save_by_ns = None if deadline_ns is None else now_ns + max(0, deadline_ns - now_ns) // 2
+        try:
+            with trace.span("driver.save", device=self.name):
+                return await self._blocking(
+                    lambda: lent.during(lambda handles: self._artifacts.save(executable, model, handles)), flag, save_by_ns
+                )
+        except DeadlineError:
+            return str(Refusal(MissReason.TOO_SLOW, "storing it took longer than the deadline leaves"))
+
+    async def prepare_model_from_cache(self, options: PrepareOptions, cache: CacheHandles) -> EnginePreparedModel:
+        flag = CancelFlag()
+        compile_options = CompileOptions(options.preference, options.priority, options.threads, flag)
+        lent = LentHandles(cache)
+        try:
+            with trace.span("driver.load", device=self.name):
+                executable, stored = await self._blocking(
+                    lambda: lent.during(lambda handles: self._artifacts.load(handles, compile_options)), flag, options.deadline_ns
+                )
+        finally:
+            lent.give_up()
+        return EnginePreparedModel(self, executable, dict(stored.inputs), dict(stored.outputs), options)
+
+    async def allocate(
+        self,
+        desc: BufferDesc,
+        prepared_models: Sequence[IPreparedModel],
+        input_roles: Sequence[BufferRole],
+        output_roles: Sequence[BufferRole],
+    ) -> EngineBuffer:
+        models = [
+            prepared.info if isinstance(prepared, EnginePreparedModel) and prepared.device is self else None for prepared in prepared_models
+        ]
+        return EngineBuffer(self.buffers, self.buffers.allocate(desc, models, input_roles, output_roles))
+
+    async def _blocking(self, work: Callable[[], T], flag: CancelFlag, deadline_ns: int | None) -> T:
+        """Run an engine's blocking call; give up, and tell the engine so, when cancelled or late."""
+        seconds = None if deadline_ns is None else max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)
+        try:
+            with anyio.fail_after(seconds):
+                return await anyio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=self._compiling)
+        except TimeoutError:
+            flag.set()
+            if deadline_ns is None or time.monotonic_ns() < deadline_ns:
+                raise
+            raise DeadlineError(f"device {self.name!r} had not prepared the model by the deadline", transient=True) from None
+        except BaseException:
+            flag.set()
+            raise
+
+    def close(self) -> None:
+        """Close the store of digests; later preparations neither save nor load."""
+        self._artifacts.close()
+
+    def serve(self, server: ExecutionBurstServer, ended: Callable[[ExecutionBurstServer], None]) -> None:
+        """Run a burst's listener; `ended` is called when it is over. Whatever goes wrong in it ends that burst and nothing else."""
+        self._tasks.start_soon(self._listen, server, ended, name="burst listener")
+
+    async def _listen(self, server: ExecutionBurstServer, ended: Callable[[ExecutionBurstServer], None]) -> None:
+        try:
+            await server.serve()
+        except Exception:
+            logger.exception("a burst of device %r ended by an error of its listener", self.name)
+        finally:
+            ended(server)
+
+
+class EnginePreparedModel:
+    """A model on an engine. Satisfies `IPreparedModel`."""
+
+    def __init__(
+        self,
+        device: EngineDevice,
+        executable: Executable,
+        inputs: Mapping[str, Operand],
+        outputs: Mapping[str, Operand],
+        options: PrepareOptions,
+        save_outcome: str = "",
+        constants: Sequence[Extent] = (),
+    ) -> None:
+        self.device = device
+        self._executable: Executable | None = executable
+        self._options = options
+        self.inputs = MappingProxyType(dict(inputs))
+        self.outputs = MappingProxyType(dict(outputs))
+        self.save_outcome = save_outcome
+        number = next(_prepared_numbers)
+        self.info = ModelInfo(number, tuple(inputs.values()), tuple(outputs.values()))
+        self._thread = ExecutionThread(f"{device.name} execution")
+        self._bound = BoundModel(number, list(inputs.items()), list(outputs.items()), self._thread, Pace(), device.buffers, constants)
+        self._bursts: set[ExecutionBurstServer] = set()
+
+    async def execute(
+        self, request: Request, pools: Sequence[IMemory | IBuffer], measure_timing: bool = False, deadline_ns: int | None = None
+    ) -> Result:
+        try:
+            execution = self.bind(request, [bound_pool(pool, self.device.buffers) for pool in pools])
+        except AionnError as error:
+            return result_of(error)
+        with trace.span("driver.execute", device=self.device.name):
+            return await execution.execute(measure_timing, deadline_ns)
+
+    def wrong_with(self, request: Request, pool_sizes: Sequence[int]) -> str | None:
+        """What is wrong with a request over pools of those sizes, before any is mapped; None: nothing. See `check_request`."""
+        return check_request(self._bound.inputs, self._bound.outputs, request, pool_sizes)
+
+    def bind(self, request: Request, pools: Sequence[BoundPool]) -> BoundExecution:
+        if self._executable is None:
+            raise CallerError("this prepared model has been released")
+        return bind(self._executable, self._bound, request, pools)
+
+    async def configure_execution_burst(
+        self, callback: IBurstCallback, request_channel: MQDescriptor, result_channel: MQDescriptor
+    ) -> ExecutionBurstServer:
+        low_power = self._options.preference is ExecutionPreference.LOW_POWER
+        executor = EngineBurstExecutor(self)
+        server = ExecutionBurstServer.create(callback, request_channel, result_channel, executor, low_power=low_power)
+        self._bursts.add(server)
+        self.device.serve(server, self._bursts.discard)
+        return server
+
+    async def aclose(self) -> None:
+        for burst in list(self._bursts):
+            await burst.aclose()
+        self._thread.close()
+        self._executable = None
+
+
+class EngineBuffer:
+    """Memory of the device's own. Satisfies `IBuffer`."""
+
+    def __init__(self, buffers: DeviceBuffers, buffer: DeviceBuffer) -> None:
+        self._buffers = buffers
+        self._buffer = buffer
+        self.token = buffer.token
+
+    def of(self, buffers: DeviceBuffers) -> bool:
+        """Whether it is one of that device's."""
+        return self._buffers is buffers
+
+    async def copy_from(self, source: IMemory, dimensions: tuple[int, ...]) -> None:
+        """Fill the whole buffer; see `DeviceBuffer.copy_from`."""
+        file = _file_of(source)
+
+        def copy() -> None:
+            if file is not None:
+                file.check_backing()
+            self._buffer.copy_from(source.view(), dimensions)
+
+        await anyio.to_thread.run_sync(copy)
+
+    async def copy_to(self, target: IMemory) -> None:
+        """Copy the whole buffer out; see `DeviceBuffer.copy_to`. A file is flushed then."""
+        file = _file_of(target)
+
+        def copy() -> None:
+            if file is not None:
+                file.check_backing()
+            self._buffer.copy_to(target.view())
+            if file is not None:
+                file.flush()
+
+        await anyio.to_thread.run_sync(copy)
+
+    async def aclose(self) -> None:
+        self._buffers.free(self.token)
+
+
+class EngineBurstExecutor:
+    """Caches a burst's memories mapped, by slot. Satisfies `IBurstExecutorWithCache`."""
+
+    def __init__(self, prepared: EnginePreparedModel) -> None:
+        self._prepared = prepared
+        self._memories: dict[int, tuple[IMemory, BoundPool]] = {}
+
+    def is_cache_entry_present(self, slot: int) -> bool:
+        return slot in self._memories
+
+    def add_cache_entry(self, memory: IMemory, slot: int) -> None:
+        self._memories[slot] = (memory, bound_pool(memory, self._prepared.device.buffers))
+
+    def remove_cache_entry(self, slot: int) -> None:
+        memory, _ = self._memories.pop(slot, (None, None))
+        close = getattr(memory, "close", None)
+        if close is not None:
+            close()
+
+    def check(self, request: Request, pools: Sequence[PoolReference]) -> None:
+        # How large a memory is that is not here yet will be seen by `bind`.
+        wrong = self._prepared.wrong_with(request, [0 if pool.token else _ANY_SIZE for pool in pools])
+        if wrong is not None:
+            raise CallerError(wrong)
+
+    def bind(self, request: Request, pools: Sequence[PoolReference]) -> BoundExecution:
+        bound = [BoundPool(None, pool.token) if pool.token else self._memories[pool.slot][1] for pool in pools]
+        return self._prepared.bind(request, bound)
+
+    def close(self) -> None:
+        for slot in list(self._memories):
+            self.remove_cache_entry(slot)
+
+
+def bound_pool(pool: IMemory | IBuffer, buffers: DeviceBuffers) -> BoundPool:
+    """A pool of a request: all its bytes in place, shape (size_bytes,), or the token of one of `buffers`."""
+    if isinstance(pool, EngineBuffer) and pool.of(buffers):
+        return BoundPool(None, pool.token)
+    if not isinstance(pool, IMemory):
+        raise CallerError("a device-owned buffer of another device cannot be used here")
+    return BoundPool(np.frombuffer(pool.view(), np.uint8), None, _file_of(pool), _home_of(pool))
+
+
+def _file_of(memory: IMemory) -> Region | None:
+    """What may be cut off, and must be flushed: the mapping of a file."""
+    region = memory.pool if isinstance(memory, Memory) else memory
+    return region if isinstance(region, Region) and region.description.kind is MemoryKind.MMAP_FD else None
+
+
+def _home_of(memory: IMemory) -> Extent:
+    status, begin = os.fstat(memory.fileno()), memory.description.offset_bytes
+    return (status.st_dev, status.st_ino), begin, begin + memory.size_bytes
+
+
+def _constants_of(model: Model) -> tuple[Extent, ...]:
+    """Where the constants lie that are an app's own memory or a file; the others are sealed against writing."""
+    homes = [_home_of(pool) if pool.description.kind is MemoryKind.MMAP_FD or pool.description.writable else None for pool in model.pools]
+    extents: list[Extent] = []
+    for constant in model.constants:
+        home, place = homes[constant.location.pool_index], constant.location
+        if home is not None:
+            extents.append((home[0], home[1] + place.offset, home[1] + place.offset + place.length))
+    return tuple(extents)

@@ -1,0 +1,318 @@
+"""Requests on an engine: bound to their bytes once, run on the prepared model's one thread, or on the loop when tiny.
+
+Invariants
+    `Executable.run` is never entered twice at once: the thread takes one run after the other, and a run on the loop
+    happens only while the thread has none (`_pending` is 0), during which the loop can submit none.
+    A bound execution holds views of its memories: they stay mapped until the run is over, whoever has let go of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aionn.burst import result_of
+from aionn.errors import AionnError, CallerError
+from aionn.hal.interfaces import Executable, ExecutionReport
+from aionn.hal.types import ErrorStatus, Operand, OutputShape, Request, RequestArgument, Result, Timing
+from aionn.memory.device_buffers import DeviceBuffers
+from aionn.memory.region import Region
+from aionn.memory.requests import Extent, check_homes, check_request, input_shape, output_shape
+from aionn.tasks import Answer
+
+INLINE_RUN_NS = 500_000
+"""A model whose runs are shorter than this may run on the loop: a thread's two wake-ups cost 30 to 60 us here, the run itself
+holds up the driver's other work for no longer than this."""
+
+_QUALIFYING_RUNS = 8
+"""So many short runs in a row before the loop may run it; one long run and it must qualify again."""
+
+_DONE = Result(ErrorStatus.NONE)
+
+
+class ExecutionThread:
+    """Runs one thing after the other, in order. Started at the first submission; a daemon, since an engine may never return."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Result], Answer[Result], asyncio.AbstractEventLoop] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._pending = 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is submitted and unanswered. Asked on the loop."""
+        return self._pending == 0
+
+    async def run(self, job: Callable[[], Result]) -> Result:
+        """Run `job`, which must not raise. A cancelled caller leaves; the job runs on."""
+        loop = asyncio.get_running_loop()
+        answer: Answer[Result] = Answer(loop)
+        self._pending += 1
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            self._thread.start()
+        self._jobs.put((job, answer, loop))
+        return await answer.wait()
+
+    def _work(self) -> None:
+        while (item := self._jobs.get()) is not None:
+            job, answer, loop = item
+            result = job()
+            try:
+                loop.call_soon_threadsafe(self._done, answer, result)
+            except RuntimeError:
+                return  # the loop is closed: the process is on its way out
+            del item, job, answer, loop, result  # or the last request's memories would stay mapped until the next
+
+    def _done(self, answer: Answer[Result], result: Result) -> None:
+        self._pending -= 1
+        answer.set(result)
+
+    def close(self) -> None:
+        """Let the thread end when it has done what was submitted."""
+        self._jobs.put(None)
+
+
+class Pace:
+    """Whether a model's runs are short enough for the loop."""
+
+    __slots__ = ("_short_runs",)
+
+    def __init__(self) -> None:
+        self._short_runs = 0
+
+    @property
+    def inline(self) -> bool:
+        return self._short_runs >= _QUALIFYING_RUNS
+
+    def ran(self, nanoseconds: int) -> None:
+        self._short_runs = self._short_runs + 1 if nanoseconds < INLINE_RUN_NS else 0
+
+
+class BoundExecution:
+    """One request, checked, its arrays made. Satisfies `burst.IBoundExecution`."""
+
+    def __init__(
+        self,
+        executable: Executable,
+        inputs: Mapping[str, NDArray[Any]],
+        outputs: Mapping[str, NDArray[Any]],
+        open_outputs: Mapping[str, NDArray[np.uint8]],
+        names: Sequence[str],
+        thread: ExecutionThread,
+        pace: Pace,
+        domain: DomainUse | None = None,
+        files: Sequence[Region] = (),
+        written: Sequence[Region] = (),
+    ) -> None:
+        """`files`: memories that are files and may be cut off; `written`: those of them that get outputs."""
+        self._executable = executable
+        self._domain = domain
+        self._files = files
+        self._written = written
+        self._inputs = inputs
+        self._outputs = outputs
+        self._open_outputs = open_outputs
+        self._names = names
+        self._thread = thread
+        self._pace = pace
+
+    def execute_now(self, measure_timing: bool) -> Result | None:
+        if not self._pace.inline or self._written or not self._thread.idle:
+            return None
+        return self._run(measure_timing)
+
+    async def execute(self, measure_timing: bool, deadline_ns: int | None) -> Result:
+        def job() -> Result:
+            if deadline_ns is not None and time.monotonic_ns() >= deadline_ns:
+                return Result(ErrorStatus.MISSED_DEADLINE_TRANSIENT, message="the deadline had passed before the device got to it")
+            return self._run(measure_timing)
+
+        return await self._thread.run(job)
+
+    def _run(self, measure_timing: bool) -> Result:
+        began_ns = time.monotonic_ns()
+        try:
+            for region in self._files:
+                region.check_backing()
+            if self._domain is None:
+                report = self._executable.run(self._inputs, self._outputs, measure_timing)
+                shapes, insufficient = self._open_shapes(report.outputs, {})
+            else:
+                report, shapes, insufficient = self._run_in_domain(self._domain, measure_timing)
+            for region in self._written:
+                region.flush()
+        except AionnError as error:
+            return result_of(error)
+        except MemoryError as error:
+            return Result(ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT, message=f"the engine ran out of memory: {error}")
+        except (Exception, SystemExit) as error:  # whatever an engine raises is this execution's failure and nothing else
+            return Result(ErrorStatus.GENERAL_FAILURE, message=f"{type(error).__name__}: {error}")
+        took_ns = time.monotonic_ns() - began_ns
+        self._pace.ran(took_ns)
+        if insufficient:
+            return Result(ErrorStatus.OUTPUT_INSUFFICIENT_SIZE, shapes, message=insufficient)
+        if not measure_timing:
+            return Result(ErrorStatus.NONE, shapes) if shapes else _DONE
+        in_driver_us = took_ns // 1000
+        timing = Timing(in_driver_us=in_driver_us)
+        if report.on_device_ns is not None:
+            timing = Timing(min(report.on_device_ns // 1000, in_driver_us), in_driver_us)
+        return Result(ErrorStatus.NONE, shapes, timing)
+
+    def _run_in_domain(self, domain: DomainUse, measure_timing: bool) -> tuple[ExecutionReport, tuple[OutputShape, ...], str]:
+        """Run with buffers of the device's own: held from now until the run is over, their state following its outcome."""
+        with domain.buffers.use(domain.model_id, domain.request.inputs, domain.request.outputs, domain.tokens) as use:
+            inputs = {name: self._inputs[name] if index not in use.inputs else use.inputs[index] for index, name in domain.inputs}
+            outputs = dict(self._outputs)
+            for index, array in use.outputs.items():
+                if array is not None:
+                    outputs[self._names[index]] = array
+            report = self._executable.run(inputs, outputs, measure_timing)
+            open_places = {index for index, array in use.outputs.items() if array is None}
+            in_domain = {self._names[index]: () for index in use.outputs}
+            shapes, insufficient = self._open_shapes(report.outputs, in_domain)
+            if not insufficient:
+                filled = use.succeed({index: report.outputs[self._names[index]] for index in open_places})
+                if open_places and not shapes:
+                    shapes = tuple(OutputShape(outputs[name].shape if name in outputs else ()) for name in self._names)
+                shapes = tuple(OutputShape(filled[i], True) if shapes and i in filled else shape for i, shape in enumerate(shapes))
+        return report, shapes, insufficient
+
+    def _open_shapes(self, made: Mapping[str, NDArray[Any]], elsewhere: Mapping[str, object]) -> tuple[tuple[OutputShape, ...], str]:
+        """Copy outputs of open shape to their place; all shapes, and what did not fit. No shapes: all were known."""
+        if not self._open_outputs:
+            return (), ""
+        shapes, insufficient = [], ""
+        for name in self._names:
+            place = self._open_outputs.get(name)
+            if place is None or name in elsewhere:
+                known = self._outputs.get(name)
+                shapes.append(OutputShape(() if known is None else known.shape))
+                continue
+            array = np.asarray(made[name], order="C")  # ascontiguousarray would make a scalar's shape (1,)
+            fits = array.nbytes <= place.nbytes
+            if fits:
+                place[: array.nbytes] = array.reshape(-1).view(np.uint8)
+            else:
+                told = f"output {name!r} of shape {array.shape} needs {array.nbytes} bytes, {place.nbytes} were given"
+                insufficient = insufficient or told
+            shapes.append(OutputShape(tuple(array.shape), fits))
+        return tuple(shapes), insufficient
+
+
+@dataclass(frozen=True, slots=True)
+class DomainUse:
+    """A request's use of device-owned buffers: what `DeviceBuffers.use` is asked at each run."""
+
+    buffers: DeviceBuffers
+    model_id: int
+    request: Request
+    tokens: tuple[int | None, ...]
+    inputs: tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BoundPool:
+    """A pool of a request as the device has it: its bytes, or the token of a device-owned buffer.
+
+    Attributes:
+        bytes: all of them in place, shape (size_bytes,); None for a token.
+        token: of a device-owned buffer.
+        file: set where the bytes are a file's: it may be cut off before a run, and is flushed when it has been written to.
+        home: where the bytes really are, to be recognised in another pool.
+    """
+
+    bytes: NDArray[np.uint8] | None
+    token: int | None = None
+    file: Region | None = None
+    home: Extent | None = None
+
+
+def bind(
+    executable: Executable,
+    model: BoundModel,
+    request: Request,
+    pools: Sequence[BoundPool],
+) -> BoundExecution:
+    """Check `request` against the model and the pools' sizes, and make its arrays.
+
+    Raises:
+        CallerError: INVALID_ARGUMENT, with what is wrong.
+    """
+    wrong = check_request(model.inputs, model.outputs, request, [0 if pool.bytes is None else pool.bytes.nbytes for pool in pools])
+    if wrong is None and (len(pools) > 1 or model.constants):
+        wrong = check_homes(model.inputs, model.outputs, request, [pool.home for pool in pools], model.constants)
+    if wrong is not None:
+        raise CallerError(wrong)
+    given: dict[str, NDArray[Any]] = {}
+    named: list[tuple[int, str]] = []
+    for index, ((name, operand), argument) in enumerate(zip(model.inputs, request.inputs, strict=True)):
+        if argument.has_no_value:
+            continue
+        named.append((index, name))
+        place = pools[argument.location.pool_index].bytes
+        if place is not None:
+            array = _array(place, argument, operand, input_shape(operand, argument), f"input {name!r}")
+            array.flags.writeable = False
+            given[name] = array
+    wanted: dict[str, NDArray[Any]] = {}
+    open_outputs: dict[str, NDArray[np.uint8]] = {}
+    written: dict[int, Region] = {}
+    for (name, operand), argument in zip(model.outputs, request.outputs, strict=True):
+        if argument.has_no_value:
+            continue
+        pool = pools[argument.location.pool_index]
+        if pool.bytes is None:
+            continue
+        if not pool.bytes.flags.writeable:
+            raise CallerError(f"output {name!r}: its pool may not be written to")
+        if pool.file is not None:
+            written[argument.location.pool_index] = pool.file
+        shape = output_shape(operand, argument)
+        if shape is None:
+            open_outputs[name] = pool.bytes[argument.location.offset :][: argument.location.length]
+        else:
+            wanted[name] = _array(pool.bytes, argument, operand, shape, f"output {name!r}")
+    domain = None
+    tokens = tuple(pool.token for pool in pools)
+    if any(token is not None for token in tokens):
+        domain = DomainUse(model.buffers, model.id, request, tokens, tuple(named))
+    names = [name for name, _ in model.outputs]
+    files = tuple(pool.file for pool in pools if pool.file is not None)
+    return BoundExecution(executable, given, wanted, open_outputs, names, model.thread, model.pace, domain, files, tuple(written.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class BoundModel:
+    """What requests of one prepared model share. `id` is never given to another one in this process.
+
+    `constants`: where those lie that others may have mapped, too; no output may be written there.
+    """
+
+    id: int
+    inputs: Sequence[tuple[str, Operand]]
+    outputs: Sequence[tuple[str, Operand]]
+    thread: ExecutionThread
+    pace: Pace
+    buffers: DeviceBuffers
+    constants: Sequence[Extent] = ()
+
+
+def _array(place: NDArray[np.uint8], argument: RequestArgument, operand: Operand, shape: tuple[int, ...], word: str) -> NDArray[Any]:
+    array: NDArray[Any] = np.ndarray(shape, operand.type.dtype, buffer=place.data, offset=argument.location.offset)
+    if not array.flags.aligned:  # engines read whole elements; a copy would be one that nobody asked for
+        raise CallerError(
+            f"{word}: begins at byte {argument.location.offset} of its pool; elements of {operand.type.value} begin at multiples of "
+            f"{operand.type.element_bytes} bytes"
+        )
+    return array

@@ -1,0 +1,121 @@
+"""What a driver process does: tie its life to its parent's, find its engine, greet, serve until the client is gone.
+
+It ends with its parent however that ends: the kernel sends SIGKILL when the parent's thread that started it is gone, and
+the end of the control socket ends it where that signal does not reach (a parent in another pid namespace, a process in
+between). It leaves nothing that could outlive it: no files, no named memory, no child.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import signal
+import socket
+import sys
+
+import anyio
+import anyio.to_thread
+
+from aionn.driver.device import EngineDevice
+from aionn.driver.registry import find_engine
+from aionn.errors import AionnError, DeviceUnavailableError
+from aionn.remote.control import Refused, encode, failure_of
+from aionn.remote.service import DeviceService
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+_NICEST = 19
+_IOPRIO_WHO_PROCESS = 1
+_IOPRIO_CLASS_IDLE = 3
+_IOPRIO_CLASS_SHIFT = 13
+_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
+"""glibc has no ioprio_set; the kernel's number for it, by architecture. Elsewhere the niceness alone decides."""
+
+CLEAN_UP_S = 2.0
+"""How long a driver may take to free what its client left; then it ends all the same."""
+
+
+def bind_to_parent() -> None:
+    """Ask the kernel to kill this process when its parent ends, and leave the terminal's Ctrl-C to the parent."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed; the driver would outlive its app")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def stay_in_background(threads: int) -> None:
+    """Take what CPU time and disk time nobody else wants, on `threads` CPUs at most. Threads made later inherit it."""
+    os.nice(_NICEST)
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    # The last ones, for many a program takes the first. An engine that counts its CPUs then counts these.
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-threads:])
+    number = _IOPRIO_SET.get(platform.machine())
+    if number is not None:
+        ctypes.CDLL(None).syscall(number, _IOPRIO_WHO_PROCESS, 0, _IOPRIO_CLASS_IDLE << _IOPRIO_CLASS_SHIFT)
+
+
+def name_process(name: str) -> None:
+    """What `ps` and `top` show as the command's name; cut to 15 characters by the kernel."""
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, os.fsencode(f"aionn-{name}")[:15], 0, 0, 0)
+
+
+def close_inherited(keep: int) -> None:
+    """Close what the app left open for its children: a server's listening socket must not stay bound because of a driver.
+
+    What this process has opened itself since it began is close-on-exec, so it is told apart.
+    """
+    for entry in os.listdir("/proc/self/fd"):
+        fd = int(entry)
+        try:
+            if fd > 2 and fd != keep and os.get_inheritable(fd):
+                os.close(fd)
+        except OSError:
+            continue  # the listing's own
+
+
+async def serve(name: str, sock: socket.socket) -> None:
+    """Serve one client on `sock` with the engine of that name, until the client is gone."""
+    try:
+        engine = await anyio.to_thread.run_sync(find_engine, name)
+    except Exception as error:  # the app is told whatever keeps the engine from loading
+        refusal = error if isinstance(error, AionnError) else DeviceUnavailableError(name, f"device {name!r} cannot start: {error}")
+        sock.setblocking(True)
+        try:
+            sock.sendall(encode(Refused(failure_of(refusal)), 0))
+        except ConnectionError:
+            return  # the app has gone meanwhile
+        return
+    async with anyio.create_task_group() as tasks:
+        service = DeviceService(EngineDevice(engine, tasks), sock, tasks)
+        await service.start()
+        await service.ended.wait()
+        with anyio.move_on_after(CLEAN_UP_S, shield=True):
+            await service.aclose()
+        tasks.cancel_scope.cancel()
+
+
+def main(arguments: list[str]) -> int:
+    """`python -m aionn.driver NAME FD [THREADS]`: serve the socket that the parent left open under that descriptor.
+
+    With THREADS in the background, on so many CPUs at most.
+    """
+    if len(arguments) not in (2, 3) or not all(argument.isdigit() for argument in arguments[1:]):
+        usage = "python -m aionn.driver ENGINE SOCKET_FD [THREADS]"
+        print(f"usage: {usage}  (started by aionn's runtime; see `aionn devices`)", file=sys.stderr)
+        return 2
+    name, fd = arguments[0], int(arguments[1])
+    bind_to_parent()
+    if len(arguments) == 3:
+        stay_in_background(max(1, int(arguments[2])))
+    name_process(name)
+    close_inherited(fd)
+    try:
+        sock = socket.socket(fileno=fd)
+    except OSError as error:
+        print(f"aionn.driver: descriptor {fd} is no socket: {error.strerror}", file=sys.stderr)
+        return 2
+    sock.set_inheritable(False)
+    anyio.run(serve, name, sock, backend_options={"use_uvloop": True})
+    return 0

@@ -1,0 +1,322 @@
+"""ONNX Runtime: the default engine.
+
+No whole model is ever put together: the session gets the skeleton's bytes and, by name, arrays over the model's pools.
+What ORT lays out anew for its kernels (the weights of MatMul, Conv, LSTM) it copies, whatever it is given. Large tables
+that only Gather reads (embeddings) it uses where they lie, but only if told so (`add_initializer`); for other
+constants that gives silently wrong answers, because ORT's transpose optimizer changes some under their old name.
+
+An artifact is ORT's optimised graph (model file) and the weights in the layout this CPU wants (data file); loading it is 1.7
+to 22 times quicker than compiling. It is written while compiling, because ORT can write it only then.
+
+What is set, and why (measured on 2 cores, ONNX Runtime 1.31)
+    session.set_denormal_as_zero    PP-OCRv6's detector makes denormals: 26 instead of 100 ms; outputs differ by 3e-7.
+                                    ORT sets it for its pool and for one thread per process; `Flushing` for the one that runs.
+    intra_op.allow_spinning         off, but for SUSTAINED_SPEED: spinning saves up to 0.9 ms when cores are free and doubles
+                                    the latency when one is taken.
+    intra_op_num_threads            explicit: ORT's own choice counts the machine's cores, not this process's.
+    never: prepacked weights in the artifact (one model loads, then dies of SIGSEGV), .ort files (slower or SIGSEGV).
+
+What an executable keeps: the model's pools, or the artifact's buffers; of arrays given to `run` weak references only.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+from numpy.typing import NDArray
+
+from aionn.engines.processor import Flushing, instruction_set, usable_cpus
+from aionn.errors import CallerError, CompilationError, DeviceUnavailableError
+from aionn.graph import constant_arrays, gather_tables, inline_nested_constants, supported_operations
+from aionn.hal.interfaces import Artifact, CompileOptions, Executable, ExecutionReport
+from aionn.hal.model import Model, Operation
+from aionn.hal.types import CONSTANT_COPY_BYTES, CacheFiles, ExecutionPreference
+
+__all__ = ["OnnxRuntimeEngine", "OnnxRuntimeExecutable"]
+
+TINY_WORK = 500_000_000
+"""Weights times input elements up to which one thread is used. Hardly a weight meets an input element more than once,
+so the product bounds the multiplications from above; and waking a second thread that does not spin costs more than it
+saves in so short a run: silero (2.6e8) 0.08 ms on one thread, 0.14 on two. The next larger model at hand has 1.6e9."""
+
+TABLE_BYTES = 1 << 20
+"""From this size on a table is worth the look at the graph (a millisecond) that finds out who reads it."""
+
+_ARTIFACT_FORMAT = 1
+_WEIGHTS_FILE = "weights.bin"
+_NO_WEIGHTS = b"aionn: this graph has no weights outside"  # an empty cache file would look like one never written
+_FATAL_ONLY = 4  # every error is raised as well; a driver's stderr is for what nobody else says
+
+
+class OnnxRuntimeEngine:
+    """`hal.Engine` over the CPU provider of the `onnxruntime` package.
+
+    Raises:
+        DeviceUnavailableError: the package is not installed, or cannot be loaded here.
+    """
+
+    name = "onnxruntime"
+    cache_files = CacheFiles(model=1, data=1)
+
+    def __init__(self) -> None:
+        # Its import writes a device id and a database into the user's cache and may upload events: a driver leaves nothing
+        # behind, and a camera's or microphone's app tells nobody. Whoever wants it sets the variable to 0.
+        os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+        try:
+            import onnxruntime
+            from onnxruntime.capi import onnxruntime_pybind11_state as native
+        except ImportError as error:
+            why = f"device {self.name!r} needs the package onnxruntime, which cannot be imported ({error}); pip install onnxruntime"
+            raise DeviceUnavailableError(self.name, why) from error
+        self._ort = onnxruntime
+        self._native = native
+        onnxruntime.set_default_logger_severity(_FATAL_ONLY)
+        self.version = f"{onnxruntime.__version__};{instruction_set()};all,denormals=0;artifact={_ARTIFACT_FORMAT}"
+        self._kernels: dict[tuple[str, str], list[tuple[int, int]]] | None = None
+
+    def supported_operations(self, model: Model) -> Sequence[bool]:
+        """By operator and version; an operator can still be refused by `compile` for its element type."""
+        return supported_operations(model, self._has_kernel)
+
+    def compile(self, model: Model, options: CompileOptions) -> OnnxRuntimeExecutable:
+        """Optimise fully (it costs 0 to 130 ms more than not at all) and, if it may be exported, write the artifact down."""
+        elements = sum(prod(constant.operand.dimensions or ()) for constant in model.constants)
+        shapes = [operand.dimensions for operand in model.inputs.values()]
+        settings = self._settings(options, _threads(options, shapes, elements))
+        arrays = constant_arrays(model)
+        if arrays:
+            values = {name: self._ort.OrtValue.ortvalue_from_numpy(array) for name, array in arrays.items()}
+            settings.add_external_initializers(list(values), list(values.values()))
+            if any(array.nbytes >= TABLE_BYTES for array in arrays.values()):
+                for table in gather_tables(model.graph, TABLE_BYTES):
+                    settings.add_initializer(table, values[table])
+        if not options.may_export:
+            session = self._session(model.graph, settings, options, model.operations)
+            return OnnxRuntimeExecutable(session, (model, arrays), None)
+        with tempfile.TemporaryDirectory(prefix="aionn-ort-") as directory:
+            graph_path = os.path.join(directory, "graph.onnx")
+            settings.optimized_model_filepath = graph_path
+            settings.add_session_config_entry("session.optimized_model_external_initializers_file_name", _WEIGHTS_FILE)
+            settings.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", str(CONSTANT_COPY_BYTES))
+            session = self._session(model.graph, settings, options, model.operations)
+            written = _Written(graph_path, os.path.join(directory, _WEIGHTS_FILE))
+        return OnnxRuntimeExecutable(session, (model, arrays), written.artifact)
+
+    def export(self, executable: Executable) -> Artifact | None:
+        """The optimised graph and its weights, once: what ORT wrote is let go of then. None later, and with `may_export` off."""
+        if not isinstance(executable, OnnxRuntimeExecutable):
+            raise CallerError(f"export of a {type(executable).__name__}; device {self.name!r} exports what it compiled itself")
+        return executable.artifact()
+
+    def load(self, artifact: Artifact, options: CompileOptions) -> OnnxRuntimeExecutable:
+        """Make a session of an artifact as it is: already optimised, its weights used in place or laid out once more.
+
+        Raises:
+            CompilationError: it is not an artifact of this engine.
+        """
+        if (len(artifact.model), len(artifact.data)) != (1, 1):
+            found = f"{len(artifact.model)} model and {len(artifact.data)} data files"
+            raise CompilationError(f"an artifact of {found} was given; onnxruntime's has one of each")
+        graph, weights = bytes(artifact.model[0]), memoryview(artifact.data[0]).cast("B")
+        has_weights = weights != _NO_WEIGHTS
+        settings = self._settings(options, 1)
+        shapes = self._input_shapes(graph)
+        settings.intra_op_num_threads = _threads(options, shapes, len(weights) // 4 if has_weights else 0)
+        settings.graph_optimization_level = self._ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        if has_weights:
+            settings.add_external_initializers_from_files_in_memory([_WEIGHTS_FILE], [weights], [len(weights)])
+        session = self._session(graph, settings, options, ())
+        return OnnxRuntimeExecutable(session, (graph, weights), lambda: artifact)
+
+    def _settings(self, options: CompileOptions, threads: int) -> Any:
+        settings = self._ort.SessionOptions()
+        settings.log_severity_level = _FATAL_ONLY
+        settings.intra_op_num_threads = threads
+        settings.inter_op_num_threads = 1
+        spinning = options.preference is ExecutionPreference.SUSTAINED_SPEED and threads > 1
+        settings.add_session_config_entry("session.intra_op.allow_spinning", "1" if spinning else "0")
+        settings.add_session_config_entry("session.set_denormal_as_zero", "1")
+        return settings
+
+    def _session(self, graph: bytes, settings: Any, options: CompileOptions, operations: Sequence[Operation]) -> Any:
+        options.cancelled.when_set(lambda: settings.set_load_cancellation_flag(True))
+        try:
+            # Flushing puts back what ORT does to this thread when it makes the first session of the process.
+            with Flushing():
+                return self._ort.InferenceSession(graph, settings, providers=["CPUExecutionProvider"], enable_fallback=0)
+        except self._native.ModelLoadCanceled as error:
+            raise CompilationError("the compilation was cancelled: nobody waits for it", reason="cancelled") from error
+        except Exception as error:  # ORT's exceptions have no common base but this
+            raise _compilation_error(str(error), operations) from error
+
+    def _has_kernel(self, domain: str, operator: str, opset: int) -> bool:
+        import onnx
+
+        if self._kernels is None:
+            self._kernels = {}
+            for kernel in self._native.get_all_opkernel_def():
+                if kernel.provider == "CPUExecutionProvider":
+                    self._kernels.setdefault((kernel.domain, kernel.op_name), []).append(kernel.version_range)
+        if not domain:
+            try:
+                schema: Any = onnx.defs.get_schema(operator, opset, domain)
+            except onnx.defs.SchemaError:
+                return False
+            # ORT inlines operators that ONNX defines through others, and takes Constant nodes for initializers.
+            if operator == "Constant" or schema.has_function or schema.has_context_dependent_function:
+                return True
+            opset = schema.since_version
+        return any(first <= opset <= last for first, last in self._kernels.get((domain, operator), ()))
+
+    @staticmethod
+    def _input_shapes(graph: bytes) -> list[tuple[int, ...] | None]:
+        import onnx
+
+        try:
+            values = onnx.ModelProto.FromString(graph).graph.input
+        except Exception as error:
+            raise CompilationError(f"the artifact's graph cannot be parsed: {error}") from error
+        return [tuple(axis.dim_value for axis in value.type.tensor_type.shape.dim) for value in values]
+
+
+class OnnxRuntimeExecutable:
+    """A session and one binding. Arrays that come again are not bound again: 6 us a call instead of 19 (one input, one output)."""
+
+    def __init__(self, session: Any, alive: object, artifact: Callable[[], Artifact] | None) -> None:
+        self._session = session
+        self._alive = alive  # ORT reads these for as long as the session lives
+        self._artifact = artifact
+        self._flushing = Flushing()
+        self._outputs = [output.name for output in session.get_outputs()]
+        self._bound: dict[str, weakref.ref[NDArray[Any]]] = {}
+        self._given: tuple[str, ...] = ()
+        self._binding = session.io_binding()
+        self._unbind()
+
+    def run(self, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]], timing: bool) -> ExecutionReport:
+        """Inputs and given outputs are used in place, wherever they lie; an input may be read-only.
+
+        An array is known again by identity: give a new array object for another place.
+        """
+        binding, bound = self._binding, self._bound
+        given = tuple(inputs)
+        if given != self._given:  # an optional input came or went; ORT would go on using the one from before
+            self._unbind()
+            self._given = given
+        for name, array in inputs.items():
+            known = bound.get(name)
+            if known is None or known() is not array:
+                binding.bind_input(name, "cpu", 0, array.dtype, array.shape, _address(array))
+                bound[name] = weakref.ref(array)
+        missing = False
+        for name in self._outputs:
+            wanted = outputs.get(name)
+            if wanted is None:
+                # Anew each time: ORT would take the last run's tensor for memory of the caller's.
+                binding.bind_output(name)
+                bound.pop(name, None)
+                missing = True
+                continue
+            known = bound.get(name)
+            if known is None or known() is not wanted:
+                binding.bind_output(name, "cpu", 0, wanted.dtype, wanted.shape, _address(wanted))
+                bound[name] = weakref.ref(wanted)
+        with self._flushing:
+            started_ns = time.monotonic_ns()
+            self._session.run_with_iobinding(binding)
+            took_ns = time.monotonic_ns() - started_ns
+        made = {}
+        if missing:
+            for name, value in zip(self._outputs, binding.get_outputs(), strict=True):
+                if name not in outputs:
+                    made[name] = value.numpy()
+        return ExecutionReport(made, took_ns if timing else None)
+
+    def artifact(self) -> Artifact | None:
+        """What to store; the first time only, since keeping it would cost the weights' size for as long as the model lives."""
+        artifact, self._artifact = self._artifact, None
+        return None if artifact is None else artifact()
+
+    def _unbind(self) -> None:
+        """Forget all arrays, and bind every output, so that an output's place in the binding is its index."""
+        self._binding.clear_binding_inputs()
+        self._binding.clear_binding_outputs()
+        self._bound.clear()
+        for name in self._outputs:
+            self._binding.bind_output(name)
+
+
+class _Written:
+    """The two files ORT wrote, held open: their directory is gone at once, so nothing is left behind by a driver that dies."""
+
+    def __init__(self, graph_path: str, weights_path: str) -> None:
+        self._graph = open(graph_path, "rb")  # noqa: SIM115 -- lives as long as the executable
+        self._weights = open(weights_path, "rb") if os.path.exists(weights_path) else None  # noqa: SIM115
+        self._finalizer = weakref.finalize(self, _close, self._graph, self._weights)
+
+    def artifact(self) -> Artifact:
+        graph, weights = _read(self._graph), _NO_WEIGHTS if self._weights is None else _read(self._weights)
+        self._finalizer()
+        # ORT does not look for the weights of nested graphs in memory, so those go back into the graph.
+        return Artifact((inline_nested_constants(graph, _WEIGHTS_FILE, weights),), (weights,))
+
+
+def _read(file: Any) -> bytes:
+    content: bytes = file.read()
+    return content
+
+
+def _close(*files: Any) -> None:
+    for file in files:
+        if file is not None:
+            file.close()
+
+
+def _address(array: NDArray[Any]) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def _threads(options: CompileOptions, input_shapes: Sequence[tuple[int, ...] | None], weights: int) -> int:
+    """The caller's number, or this machine's usable CPUs; one for LOW_POWER and for tiny models."""
+    if options.threads:
+        return options.threads
+    if options.preference is ExecutionPreference.LOW_POWER:
+        return 1
+    elements = 0
+    for shape in input_shapes:
+        # An open batch is taken for 1; any other open axis says nothing about the work.
+        if shape is None or 0 in shape[1:]:
+            return usable_cpus()
+        elements += prod(extent or 1 for extent in shape)
+    return 1 if weights * elements <= TINY_WORK else usable_cpus()
+
+
+_NAMES_A_NODE = (
+    re.compile(r"node with name '([^']+)'"),  # no kernel for it
+    re.compile(r'In Node, \("([^"]+)"'),  # no such operator, or a bad attribute
+    re.compile(r"Node ?\((.+?)\) Op"),  # shape inference
+    re.compile(r"in node \((.+?)\)"),  # element types
+    re.compile(r"Name: ?'?(.+?)'? OpType"),
+)
+_SOURCE_PLACE = re.compile(r"^(?:Exception during initialization: )?/\S+:\d+ .*?\) (?=[A-Z])")  # a file and signature of ORT's own
+_UNREGISTERED = re.compile(r"Fatal error: ([^ ]*):([^ :(]+)\(-?\d+\) is not a registered")
+
+
+def _compilation_error(message: str, operations: Sequence[Operation]) -> CompilationError:
+    reason = re.sub(r"^\[ONNXRuntimeError\] : \d+ : [A-Z_]+ : ", "", message).strip()
+    reason = _SOURCE_PLACE.sub("", reason)
+    node = next((found.group(1) for pattern in _NAMES_A_NODE if (found := pattern.search(reason))), None)
+    unregistered = _UNREGISTERED.search(reason)
+    if node is None and unregistered is not None:
+        kind = unregistered.groups()
+        node = next((operation.name for operation in operations if (operation.domain, operation.op_type) == kind), None)
+    at = "" if node is None else f" at node {node!r}"
+    return CompilationError(f"onnxruntime cannot prepare the model{at}: {reason}", node=node, reason=reason)

@@ -1,0 +1,106 @@
+"""NumPy, through ONNX's own reference implementation: the oracle of the other engines.
+
+Slow on purpose (18 to 90 times slower than ONNX Runtime) and right: each operator is its definition written down. It
+takes what the graph says literally and holds the GIL for most of it, so it is for tests and small models. It caches
+nothing, because it prepares nothing. Constants are copied once (`embed_constants`).
+
+What an executable keeps: the evaluator with its own copy of the constants; no array given to `run`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aionn.errors import CompilationError, DeviceUnavailableError
+from aionn.graph import embed_constants, supported_operations
+from aionn.hal.interfaces import Artifact, CompileOptions, Executable, ExecutionReport
+from aionn.hal.model import Model
+from aionn.hal.types import CacheFiles
+
+__all__ = ["ReferenceEngine", "ReferenceExecutable"]
+
+
+class ReferenceEngine:
+    """`hal.Engine` over `onnx.reference`. Ignores preference, priority and threads: NumPy's own choice stands."""
+
+    name = "reference"
+    cache_files = CacheFiles()
+
+    def __init__(self) -> None:
+        try:
+            import onnx
+            from onnx.reference import ReferenceEvaluator
+            from onnx.reference.ops import load_op
+        except ImportError as error:
+            why = f"device {self.name!r} needs the package onnx, which cannot be imported ({error}); pip install onnx"
+            raise DeviceUnavailableError(self.name, why) from error
+        self._evaluator = ReferenceEvaluator
+        self._load_op = load_op
+        self.version = f"onnx {onnx.__version__};numpy {np.__version__}"
+
+    def supported_operations(self, model: Model) -> Sequence[bool]:
+        """By whether onnx has an implementation of that operator in that version."""
+        return supported_operations(model, self._has_implementation)
+
+    def compile(self, model: Model, options: CompileOptions) -> ReferenceExecutable:
+        if options.cancelled.is_set():
+            raise CompilationError("the compilation was cancelled: nobody waits for it", reason="cancelled")
+        missing = next((o for o, known in zip(model.operations, self.supported_operations(model), strict=True) if not known), None)
+        if missing is not None:
+            reason = f"onnx has no reference implementation of {missing.op_type!r} in domain {missing.domain!r}"
+            at = f"the reference cannot prepare the model at node {missing.name!r}"
+            raise CompilationError(f"{at}: {reason}", node=missing.name, reason=reason)
+        try:
+            evaluator = self._evaluator(embed_constants(model))
+        except CompilationError:
+            raise
+        except Exception as error:  # onnx raises what NumPy and its own checks happen to
+            raise CompilationError(f"the reference cannot prepare the model: {error}", reason=str(error)) from error
+        return ReferenceExecutable(evaluator, {name: operand.type.dtype for name, operand in model.outputs.items()})
+
+    def export(self, executable: Executable) -> Artifact | None:
+        """None: there is nothing to store."""
+        return None
+
+    def load(self, artifact: Artifact, options: CompileOptions) -> ReferenceExecutable:
+        raise CompilationError("the reference stores nothing, so there is nothing to load; compile the model")
+
+    def _has_implementation(self, domain: str, operator: str, opset: int) -> bool:
+        try:
+            self._load_op(domain, operator, opset)
+        except Exception:  # the registry tells of a missing operator by ValueError, ImportError or its own errors
+            return False
+        return True
+
+
+class ReferenceExecutable:
+    def __init__(self, evaluator: Any, dtypes: Mapping[str, np.dtype[Any]]) -> None:
+        self._evaluator = evaluator
+        self._dtypes = dict(dtypes)
+
+    def run(self, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]], timing: bool) -> ExecutionReport:
+        """Outputs are computed apart and copied into the arrays given for them.
+
+        Raises:
+            ValueError: an output came out in another shape than its array has.
+        """
+        started_ns = time.monotonic_ns()
+        results = self._evaluator.run(list(self._dtypes), dict(inputs))
+        took_ns = time.monotonic_ns() - started_ns
+        made: dict[str, NDArray[Any]] = {}
+        for (name, dtype), result in zip(self._dtypes.items(), results, strict=True):
+            array = np.ascontiguousarray(result, dtype).reshape(np.shape(result))
+            target = outputs.get(name)
+            if target is None:
+                # An Identity hands its input through; the caller's memory must not come back as a result.
+                made[name] = array.copy() if any(np.may_share_memory(array, given) for given in inputs.values()) else array
+            elif target.shape != array.shape:
+                raise ValueError(f"output {name!r} has shape {array.shape}; the array given for it has {target.shape}")
+            else:
+                np.copyto(target, array)
+        return ExecutionReport(made, took_ns if timing else None)

@@ -1,0 +1,113 @@
+"""The native part: one call, one C function over shared words. See ring.h for the protocol.
+
+Every method raises through the subclass's `_refuse(code)`: a closed, corrupted, forked or foreign queue never answers.
+"""
+
+from typing import Any, SupportsIndex, TypeAlias
+
+from numpy.typing import NDArray
+from typing_extensions import Buffer
+
+Data: TypeAlias = Buffer | NDArray[Any]
+"""Contiguous bytes. Arrays are named apart, for before Python 3.12 they do not say that they are buffers."""
+
+CONTROL_BYTES: int
+
+class Ring:
+    """One process's handle of one queue.
+
+    Holds the buffers of its parts until `_release`; so nothing is unmapped under it. Counts are elements.
+    """
+
+    def __init__(
+        self,
+        read: Buffer,
+        written: Buffer,
+        data: Buffer,
+        flag: Buffer | None,
+        control: Buffer | None,
+        quantum: int,
+        synchronized: bool,
+        reader_fd: int,
+        writer_fd: int,
+        /,
+    ) -> None: ...
+    def write(self, data: Data, /) -> bool:
+        """Write whole elements, all or nothing, without waiting; wake a sleeping reader. False: not that much room.
+
+        A synchronized queue is full when `available_to_write()` says 0; an unsynchronized one overwrites its oldest elements
+        and refuses only more than it can hold.
+
+        Raises:
+            CallerError: not a whole number of elements, or the queue cannot be used here.
+            QueueClosedError: the peer has closed it. What `end` was given, if the peer is gone.
+            QueueCorruptedError: a counter is not what a queue's can be.
+        """
+    def read(self, count: SupportsIndex, /) -> bytes | None:
+        """Take `count` elements, all or nothing, without waiting; wake a sleeping writer. None: not that many there.
+
+        An unsynchronized reader that was overtaken gets None once and goes on with the newest half.
+
+        Raises:
+            CallerError, QueueClosedError, QueueCorruptedError: as `write`. Closed counts only once what was written has been read.
+        """
+    def peek(self, count: SupportsIndex, /) -> bytes | None:
+        """Copy `count` elements without taking them."""
+    def read_into(self, buffer: Data, /) -> bool:
+        """Take as many elements as fill `buffer` (writable, contiguous). False: not that many there."""
+    def available_to_read(self) -> int:
+        """Elements that can be read now."""
+    def available_to_write(self) -> int:
+        """Elements that can be written now without overwriting what this handle has not read."""
+    def _begin_write(self, count: SupportsIndex, /) -> tuple[int, int, int] | None: ...
+    def _begin_read(self, count: SupportsIndex, /) -> tuple[int, int, int] | None: ...
+    def commit_write(self, count: SupportsIndex, /) -> bool:
+        """Publish the first `count` elements of the begun transaction; wake a sleeping reader.
+
+        Raises:
+            CallerError: more than was begun.
+        """
+    def commit_read(self, count: SupportsIndex, /) -> bool:
+        """Take the first `count` elements of the begun transaction; wake a sleeping writer.
+
+        False (unsynchronized only): they were overwritten meanwhile; throw away what was read from them.
+
+        Raises:
+            CallerError: more than was begun.
+        """
+    def arm_reader(self, count: SupportsIndex = 1, mask: int = 0, /) -> bool:
+        """Ask to be woken through `reader_fd` at the next commit. True: armed, and fewer than `count` are there: sleep now.
+
+        False: look again, there is something, or the queue is closed or corrupted; not armed. `mask`: bits of the event flag
+        word that end the sleep too. A count of 0 waits for those alone. After each wake call this again before sleeping.
+        """
+    def arm_writer(self, count: SupportsIndex = 1, mask: int = 0, /) -> bool:
+        """The same for room to write, through `writer_fd`."""
+    def disarm_reader(self) -> None:
+        """Nobody sleeps on `reader_fd` any more. A token in flight stays and costs one look too many."""
+    def disarm_writer(self) -> None: ...
+    def clear_reader_event(self) -> None:
+        """Take the token out of `reader_fd`, if there is one. Never blocks, also if the peer wants it to."""
+    def clear_writer_event(self) -> None: ...
+    def spin_until_readable(self, nanoseconds: int, count: SupportsIndex = 1, /) -> bool:
+        """Look for `count` elements for at most so long (and a second), without the GIL. True: look now.
+
+        Publishes this CPU as the reader's. Returns after one look if the writer was last seen on the same CPU.
+        """
+    def spin_until_writable(self, nanoseconds: int, count: SupportsIndex = 1, /) -> bool:
+        """The same for room to write; publishes this CPU as the writer's."""
+    def wake_flag(self, mask: int, /) -> None: ...
+    def take_flag(self, mask: int, /) -> int: ...
+    def peek_flag(self) -> int: ...
+    def await_futex(self, mask: int, /) -> None: ...
+    def wait_flag(self, mask: int, deadline_ns: int, /) -> int: ...
+    def publish_reader_cpu(self) -> int | None:
+        """Tell the writer on which CPU this reading thread runs now."""
+    def publish_writer_cpu(self) -> int | None: ...
+    def reader_cpu(self) -> int | None:
+        """Where the reader was last seen; None: not known."""
+    def writer_cpu(self) -> int | None: ...
+    def _closed_word(self) -> bool: ...
+    def _set_closed(self) -> None: ...
+    def _set_ended(self) -> None: ...
+    def _release(self) -> None: ...

@@ -1,0 +1,399 @@
+"""`MessageQueue`: elements of one size through shared memory, from one process to another.
+
+Read this first: `write` and `read` are one C call each, never wait, and never lose or split anything. Waiting is on top:
+`await wait_readable()` for tasks, `read_in_thread` for threads, `arm_reader` + `reader_fd` for an event loop of one's own.
+Take one of them per side: `wait_*` owns the side's eventfd from its first use on. All or nothing has a price: a writer
+of m elements and a reader of n that wait at once can wait for each other unless the capacity is m + n - 1 or more.
+
+A synchronized queue has one reader and one writer. An unsynchronized one has one writer that never waits and overwrites,
+and any number of readers with cursors of their own, which lose the older half when overtaken; nobody waits on it.
+
+Invariants
+    The shared words are touched only through `Ring`, which holds the mapping for as long as it is open.
+    A queue owns its descriptors from construction on, also when construction fails.
+    Attaching changes nothing in the queue (libfmq resets the counters by default; a queue in use must not be).
+    After `close` or `end` nobody waits here: each waiter has been given elements or an error.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aionn.errors import CallerError, DeadlineError, again
+from aionn.fmq import layout
+from aionn.fmq._ring import Ring
+from aionn.fmq.descriptors import check_eventfd, let_go
+from aionn.fmq.errors import QueueClosedError, QueueCorruptedError
+from aionn.fmq.event_flag import EventFlag, deadline_after
+from aionn.fmq.layout import Element
+from aionn.fmq.waiting import WaitingRoom
+from aionn.hal.types import MemoryDescription, MemoryKind, MQDescriptor, MQFlavor
+from aionn.memory.region import Region
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+    from aionn.fmq._ring import Data
+
+# The refusals of _ring.c, same numbers.
+_CLOSED, _CORRUPT, _GONE, _FORKED, _FOREIGN, _BAD_COUNT, _NOT_WHOLE, _NOT_BEGUN, _NO_FLAG = range(1, 10)
+_CALLERS_FAULT = {
+    _GONE: "this queue has been closed here",
+    _FORKED: "this queue was inherited by fork; attach to its descriptor in the child instead",
+    _FOREIGN: "this queue has no eventfds (unsynchronized, or made by a libfmq peer); use read_in_thread, or poll",
+    _BAD_COUNT: "a count or mask is negative or too large",
+    _NOT_BEGUN: "more elements were committed than the transaction has begun; call begin_write or begin_read first",
+    _NO_FLAG: "this queue has no event flag word; its maker left it out",
+}
+
+
+class MessageQueue(Ring):
+    """One end of a queue. `write`, `read`, `peek`, `arm_reader` and the other plain calls are in `_ring.pyi`.
+
+    Attributes:
+        quantum: bytes of one element.
+        capacity: elements the queue can hold, all of them usable.
+        flavor: synchronized or unsynchronized.
+        reader_fd: eventfd that is readable when the reader must look again; -1: none.
+        writer_fd: the same for the writer.
+        reader_flag, writer_flag: the event flag, awaited from that side.
+    """
+
+    def __init__(self, grantors_from: MQDescriptor, regions: list[Region], dtype: np.dtype[Any] | None) -> None:
+        """Use `create` or `attach`. The descriptor has been checked; the regions and its eventfds are taken over."""
+        self._closed = True
+        self._pid = os.getpid()
+        self._regions = regions
+        self._descriptor = grantors_from
+        self._dtype = dtype
+        self._ended_by: BaseException | None = None
+        self.quantum = grantors_from.quantum
+        self.flavor = grantors_from.flavor
+        self.capacity = grantors_from.grantors[layout.DATA].extent // self.quantum
+        events = layout.event_fds_of(grantors_from)
+        self.reader_fd, self.writer_fd = grantors_from.fds[-2:] if events else (-1, -1)
+        views = [region.view() for region in regions]
+        parts = [views[part.fd_index][part.offset : part.offset + part.extent] for part in grantors_from.grantors[: layout.CONTROL + 1]]
+        self._data = parts[layout.DATA]
+        flag, control = [*parts[layout.EVENT_FLAG :], None, None][:2]
+        synchronized = self.flavor is MQFlavor.SYNCHRONIZED
+        read, written, data = parts[: layout.EVENT_FLAG]
+        super().__init__(read, written, data, flag, control, self.quantum, synchronized, self.reader_fd, self.writer_fd)
+        self._closed = False
+        reader, writer = _ReaderSide(self), _WriterSide(self)
+        self._readers = WaitingRoom(reader, self.reader_fd, "elements to read") if events else None
+        self._writers = WaitingRoom(writer, self.writer_fd, "room to write") if events else None
+        self.reader_flag = EventFlag(self, self._readers, self._raise_if_over)
+        self.writer_flag = EventFlag(self, self._writers, self._raise_if_over)
+
+    # ---- making one ----------------------------------------------------------------------------------------------
+
+    @classmethod
+    def create(
+        cls,
+        element: Element,
+        capacity: int,
+        *,
+        flavor: MQFlavor = MQFlavor.SYNCHRONIZED,
+        buffer_fd: int | None = None,
+        futex_interop: bool = False,
+    ) -> MessageQueue:
+        """Make an empty queue of `capacity` elements.
+
+        Args:
+            element: a NumPy dtype (structured ones too), a ctypes.Structure type, or the bytes of one element.
+            buffer_fd: size-sealed memory for the elements, of at least their size; taken over, also on failure.
+            futex_interop: a libfmq process will attach and sleep by futex, so commits set the event flag word from the
+                start. aionn's own threads ask for that themselves. Such a peer wakes threads only, never a task.
+
+        Raises:
+            CallerError: element, capacity or buffer_fd cannot be used.
+            MemoryAllocationError: the memory cannot be had now.
+        """
+        owned = [] if buffer_fd is None else [buffer_fd]
+        regions: list[Region] = []
+        try:
+            quantum, dtype = layout.element_of(element)
+            grantors, header_bytes = layout.grantors_for(quantum, capacity, buffer_apart=buffer_fd is not None)
+            regions.append(Region.allocate(header_bytes))
+            if buffer_fd is not None:
+                owned.clear()
+                regions.append(Region.attach(buffer_fd, MemoryDescription(MemoryKind.ASHMEM, grantors[layout.DATA].extent)))
+            descriptor = MQDescriptor(grantors, quantum, MQFlavor(flavor))
+            if descriptor.flavor is MQFlavor.SYNCHRONIZED:
+                owned += [os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in range(layout.EVENT_FDS)]
+            fds = (*(region.fileno() for region in regions), *owned)
+            queue = cls(MQDescriptor(grantors, quantum, descriptor.flavor, fds), regions, dtype)
+        except BaseException:
+            let_go(regions, owned)
+            raise
+        if futex_interop:
+            queue.await_futex(layout.NOT_FULL | layout.NOT_EMPTY)
+        return queue
+
+    @classmethod
+    def attach(cls, descriptor: MQDescriptor, element: Element | None = None) -> MessageQueue:
+        """The same queue, from what its maker sent. Takes over `descriptor.fds`, also when it fails. Changes nothing in it.
+
+        Args:
+            element: what is expected in it; None takes plain bytes of `descriptor.quantum`.
+
+        Raises:
+            CallerError: the descriptor or its memory is not a queue's, or the element has another size; the message says why.
+            MappingError, MemoryAllocationError: as `Region.attach`: memory sealed against writing, or with holes that cannot be filled.
+        """
+        owned = list(dict.fromkeys(descriptor.fds))
+        regions: list[Region] = []
+        try:
+            if len(owned) != len(descriptor.fds):
+                raise CallerError("queue descriptor: a file descriptor stands in it twice; each is owned once")
+            sizes = layout.memory_bytes_of(descriptor)
+            quantum, dtype = layout.element_of(descriptor.quantum if element is None else element)
+            if quantum != descriptor.quantum:
+                raise CallerError(f"queue descriptor: a quantum of {descriptor.quantum} bytes, the expected element has {quantum}")
+            for fd in descriptor.fds[len(sizes) :]:
+                check_eventfd(fd)
+            for fd, size_bytes in zip(descriptor.fds, sizes, strict=False):
+                owned.remove(fd)  # the region's from here on
+                regions.append(Region.attach(fd, MemoryDescription(MemoryKind.ASHMEM, size_bytes)))
+            return cls(descriptor, regions, dtype)
+        except BaseException:
+            let_go(regions, owned)
+            raise
+
+    def descriptor(self) -> MQDescriptor:
+        """What a peer needs to attach. The fds stay this queue's: send duplicates (SCM_RIGHTS makes them)."""
+        if self._closed:
+            self._refuse(_GONE)
+        return self._descriptor
+
+    # ---- arrays and transactions ----------------------------------------------------------------------------------
+
+    def read_array(self, count: int) -> NDArray[Any] | None:
+        """Take `count` elements as an array of the queue's dtype (bytes: uint8, shape (count, quantum)). None: not that many there."""
+        if not 0 <= count <= self.capacity:
+            return None if count > 0 else self._refuse(_BAD_COUNT)
+        array: NDArray[Any] = np.empty(count, np.dtype((np.uint8, (self.quantum,))) if self._dtype is None else self._dtype)
+        # As bytes: not every dtype (datetime64, say) lends itself as a buffer.
+        return array if self.read_into(array.reshape(-1).view(np.uint8)) else None
+
+    def begin_write(self, count: int) -> tuple[memoryview, memoryview] | None:
+        """Room for `count` elements, in place: the bytes up to the ring's end and those after it (empty if it does not wrap).
+
+        None: not that much room. Fill both, then `commit_write`. The views are of no use after that.
+        """
+        return self._pieces(self._begin_write(count))
+
+    def begin_read(self, count: int) -> tuple[memoryview, memoryview] | None:
+        """The next `count` elements, in place, read-only, as `begin_write` gives room; then `commit_read`. None: not that many there.
+
+        The peer can change these bytes at any time: copy before you check and use.
+        """
+        pieces = self._pieces(self._begin_read(count))
+        return None if pieces is None else (pieces[0].toreadonly(), pieces[1].toreadonly())
+
+    def _pieces(self, place: tuple[int, int, int] | None) -> tuple[memoryview, memoryview] | None:
+        if place is None:
+            return None
+        at, first, second = place
+        return self._data[at : at + first], self._data[:second]
+
+    # ---- waiting: tasks ---------------------------------------------------------------------------------------------
+
+    async def wait_readable(self, count: int = 1, deadline_ns: int | None = None) -> None:
+        """Return when `count` elements can be read; takes nothing.
+
+        Raises:
+            DeadlineError: CLOCK_MONOTONIC passed `deadline_ns`.
+            QueueClosedError, or what `end` was given: fewer are there, and no more will come.
+            QueueCorruptedError: see there.
+            CallerError: more than the capacity, another event loop, or a queue without eventfds.
+        """
+        await self._room(self._readers, count).until(
+            lambda: self._may(lambda: self.available_to_read() >= count), count, deadline_ns=deadline_ns
+        )
+
+    async def wait_writable(self, count: int = 1, deadline_ns: int | None = None) -> None:
+        """Return when there is room for `count` elements; reserves nothing. Raises as `wait_readable`."""
+
+        def attempt() -> bool | None:
+            self._raise_if_over()
+            return self.available_to_write() >= count or None
+
+        await self._room(self._writers, count).until(attempt, count, deadline_ns=deadline_ns)
+
+    async def read_blocking(self, count: int, deadline_ns: int | None = None) -> bytes:
+        """Take `count` elements as soon as they are there; several tasks are served in the order they came.
+
+        A cancelled task has taken nothing. Raises as `wait_readable`.
+        """
+        return await self._room(self._readers, count).until(lambda: self.read(count), count, deadline_ns=deadline_ns, taker=True)
+
+    async def write_blocking(self, data: Data, deadline_ns: int | None = None) -> None:
+        """Write as soon as there is room for all of it; several tasks write in the order they came.
+
+        A cancelled task has written nothing. Raises as `wait_readable`.
+        """
+        if self._writers is not None and not self._writers.takers and self.write(data):
+            return  # the usual case, without the price of preparing to wait
+        count = self._elements_in(data)
+        await self._room(self._writers, count).until(lambda: self.write(data) or None, count, deadline_ns=deadline_ns, taker=True)
+
+    # ---- waiting: threads ---------------------------------------------------------------------------------------------
+
+    def read_in_thread(self, count: int, timeout_s: float | None = None) -> bytes:
+        """`read_blocking` for a thread: sleeps by futex, without the GIL (libfmq: readBlocking). One thread per side.
+
+        Raises:
+            DeadlineError: they did not come in `timeout_s` seconds; a last attempt was made.
+            QueueClosedError, QueueCorruptedError, CallerError: as `wait_readable`; and CallerError without event flag word.
+        """
+        self._check_count(count)
+        taken: bytes = self._by_futex(lambda: self.read(count), layout.NOT_EMPTY, timeout_s)
+        return taken
+
+    def write_in_thread(self, data: Data, timeout_s: float | None = None) -> None:
+        """`write_blocking` for a thread. Raises as `read_in_thread`."""
+        self._elements_in(data)
+        self._by_futex(lambda: self.write(data) or None, layout.NOT_FULL, timeout_s)
+
+    def _by_futex(self, attempt: Callable[[], Any], bit: int, timeout_s: float | None) -> Any:
+        result = attempt()
+        if result is not None:
+            return result
+        if self.flavor is not MQFlavor.SYNCHRONIZED:
+            self._refuse(_FOREIGN)
+        deadline_ns = deadline_after(timeout_s)
+        # From here on commits set the bit; the attempt after it sees what was committed before.
+        self.await_futex(bit)
+        while (result := attempt()) is None:
+            if 0 <= deadline_ns <= time.monotonic_ns():
+                raise DeadlineError(f"the queue's peer made no progress within {timeout_s} s; it may be busy: try again later")
+            self.wait_flag(bit, deadline_ns)
+        return result
+
+    # ---- the end ------------------------------------------------------------------------------------------------------
+
+    def end(self, error: BaseException) -> None:
+        """The peer is gone: what is in the queue can still be read, then `error` is raised, here and in every waiter. Idempotent."""
+        if self._ended_by is not None or self._closed:
+            return
+        self._ended_by = error
+        self._set_ended()
+        for room in (self._readers, self._writers):
+            if room is not None:
+                room.wake_all()
+
+    def close(self) -> None:
+        """Tell the peer, fail the own waiters with QueueClosedError, and let go of descriptors and mapping. Idempotent.
+
+        Call it where the queue is awaited: in its event loop's thread. An unsynchronized queue is closed for the others
+        only by its writer. In a child of fork only the child's copies are let go.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        inherited = os.getpid() != self._pid
+        if not inherited:
+            self._set_closed()
+            for room in (self._readers, self._writers):
+                if room is not None:
+                    room.close()
+        self._release()
+        self._data = memoryview(b"")
+        let_go(self._regions, [fd for fd in (self.reader_fd, self.writer_fd) if fd >= 0])
+        self.reader_fd = self.writer_fd = -1
+
+    @property
+    def closed(self) -> bool:
+        """Whether this end has been closed here."""
+        return self._closed
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True):
+            self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{self.capacity} x {self.quantum} bytes, {self.flavor.name.lower()}"
+        return f"<MessageQueue {state}>"
+
+    # ---- refusals -------------------------------------------------------------------------------------------------------
+
+    def _refuse(self, code: int) -> NoReturn:
+        """Called by `Ring` with what it will not do; always raises."""
+        if code == _CLOSED:
+            if self._ended_by is not None:
+                raise again(self._ended_by)
+            raise QueueClosedError("the queue has been closed by its peer, and what was in it has been read")
+        if code == _CORRUPT:
+            raise QueueCorruptedError(
+                f"a counter of the queue of {self.capacity} x {self.quantum} bytes is impossible, so its peer is broken; make a new queue"
+            )
+        if code == _NOT_WHOLE:
+            raise CallerError(f"the data is not a whole number of elements of {self.quantum} bytes")
+        raise CallerError(_CALLERS_FAULT[code])
+
+    def _raise_if_over(self) -> None:
+        if self._closed_word():
+            self._refuse(_CLOSED)
+
+    def _may(self, condition: Callable[[], bool]) -> bool | None:
+        """The condition, or the queue's end: looked at again after the end, for a last commit may lie between the two looks."""
+        if condition():
+            return True
+        if self._closed_word():
+            if condition():
+                return True
+            self._refuse(_CLOSED)
+        return None
+
+    def _room(self, room: WaitingRoom | None, count: int) -> WaitingRoom:
+        self._check_count(count)
+        return self._refuse(_FOREIGN) if room is None else room
+
+    def _check_count(self, count: int) -> None:
+        if not 0 <= count <= self.capacity:
+            raise CallerError(f"{count} elements at once in a queue of {self.capacity}: they can never be there; use a larger queue")
+
+    def _elements_in(self, data: Data) -> int:
+        count, rest = divmod(memoryview(cast("Buffer", data)).nbytes, self.quantum)
+        if rest:
+            self._refuse(_NOT_WHOLE)
+        self._check_count(count)
+        return count
+
+
+class _ReaderSide:
+    """A queue as its waiting readers see it."""
+
+    def __init__(self, queue: MessageQueue) -> None:
+        # The bound C functions: no Python frame between a wake and the shared words.
+        self.arm = queue.arm_reader
+        self.disarm = queue.disarm_reader
+        self.clear_event = queue.clear_reader_event
+        self._available = queue.available_to_read
+        self._over = queue._closed_word
+        self._flag = queue.peek_flag
+
+    def satisfied(self, count: int, mask: int) -> bool:
+        try:
+            return (0 < count <= self._available()) or bool(mask and mask & self._flag()) or self._over()
+        except (QueueCorruptedError, CallerError):
+            return True  # whoever looks gets the error
+
+
+class _WriterSide(_ReaderSide):
+    """A queue as its waiting writers see it."""
+
+    def __init__(self, queue: MessageQueue) -> None:
+        super().__init__(queue)
+        self.arm = queue.arm_writer
+        self.disarm = queue.disarm_writer
+        self.clear_event = queue.clear_writer_event
+        self._available = queue.available_to_write

@@ -1,0 +1,195 @@
+"""Tasks that wait on one side of a queue: for elements, for room, or for event flag bits.
+
+One persistent `add_reader` serves all of them. Who waits makes its own attempt after every wake and never awaits between
+the attempt that succeeds and its return, so a cancelled task has taken nothing. Takers (`taker=True`) get their turn
+first come, first served: only the first may take, and hands on when it leaves, however it leaves.
+
+Invariant
+    While a waiter whose turn it is sleeps, the side is armed for it, or a token is in the eventfd, or the callback that
+    looks for it is about to run. `_settle` re-establishes it after each change: a waiter comes, leaves or is woken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from aionn.errors import CallerError, DeadlineError
+from aionn.fmq.errors import QueueClosedError
+from aionn.tasks import running_loop
+
+T = TypeVar("T")
+
+
+class SideOfQueue(Protocol):
+    """What waiting needs of a queue's side. Counts are elements; a count of 0 waits for flag bits alone."""
+
+    def arm(self, count: int, mask: int, /) -> bool:
+        """Whether to sleep; see `Ring.arm_reader`."""
+        ...
+
+    def disarm(self) -> None: ...
+
+    def clear_event(self) -> None: ...
+
+    def satisfied(self, count: int, mask: int) -> bool:
+        """Whether a waiter for that much, or for those bits, should look now."""
+        ...
+
+
+class _Waiter:
+    __slots__ = ("count", "future", "late", "mask", "taker")
+
+    def __init__(self, future: asyncio.Future[None], count: int, mask: int, taker: bool) -> None:
+        self.future = future
+        self.count = count
+        self.mask = mask
+        self.taker = taker
+        self.late = False
+
+    def wake(self) -> None:
+        if not self.future.done():
+            self.future.set_result(None)
+
+
+class WaitingRoom:
+    """The tasks of one process that wait on one side of one queue, all in one event loop."""
+
+    def __init__(self, side: SideOfQueue, fd: int, what: str) -> None:
+        self._side = side
+        self._arm = side.arm
+        self._clear_event = side.clear_event
+        self._fd = fd
+        self._what = what  # for messages: "elements to read", "room to write"
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._waiters: list[_Waiter] = []
+        self.takers = 0  # how many of them are takers: who comes now has to queue up behind them
+        self._armed = False
+        self._closed = False
+
+    async def until(
+        self, attempt: Callable[[], T | None], count: int, *, mask: int = 0, deadline_ns: int | None = None, taker: bool = False
+    ) -> T:
+        """Make `attempt` until it gives something; sleep in between. Whatever it raises ends the wait.
+
+        Raises:
+            DeadlineError: CLOCK_MONOTONIC passed `deadline_ns`; a last attempt was made.
+            QueueClosedError: the queue was closed here meanwhile.
+            CallerError: the side is awaited in another event loop.
+        """
+        if not (taker and self.takers):
+            result = attempt()
+            if result is not None:
+                return result
+        loop = self._bind()
+        waiter = _Waiter(loop.create_future(), count, mask, taker)
+        timer = None if deadline_ns is None else _Alarm(loop, waiter, deadline_ns)
+        self._waiters.append(waiter)
+        self.takers += taker
+        try:
+            while True:
+                self._settle()
+                await waiter.future
+                if self._closed:
+                    raise QueueClosedError(f"the queue was closed while a task waited for {self._what}")
+                if not taker or self.takers == 1 or self._first_taker() is waiter:
+                    result = attempt()
+                    if result is not None:
+                        return result
+                if waiter.late:
+                    raise DeadlineError(f"{count} of {self._what} did not come before the deadline; the peer may be busy: try again later")
+                waiter.future = loop.create_future()
+        finally:
+            if timer is not None:
+                timer.cancel()
+            self._waiters.remove(waiter)
+            self.takers -= taker
+            if not self._closed and (self._waiters or self._armed):
+                self._settle()
+
+    def wake_all(self) -> None:
+        """Everyone makes an attempt: the queue has come to its end."""
+        for waiter in self._waiters:
+            waiter.wake()
+
+    def close(self) -> None:
+        """Remove the reader and fail every waiter. The descriptor may be closed after this."""
+        self._closed = True
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(self._fd)
+        self._loop = None
+        self.wake_all()
+
+    def _bind(self) -> asyncio.AbstractEventLoop:
+        loop = running_loop()
+        if self._loop is not loop:
+            if self._loop is not None and not self._loop.is_closed():
+                raise CallerError("this side of the queue is awaited in another event loop; it belongs to the loop that awaited it first")
+            self._loop = loop
+            loop.add_reader(self._fd, self._on_event)
+        return loop
+
+    def _first_taker(self) -> _Waiter | None:
+        return next((waiter for waiter in self._waiters if waiter.taker), None)
+
+    def _on_event(self) -> None:
+        if self._closed:
+            return
+        self._armed = False  # whoever wrote the eventfd has swapped the word; a stale token only makes us arm once more
+        self._clear_event()
+        if len(self._waiters) == 1:
+            self._waiters[0].wake()  # it looks itself, and comes back to `_settle` if there is nothing
+        else:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Wake those who may find something, arm for those who may not."""
+        if len(self._waiters) == 1 and not (waiter := self._waiters[0]).future.done():  # the loop below, for the usual case
+            self._armed = self._arm(waiter.count, waiter.mask)
+            if not self._armed:
+                waiter.wake()
+            return
+        while True:
+            first_taker = self._first_taker()
+            asleep = [w for w in self._waiters if not w.future.done() and (not w.taker or w is first_taker)]
+            if not asleep:
+                if self._armed:
+                    self._armed = False
+                    self._side.disarm()
+                return
+            count = min((w.count for w in asleep if w.count), default=0)
+            mask = 0
+            for waiter in asleep:
+                mask |= waiter.mask
+            self._armed = self._arm(count, mask)
+            if self._armed:
+                return
+            # Not armed, so somebody has to look. If the peer has turned the counters back meanwhile, all do: each
+            # turn of this loop wakes at least one, so no peer can keep us in it.
+            for waiter in [w for w in asleep if self._side.satisfied(w.count, w.mask)] or asleep:
+                waiter.wake()
+
+
+class _Alarm:
+    """Makes a waiter late at its deadline. Loops round timers to their own clock, so it looks at the true one again."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, waiter: _Waiter, deadline_ns: int) -> None:
+        self._loop = loop
+        self._waiter = waiter
+        self._deadline_ns = deadline_ns
+        self._handle: asyncio.TimerHandle | None = None
+        self._ring()
+
+    def _ring(self) -> None:
+        left_ns = self._deadline_ns - time.monotonic_ns()
+        if left_ns > 0:
+            self._handle = self._loop.call_later(left_ns / 1e9, self._ring)
+        else:
+            self._waiter.late = True
+            self._waiter.wake()
+
+    def cancel(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()

@@ -1,0 +1,37 @@
+"""ONNX file <-> `Model`: large constants go out into one pool, the rest stays the standard's own protobuf.
+
+`read_onnx` never parses a weight. `wire` walks the file's protobuf down to the tensors and leaves out each `raw_data` of
+more than `CONSTANT_COPY_BYTES`; the `onnx` package then parses a few kilobytes, and each weight is copied once, from the
+source into the pool. So a model needs its own size twice for a moment (source and pool), not four times (source,
+message, Python bytes, pool). `constants` takes the large ones out of the graph and puts them back (`embed_constants`);
+`checking` says what is wrong with a graph, node by node; `support` asks an engine operator by operator; `shapes` resolves open
+dimensions; `reading` joins them.
+
+What changes in the graph, and nothing else does
+    Every large constant is an EXTERNAL initializer of the main graph (location "pool:0", offset, length); those of
+    `Constant` nodes and of nested graphs (If, Loop, Scan) are hoisted there, renamed where their name is taken.
+    A hoisted constant that is an output of its graph leaves an Identity behind: a graph makes its own outputs.
+    Large constants that nothing reads are gone.
+    A node without a name gets one ("Conv_3"), so every engine's complaint can name it.
+    An initializer is no graph input, and the IR version is at least 4: a constant has one value for good.
+    Constants whose element type `OperandType` cannot name (int4, bfloat16, string) stay inline.
+
+Used by runtime.model (reading) and the engines (`constant_arrays`, `embed_constants`, `resolve_shapes`).
+"""
+
+from aionn.graph.constants import constant_arrays, embed_constants, inline_nested_constants
+from aionn.graph.reading import Home, ReadGraph, read_onnx
+from aionn.graph.shapes import resolve_shapes
+from aionn.graph.support import gather_tables, supported_operations
+
+__all__ = [
+    "Home",
+    "ReadGraph",
+    "constant_arrays",
+    "embed_constants",
+    "gather_tables",
+    "inline_nested_constants",
+    "read_onnx",
+    "resolve_shapes",
+    "supported_operations",
+]

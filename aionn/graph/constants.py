@@ -1,0 +1,295 @@
+"""Take large constants out of a graph, and put them back.
+
+Invariants
+    After `take_out` each constant it returns is an initializer of the main graph, once, under a name no other value has.
+    Every name that was read before is readable after, from the same nodes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
+
+from aionn.errors import CompilationError
+from aionn.graph.checking import TYPES, nested_graphs
+from aionn.hal.model import Model
+from aionn.hal.types import CONSTANT_COPY_BYTES, Operand
+
+Fill = Callable[[memoryview], None]
+Payload = tuple[int, Fill]
+"""How many bytes a constant has, and what writes them, little-endian, into memory of that size."""
+PayloadOf = Callable[[TensorProto], Payload | None]
+
+_DATA_FIELDS = ("raw_data", "float_data", "int32_data", "int64_data", "double_data", "uint64_data", "string_data", "external_data")
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A large constant on its way out: the main graph's initializer, and where its bytes come from."""
+
+    tensor: TensorProto
+    operand: Operand
+    length: int
+    fill: Fill
+
+    def refer(self, pool_index: int, offset: int) -> None:
+        """Make the initializer point into a pool."""
+        for name in _DATA_FIELDS:
+            self.tensor.ClearField(name)
+        self.tensor.data_location = TensorProto.EXTERNAL
+        for key, value in (("location", f"pool:{pool_index}"), ("offset", str(offset)), ("length", str(self.length))):
+            self.tensor.external_data.add(key=key, value=value)
+
+
+def take_out(main: GraphProto, payload_of: PayloadOf) -> list[Taken]:
+    """Make every large constant that is read an initializer of the main graph; one that nothing reads is dropped.
+
+    Args:
+        main: changed in place.
+        payload_of: the bytes of a tensor that does not carry them itself, else None.
+
+    Raises:
+        CompilationError: a constant's bytes are not as many as its type and shape need.
+    """
+    scopes: Counter[str] = Counter()
+    _count_names(main, scopes)
+    read: set[str] = set()
+    _collect_reads(main, read)
+    taken: list[Taken] = []
+    # ONNX Runtime fails over an external initializer that it has thrown away itself because nothing reads it.
+    unread = [tensor for tensor in main.initializer if _is_large(tensor) and tensor.name not in read]
+    for tensor in unread:
+        main.initializer.remove(tensor)
+    for tensor in main.initializer:
+        constant = _large(tensor, payload_of)
+        if constant is not None:
+            taken.append(constant)
+    _hoist(main, main, scopes, payload_of, taken)
+    return taken
+
+
+def _hoist(graph: GraphProto, main: GraphProto, scopes: Counter[str], payload_of: PayloadOf, taken: list[Taken]) -> None:
+    found: list[TensorProto] = []
+    staying: list[NodeProto] = []
+    for node in graph.node:
+        tensor = _constant_node(node)
+        if tensor is not None and _is_large(tensor):
+            found.append(tensor)
+            continue
+        if tensor is not None:
+            _inline(tensor, payload_of)
+        staying.append(node)
+        for body in nested_graphs(node):
+            _hoist(body, main, scopes, payload_of, taken)
+    kept: list[TensorProto] = []
+    if graph is not main:
+        parameters = {value.name for value in graph.input}
+        for tensor in graph.initializer:
+            large = tensor.name not in parameters and _is_large(tensor)
+            if not large:
+                _inline(tensor, payload_of)
+            (found if large else kept).append(tensor)
+    if not found:
+        return
+    outputs = {value.name for value in graph.output}
+    renames: dict[str, str] = {}
+    identities: list[NodeProto] = []
+    for tensor in found:
+        hoisted = main.initializer.add()
+        hoisted.CopyFrom(tensor)
+        if tensor.name in outputs:
+            hoisted.name = _fresh(tensor.name, scopes)
+            identities.append(helper.make_node("Identity", [hoisted.name], [tensor.name], name=f"{hoisted.name}_out"))
+        elif scopes[tensor.name] > 1:
+            hoisted.name = renames[tensor.name] = _fresh(tensor.name, scopes)
+        constant = _large(hoisted, payload_of)
+        assert constant is not None  # what made it large has been copied with it
+        taken.append(constant)
+    _replace(graph.node, [*identities, *staying])
+    if graph is not main:
+        _replace(graph.initializer, kept)
+    if renames:
+        _rename(graph, renames)
+
+
+def _replace(repeated: Any, messages: list[Any]) -> None:
+    # Copies first: messages taken from a repeated field die with it.
+    copies = [type(message).FromString(message.SerializeToString()) for message in messages]
+    del repeated[:]
+    repeated.extend(copies)
+
+
+def _count_names(graph: GraphProto, scopes: Counter[str]) -> None:
+    """In how many graphs each name is made."""
+    names = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
+    names.update(name for node in graph.node for name in node.output)
+    scopes.update(names)
+    for node in graph.node:
+        for body in nested_graphs(node):
+            _count_names(body, scopes)
+
+
+def _collect_reads(graph: GraphProto, read: set[str]) -> None:
+    read.update(value.name for value in graph.output)
+    for node in graph.node:
+        read.update(node.input)
+        for body in nested_graphs(node):
+            _collect_reads(body, read)
+
+
+def _fresh(name: str, scopes: Counter[str]) -> str:
+    number = 1
+    while scopes[f"{name}_{number}"]:
+        number += 1
+    scopes[f"{name}_{number}"] += 1
+    return f"{name}_{number}"
+
+
+def _rename(graph: GraphProto, renames: dict[str, str]) -> None:
+    for node in graph.node:
+        for index, name in enumerate(node.input):
+            if name in renames:
+                node.input[index] = renames[name]
+        for body in nested_graphs(node):
+            own = {value.name for value in body.input} | {tensor.name for tensor in body.initializer}
+            own.update(name for inner in body.node for name in inner.output)
+            _rename(body, {old: new for old, new in renames.items() if old not in own})
+
+
+def _constant_node(node: NodeProto) -> TensorProto | None:
+    """The value of a Constant node as a tensor with the node's output for a name; None for every other node."""
+    if node.op_type != "Constant" or node.domain not in ("", "ai.onnx") or len(node.output) != 1:
+        return None
+    for attribute in node.attribute:
+        if attribute.name == "value" and attribute.type == AttributeProto.TENSOR:
+            tensor: TensorProto = attribute.t
+        elif attribute.name == "value_floats":
+            tensor = numpy_helper.from_array(np.array(attribute.floats, np.float32))
+        elif attribute.name == "value_ints":
+            tensor = numpy_helper.from_array(np.array(attribute.ints, np.int64))
+        else:
+            continue
+        tensor.name = node.output[0]
+        return tensor
+    return None
+
+
+def _is_large(tensor: TensorProto) -> bool:
+    return tensor.data_type in TYPES and prod(tensor.dims) * TYPES[tensor.data_type].element_bytes > CONSTANT_COPY_BYTES
+
+
+def _large(tensor: TensorProto, payload_of: PayloadOf) -> Taken | None:
+    """The constant as it is to be taken out, or None if it stays; then its bytes are inline when this returns."""
+    if not _is_large(tensor):
+        _inline(tensor, payload_of)
+        return None
+    operand = Operand(TYPES[tensor.data_type], tuple(tensor.dims))
+    needed = prod(tensor.dims) * operand.type.element_bytes
+    length, fill = payload_of(tensor) or _own_payload(tensor)
+    if length != needed:
+        raise CompilationError(
+            f"constant {tensor.name!r} has {length} bytes; its type {operand.type.value} and shape {operand.dimensions} need {needed}",
+            reason=f"constant {tensor.name!r} has {length} bytes instead of {needed}",
+        )
+    return Taken(tensor, operand, length, fill)
+
+
+def _own_payload(tensor: TensorProto) -> Payload:
+    """Bytes that the tensor carries in one of its typed fields (or in a small raw_data, which is then too short)."""
+    if tensor.HasField("raw_data"):
+        content: Any = tensor.raw_data
+    else:
+        try:
+            array = numpy_helper.to_array(tensor)
+        except (ValueError, TypeError) as error:
+            raise CompilationError(f"constant {tensor.name!r} cannot be read: {error}", reason=str(error)) from error
+        content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return len(content), lambda target: _copy(target, content)
+
+
+def _copy(target: memoryview, content: Any) -> None:
+    target[:] = memoryview(content).cast("B")
+
+
+def _inline(tensor: TensorProto, payload_of: PayloadOf) -> None:
+    """Give a tensor that stays its own bytes back."""
+    payload = payload_of(tensor)
+    if payload is None:
+        return
+    length, fill = payload
+    content = bytearray(length)
+    fill(memoryview(content))
+    tensor.ClearField("external_data")
+    tensor.ClearField("data_location")
+    tensor.raw_data = bytes(content)
+
+
+def constant_arrays(model: Model) -> dict[str, NDArray[Any]]:
+    """The large constants as arrays over the model's pools, by name: no copy; read-only where the pool is.
+
+    They keep the pools' mappings alive, not the pools.
+    """
+    views = [pool.view() for pool in model.pools]
+    arrays: dict[str, NDArray[Any]] = {}
+    for constant in model.constants:
+        place = constant.location
+        content = np.frombuffer(views[place.pool_index], np.uint8, place.length, place.offset)
+        arrays[constant.name] = content.view(constant.operand.type.dtype).reshape(constant.operand.dimensions or ())
+    return arrays
+
+
+def embed_constants(model: Model) -> ModelProto:
+    """The whole ONNX model again, constants inside: for engines that cannot take them by reference. Costs a copy of each.
+
+    Raises:
+        CompilationError: the whole model is over protobuf's limit of 2 GiB, or its graph is none.
+    """
+    try:
+        whole: ModelProto = onnx.ModelProto.FromString(model.graph)
+    except Exception as error:
+        raise CompilationError(f"the model's graph cannot be parsed: {error}", reason=str(error)) from error
+    if sum(constant.location.length for constant in model.constants) + len(model.graph) >= 2**31:
+        raise CompilationError(
+            "the model with its constants inside is larger than protobuf's limit of 2 GiB; use a device that takes constants by reference"
+        )
+    arrays = constant_arrays(model)
+    for tensor in whole.graph.initializer:
+        array = arrays.get(tensor.name)
+        if array is not None:
+            tensor.ClearField("external_data")
+            tensor.ClearField("data_location")
+            tensor.raw_data = array.tobytes()
+    return whole
+
+
+def inline_nested_constants(graph: bytes, location: str, content: bytes | memoryview) -> bytes:
+    """Put EXTERNAL constants of nested graphs back inside; those of the main graph stay where they are.
+
+    Args:
+        graph: a serialized ModelProto.
+        location: the file name that its external constants give.
+        content: that file.
+    """
+    whole: ModelProto = onnx.ModelProto.FromString(graph)
+    bodies = [body for node in whole.graph.node for body in nested_graphs(node)]
+    if not bodies:
+        return graph
+    for body in bodies:
+        bodies.extend(inner for node in body.node for inner in nested_graphs(node))  # the list grows under the loop: every depth
+        for tensor in body.initializer:
+            entries = {entry.key: entry.value for entry in tensor.external_data}
+            if entries.get("location") == location:
+                start = int(entries.get("offset", "0"))
+                tensor.ClearField("external_data")
+                tensor.ClearField("data_location")
+                tensor.raw_data = bytes(content[start : start + int(entries["length"])])
+    inlined: bytes = whole.SerializeToString()
+    return inlined

@@ -1,0 +1,65 @@
+"""Which operations of a model an engine knows, asked kind by kind; and who reads its constants."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+
+import onnx
+from onnx import ModelProto, NodeProto
+
+from aionn.graph.checking import nested_graphs
+from aionn.hal.model import Model
+
+Known = Callable[[str, str, int], bool]
+"""Whether an engine has that operator: domain ("" is ONNX's own), operator, version of the operator set."""
+
+
+def supported_operations(model: Model, known: Known) -> tuple[bool, ...]:
+    """Per entry of `model.operations`, whether it and all it contains (bodies, the model's own functions) is known."""
+    whole: ModelProto = onnx.ModelProto.FromString(model.graph)
+    functions = {(_domain(function.domain), function.name): function for function in whole.functions}
+    asked = functools.cache(known)
+
+    def supports(node: NodeProto, versions: Mapping[str, int]) -> bool:
+        domain = _domain(node.domain)
+        function = functions.get((domain, node.op_type))
+        if function is not None:
+            return all(supports(inner, _versions(function.opset_import)) for inner in function.node)
+        if domain not in versions or not asked(domain, node.op_type, versions[domain]):
+            return False
+        return all(supports(inner, versions) for body in nested_graphs(node) for inner in body.node)
+
+    versions = _versions(whole.opset_import)
+    return tuple(supports(node, versions) for node in whole.graph.node)
+
+
+def gather_tables(graph: bytes, at_least_bytes: int) -> list[str]:
+    """External constants of at least that size that are read by Gather alone, as the table: nothing else depends on their layout."""
+    whole: ModelProto = onnx.ModelProto.FromString(graph)
+    tables = {
+        tensor.name
+        for tensor in whole.graph.initializer
+        for entry in tensor.external_data
+        if entry.key == "length" and int(entry.value) >= at_least_bytes
+    }
+
+    def strike(nodes: Iterable[NodeProto]) -> None:
+        for node in nodes:
+            gathers = node.op_type == "Gather" and not _domain(node.domain)
+            tables.difference_update(node.input[1:] if gathers else node.input)
+            for body in nested_graphs(node):
+                tables.difference_update(value.name for value in body.output)
+                strike(body.node)
+
+    tables.difference_update(value.name for value in whole.graph.output)
+    strike(whole.graph.node)
+    return sorted(tables)
+
+
+def _domain(domain: str) -> str:
+    return "" if domain == "ai.onnx" else domain
+
+
+def _versions(imports: Iterable[onnx.OperatorSetIdProto]) -> dict[str, int]:
+    return {_domain(entry.domain): entry.version for entry in imports}

@@ -1,0 +1,84 @@
+"""`Model`: an ONNX graph with its constants taken out; frozen, checked once.
+
+The graph stays the standard's own protobuf. A constant of more than `CONSTANT_COPY_BYTES` is not in it: its
+initializer is marked EXTERNAL (location "pool:<index>", offset, length) and its bytes lie in `pools`
+(NNAPI: CONSTANT_REFERENCE). Smaller ones are inside the graph (CONSTANT_COPY).
+
+Invariants, checked here because a model also comes in over a socket
+    Each constant's location lies within its pool, and its length is exactly the operand's size. No pool of one is an image.
+    `inputs` and `outputs` keep the graph's order; an initializer is no input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from aionn.errors import CallerError
+from aionn.hal.types import CACHE_TOKEN_BYTES, DataLocation, IMemory, MemoryKind, Operand
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One node of the main graph, as far as devices are chosen by it. `name` is never empty ("Conv_3" where ONNX has none)."""
+
+    name: str
+    op_type: str
+    domain: str
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A large constant: the initializer's name, its type and shape, and where its bytes lie in the model's pools."""
+
+    name: str
+    operand: Operand
+    location: DataLocation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """An ONNX graph whose large constants live in shared memory pools.
+
+    Attributes:
+        graph: a serialized `onnx.ModelProto` without the large constants.
+        inputs: operand by name, in the graph's order.
+        outputs: operand by name, in the graph's order.
+        operations: the nodes of the main graph, in order; `get_supported_operations` answers per entry.
+        constants: the large constants.
+        pools: where the large constants' bytes are.
+        token: 32 bytes that name the content: the graph and every constant.
+    """
+
+    graph: bytes = field(repr=False)
+    inputs: Mapping[str, Operand]
+    outputs: Mapping[str, Operand]
+    operations: tuple[Operation, ...] = field(repr=False)
+    constants: tuple[Constant, ...] = field(repr=False)
+    pools: tuple[IMemory, ...] = field(repr=False)
+    token: bytes
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "inputs", MappingProxyType(dict(self.inputs)))
+        object.__setattr__(self, "outputs", MappingProxyType(dict(self.outputs)))
+        if len(self.token) != CACHE_TOKEN_BYTES:
+            raise CallerError(f"model token: {len(self.token)} bytes, a token has {CACHE_TOKEN_BYTES}")
+        for constant in self.constants:
+            place = constant.location
+            if not 0 <= place.pool_index < len(self.pools):
+                raise CallerError(f"constant {constant.name!r}: pool {place.pool_index} of {len(self.pools)}; there is no such pool")
+            if self.pools[place.pool_index].description.kind is MemoryKind.HARDWARE_BUFFER:
+                raise CallerError(
+                    f"constant {constant.name!r}: pool {place.pool_index} is an image (hardware_buffer), which enters executions only; "
+                    "keep constants in ashmem, mmap_fd or a blob"
+                )
+            have = self.pools[place.pool_index].size_bytes
+            if place.offset < 0 or place.length < 0 or place.offset + place.length > have:
+                raise CallerError(
+                    f"constant {constant.name!r}: bytes {place.offset} to {place.offset + place.length} of a pool of {have} bytes"
+                )
+            if place.length != constant.operand.size_bytes and 0 not in (constant.operand.dimensions or ()):
+                raise CallerError(
+                    f"constant {constant.name!r}: {place.length} bytes, its shape and type need {constant.operand.size_bytes}"
+                )

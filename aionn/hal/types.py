@@ -1,0 +1,321 @@
+"""The words of the contract between an app's process and a driver's: plain frozen values, no I/O.
+
+Names and numbers follow NNAPI's HAL 1.2/1.3 (`types.hal`); tensors are ONNX's. Everything that is checked once at
+construction (`__post_init__`) is not checked again below. Units sit in the names: `_bytes`, `_ns`, `_us`, `_s`.
+
+A dimension of 0 in an `Operand` or a request means "not known until execution" (NNAPI's convention); an
+`OutputShape` of a finished execution holds the true extents, where 0 is an empty axis.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from math import prod
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from aionn.errors import CallerError
+
+CONSTANT_COPY_BYTES = 128
+"""Constants up to this size travel in the model message; larger ones by reference into a pool (NNAPI: setOperandValue)."""
+
+MAX_CACHE_FILES = 32
+"""A driver that asks for more cache files of one kind is not given a cache (HAL 1.2: Constant.MAX_NUMBER_OF_CACHE_FILES)."""
+
+CACHE_TOKEN_BYTES = 32
+"""HAL 1.2: Constant.BYTE_SIZE_OF_CACHE_TOKEN."""
+
+
+class OperandType(enum.Enum):
+    """Element type of a tensor. The value is NumPy's name of the same type."""
+
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    FLOAT64 = "float64"
+    INT8 = "int8"
+    INT16 = "int16"
+    INT32 = "int32"
+    INT64 = "int64"
+    UINT8 = "uint8"
+    UINT16 = "uint16"
+    UINT32 = "uint32"
+    UINT64 = "uint64"
+    BOOL = "bool"
+
+    @property
+    def dtype(self) -> np.dtype[np.generic]:
+        """The NumPy dtype of one element, in native byte order."""
+        return _DTYPES[self]
+
+    @property
+    def element_bytes(self) -> int:
+        return _DTYPES[self].itemsize
+
+    @classmethod
+    def from_dtype(cls, dtype: DTypeLike) -> OperandType:
+        """The operand type of a NumPy dtype.
+
+        Raises:
+            CallerError: no tensor of a model can have that dtype.
+        """
+        try:
+            return cls(np.dtype(dtype).name)
+        except ValueError:
+            known = ", ".join(member.value for member in cls)
+            raise CallerError(f"dtype {np.dtype(dtype)} is not a tensor element type of aionn; those are {known}") from None
+
+
+_DTYPES: dict[OperandType, np.dtype[np.generic]] = {member: np.dtype(member.value) for member in OperandType}
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """One tensor at a model's border: its element type and its shape.
+
+    Attributes:
+        type: element type.
+        dimensions: extents; 0 is not known until execution; the whole is None while even the rank is not known.
+            () is a scalar.
+        symbols: per axis ONNX's name of an open dimension ("N", "height"), or None; empty where there are none.
+            Two axes of one model with the same symbol have the same extent in one execution.
+    """
+
+    type: OperandType
+    dimensions: tuple[int, ...] | None
+    symbols: tuple[str | None, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.dimensions is not None and any(d < 0 for d in self.dimensions):
+            raise CallerError(f"operand dimensions {self.dimensions}: a dimension is negative; an open one is written 0")
+
+    @property
+    def size_bytes(self) -> int | None:
+        """Bytes of the whole tensor, or None while a dimension is unknown."""
+        if self.dimensions is None or 0 in self.dimensions:
+            return None
+        return prod(self.dimensions) * self.type.element_bytes
+
+    def accepts(self, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor of that concrete shape fits."""
+        if self.dimensions is None:
+            return True
+        return len(shape) == len(self.dimensions) and all(want in (0, got) for want, got in zip(self.dimensions, shape, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class DataLocation:
+    """Bytes [offset, offset + length) of the pool with that index."""
+
+    pool_index: int
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestArgument:
+    """Where one input or output of an execution lies, and its shape.
+
+    `dimensions` of an output may hold 0, or be empty with the model's own; an omitted optional argument has
+    `has_no_value`, an all-zero location and no dimensions.
+    """
+
+    location: DataLocation
+    dimensions: tuple[int, ...]
+    has_no_value: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Arguments of one execution, in the model's order. Pools travel beside it."""
+
+    inputs: tuple[RequestArgument, ...]
+    outputs: tuple[RequestArgument, ...]
+
+
+class ErrorStatus(enum.IntEnum):
+    """HAL 1.3's ErrorStatus, same numbers."""
+
+    NONE = 0
+    DEVICE_UNAVAILABLE = 1
+    GENERAL_FAILURE = 2
+    OUTPUT_INSUFFICIENT_SIZE = 3
+    INVALID_ARGUMENT = 4
+    MISSED_DEADLINE_TRANSIENT = 5
+    MISSED_DEADLINE_PERSISTENT = 6
+    RESOURCE_EXHAUSTED_TRANSIENT = 7
+    RESOURCE_EXHAUSTED_PERSISTENT = 8
+
+
+UNKNOWN_TIME_US = 2**64 - 1
+"""HAL 1.2: a Timing field that the driver cannot tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Microseconds of one execution (HAL 1.2). On the device is never more than in the driver."""
+
+    on_device_us: int = UNKNOWN_TIME_US
+    in_driver_us: int = UNKNOWN_TIME_US
+
+
+NO_TIMING = Timing()
+
+
+@dataclass(frozen=True, slots=True)
+class OutputShape:
+    """True extents of one output, and whether the memory given for it was large enough."""
+
+    dimensions: tuple[int, ...]
+    is_sufficient: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The answer to one execution.
+
+    Invariant (HAL 1.2): `output_shapes` is empty unless status is NONE or OUTPUT_INSUFFICIENT_SIZE, and `timing` is
+    NO_TIMING unless status is NONE and timing was asked for. `message` says why in the driver's words.
+    """
+
+    status: ErrorStatus
+    output_shapes: tuple[OutputShape, ...] = ()
+    timing: Timing = NO_TIMING
+    message: str = ""
+
+
+class ExecutionPreference(enum.IntEnum):
+    """HAL 1.1, same numbers."""
+
+    LOW_POWER = 0
+    FAST_SINGLE_ANSWER = 1
+    SUSTAINED_SPEED = 2
+
+
+class Priority(enum.IntEnum):
+    """NDK's numbers; MEDIUM is the default."""
+
+    LOW = 90
+    MEDIUM = 100
+    HIGH = 110
+
+
+class DeviceType(enum.IntEnum):
+    """NDK's device types."""
+
+    UNKNOWN = 0
+    OTHER = 1
+    CPU = 2
+    GPU = 3
+    ACCELERATOR = 4
+
+
+@dataclass(frozen=True, slots=True)
+class CacheFiles:
+    """How many cache files a device needs of each kind (HAL 1.2: getNumberOfCacheFilesNeeded). (0, 0): it does not cache."""
+
+    model: int = 0
+    data: int = 0
+
+    @property
+    def supported(self) -> bool:
+        """Whether caching is on for such a device: something to store, and no more than the HAL allows."""
+        return (self.model > 0 or self.data > 0) and 0 <= self.model <= MAX_CACHE_FILES and 0 <= self.data <= MAX_CACHE_FILES
+
+
+class MemoryKind(enum.Enum):
+    """Kinds of memory pools, mapped by name (HAL: `hidl_memory.name`)."""
+
+    ASHMEM = "ashmem"
+    MMAP_FD = "mmap_fd"
+    HARDWARE_BUFFER_BLOB = "hardware_buffer_blob"
+    HARDWARE_BUFFER = "hardware_buffer"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryDescription:
+    """What a peer needs beside the descriptor itself to map a pool.
+
+    Attributes:
+        kind: how it is to be mapped.
+        size_bytes: bytes from `offset_bytes` on that belong to the pool.
+        writable: whether the peer may write (mmap_fd: PROT_WRITE).
+        offset_bytes: where in the file the pool begins; 64 bits, page-aligned, 0 for all kinds but mmap_fd.
+    """
+
+    kind: MemoryKind
+    size_bytes: int
+    writable: bool = True
+    offset_bytes: int = 0
+
+
+@runtime_checkable
+class IMemory(Protocol):
+    """A memory pool as one process holds it: a description, a descriptor and a mapping."""
+
+    @property
+    def description(self) -> MemoryDescription: ...
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    def fileno(self) -> int:
+        """The descriptor to send to a peer. The memory keeps owning it."""
+        ...
+
+    def view(self) -> memoryview:
+        """All bytes of the pool, in place; read-only where the mapping is. Keeps the mapping alive while it lives."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class BufferRole:
+    """A use of a device-owned buffer: input or output `io_index` of model `model_index` in the list given along."""
+
+    model_index: int
+    io_index: int
+    frequency: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class BufferDesc:
+    """What is asked of `IDevice.allocate`: extents to combine with the roles' (0: open; (): none given)."""
+
+    dimensions: tuple[int, ...] = ()
+
+
+class MQFlavor(enum.IntEnum):
+    """libfmq's flavours, same numbers."""
+
+    SYNCHRONIZED = 1
+    UNSYNCHRONIZED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class GrantorDescriptor:
+    """One piece of a queue's shared region (libfmq: GrantorDescriptor, flags always 0)."""
+
+    fd_index: int
+    offset: int
+    extent: int
+
+
+@dataclass(frozen=True, slots=True)
+class MQDescriptor:
+    """All that another process needs to attach to a queue. The descriptors themselves travel beside it.
+
+    Grantors 0 to 3 are libfmq's (read counter, write counter, data, event flag word); what follows is aionn's own.
+
+    Attributes:
+        grantors: where each part lies.
+        quantum: bytes of one element.
+        flavor: synchronized or unsynchronized.
+        fds: memory descriptors first (grantors' fd_index counts here), then aionn's eventfds.
+    """
+
+    grantors: tuple[GrantorDescriptor, ...]
+    quantum: int
+    flavor: MQFlavor
+    fds: tuple[int, ...] = field(default=(), compare=False)

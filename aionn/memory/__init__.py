@@ -1,0 +1,49 @@
+"""Bytes that cross the process wall without being copied, and those that stay behind it.
+
+    limits           how much memory may still be had, and by which limit
+    descriptors      whether somebody else's descriptor may be mapped
+    region           one piece of shared memory, mapped; the only place that calls mmap
+    memory           `Memory`: what an app holds and slices
+    hardware_buffer  `HardwareBuffer`: images, their planes and strides, as tensors
+    pool             slots of a burst
+    requests         whether a request may touch the bytes it names; pure
+    domain           roles, dimensions and state of a buffer that lives in a driver; pure
+    device_buffers   the registry of such buffers, and their use by requests; pure
+
+Design
+    One mapping per memory, shared by all slices of it and released with the last user. Nothing has a name in
+    /dev/shm: memory is a memfd, and goes with its last descriptor and mapping, whoever dies.
+    Allocation never lies: what cgroups, resource limits and the machine leave is asked first, then the pages are
+    reserved. Too little is a `MemoryAllocationError` that names need and have; never SIGBUS or a killed process later.
+    What another process sent is checked before it is mapped, and what it asks for before it is touched: sizes are
+    sealed, sums cannot wrap, an output overlaps nothing.
+    Errors have two phases. The shape of a request is the caller's (`CallerError`, INVALID_ARGUMENT) and is told before
+    anything is mapped; what cannot be mapped after that is a `MappingError` (GENERAL_FAILURE).
+"""
+
+from aionn.memory.device_buffers import BufferUse, DeviceBuffers
+from aionn.memory.domain import DeviceBuffer, ModelInfo, Role, combine_dimensions
+from aionn.memory.hardware_buffer import HardwareBuffer, PlaneLayout
+from aionn.memory.memory import Memory
+from aionn.memory.region import Access, MappingError, Region, attach_all, reserve
+from aionn.memory.requests import check_request, input_shape, output_shape
+
+__all__ = [
+    "Access",
+    "BufferUse",
+    "DeviceBuffer",
+    "DeviceBuffers",
+    "HardwareBuffer",
+    "MappingError",
+    "Memory",
+    "ModelInfo",
+    "PlaneLayout",
+    "Region",
+    "Role",
+    "attach_all",
+    "check_request",
+    "combine_dimensions",
+    "input_shape",
+    "output_shape",
+    "reserve",
+]

@@ -1,0 +1,162 @@
+"""Whether a descriptor that somebody else made may be mapped: its kind, its access, its size, its seals, its holes.
+
+Two questions, in this order, and both before anything is mapped. `check_description` looks at the numbers alone: what
+can never be right. `check_descriptor` asks the kernel about the file itself. Each refusal is a `CallerError` (HAL:
+INVALID_ARGUMENT) of one sentence. What fails after that, in mmap, is a `MappingError` (GENERAL_FAILURE); see `region`.
+
+What is refused, and what it would have done: a pipe, socket or directory (no mapping, or one without a size); O_PATH
+or write-only (no mapping); a file shorter than claimed (SIGBUS at the first touch); a memfd without F_SEAL_SHRINK
+(its sender may cut it off later: SIGBUS then); holes in memory that cannot be filled (SIGBUS, or the out-of-memory
+killer, when they are touched).
+
+An ordinary file has no seals. Whoever may truncate one that is mapped can end the process that reads it; so its size is
+asked for again before each use (`Region.check_backing`), which leaves a file that is cut off in the midst of an execution.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+
+from aionn.errors import CallerError
+from aionn.hal.types import MemoryDescription, MemoryKind
+from aionn.memory import limits
+
+__all__ = ["F_ADD_SEALS", "F_SEAL_FUTURE_WRITE", "F_SEAL_SEAL", "SIZE_SEALS", "check_description", "check_descriptor", "reserve_holes"]
+
+# The fcntl module of Python 3.11 lacks some of them, depending on the headers it was built with; these are the kernel's.
+F_ADD_SEALS = 1033
+F_GET_SEALS = 1034
+F_SEAL_SEAL = 0x1
+F_SEAL_SHRINK = 0x2
+SIZE_SEALS = 0x2 | 0x4
+F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1
+_O_PATH = 0o10000000
+
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+def check_description(description: MemoryDescription) -> None:
+    """Refuse numbers that can never be right.
+
+    Raises:
+        CallerError: size below 1, an offset that is not the start of a page, an end beyond what a file can have, or an
+            offset in a kind of memory that has none.
+    """
+    kind, size_bytes, offset = description.kind, description.size_bytes, description.offset_bytes
+    if size_bytes < 1 or offset < 0 or offset % PAGE_BYTES or offset + size_bytes >= 2**63:
+        raise CallerError(
+            f"memory of kind {kind.value}: {size_bytes} bytes at offset {offset}; the size must be at least 1, the offset a multiple "
+            f"of {PAGE_BYTES} and the end below 2^63"
+        )
+    if offset and kind is not MemoryKind.MMAP_FD:
+        raise CallerError(f"memory of kind {kind.value}: offset {offset}; only mmap_fd may have one")
+
+
+def check_descriptor(fd: int, description: MemoryDescription, *, write_through: bool) -> None:
+    """Refuse a descriptor that is not what its description says, or that could hurt us once it is mapped.
+
+    Args:
+        write_through: whether it is to be mapped shared and writable.
+
+    Raises:
+        CallerError: the message says in what.
+    """
+    kind = description.kind
+    try:
+        status, flags = os.fstat(fd), fcntl.fcntl(fd, fcntl.F_GETFL)
+    except (OSError, OverflowError, ValueError) as error:
+        raise CallerError(f"memory of kind {kind.value}: descriptor {fd} is not open") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise CallerError(
+            f"memory of kind {kind.value}: the descriptor is {_file_type(status.st_mode)}; memory is a regular file or a memfd"
+        )
+    access = flags & os.O_ACCMODE
+    if flags & _O_PATH or access == os.O_WRONLY:
+        how = "with O_PATH" if flags & _O_PATH else "for writing only"
+        raise CallerError(f"memory of kind {kind.value}: the descriptor was opened {how}; open it for reading, or for both")
+    if write_through and access != os.O_RDWR:
+        raise CallerError(
+            f"memory of kind {kind.value}: the descriptor was opened for reading only and is asked for writing; open it O_RDWR"
+        )
+    begin, end = description.offset_bytes, description.offset_bytes + description.size_bytes
+    if status.st_size < end:
+        raise CallerError(
+            f"memory of kind {kind.value}: bytes {begin} to {end} of a file of {status.st_size} bytes; it is shorter than claimed"
+        )
+    seals = _seals(fd)
+    if kind is MemoryKind.MMAP_FD and not _is_memfd(fd):
+        return
+    if seals is None or not seals & F_SEAL_SHRINK:
+        raise CallerError(
+            f"memory of kind {kind.value}: its size is not sealed, so its sender could cut it off under us; "
+            "make the memfd with MFD_ALLOW_SEALING and add F_SEAL_SHRINK"
+        )
+
+
+def reserve_holes(fd: int, description: MemoryDescription, *, write_through: bool) -> None:
+    """See that every page of the range exists, so that touching it later cannot fail.
+
+    A hole of a file on a disk reads as zeros and costs nothing until it is written to. A hole in shared memory is
+    filled even by a read, at the expense of whoever reads.
+
+    Raises:
+        MemoryAllocationError: the memory, or the disk's space, cannot be had now.
+        CallerError: there are holes in shared memory that a descriptor opened for reading cannot fill.
+    """
+    in_memory = _seals(fd) is not None
+    if not (in_memory or write_through):
+        return
+    hole_bytes = min(_missing_bytes(fd), description.size_bytes)
+    if hole_bytes == 0:
+        return
+    if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR:
+        raise CallerError(
+            f"memory of kind {description.kind.value}: {hole_bytes} bytes of the file were never reserved, and a "
+            "descriptor opened for reading cannot do it; call posix_fallocate first, or send it O_RDWR"
+        )
+    if in_memory:
+        limits.require(hole_bytes)
+    try:
+        os.posix_fallocate(fd, description.offset_bytes, description.size_bytes)
+    except OSError as error:
+        raise limits.allocation_error(hole_bytes, error) from error
+
+
+def _missing_bytes(fd: int) -> int:
+    """Bytes of the file that have no page or block yet: not more than this can be holes of the range.
+
+    SEEK_HOLE would tell where, but it moves a position that is shared with whoever sent the descriptor, and it takes
+    reserved pages of shared memory for holes.
+    """
+    status = os.fstat(fd)
+    return max(0, -(-status.st_size // PAGE_BYTES) * PAGE_BYTES - status.st_blocks * 512)
+
+
+def _seals(fd: int) -> int | None:
+    """The seals of a memfd or tmpfs file; None: another kind of file, which has none."""
+    try:
+        return fcntl.fcntl(fd, F_GET_SEALS)
+    except OSError:
+        return None
+
+
+def _is_memfd(fd: int) -> bool:
+    """Whether the file never had a name: then there is no reason for its size not to be sealed."""
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:")
+    except OSError:
+        return True
+
+
+def _file_type(mode: int) -> str:
+    kinds = {
+        stat.S_IFIFO: "a pipe",
+        stat.S_IFSOCK: "a socket",
+        stat.S_IFDIR: "a directory",
+        stat.S_IFCHR: "a character device",
+        stat.S_IFBLK: "a block device",
+        stat.S_IFLNK: "a symbolic link",
+    }
+    return kinds.get(stat.S_IFMT(mode), "neither a file nor a memfd")

@@ -1,0 +1,271 @@
+"""The device buffers of one driver: by token, and held by the requests that use them. Pure logic, no I/O.
+
+    DeviceBuffers.allocate  -> a buffer with a token
+    DeviceBuffers.use       -> the buffers of one request: all is checked, then all are held, before anything runs
+    BufferUse.succeed       -> the request's outputs are initialized; without it, they are not any more
+    DeviceBuffers.free      -> the token is gone; the bytes live until the executions that hold them end
+
+Refusals are as in `domain`: `CallerError` for INVALID_ARGUMENT, `ExecutionError` with its own status. HAL 1.3: the memory
+rules of IPreparedModel::execute.
+
+Invariants
+    A token is never given out twice, and a prepared model is known by an id that is never used twice: a stale token
+    or a closed model cannot alias a living one. (The reference reuses tokens, and keys roles by pointer.)
+    The buffers of a request are held all or none, so two requests that want the same two cannot each get one.
+    Every `BufferUse` ends in `close` or `withdraw`, and holds nothing after that.
+
+Called from the event loop and from execution threads.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aionn.errors import CallerError, ExecutionError
+from aionn.hal.types import BufferDesc, BufferRole, ErrorStatus, Operand, RequestArgument
+from aionn.memory.domain import DeviceBuffer, Dimensions, ModelInfo, Role, combine_roles, full_shape, given
+
+__all__ = ["BufferUse", "DeviceBuffers"]
+
+_LAST_TOKEN = 2**32 - 1  # HAL 1.3: uint32_t
+
+
+class BufferUse:
+    """The device buffers of one request, held from its check to its end. Made by `DeviceBuffers.use`.
+
+    A context manager: leaving it lets go of them, and outputs become uninitialized unless `succeed` was called.
+
+    Attributes:
+        inputs: by input index the buffer's contents: an array in its current shape, read-only.
+        outputs: by output index where to write: an array in its shape; None while that is open, and then the
+            array computed goes to `succeed`.
+    """
+
+    def __init__(self) -> None:
+        self.inputs: dict[int, NDArray[Any]] = {}
+        self.outputs: dict[int, NDArray[Any] | None] = {}
+        self._read: list[DeviceBuffer] = []
+        self._write: dict[int, DeviceBuffer] = {}
+        self._rooms: dict[int, NDArray[np.uint8]] = {}
+        self._open: dict[int, Dimensions] = {}
+
+    def succeed(self, computed: Mapping[int, NDArray[Any]] | None = None) -> dict[int, tuple[int, ...]]:
+        """The execution succeeded: outputs are initialized, in the shapes they have now.
+
+        Args:
+            computed: arrays of those outputs that had no array to be written into, by index. Others are not looked at.
+
+        Returns:
+            The shape of each output by index.
+
+        Raises:
+            ExecutionError: GENERAL_FAILURE: a result is missing or does not fit its buffer's initial dimensions. (Never
+                OUTPUT_INSUFFICIENT_SIZE: the caller cannot give a bigger buffer.) The outputs are uninitialized then.
+            MemoryAllocationError: a result needs more memory than there is. Likewise.
+        """
+        shapes: dict[int, tuple[int, ...]] = {}
+        for index, buffer in self._write.items():
+            place = self.outputs[index]
+            if place is None:
+                place = (computed or {}).get(index)
+                _check_result(index, buffer, self._open[index], place)
+                assert place is not None
+                room = self._rooms[index] = buffer.room(place.shape)
+                np.copyto(buffer.as_array(room, place.shape), place)
+            shapes[index] = place.shape
+        write, self._write = self._write, {}
+        for index, buffer in write.items():
+            buffer.end_writing(shapes[index], self._rooms[index])
+        return shapes
+
+    def withdraw(self) -> None:
+        """The execution never began: let go of everything and leave all states as they were."""
+        write, self._write = self._write, {}
+        for buffer in write.values():
+            buffer.withdraw_writing()
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the buffers. Outputs without a success are uninitialized from now on. Closing twice is harmless."""
+        write, self._write = self._write, {}
+        read, self._read = self._read, []
+        self.inputs, self.outputs, self._rooms = {}, {}, {}
+        for buffer in write.values():
+            buffer.end_writing(None, None)
+        for buffer in read:
+            buffer.end_reading()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class DeviceBuffers:
+    """The buffers of one driver, or of one client of it, by token."""
+
+    def __init__(self, reserve: Callable[[int], Any] = bytearray, tokens: itertools.count[int] | None = None) -> None:
+        """
+        Args:
+            reserve: called with a size in bytes, gives writable, zeroed memory of that size (`memory.region.reserve`,
+                `bytearray`); raises MemoryAllocationError where it cannot.
+            tokens: where tokens come from; registries of one driver that share it never give out the same one.
+        """
+        self._reserve = reserve
+        self._lock = threading.RLock()
+        self._buffers: dict[int, DeviceBuffer] = {}
+        self._tokens = itertools.count(1) if tokens is None else tokens
+
+    def __len__(self) -> int:
+        return len(self._buffers)
+
+    def allocate(
+        self,
+        desc: BufferDesc,
+        models: Sequence[ModelInfo | None],
+        input_roles: Sequence[BufferRole],
+        output_roles: Sequence[BufferRole],
+    ) -> DeviceBuffer:
+        """Make a buffer for those uses; arguments as `combine_roles`.
+
+        Its memory is reserved now; where desc and roles leave extents open, at each use that fills them in.
+
+        Raises:
+            CallerError: a rule of IDevice::allocate is broken; the message says which.
+            ExecutionError: RESOURCE_EXHAUSTED_PERSISTENT: no token is left.
+            MemoryAllocationError: the memory cannot be had now.
+        """
+        roles, element, dimensions = combine_roles(desc, models, input_roles, output_roles)
+        token = next(self._tokens)
+        if token > _LAST_TOKEN:
+            raise ExecutionError("all 2^32 buffer tokens of this driver have been used", status=ErrorStatus.RESOURCE_EXHAUSTED_PERSISTENT)
+        buffer = DeviceBuffer(token, element, roles, dimensions, self._reserve, self._lock)
+        with self._lock:
+            self._buffers[token] = buffer
+        return buffer
+
+    def get(self, token: int) -> DeviceBuffer:
+        """The living buffer of that name.
+
+        Raises:
+            CallerError: there is none: never was, or it was freed.
+        """
+        buffer = self._buffers.get(token)
+        if buffer is None:
+            raise CallerError(f"token {token} names no device buffer of this driver; it was never given out, or its buffer was freed")
+        return buffer
+
+    def free(self, token: int) -> None:
+        """Forget a buffer. Executions that hold it keep its bytes until they end; an unknown token is no error."""
+        with self._lock:
+            self._buffers.pop(token, None)
+
+    def clear(self) -> None:
+        """Forget all: their client is gone."""
+        with self._lock:
+            self._buffers.clear()
+
+    def use(
+        self, model_id: int, inputs: Sequence[RequestArgument], outputs: Sequence[RequestArgument], tokens: Sequence[int | None]
+    ) -> BufferUse:
+        """Check every use of a device buffer in a request that `check_request` has passed, then hold them all, or none.
+
+        The order is the reference's: tokens, then inputs (role, initialized, dimensions), then outputs (used once,
+        role, dimensions). Buffers that another request holds are refused last. Call it when the request's turn has come,
+        not when it arrives: from here on its outputs belong to it.
+
+        Args:
+            model_id: whose execution it is.
+            inputs, outputs: the request's arguments; those in ordinary pools and omitted ones are passed over.
+            tokens: one per pool of the request; None for a pool that is ordinary memory.
+
+        Raises:
+            CallerError: INVALID_ARGUMENT.
+            ExecutionError: GENERAL_FAILURE: an input is not initialized, or a buffer is in use by another.
+            MemoryAllocationError: an output whose extents this request fills in cannot be reserved.
+        """
+        buffers = {index: self.get(token) for index, token in enumerate(tokens) if token is not None}
+        use = BufferUse()
+        if not buffers:
+            return use
+        try:
+            with self._lock:
+                read = _readings(model_id, inputs, buffers)
+                write = _writings(model_id, outputs, buffers, {buffer.token for _, buffer in read})
+                for index, buffer in read:
+                    memory, shape = buffer.begin_reading()
+                    use._read.append(buffer)
+                    array = use.inputs[index] = buffer.as_array(memory, shape)
+                    array.flags.writeable = False
+                for index, buffer, _ in write:
+                    buffer.begin_writing("written to")
+                    use._write[index] = buffer
+            for index, buffer, dimensions in write:  # outside the lock: reserving memory takes its time
+                filled = full_shape(dimensions)
+                if filled is None:
+                    use.outputs[index], use._open[index] = None, dimensions
+                else:
+                    room = use._rooms[index] = buffer.room(filled)
+                    use.outputs[index] = buffer.as_array(room, filled)
+        except BaseException:
+            use.withdraw()
+            raise
+        return use
+
+
+def _readings(model_id: int, inputs: Sequence[RequestArgument], buffers: Mapping[int, DeviceBuffer]) -> list[tuple[int, DeviceBuffer]]:
+    found = []
+    for index, argument in enumerate(inputs):
+        buffer = None if argument.has_no_value else buffers.get(argument.location.pool_index)
+        if buffer is not None:
+            _check_permitted(buffer, Role(model_id, "input", index))
+            buffer.check_initialized()
+            buffer.combined(given(argument.dimensions), buffer.dimensions)
+            found.append((index, buffer))
+    return found
+
+
+def _writings(
+    model_id: int, outputs: Sequence[RequestArgument], buffers: Mapping[int, DeviceBuffer], used: set[int]
+) -> list[tuple[int, DeviceBuffer, Dimensions]]:
+    found = []
+    for index, argument in enumerate(outputs):
+        # An omitted output says pool 0, which may be a token: it is not a use of it.
+        buffer = None if argument.has_no_value else buffers.get(argument.location.pool_index)
+        if buffer is not None:
+            if buffer.token in used:
+                raise CallerError(f"output {index}: device buffer {buffer.token} is also an input or another output of this request")
+            used.add(buffer.token)
+            _check_permitted(buffer, Role(model_id, "output", index))
+            found.append((index, buffer, buffer.combined(given(argument.dimensions), buffer.initial_dimensions)))
+    return found
+
+
+def _check_permitted(buffer: DeviceBuffer, role: Role) -> None:
+    if role not in buffer.roles:
+        raise CallerError(
+            f"device buffer {buffer.token} was not allocated to be {role.direction} {role.index} of this prepared model; "
+            "name that role when allocating it"
+        )
+
+
+def _check_result(index: int, buffer: DeviceBuffer, dimensions: Dimensions, result: NDArray[Any] | None) -> None:
+    if result is None:
+        wrong = "the execution gave no result for it"
+    elif result.dtype != buffer.type.dtype:
+        wrong = f"its result is {result.dtype}, the buffer holds {buffer.type.value}"
+    elif not Operand(buffer.type, dimensions).accepts(result.shape):
+        wrong = f"its result has the shape {result.shape}, buffer and request allow {dimensions}"
+    elif result.size == 0:
+        wrong = f"its result {result.shape} is empty, and a buffer holds at least one element"
+    else:
+        return
+    raise ExecutionError(f"output {index}, device buffer {buffer.token}: {wrong}", status=ErrorStatus.GENERAL_FAILURE)

@@ -1,0 +1,368 @@
+"""Image-format buffers: planes, strides, tensor views. What a camera writes and a model reads, without a copy between.
+
+A `HardwareBuffer` is a `Memory` that knows what its bytes are: a format, a width and height in pixels, and for each plane
+where it begins and how far its rows and pixels lie apart. Nothing is locked and nothing is converted here.
+
+    format      planes (name, shape of its array, uint8)                              as one tensor
+    blob        "blob" (width,)                                                       any operand of that many bytes
+    gray8       "gray" (height, width, 1)                                             NHWC and NCHW are the same bytes
+    rgb_888     "rgb"  (height, width, 3), red first                                  NHWC
+    rgba_8888   "rgba" (height, width, 4), red first                                  NHWC
+    nv12        "y" (height, width, 1), "uv" (height/2, width/2, 2), u first          rows of y, then of uv: (height*3/2, width)
+    yuv420      "y" (height, width, 1), "u" and "v" (height/2, width/2, 1)            rows of y, then u, then v: (height*3/2, width)
+
+A blob is a pool like any other (kind `hardware_buffer_blob`) and may be a model's constant. An image (kind
+`hardware_buffer`, or `mmap_fd` where it wraps a file) enters executions only: `hal.Model` refuses it.
+"""
+
+# `format` is the word of the public face, and the field's own.
+# ruff: noqa: A002
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from types import MappingProxyType, TracebackType
+from typing import Any, Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aionn.errors import CallerError
+from aionn.hal.types import MemoryDescription, MemoryKind, Operand, OperandType
+from aionn.memory.memory import HasFileno, Memory
+from aionn.memory.region import PROT_READ, PROT_WRITE, Region
+
+__all__ = ["HardwareBuffer", "ImageFormat", "PlaneLayout"]
+
+ImageFormat = Literal["blob", "rgb_888", "rgba_8888", "nv12", "yuv420", "gray8"]
+TensorLayout = Literal["NHWC", "NCHW"]
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneLayout:
+    """Where one plane lies in its buffer, in bytes.
+
+    Attributes:
+        offset: of the first pixel.
+        row_stride: from one row to the next.
+        pixel_stride: from one pixel to the next within a row.
+    """
+
+    offset: int
+    row_stride: int
+    pixel_stride: int
+
+
+# Per format its planes: name, channels per pixel, and how many times smaller than the image each side is.
+_PLANES: Mapping[str, tuple[tuple[str, int, int], ...]] = {
+    "blob": (("blob", 1, 1),),
+    "gray8": (("gray", 1, 1),),
+    "rgb_888": (("rgb", 3, 1),),
+    "rgba_8888": (("rgba", 4, 1),),
+    "nv12": (("y", 1, 1), ("uv", 2, 2)),
+    "yuv420": (("y", 1, 1), ("u", 1, 2), ("v", 1, 2)),
+}
+
+
+class HardwareBuffer:
+    """An image, or a blob, in shared memory; may stand wherever an array may.
+
+    Attributes:
+        memory: its bytes. `buffer.memory.pool` is what is sent to a driver.
+        width, height: in pixels; a blob has its size as width and the height 1.
+        format: see the module.
+        layouts: per plane where it lies, by name.
+    """
+
+    def __init__(
+        self,
+        memory: Memory,
+        width: int,
+        height: int,
+        format: ImageFormat,
+        planes: Sequence[PlaneLayout] | None = None,
+    ) -> None:
+        """Take over `memory` (close the buffer, and it is closed). Apps call `allocate`, `from_fd` or `from_memory`."""
+        self.memory, self.width, self.height, self.format = memory, width, height, format
+        self.layouts = MappingProxyType(_checked_layouts(width, height, format, planes, memory.size_bytes))
+
+    @classmethod
+    def allocate(cls, width: int, height: int = 1, format: ImageFormat = "blob") -> HardwareBuffer:
+        """Reserve a zeroed buffer whose rows and planes follow each other without gaps, so each tensor view is in place.
+
+        Args:
+            width, height: in pixels; even for nv12 and yuv420. For a blob: its bytes, and 1.
+            format: see the module.
+
+        Raises:
+            CallerError: width, height or format is wrong.
+            MemoryAllocationError: the memory cannot be had now.
+        """
+        size = dense_bytes(width, height, format)
+        kind = MemoryKind.HARDWARE_BUFFER_BLOB if format == "blob" else MemoryKind.HARDWARE_BUFFER
+        return cls(Memory(Region.allocate(size, kind=kind)), width, height, format)
+
+    @classmethod
+    def from_fd(
+        cls,
+        fd: int | HasFileno,
+        width: int,
+        height: int,
+        format: ImageFormat,
+        planes: Sequence[PlaneLayout] | None = None,
+        *,
+        size: int | None = None,
+        prot: int = PROT_READ | PROT_WRITE,
+        offset: int = 0,
+    ) -> HardwareBuffer:
+        """Wrap an image that lies in a file or sealed memfd, in place (pool kind `mmap_fd`). The descriptor is duplicated.
+
+        Args:
+            fd, prot, offset: as `Memory.from_fd`.
+            planes: where each plane lies, counted from `offset`, in the order of the module's table. None: without gaps.
+            size: bytes of the whole. None: up to the end of the last plane.
+
+        Raises:
+            CallerError: the descriptor cannot be mapped so, or a plane reaches beyond it.
+            MemoryAllocationError: the file has holes, and what they lack cannot be had now.
+        """
+        if size is None:
+            size = max(
+                _end(layout, *_extents(width, height, format)[name]) for name, layout in _layouts(width, height, format, planes).items()
+            )
+        memory = Memory.from_fd(fd, size, prot, offset)
+        try:
+            return cls(memory, width, height, format, planes)
+        except BaseException:
+            memory.close()
+            raise
+
+    @classmethod
+    def from_memory(
+        cls,
+        memory: Memory,
+        width: int,
+        height: int,
+        format: ImageFormat,
+        planes: Sequence[PlaneLayout] | None = None,
+    ) -> HardwareBuffer:
+        """See an image in memory the app has; shares its bytes and is closed on its own. Arguments as `from_fd`."""
+        part = memory[:]
+        try:
+            return cls(part, width, height, format, planes)
+        except BaseException:
+            part.close()
+            raise
+
+    @property
+    def planes(self) -> Mapping[str, NDArray[np.uint8]]:
+        """Each plane as an array (height, width, channels) over its bytes, with the buffer's own strides; in place."""
+        view = self.memory.view()
+        extents = _extents(self.width, self.height, self.format)
+        arrays: dict[str, NDArray[np.uint8]] = {}
+        for name, layout in self.layouts.items():
+            strides = (layout.row_stride, layout.pixel_stride, 1)
+            arrays[name] = np.ndarray(extents[name], np.uint8, buffer=view, offset=layout.offset, strides=strides)
+        return {"blob": arrays["blob"].reshape(-1)} if self.format == "blob" else arrays
+
+    def as_tensor(self, operand: Operand, *, plane: str | None = None, layout: TensorLayout | None = None) -> NDArray[Any]:
+        """The image as the tensor the operand wants: an array over the buffer's own bytes, C-contiguous, never a copy.
+
+        Images are uint8. A plane of c channels is NHWC: (1, height, width, c), or (height, width, c) for an operand of
+        rank 3; where c is 1 also NCHW (1, 1, height, width), and (height, width) for rank 2. nv12 and yuv420 as a whole
+        are one channel of height*3/2 rows. A blob takes any type and shape of its size (`Memory.locate`).
+
+        Args:
+            operand: what the model wants. Which axis is the channels must be plain from its shape, or said in `layout`.
+            plane: one plane by name; None: the whole image.
+            layout: for an operand whose dimensions do not tell; an error where they say otherwise.
+
+        Raises:
+            CallerError: type, shape or layout of the two differ, or rows or planes have gaps. It says what to do.
+        """
+        place, shape = self.locate(operand, plane=plane, layout=layout)
+        with place:
+            return place.array(operand.type.dtype, shape)
+
+    def locate(self, operand: Operand, *, plane: str | None = None, layout: TensorLayout | None = None) -> tuple[Memory, tuple[int, ...]]:
+        """Where the tensor of `as_tensor` lies: a slice of the buffer's memory (close it), and the tensor's shape."""
+        if self.format == "blob":
+            return self.memory.locate(operand)
+        if operand.type is not OperandType.UINT8:
+            raise CallerError(
+                f"an image of format {self.format} holds uint8, the operand wants {operand.type.value}; convert planes into an array of "
+                "your own, or let the model begin with a Cast"
+            )
+        rows, columns, channels, offset = self._dense(plane)
+        shape = _tensor_shape(operand, (rows, columns, channels), layout, f"{self.format} image" if plane is None else f"plane {plane!r}")
+        with self.memory[offset : offset + rows * columns * channels] as place:
+            return place.shaped(shape), shape
+
+    def _dense(self, plane: str | None) -> tuple[int, int, int, int]:
+        """Rows, columns, channels and offset of the bytes meant, if they lie without gaps."""
+        if plane is not None and plane not in self.layouts:
+            raise CallerError(f"plane {plane!r}: an image of format {self.format} has {', '.join(self.layouts)}")
+        names = list(self.layouts) if plane is None else [plane]
+        extents = _extents(self.width, self.height, self.format)
+        begin = position = self.layouts[names[0]].offset
+        for name in names:
+            rows, columns, channels = extents[name]
+            row_bytes, got = columns * channels, self.layouts[name]
+            if (columns > 1 and got.pixel_stride != channels) or (rows > 1 and got.row_stride != row_bytes):
+                raise CallerError(
+                    f"plane {name!r}: rows {got.row_stride} and pixels {got.pixel_stride} bytes apart, "
+                    f"a tensor has {row_bytes} and {channels}; "
+                    f"pass np.ascontiguousarray(buffer.planes[{name!r}]), or have the image written without gaps"
+                )
+            if got.offset != position:
+                raise CallerError(
+                    f"plane {name!r} begins at byte {got.offset}, a tensor of the whole image has it at {position}; "
+                    "pass the planes one by one (plane=...)"
+                )
+            position += rows * row_bytes
+        if len(names) == 1:
+            return (*extents[names[0]], begin)
+        return self.height * 3 // 2, self.width, 1, begin
+
+    @property
+    def description(self) -> MemoryDescription:
+        """How a driver maps it."""
+        return self.memory.description
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all planes, gaps between rows included."""
+        return self.memory.size_bytes
+
+    def fileno(self) -> int:
+        """The descriptor of its memory, which keeps owning it."""
+        return self.memory.fileno()
+
+    def view(self) -> memoryview:
+        """All its bytes, in place."""
+        return self.memory.view()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` has been called."""
+        return self.memory.closed
+
+    def close(self) -> None:
+        """This object can no longer be used; see `Memory.close`."""
+        self.memory.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<HardwareBuffer {self.format} {self.width} x {self.height}{', closed' if self.closed else ''}>"
+
+
+def dense_bytes(width: int, height: int, format: ImageFormat) -> int:
+    """Bytes of an image without gaps."""
+    return sum(prod(extents) for extents in _extents(width, height, format).values())
+
+
+def _extents(width: int, height: int, format: str) -> dict[str, tuple[int, int, int]]:
+    """Rows, columns and channels of each plane."""
+    planes = _PLANES.get(format)
+    if planes is None:
+        raise CallerError(f"format {format!r} is none of {', '.join(_PLANES)}")
+    if width < 1 or height < 1 or (format == "blob" and height != 1):
+        raise CallerError(f"a {format} buffer of {width} x {height}; both are at least 1, and the height of a blob is 1")
+    if any(divisor > 1 and (width % divisor or height % divisor) for _, _, divisor in planes):
+        raise CallerError(f"a {format} image of {width} x {height}; both must be even, since its colour has half of each")
+    return {name: (height // divisor, width // divisor, channels) for name, channels, divisor in planes}
+
+
+def _layouts(width: int, height: int, format: str, planes: Sequence[PlaneLayout] | None) -> dict[str, PlaneLayout]:
+    """The planes as given, or without gaps where none are."""
+    extents = _extents(width, height, format)
+    if planes is not None:
+        if len(planes) != len(extents):
+            raise CallerError(f"{len(planes)} planes were given; an image of format {format} has {', '.join(extents)}")
+        return dict(zip(extents, planes, strict=True))
+    layouts, offset = {}, 0
+    for name, (rows, columns, channels) in extents.items():
+        layouts[name] = PlaneLayout(offset, columns * channels, channels)
+        offset += rows * columns * channels
+    return layouts
+
+
+def _checked_layouts(
+    width: int,
+    height: int,
+    format: str,
+    planes: Sequence[PlaneLayout] | None,
+    size_bytes: int,
+) -> dict[str, PlaneLayout]:
+    layouts, extents = _layouts(width, height, format, planes), _extents(width, height, format)
+    for name, layout in layouts.items():
+        _, columns, channels = extents[name]
+        shortest = (columns - 1) * layout.pixel_stride + channels
+        if layout.offset < 0 or layout.pixel_stride < channels or layout.row_stride < shortest:
+            raise CallerError(
+                f"plane {name!r}: {layout}; a pixel has {channels} bytes, a row at least {shortest}, and the offset is not negative"
+            )
+        end = _end(layout, *extents[name])
+        if end > size_bytes:
+            raise CallerError(f"plane {name!r}: its last pixel ends at byte {end} of a buffer of {size_bytes} bytes")
+    return layouts
+
+
+def _end(layout: PlaneLayout, rows: int, columns: int, channels: int) -> int:
+    return layout.offset + (rows - 1) * layout.row_stride + (columns - 1) * layout.pixel_stride + channels
+
+
+def _tensor_shape(operand: Operand, image: tuple[int, int, int], layout: TensorLayout | None, word: str) -> tuple[int, ...]:
+    """The one shape of the operand that the image has, or an error: nothing is guessed."""
+    rows, columns, channels = image
+    # An operand of any rank takes what the app says; without that, nothing is known of it.
+    dimensions = (0, 0, 0, 0) if operand.dimensions is None and layout is not None else operand.dimensions
+    nhwc, nchw = (1, rows, columns, channels), (1, channels, rows, columns)
+    fits: dict[str, tuple[int, ...]] = {}
+    if dimensions is not None:
+        rank = len(dimensions)
+        # An operand that leaves its channels open does not tell where they are.
+        if rank in (3, 4) and operand.accepts(nhwc[4 - rank :]) and (dimensions[-1] or layout == "NHWC"):
+            fits["NHWC"] = nhwc[4 - rank :]
+        if rank in (3, 4) and operand.accepts(nchw[4 - rank :]) and (dimensions[-3] or layout == "NCHW"):
+            fits["NCHW"] = nchw[4 - rank :]
+        if rank == 3 and channels == 1 and operand.accepts((1, rows, columns)):
+            fits.setdefault("NCHW", (1, rows, columns))
+        if rank == 2 and channels == 1 and operand.accepts((rows, columns)):
+            return rows, columns
+    if layout is not None:
+        fits = {name: shape for name, shape in fits.items() if name == layout}
+    shapes = set(fits.values())
+    # A 3 x 3 image of 3 channels fits both ways with one shape, and only one of them is right.
+    ambiguous = len(shapes) > 1 or (len(fits) > 1 and channels > 1)
+    if ambiguous or (not shapes and layout is None and (operand.accepts(nhwc) or operand.accepts(nhwc[1:]))):
+        raise CallerError(f"an operand {_told(operand)} does not tell where its channels are; say layout='NHWC' or layout='NCHW'")
+    if not shapes:
+        raise CallerError(
+            f"a {word} of {columns} x {rows} with {channels} channels does not fit the operand {_told(operand)}; "
+            "scale, crop or convert it first"
+        )
+    (name, shape), *_ = fits.items()
+    if name == "NCHW" and channels > 1:
+        raise CallerError(
+            f"the operand {_told(operand)} wants NCHW, a {word} lies in memory as NHWC; pass "
+            "np.ascontiguousarray(plane.transpose(2, 0, 1)[None]) of the plane, or let the model begin with a Transpose"
+        )
+    return shape
+
+
+def _told(operand: Operand) -> str:
+    return f"{operand.type.value} {'of any rank' if operand.dimensions is None else operand.dimensions}"

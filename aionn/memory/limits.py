@@ -1,0 +1,156 @@
+"""How much shared memory may still be had, and by which limit: asked before memory is reserved.
+
+The kernel does not refuse memory that a cgroup does not have: it kills a process of that cgroup. So the answer must
+be known beforehand. Looked at, in the order of `limits`:
+
+    RLIMIT_FSIZE, RLIMIT_AS     of this process (a memfd is a file, and mapping it takes address space)
+    memory.max                  of this cgroup and of every one above it (cgroup v2), less what is in use
+    memory.limit_in_bytes       the same for cgroup v1, also beside v2 (hybrid)
+    MemAvailable                of the machine
+
+Used memory that the kernel can take back counts as free: a container whose limit is filled with page cache is not
+full. As in the kernel's own MemAvailable, half of the active file pages are taken to be needed (mm/page_alloc.c,
+si_mem_available). Swap is not counted: a frame that has to be paged in is late.
+
+Everything is read anew at each question: a process can be moved, and limits change. `root` is where /proc and the
+cgroup mounts are looked for, so tests can lay out a machine of their own.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from aionn.errors import MemoryAllocationError
+
+__all__ = ["NO_DESCRIPTOR_LEFT", "Limit", "allocation_error", "limits", "require", "tightest"]
+
+NO_DESCRIPTOR_LEFT = (errno.EMFILE, errno.ENFILE)
+_ROOT = Path("/")
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """One limit on memory: its name as an administrator knows it, and what it leaves, in bytes (never negative)."""
+
+    name: str
+    available_bytes: int
+
+
+def limits(root: Path = _ROOT) -> Iterator[Limit]:
+    """Every limit that is set for this process. A file that cannot be read tells nothing and is left out."""
+    yield from _resource_limits(root)
+    yield from _cgroup_limits(root)
+    for line in _lines(root / "proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            yield Limit("MemAvailable of the machine", int(line.split()[1]) * 1024)
+
+
+def tightest(root: Path = _ROOT) -> Limit | None:
+    """The limit that leaves least, or None where nothing can be read."""
+    return min(limits(root), key=lambda limit: limit.available_bytes, default=None)
+
+
+def require(needed_bytes: int, root: Path = _ROOT) -> None:
+    """Pass if every known limit leaves that much now.
+
+    Raises:
+        MemoryAllocationError: one does not; it names need, have and the limit.
+    """
+    limit = tightest(root)
+    if limit is not None and limit.available_bytes < needed_bytes:
+        raise MemoryAllocationError(
+            f"{needed_bytes} bytes of shared memory are needed and {limit.name} leaves {limit.available_bytes}; "
+            "ask for less or raise the limit",
+            needed_bytes=needed_bytes,
+            available_bytes=limit.available_bytes,
+        )
+
+
+def allocation_error(needed_bytes: int, error: OSError, root: Path = _ROOT) -> MemoryAllocationError:
+    """What a refusal by the kernel means to the caller."""
+    if error.errno in NO_DESCRIPTOR_LEFT:
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return MemoryAllocationError(
+            f"{needed_bytes} bytes of shared memory need a descriptor, and none is left (RLIMIT_NOFILE is {files}); close some or raise it",
+            needed_bytes=needed_bytes,
+            available_bytes=None,
+        )
+    limit = tightest(root)
+    have = "" if limit is None else f"; {limit.name} leaves {limit.available_bytes}"
+    return MemoryAllocationError(
+        f"{needed_bytes} bytes of shared memory could not be reserved: {error.strerror}{have}; ask for less or raise the limit",
+        needed_bytes=needed_bytes,
+        available_bytes=None if limit is None else limit.available_bytes,
+    )
+
+
+def _resource_limits(root: Path) -> Iterator[Limit]:
+    file_bytes = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if file_bytes != resource.RLIM_INFINITY:
+        yield Limit("RLIMIT_FSIZE of the process", file_bytes)
+    address_bytes = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if address_bytes != resource.RLIM_INFINITY:
+        for line in _lines(root / "proc/self/statm"):
+            used_bytes = int(line.split()[0]) * resource.getpagesize()
+            yield Limit("RLIMIT_AS of the process", max(0, address_bytes - used_bytes))
+
+
+def _cgroup_limits(root: Path) -> Iterator[Limit]:
+    """Limits of the process's own cgroup and those above it, as far up as this container can see."""
+    own = {controllers: path for line in _lines(root / "proc/self/cgroup") for _, controllers, path in [line.split(":", 2)]}
+    for line in _lines(root / "proc/self/mountinfo"):
+        place, _, rest = line.partition(" - ")
+        fields, kind = place.split(), rest.split()
+        if len(fields) < 5 or len(kind) < 3:
+            continue
+        mount_root, mount_point = _unescaped(fields[3]), root / _unescaped(fields[4]).lstrip("/")
+        if kind[0] == "cgroup2" and "" in own:
+            yield from _hierarchy(mount_point, mount_root, own[""], "memory.max", "memory.current", "")
+        elif kind[0] == "cgroup" and "memory" in kind[2].split(","):
+            path = next((path for controllers, path in own.items() if "memory" in controllers.split(",")), None)
+            if path is not None:
+                yield from _hierarchy(mount_point, mount_root, path, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+
+
+def _hierarchy(mount_point: Path, mount_root: str, path: str, limit_file: str, usage_file: str, prefix: str) -> Iterator[Limit]:
+    # A container without a cgroup namespace is told the host's path, but sees only its own part of the tree: the
+    # mount's root tells which. Where the two do not meet, what is mounted is all there is to see.
+    prefix_path = mount_root.rstrip("/")
+    inside = path[len(prefix_path) :] if path == prefix_path or path.startswith(prefix_path + "/") else "/"
+    parts = [part for part in inside.split("/") if part and part != ".."]
+    for depth in range(len(parts), -1, -1):
+        folder = mount_point.joinpath(*parts[:depth])
+        limit_bytes, usage_bytes = _number(folder / limit_file), _number(folder / usage_file)
+        # v1 writes "no limit" as the largest number of whole pages; no machine has 2^60 bytes.
+        if limit_bytes is None or usage_bytes is None or limit_bytes >= 2**60:
+            continue
+        counts = {words[0]: int(words[1]) for line in _lines(folder / "memory.stat") if len(words := line.split()) == 2}
+        reclaimable = counts.get(f"{prefix}inactive_file", 0) + counts.get(f"{prefix}active_file", 0) // 2
+        name = "/" + "/".join(parts[:depth])
+        yield Limit(f"{limit_file} of cgroup {name}", max(0, limit_bytes - usage_bytes + min(reclaimable, usage_bytes)))
+
+
+def _number(path: Path) -> int | None:
+    """The number in a file, or None: not there, or "max"."""
+    text = "".join(_lines(path)).strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        with open(path, encoding="utf-8", errors="surrogateescape") as file:
+            return file.read().splitlines()
+    except OSError:
+        return []
+
+
+def _unescaped(field: str) -> str:
+    """mountinfo writes blank, tab, newline and backslash as octal."""
+    for octal, character in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
+        field = field.replace(octal, character)
+    return os.fsdecode(os.fsencode(field))

@@ -1,0 +1,285 @@
+"""`Memory`: shared memory as an app holds it, for what must not be copied on its way to a driver.
+
+An app makes it (`allocate`) or wraps what it has (`from_fd`), and lets it, or a slice of it, stand wherever an array
+may. The whole lies in one pool (`Region`), mapped once. A slice is a `Memory` of its own over the same pool.
+
+Lifetime. Every `Memory`, the first one and each slice, is one user of the pool, from its making to its `close` (or its
+end as an object). Descriptor and mapping go with the last user; views and arrays keep the bytes mapped even longer,
+so nothing is ever unmapped under a reader. Whoever needs the pool beyond the app's own `close`, as an execution in
+flight does, takes a slice: `memory[:]`.
+
+Invariants
+    pool.users is the number of open `Memory` objects over it; the region is closed  <=>  it is 0.
+    0 <= offset_bytes, and offset_bytes + size_bytes <= size of the pool.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import threading
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from aionn.errors import CallerError
+from aionn.hal.types import MemoryDescription, MemoryKind, Operand
+from aionn.memory import limits
+from aionn.memory.region import PROT_READ, PROT_WRITE, Access, Region
+
+__all__ = ["HasFileno", "Memory"]
+
+
+class HasFileno(Protocol):
+    """Anything with a descriptor: an open file, a socket, a `Memory`."""
+
+    def fileno(self) -> int: ...
+
+
+class _Pool:
+    """One mapped region and the number of those who use it."""
+
+    def __init__(self, region: Region) -> None:
+        self.region = region
+        self.users = 0
+        # Reentrant: the garbage collector may end a forgotten slice while this thread counts another.
+        self._lock = threading.RLock()
+
+    def enter(self) -> None:
+        with self._lock:
+            self.users += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self.users -= 1
+            last = self.users == 0
+        if last:
+            self.region.close()
+
+
+class Memory:
+    """Shared memory that an app holds; may stand wherever an array may. A whole one satisfies `hal.IMemory`.
+
+    Attributes:
+        offset_bytes: where it begins within its pool (0 for a whole one).
+        size_bytes: how long it is.
+        shape: of the tensor it holds, where `shaped` said one; None: follows from the operand it stands for.
+    """
+
+    def __init__(self, region: Region) -> None:
+        """Take over a region. Apps call `allocate` or `from_fd`."""
+        self._open(_Pool(region), 0, region.size_bytes)
+
+    def _open(self, pool: _Pool, offset_bytes: int, size_bytes: int) -> None:
+        pool.enter()
+        self._pool: _Pool | None = pool
+        self.offset_bytes = offset_bytes
+        self.size_bytes = size_bytes
+        self.shape: tuple[int, ...] | None = None
+
+    @classmethod
+    def allocate(cls, size: int) -> Memory:
+        """Reserve zeroed shared memory (pool kind `ashmem`).
+
+        Args:
+            size: bytes, at least 1.
+
+        Raises:
+            MemoryAllocationError: the memory cannot be had now; it says which limit leaves how much.
+        """
+        return cls(Region.allocate(size))
+
+    @classmethod
+    def from_fd(cls, fd: int | HasFileno, size: int, prot: int = PROT_READ | PROT_WRITE, offset: int = 0) -> Memory:
+        """Map a file the app has open, in place (pool kind `mmap_fd`). NNAPI: ANeuralNetworksMemory_createFromFd.
+
+        The descriptor is duplicated: the app may close its own at once. A driver writes outputs through to the file
+        and flushes it after each success. Do not cut the file off while it is in use.
+
+        Args:
+            fd: a descriptor, or something with `fileno()`: a regular file, or a memfd whose size is sealed.
+            size: bytes from `offset` on; the file has them all.
+            prot: `mmap.PROT_READ`, or `mmap.PROT_READ | mmap.PROT_WRITE`.
+            offset: where in the file it begins, in bytes, up to 2^63; a multiple of the page size (slice what is mapped to
+                begin elsewhere).
+
+        Raises:
+            CallerError: the descriptor cannot be mapped so; the message says why.
+            MemoryAllocationError: the file has holes, and the disk or the memory to fill them is not there.
+        """
+        if prot not in (PROT_READ, PROT_READ | PROT_WRITE):
+            raise CallerError(f"protection {prot}: memory is mapped with PROT_READ ({PROT_READ}) or PROT_READ | PROT_WRITE (3)")
+        number = fd if isinstance(fd, int) else fd.fileno()
+        try:
+            own = fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, 0)
+        except (OSError, OverflowError, ValueError) as error:
+            if isinstance(error, OSError) and error.errno in limits.NO_DESCRIPTOR_LEFT:
+                raise limits.allocation_error(size, error) from error
+            raise CallerError(f"descriptor {number} is not open") from error
+        writable = bool(prot & PROT_WRITE)
+        description = MemoryDescription(MemoryKind.MMAP_FD, size, writable=writable, offset_bytes=offset)
+        return cls(Region.attach(own, description, Access.WRITE if writable else Access.READ))
+
+    @property
+    def pool(self) -> Region:
+        """The whole pool this lies in: what is sent to a driver, with `offset_bytes` and `size_bytes` as the place in it."""
+        return self._living().region
+
+    def _living(self) -> _Pool:
+        if self._pool is None:
+            raise CallerError("this memory has been closed; allocate it, or slice it, again")
+        return self._pool
+
+    @property
+    def description(self) -> MemoryDescription:
+        """How a driver maps it; a whole memory has one, a slice says so."""
+        return self._whole().description
+
+    def fileno(self) -> int:
+        """The pool's descriptor; the memory keeps owning it."""
+        return self._whole().fileno()
+
+    def _whole(self) -> Region:
+        region = self.pool
+        if (self.offset_bytes, self.size_bytes) != (0, region.size_bytes):
+            raise CallerError(f"a slice of {self.size_bytes} bytes is no pool of its own; send `.pool` and the slice's place in it")
+        return region
+
+    def view(self) -> memoryview:
+        """All its bytes, in place; read-only where it is mapped so. Keeps the bytes mapped, not the memory open.
+
+        Raises:
+            CallerError: it has been closed.
+        """
+        return self.pool.view()[self.offset_bytes : self.offset_bytes + self.size_bytes]
+
+    def array(self, dtype: DTypeLike, shape: int | tuple[int, ...], offset: int = 0) -> NDArray[Any]:
+        """An array over its bytes, in place and C-contiguous; writable where the memory is.
+
+        Args:
+            dtype: of one element, native byte order or as given; no Python objects.
+            shape: extents, each at least 0.
+            offset: bytes from the beginning of this memory (or slice).
+
+        Raises:
+            CallerError: the array would reach beyond the memory, or the memory has been closed.
+        """
+        element, extents = np.dtype(dtype), (shape,) if isinstance(shape, int) else tuple(shape)
+        if element.hasobject:
+            raise CallerError(f"dtype {element}: shared memory holds plain numbers, not references to Python objects")
+        needed = element.itemsize
+        for extent in extents:
+            needed *= extent
+        if offset < 0 or min(extents, default=0) < 0 or offset + needed > self.size_bytes:
+            raise CallerError(f"an array {extents} of {element} at byte {offset} needs {needed} bytes; this memory has {self.size_bytes}")
+        return np.ndarray(extents, element, buffer=self.view(), offset=offset)
+
+    def locate(self, operand: Operand, shape: tuple[int, ...] | None = None) -> tuple[Memory, tuple[int, ...]]:
+        """Where a tensor for that operand lies, if all of this memory is it: a slice (close it), and the tensor's shape.
+
+        Args:
+            operand: what a model wants. One open extent follows from the size; more than one must be said.
+            shape: for an operand that leaves more open; `shaped` is another way to say it.
+
+        Raises:
+            CallerError: the sizes differ, or the shape is not known.
+        """
+        self._living()
+        size = self.size_bytes
+        shape = self.shape if shape is None else shape
+        known = operand.dimensions if shape is None else shape
+        if shape is not None and not operand.accepts(shape):
+            raise CallerError(f"a shape {shape} for an operand of dimensions {operand.dimensions}; only an open extent (0) may be chosen")
+        if known is None or known.count(0) > 1:
+            raise CallerError(
+                f"an operand of dimensions {operand.dimensions} does not tell the shape of {size} bytes; "
+                "give shape=, as in memory.shaped(shape)"
+            )
+        row_bytes = operand.type.element_bytes
+        for extent in known:
+            row_bytes *= extent or 1
+        found = tuple(extent or size // row_bytes for extent in known)
+        needed = row_bytes * (size // row_bytes if 0 in known else 1)
+        if needed != size or 0 in found:
+            raise CallerError(
+                f"memory of {size} bytes for an operand {operand.type.value} {known}, which takes "
+                f"{'a multiple of ' if 0 in known else ''}{row_bytes}; the two must have the same size, so pass a slice of it"
+            )
+        return self[:], found
+
+    def __getitem__(self, index: slice) -> Memory:
+        """A slice that shares the bytes, as a `Memory` of its own: `memory[begin:end]`, in bytes.
+
+        It keeps the mapping alive; close it, or let it go out of scope. Unlike a list's, its ends are not clipped.
+
+        Raises:
+            CallerError: it reaches beyond the memory, is empty or has a step; or the memory has been closed.
+        """
+        pool = self._living()
+        if not isinstance(index, slice) or index.step not in (None, 1):
+            raise CallerError(f"memory[{index!r}]: memory is cut in one piece, memory[begin:end]; use array() for single elements")
+        begin, end = (value if value is None or value >= 0 else value + self.size_bytes for value in (index.start, index.stop))
+        begin, end = begin or 0, self.size_bytes if end is None else end
+        if not 0 <= begin < end <= self.size_bytes:
+            raise CallerError(f"memory[{begin}:{end}] of {self.size_bytes} bytes: a slice has at least one byte and lies within")
+        part = Memory.__new__(Memory)
+        part._open(pool, self.offset_bytes + begin, end - begin)
+        return part
+
+    def whole(self) -> Memory:
+        """All of the pool this lies in, as a `Memory` of its own."""
+        pool = self._living()
+        all_of_it = Memory.__new__(Memory)
+        all_of_it._open(pool, 0, pool.region.size_bytes)
+        return all_of_it
+
+    def shaped(self, shape: tuple[int, ...]) -> Memory:
+        """The same bytes as a tensor of that shape, for operands with several open dimensions; a `Memory` of its own.
+
+        Raises:
+            CallerError: an extent is below 1, or the memory has been closed. Whether type and size fit is seen at the use.
+        """
+        if min(shape, default=1) < 1:
+            raise CallerError(f"a tensor of shape {shape}: every extent is at least 1")
+        part = self[:]
+        part.shape = tuple(shape)
+        return part
+
+    def __len__(self) -> int:
+        return self.size_bytes
+
+    def flush(self) -> bool:
+        """Write a mapped file's bytes back to it now; see `Region.flush`. True if there is a file to write to."""
+        return self.pool.flush()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` has been called on this object."""
+        return self._pool is None
+
+    def close(self) -> None:
+        """This object can no longer be used. The mapping goes with the last slice, execution and view over it."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.leave()
+
+    def __del__(self) -> None:
+        if getattr(self, "_pool", None) is not None:
+            self.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._pool is None else self._pool.region.description.kind.value
+        return f"<Memory {state}, bytes {self.offset_bytes} to {self.offset_bytes + self.size_bytes} of its pool>"

@@ -1,0 +1,224 @@
+"""Frames: equal pieces of shared regions, where an app's inputs are written and a driver's outputs appear.
+
+`lease` hands out a frame, `pin` keeps it from being handed out again. An app's lease is one pin; a request in flight is
+another, given back by the driver's answer or its death, so a cancelled caller can leave at once while the driver may still
+be writing. Nothing here waits for a driver. A frame whose arrays somebody still holds is not handed out either: results
+are never overwritten under their reader, the pool grows instead, up to `MAX_FRAMES`.
+
+Invariants
+    A frame is in `_free`  <=>  its `pins` is 0 and its pool is open.
+    `generation` grows by one each time the frame returns to `_free`: a stale lease is told from a live one.
+    Regions only come: each is cached by the driver under its own slot, and goes with the pool.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from ctypes import c_ubyte
+from dataclasses import dataclass
+from functools import partial
+from sys import getrefcount
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aionn.errors import CallerError, MemoryAllocationError
+from aionn.memory.region import Region
+
+ALIGNMENT_BYTES = 64
+"""Each argument begins on a cache line of its own (AIDL NNAPI: preferred alignment)."""
+
+MAX_FRAMES = 256
+FRAMES_PER_REGION = 4
+_REGION_BYTES = 64 * 2**20
+"""A region holds several frames only up to this size."""
+
+_REMEMBERED_GROUPS = 256
+"""A frame that has been cut into arrays of ever new shapes forgets them all now and then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where each argument lies in a frame: (offset, length) by index, inputs and outputs; and the frame's size.
+
+    An output of unknown shape has room for `length` bytes and no array.
+    """
+
+    inputs: tuple[tuple[int, int], ...]
+    outputs: tuple[tuple[int, int], ...]
+    frame_bytes: int
+
+    @classmethod
+    def of(cls, input_bytes: tuple[int, ...], output_bytes: tuple[int, ...]) -> Layout:
+        at = 0
+        places = []
+        for length in (*input_bytes, *output_bytes):
+            places.append((at, length))
+            at += -(-max(length, 1) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        return cls(tuple(places[: len(input_bytes)]), tuple(places[len(input_bytes) :]), max(at, ALIGNMENT_BYTES))
+
+
+class Frame:
+    """One piece of a region.
+
+    Attributes:
+        region: where it lies; `slot` is the region's name in the burst.
+        offset: first byte in the region.
+        generation: grows each time the frame is given back.
+        pins: how many hold it.
+        arrays: arrays over the frame by name, in groups that were cut at once. Each is held here alone, once, to tell
+            whether somebody still has it.
+        bindings: what the frame's owner remembers of it (encoded requests); cleared with the frame.
+        settled: gives one pin back; what a request over this frame calls when it is settled.
+    """
+
+    __slots__ = ("_data", "arrays", "bindings", "generation", "offset", "pins", "region", "settled", "slot")
+
+    def __init__(self, region: Region, slot: int, offset: int, frame_bytes: int, unpin: Callable[[Frame, object], None]) -> None:
+        self.region = region
+        self.slot = slot
+        self.offset = offset
+        # Neither an array nor a memoryview: NumPy would make views of our arrays hold what lies under those instead of the
+        # arrays, and `held` would not see them. It keeps the mapping as a memoryview does.
+        self._data: Any = (c_ubyte * frame_bytes).from_buffer(region.view(), offset)
+        self.generation = 0
+        self.pins = 0
+        self.arrays: dict[Any, dict[str, NDArray[Any]]] = {}
+        self.bindings: dict[Any, Any] = {}
+        self.settled: Callable[[object], None] = partial(unpin, self)
+
+    def cut(self, key: Any, places: Iterable[tuple[str, np.dtype[Any], tuple[int, ...], int]]) -> dict[str, NDArray[Any]]:
+        """Arrays over the frame at (name, dtype, shape, offset); the same objects each time, under `key`."""
+        group = self.arrays.get(key)
+        if group is None:
+            if len(self.arrays) >= _REMEMBERED_GROUPS and not self.held():
+                self.arrays.clear()
+                self.bindings.clear()
+            data = self._data
+            group = {name: np.ndarray(shape, dtype, buffer=data, offset=offset) for name, dtype, shape, offset in places}
+            self.arrays[key] = group
+        return group
+
+    def held(self) -> bool:
+        """Whether the app still holds one of the arrays, or a view of one."""
+        for group in self.arrays.values():
+            for array in group.values():
+                if getrefcount(array) > _HELD_ABOVE:
+                    return True
+        return False
+
+
+def _measure_held_above() -> int:
+    """References that `held` sees on an array nobody else has, on this interpreter."""
+    groups = {0: {0: np.zeros(1)}}
+    for group in groups.values():
+        for array in group.values():
+            return getrefcount(array)
+    raise AssertionError("unreachable")
+
+
+_HELD_ABOVE = _measure_held_above()
+
+
+class FramePool:
+    """Frames of one size.
+
+    Args:
+        frame_bytes: size of each.
+        on_region: called with each new region; returns the slot under which the burst knows it.
+    """
+
+    def __init__(self, frame_bytes: int, on_region: Callable[[Region], int], *, max_frames: int = MAX_FRAMES) -> None:
+        self.frame_bytes = -(-frame_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self._on_region = on_region
+        self._max_frames = max_frames
+        self._free: deque[Frame] = deque()
+        self._frames: list[Frame] = []
+        self._regions: list[tuple[int, Region]] = []
+        self._closed = False
+
+    @property
+    def frames(self) -> int:
+        return len(self._frames)
+
+    @property
+    def free_frames(self) -> int:
+        return len(self._free)
+
+    @property
+    def pinned_frames(self) -> int:
+        return sum(frame.pins > 0 for frame in self._frames)
+
+    @property
+    def slots(self) -> list[int]:
+        return [slot for slot, _ in self._regions]
+
+    def lease(self) -> Frame:
+        """A frame that nobody uses and nobody looks at, pinned once.
+
+        Raises:
+            CallerError: the app holds on to the arrays of too many results.
+            MemoryAllocationError: more shared memory cannot be had.
+        """
+        # The frame used last first: its bytes are still in the CPU's cache. Held ones move to the far end.
+        free = self._free
+        for _ in range(len(free)):
+            frame = free.pop()
+            if not frame.held():
+                frame.pins = 1
+                return frame
+            free.appendleft(frame)
+        if self._closed:
+            raise CallerError("the burst was closed")
+        self._grow()
+        frame = free.pop()
+        frame.pins = 1
+        return frame
+
+    def pin(self, frame: Frame) -> None:
+        frame.pins += 1
+
+    def unpin(self, frame: Frame, _answer: object = None) -> None:
+        """Give one pin back. `_answer`: so that it can be what a request calls when it is settled."""
+        frame.pins -= 1
+        if frame.pins == 0 and not self._closed:
+            frame.generation += 1
+            self._free.append(frame)
+
+    def _grow(self) -> None:
+        room = self._max_frames - len(self._frames)
+        if room <= 0:
+            raise CallerError(
+                f"all {len(self._frames)} frames of this burst are in use: {self.pinned_frames} are leased or in flight, of the others "
+                "the app still holds arrays; copy what must live longer than the next compute"
+            )
+        count = min(FRAMES_PER_REGION, room, max(1, _REGION_BYTES // self.frame_bytes))
+        try:
+            region = Region.allocate(count * self.frame_bytes)
+        except MemoryAllocationError:
+            if count == 1:
+                raise
+            count, region = 1, Region.allocate(self.frame_bytes)
+        slot = self._on_region(region)
+        self._regions.append((slot, region))
+        for index in range(count):
+            frame = Frame(region, slot, index * self.frame_bytes, self.frame_bytes, self.unpin)
+            self._frames.append(frame)
+            self._free.append(frame)
+
+    def close(self) -> None:
+        """Let go of every region. Arrays that still live keep their bytes."""
+        self._closed = True
+        self._free.clear()
+        for frame in self._frames:
+            frame.arrays.clear()
+            frame.bindings.clear()
+        self._frames.clear()
+        for _, region in self._regions:
+            region.close()
+        self._regions.clear()
+
+
+__all__ = ["ALIGNMENT_BYTES", "MAX_FRAMES", "Frame", "FramePool", "Layout"]

@@ -1,0 +1,285 @@
+"""One sealed memfd, or a checked foreign descriptor, mapped. Only this file calls mmap.
+
+A region is reserved when it is made: what cgroups and resource limits leave is asked first (`limits`), then
+`posix_fallocate` takes it, so too little memory is an error at allocation and never a SIGBUS or a killed process later.
+Its size is sealed before anyone else sees it, and a descriptor that comes from a peer is mapped only after it has
+been checked (`descriptors`): a peer that can shrink a file under us could kill us with SIGBUS.
+
+Errors come in two phases. What is wrong with a description or a descriptor is found before anything is mapped and is a
+`CallerError` (HAL: INVALID_ARGUMENT). What mmap itself refuses is a `MappingError` (GENERAL_FAILURE).
+
+Invariants
+    The mapping lives as long as any view of it: `close` drops this object's own reference and descriptor, and the
+    kernel unmaps when the last `memoryview` or array over it is gone. Nothing is ever unmapped under a reader.
+    A region owns its descriptor from construction on, also when construction fails.
+
+Used by memory (what apps hold), fmq (queues), runtime (frames, constants) and driver (what the app sent).
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import threading
+from collections.abc import Callable, Sequence
+from enum import Enum
+
+from aionn.errors import CallerError, ExecutionError
+from aionn.hal.types import ErrorStatus, MemoryDescription, MemoryKind
+from aionn.memory import limits
+from aionn.memory.descriptors import (
+    F_ADD_SEALS,
+    F_SEAL_FUTURE_WRITE,
+    F_SEAL_SEAL,
+    SIZE_SEALS,
+    check_description,
+    check_descriptor,
+    reserve_holes,
+)
+
+__all__ = ["PROT_READ", "PROT_WRITE", "Access", "MappingError", "Region", "attach_all", "reserve"]
+
+PROT_READ = mmap.PROT_READ
+PROT_WRITE = mmap.PROT_WRITE
+
+# Between two steps of a large reservation the limits are asked again: another process may be taking memory, too, and a
+# cgroup that runs full in the midst of posix_fallocate is answered by the out-of-memory killer, not by an error.
+_STEP_BYTES = 64 * 2**20
+
+
+class Access(Enum):
+    """How an attached region is mapped."""
+
+    READ = "read"
+    WRITE = "write"
+    PRIVATE = "private"  # copy on write: for engines that refuse read-only buffers, without letting them write through
+
+
+class MappingError(ExecutionError):
+    """Memory that was described rightly could not be mapped here. `.status` is GENERAL_FAILURE."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, status=ErrorStatus.GENERAL_FAILURE)
+
+
+class Region:
+    """Shared memory, mapped into this process. Satisfies `hal.IMemory`."""
+
+    def __init__(self, fd: int, mapping: mmap.mmap, description: MemoryDescription, access: Access = Access.WRITE) -> None:
+        self._fd = fd
+        self._mapping: mmap.mmap | None = mapping
+        self._when_closed: list[Callable[[], None]] = []
+        self._lock = threading.RLock()  # a region may be closed by the garbage collector, in any thread and at any moment
+        self.access = access
+        self.description = description
+        self.size_bytes = description.size_bytes
+
+    @classmethod
+    def allocate(cls, size_bytes: int, *, freezable: bool = False, kind: MemoryKind = MemoryKind.ASHMEM) -> Region:
+        """Reserve zeroed shared memory of a fixed size.
+
+        Args:
+            size_bytes: at least 1.
+            freezable: leave room for `freeze`; otherwise all seals are final.
+            kind: what it is called when it is sent; any but `mmap_fd`, which is always somebody's file.
+
+        Raises:
+            CallerError: size or kind is wrong.
+            MemoryAllocationError: the memory cannot be had now.
+        """
+        if size_bytes < 1:
+            raise CallerError(f"a shared memory region of {size_bytes} bytes: a region has at least 1 byte")
+        if kind is MemoryKind.MMAP_FD:
+            raise CallerError("memory of kind mmap_fd is a file that exists; attach it, or allocate another kind")
+        limits.require(size_bytes)
+        try:
+            fd = os.memfd_create("aionn", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError as error:
+            raise limits.allocation_error(size_bytes, error) from error
+        try:
+            # Without the reservation a lack of memory would show itself as SIGBUS at the first touch.
+            for offset in range(0, size_bytes, _STEP_BYTES):
+                if offset:
+                    limits.require(size_bytes - offset)
+                os.posix_fallocate(fd, offset, min(_STEP_BYTES, size_bytes - offset))
+            fcntl.fcntl(fd, F_ADD_SEALS, SIZE_SEALS | (0 if freezable else F_SEAL_SEAL))
+            mapping = _map(fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE, 0)
+        except (OSError, OverflowError) as error:
+            os.close(fd)
+            raise limits.allocation_error(size_bytes, error if isinstance(error, OSError) else OSError(errno.EFBIG, str(error))) from error
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(fd, mapping, MemoryDescription(kind, size_bytes))
+
+    @classmethod
+    def attach(cls, fd: int, description: MemoryDescription, access: Access = Access.WRITE) -> Region:
+        """Map memory that a peer sent. Takes over `fd`, also when it fails.
+
+        Raises:
+            CallerError: the descriptor is not what the description says; the message says in what. Nothing was mapped.
+            MappingError: it is, but cannot be mapped into this process.
+            MemoryAllocationError: it has holes, and what they lack cannot be had now.
+        """
+        try:
+            check_description(description)
+            if access is Access.WRITE and not description.writable:
+                raise CallerError(f"memory of kind {description.kind.value} was sent read-only and is asked for writing")
+            check_descriptor(fd, description, write_through=access is Access.WRITE)
+            os.set_inheritable(fd, False)
+            reserve_holes(fd, description, write_through=access is Access.WRITE)
+            prot = mmap.PROT_READ if access is Access.READ else mmap.PROT_READ | mmap.PROT_WRITE
+            flags = mmap.MAP_PRIVATE if access is Access.PRIVATE else mmap.MAP_SHARED
+            try:
+                mapping = _map(fd, description.size_bytes, flags, prot, description.offset_bytes)
+            except (OSError, ValueError, OverflowError) as error:
+                raise MappingError(
+                    f"memory of kind {description.kind.value}, {description.size_bytes} bytes at offset {description.offset_bytes}: "
+                    f"it cannot be mapped into this process: {getattr(error, 'strerror', None) or error}"
+                ) from error
+        except BaseException:
+            _close_quietly(fd)
+            raise
+        return cls(fd, mapping, description, access)
+
+    def freeze(self) -> None:
+        """From now on nobody can get a new writable mapping; this one stays writable. For constants, once filled."""
+        fcntl.fcntl(self.fileno(), F_ADD_SEALS, F_SEAL_FUTURE_WRITE | F_SEAL_SEAL)
+        self.description = MemoryDescription(self.description.kind, self.size_bytes, writable=False)
+
+    def fileno(self) -> int:
+        if self._fd < 0:
+            raise CallerError("this memory has been closed")
+        return self._fd
+
+    def view(self) -> memoryview:
+        mapping = self._mapping
+        if mapping is None:
+            raise CallerError("this memory has been closed")
+        return memoryview(mapping)[: self.size_bytes]
+
+    def check_backing(self) -> None:
+        """See that an ordinary file is still as long as it was; ask before each use. Costs one fstat, nothing for sealed memory.
+
+        Raises:
+            MappingError: it has been cut off; touching it would end this process.
+        """
+        if self.description.kind is not MemoryKind.MMAP_FD:
+            return
+        begin, end = self.description.offset_bytes, self.description.offset_bytes + self.size_bytes
+        have = os.fstat(self.fileno()).st_size
+        if have < end:
+            raise MappingError(
+                f"memory of kind mmap_fd: bytes {begin} to {end} of a file that now has {have} bytes; it was cut off while in use"
+            )
+
+    def flush(self) -> bool:
+        """Write what was stored in a mapped file back to it. Call it after a success, for memory that was written to.
+
+        Only `mmap_fd` has anything to flush. Blocks while the disk works, without the GIL: call it in a thread.
+
+        Returns:
+            Whether there was a file to write to.
+
+        Raises:
+            MappingError: the file could not be written.
+        """
+        if self.description.kind is not MemoryKind.MMAP_FD or self.access is not Access.WRITE:
+            return False
+        try:
+            # Linux's msync(MS_SYNC) is fdatasync over a range, and Python's mmap.flush would keep the GIL while the disk works.
+            os.fdatasync(self.fileno())
+        except OSError as error:
+            raise MappingError(f"memory of kind mmap_fd: its file could not be written: {error.strerror}") from error
+        return True
+
+    def when_closed(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call `callback` once when this region is closed, in the thread that does it; at once if it is closed already.
+
+        It is how a burst learns that a memory in its cache is gone. It must not raise.
+
+        Returns:
+            A function that takes the callback back.
+        """
+        with self._lock:
+            if self._fd >= 0:
+                self._when_closed.append(callback)
+                return lambda: self._forget(callback)
+        callback()
+        return lambda: None
+
+    def _forget(self, callback: Callable[[], None]) -> None:
+        with self._lock:
+            if callback in self._when_closed:
+                self._when_closed.remove(callback)
+
+    @property
+    def closed(self) -> bool:
+        return self._fd < 0
+
+    def close(self) -> None:
+        """Let go of descriptor and mapping. Views that still live keep the bytes mapped until they are gone."""
+        with self._lock:
+            self._mapping = None
+            fd, self._fd = self._fd, -1
+            callbacks, self._when_closed = self._when_closed, []
+        if fd >= 0:
+            os.close(fd)
+        for callback in callbacks:
+            callback()
+
+    def __del__(self) -> None:
+        # A model's constants have no owner but the model itself: the descriptor goes with the last reference.
+        if getattr(self, "_fd", -1) >= 0:
+            self.close()
+
+
+def attach_all(fds: Sequence[int], descriptions: Sequence[MemoryDescription], access: Access = Access.WRITE) -> tuple[Region, ...]:
+    """Map all pools of one request, or none. Takes over every descriptor, also when it fails.
+
+    A pool that its sender calls read-only is mapped for reading, whatever `access` says.
+
+    Raises:
+        CallerError: a description or a descriptor is wrong; all descriptions are looked at before any pool is mapped.
+        MappingError, MemoryAllocationError: as `Region.attach`.
+    """
+    left = list(fds)
+    regions: list[Region] = []
+    try:
+        if len(fds) != len(descriptions):
+            raise CallerError(f"{len(fds)} descriptors came with {len(descriptions)} memory descriptions; each memory has one")
+        for description in descriptions:
+            check_description(description)
+        for description in descriptions:
+            own = Access.READ if access is Access.WRITE and not description.writable else access
+            regions.append(Region.attach(left.pop(0), description, own))
+    except BaseException:
+        for fd in left:
+            _close_quietly(fd)
+        for region in regions:
+            region.close()
+        raise
+    return tuple(regions)
+
+
+def reserve(size_bytes: int) -> memoryview:
+    """Zeroed memory that is reserved now and freed with the last view of it. For buffers that stay in this process.
+
+    Raises:
+        MemoryAllocationError: the memory cannot be had now.
+    """
+    return Region.allocate(size_bytes).view()
+
+
+def _map(fd: int, size_bytes: int, flags: int, prot: int, offset: int) -> mmap.mmap:
+    return mmap.mmap(fd, size_bytes, flags=flags, prot=prot, offset=offset)
+
+
+def _close_quietly(fd: int) -> None:
+    try:
+        os.close(fd)
+    except (OSError, OverflowError) as error:
+        if getattr(error, "errno", errno.EBADF) != errno.EBADF:
+            raise

@@ -1,0 +1,205 @@
+"""Whether a request may touch the bytes it names: asked before anything is mapped. Pure; no I/O.
+
+A request comes from another process and is not trusted to be sane. `check_request` holds it against the model's
+operands and the sizes of the pools that came beside it, and answers with the first violation as one sentence (the
+caller makes it INVALID_ARGUMENT), or None. Whoever maps a pool of the size it was checked with, and touches only
+[offset, offset + length) of each argument, stays inside the pool.
+
+The rules are those of NNAPI's validateRequest, with its holes closed: sums cannot wrap, an input is exactly as
+long as its shape says (the reference reads a short one past its end), a known output fits, and an output overlaps
+nothing else in its pool.
+
+A token (memory in the driver) is a pool without bytes here, of size 0. An argument in it is the whole of it, so its
+offset and length are 0, and its shape may be left to the buffer. An image (`hardware_buffer`) is a pool of bytes like any
+other: offset and length say where its tensor lies. (The reference cannot map images and treats them like tokens.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from math import prod
+
+from aionn.hal.types import Operand, Request, RequestArgument
+
+__all__ = ["Extent", "check_homes", "check_request", "input_shape", "output_shape"]
+
+Extent = tuple[Hashable, int, int]
+"""Bytes [begin, end) of a file, whoever has it mapped where: (device and inode, begin, end)."""
+
+
+def check_request(
+    inputs: Sequence[tuple[str, Operand]],
+    outputs: Sequence[tuple[str, Operand]],
+    request: Request,
+    pool_sizes: Sequence[int],
+    *,
+    open_outputs: bool = True,
+) -> str | None:
+    """Hold a request against the model it is for; None: every access it asks for is in range.
+
+    Args:
+        inputs, outputs: names and operands of the model, in its order.
+        request: the arguments, in the same order.
+        pool_sizes: bytes of each pool; 0 for tokens.
+        open_outputs: whether an output's shape may still be open (HAL 1.3: not in a fenced execution).
+
+    Returns:
+        One sentence that names the argument, what was found and what was expected.
+    """
+    for word, operands, arguments in (("input", inputs, request.inputs), ("output", outputs, request.outputs)):
+        if len(arguments) != len(operands):
+            return f"the request has {len(arguments)} {word}s, the model has {len(operands)}"
+        for (name, operand), argument in zip(operands, arguments, strict=True):
+            wrong = _wrong_place(argument, pool_sizes)
+            if wrong is None and not argument.has_no_value:
+                in_place = pool_sizes[argument.location.pool_index] == 0
+                wrong = _wrong_dimensions(operand, argument, is_input=word == "input", in_place=in_place, open_outputs=open_outputs)
+                if wrong is None and not in_place:
+                    wrong = _wrong_length(operand, argument, is_input=word == "input")
+            if wrong is not None:
+                return f"{word} {name!r}: {wrong}"
+    return _overlap(_ranges(inputs, outputs, request))
+
+
+def check_homes(
+    inputs: Sequence[tuple[str, Operand]],
+    outputs: Sequence[tuple[str, Operand]],
+    request: Request,
+    homes: Sequence[Extent | None],
+    constants: Sequence[Extent] = (),
+) -> str | None:
+    """Whether an output overlaps anything by way of two pools that are one file, or of the model's own constants.
+
+    Args:
+        inputs, outputs, request: as `check_request`, which has passed them.
+        homes: of each pool, where its bytes really are; None: not known, or memory in the driver.
+        constants: where those of the model are that lie in memory that others may have, too.
+
+    Returns:
+        One sentence that names the output, as `check_request`; None: nothing overlaps.
+    """
+    files = {home[0] for home in homes if home is not None}
+    shared = len(files) < sum(home is not None for home in homes)
+    reached = [extent for extent in constants if extent[0] in files]
+    if not shared and not reached:
+        return None
+    numbers: dict[Hashable, int] = {}
+    ranges = []
+    for pool, begin, end, word, name in _ranges(inputs, outputs, request):
+        home = homes[pool]
+        file, base = (("pool", pool), 0) if home is None else (home[0], home[1])
+        ranges.append((numbers.setdefault(file, len(numbers)), base + begin, base + end, word, name))
+    ranges += [(numbers[file], begin, end, "constant", "of the model") for file, begin, end in reached if file in numbers]
+    return _overlap(ranges)
+
+
+def input_shape(operand: Operand, argument: RequestArgument) -> tuple[int, ...]:
+    """The shape of an input that lies in a pool of bytes and has passed `check_request`: always known.
+
+    Where neither the model nor the request tells even a rank it is a scalar, and `check_request` has seen that its
+    length is one element's. An input that is used in place (a token) asks its buffer instead: `DeviceBuffers.use`.
+    """
+    return _merged(operand, argument) or ()
+
+
+def output_shape(operand: Operand, argument: RequestArgument) -> tuple[int, ...] | None:
+    """The shape of an output as far as it is known before the execution, or None while an extent is open."""
+    shape = _merged(operand, argument)
+    return None if shape is None or 0 in shape else shape
+
+
+def _merged(operand: Operand, argument: RequestArgument) -> tuple[int, ...] | None:
+    """The argument's extents where it gives them, else the model's; 0: open, None: not even a rank."""
+    own, given = operand.dimensions, argument.dimensions
+    if not given or own is None:
+        return given or own
+    return tuple(extent or mine for extent, mine in zip(given, own, strict=True))
+
+
+def _wrong_place(argument: RequestArgument, pool_sizes: Sequence[int]) -> str | None:
+    place = argument.location
+    if argument.has_no_value:
+        if (place.pool_index, place.offset, place.length) != (0, 0, 0) or argument.dimensions:
+            return "it has no value, so its pool index, offset and length must be 0 and its dimensions empty"
+        return None
+    if not 0 <= place.pool_index < len(pool_sizes):
+        return f"pool {place.pool_index} of {len(pool_sizes)}; there is no such pool"
+    size = pool_sizes[place.pool_index]
+    # Python's integers do not wrap: offset + length near 2^64 is what it is.
+    if place.offset < 0 or place.length < 0 or place.offset + place.length > size:
+        if size == 0:
+            return (
+                f"offset {place.offset} and length {place.length} in pool {place.pool_index}, which is memory in the driver "
+                "and used as a whole; both must be 0"
+            )
+        return f"bytes {place.offset} to {place.offset + place.length} of pool {place.pool_index}, which has {size} bytes"
+    return None
+
+
+def _wrong_dimensions(operand: Operand, argument: RequestArgument, *, is_input: bool, in_place: bool, open_outputs: bool) -> str | None:
+    own, given = operand.dimensions, argument.dimensions
+    if any(extent < 0 for extent in given):
+        return f"dimensions {given}: an extent is negative"
+    if given and own is not None:
+        if len(given) != len(own):
+            return f"dimensions {given} have rank {len(given)}, the model's {own} have rank {len(own)}"
+        if any(mine not in (0, theirs) and not (theirs == 0 and not is_input) for mine, theirs in zip(own, given, strict=True)):
+            return f"dimensions {given} do not fit the model's {own}; only an extent that the model leaves open (0) may be chosen"
+    if is_input:
+        if 0 in given:
+            return f"dimensions {given}: every extent of an input must be known (not 0)"
+        if not given and own is not None and 0 in own and not in_place:
+            return f"the model leaves dimensions open in {own}, so the request must give the input's"
+        return None
+    if not open_outputs and output_shape(operand, argument) is None:
+        return f"dimensions {given} leave the shape of {own} open; a fenced execution needs the full shape of its outputs"
+    return None
+
+
+def _wrong_length(operand: Operand, argument: RequestArgument, *, is_input: bool) -> str | None:
+    length = argument.location.length
+    shape = input_shape(operand, argument) if is_input else output_shape(operand, argument)
+    if shape is not None:
+        needed = prod(shape) * operand.type.element_bytes
+        if length != needed if is_input else length < needed:
+            return f"{length} bytes, its shape {shape} of {operand.type.value} {'has' if is_input else 'needs'} {needed}"
+    elif length == 0:
+        return "0 bytes; memory for an output has a length of its own, it is not implied by the pool's"
+    return None
+
+
+_Range = tuple[int, int, int, str, str]
+"""(pool, begin, end, "input" or "output", name)"""
+
+
+def _ranges(inputs: Sequence[tuple[str, Operand]], outputs: Sequence[tuple[str, Operand]], request: Request) -> list[_Range]:
+    return [
+        (argument.location.pool_index, argument.location.offset, argument.location.offset + argument.location.length, word, name)
+        for word, operands, arguments in (("input", inputs, request.inputs), ("output", outputs, request.outputs))
+        for (name, _), argument in zip(operands, arguments, strict=True)
+        if argument.location.length > 0
+    ]
+
+
+def _overlap(ranges: list[_Range]) -> str | None:
+    """The first output that shares bytes with an input or with another output. Inputs may share bytes.
+
+    One pass over the ranges in order of where they begin: a range overlaps an earlier one exactly if it begins
+    before the furthest end so far; two furthest ends are kept, of outputs and of all, since two inputs may overlap.
+    """
+    ranges.sort()
+    pool = -1
+    furthest_end = furthest_output_end = 0
+    furthest = furthest_output = ""
+    for pool_index, begin, end, word, name in ranges:
+        if pool_index != pool:
+            pool, furthest_end, furthest_output_end = pool_index, 0, 0
+        if word == "output" and begin < furthest_end:
+            return f"output {name!r}: its bytes {begin} to {end} of pool {pool} overlap those of {furthest}"
+        if begin < furthest_output_end:
+            return f"{furthest_output}: its bytes in pool {pool} overlap those of {word} {name!r}, {begin} to {end}"
+        if end > furthest_end:
+            furthest_end, furthest = end, f"{word} {name!r}"
+        if word == "output" and end > furthest_output_end:
+            furthest_output_end, furthest_output = end, f"output {name!r}"
+    return None

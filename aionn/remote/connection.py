@@ -1,0 +1,256 @@
+"""Calls over a channel, both ways: each call is answered, or ends with the connection.
+
+Invariants
+    An id is in `_calls` from just before its frame is posted until it is answered or the connection ends, also when
+    its caller has been cancelled: `settled` runs then, and only then, so what the peer may still touch stays pinned.
+    After `end` nothing waits: every call has its error, and each its own copy of it.
+    An answer is of the type that was asked for, or the peer has broken the protocol.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import TypeVar, cast
+
+from aionn import trace
+from aionn.errors import AionnError, ExecutionError, again
+from aionn.hal.types import ErrorStatus
+from aionn.remote.channel import Channel, Descriptors
+from aionn.remote.control import (
+    Call,
+    CallBody,
+    Cancel,
+    ControlError,
+    Failure,
+    Message,
+    Ready,
+    Refused,
+    Reply,
+    ReplyBody,
+    error_of,
+    failure_of,
+)
+from aionn.tasks import Answer
+
+R = TypeVar("R", bound=ReplyBody)
+CallHandler = Callable[[int, CallBody, Descriptors], None]
+
+HANG_GRACE_S = 1.0
+"""A peer that has not answered a call so long after the call's deadline hangs: it answers even what it has given up."""
+
+
+class _Calling:
+    __slots__ = ("answer", "answer_type", "settled", "timer", "unwanted")
+
+    def __init__(
+        self,
+        answer: Answer[tuple[ReplyBody, Descriptors]],
+        answer_type: type[ReplyBody] | None,
+        settled: Callable[[ReplyBody | None], None] | None,
+        unwanted: Callable[[ReplyBody], None] | None,
+    ) -> None:
+        self.answer = answer
+        self.answer_type = answer_type
+        self.settled = settled
+        self.unwanted = unwanted
+        self.timer: asyncio.TimerHandle | None = None
+
+
+class Connection:
+    """One end of a conversation between app and driver. Takes over `sock`.
+
+    Args:
+        on_call: answers a call of the peer by `reply`, now or later; it owns the descriptors.
+        on_end: the socket has ended, with the error if the peer broke the protocol. The owner then calls `end`.
+        on_greeting: gets `Ready` or `Refused`.
+        on_cancel: the peer no longer waits for that call of its own.
+        on_hung: a call with a deadline is still unanswered `HANG_GRACE_S` after it; gets the seconds since the deadline.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        on_call: CallHandler,
+        on_end: Callable[[Exception | None], None],
+        on_greeting: Callable[[Ready | Refused], None] | None = None,
+        on_cancel: Callable[[int], None] | None = None,
+        on_hung: Callable[[float], None] | None = None,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._calls: dict[int, _Calling] = {}
+        self._last_id = 0
+        self._ended_by: BaseException | None = None
+        self._when_ended: dict[object, Callable[[BaseException], None]] = {}
+        self._on_call = on_call
+        self._on_greeting = on_greeting
+        self._on_cancel = on_cancel
+        self._on_hung = on_hung
+        self._channel = Channel(sock, self._message, on_end)
+
+    @property
+    def ended_by(self) -> BaseException | None:
+        """Why the conversation is over, or None while it goes on."""
+        return self._ended_by
+
+    @property
+    def calls_in_flight(self) -> int:
+        return len(self._calls)
+
+    async def call(
+        self,
+        body: CallBody,
+        answer_type: type[R],
+        fds: Sequence[int] = (),
+        settled: Callable[[ReplyBody | None], None] | None = None,
+        unwanted: Callable[[ReplyBody], None] | None = None,
+        deadline_ns: int | None = None,
+    ) -> tuple[R, Descriptors]:
+        """Ask the peer and wait for its answer.
+
+        Args:
+            settled: called once, when the peer can no longer touch what the call lent it: with its answer, or with None at
+                the end of the connection and when nothing could be sent. Not tied to the caller's own fate.
+            unwanted: gets an answer that comes after its caller has been cancelled, to give back what it brings.
+            deadline_ns: CLOCK_MONOTONIC; the peer knows it too and answers by then, or hangs. It does not end this wait.
+
+        Raises:
+            AionnError: what the peer answered, or why the connection ended.
+        """
+        if self._ended_by is not None:
+            if settled:
+                settled(None)
+            raise again(self._ended_by)
+        if trace.active:
+            trace.count("control.call", call=type(body).__name__)
+        self._last_id += 1
+        call_id = self._last_id
+        calling = _Calling(Answer(self._loop), cast("type[ReplyBody]", answer_type), settled, unwanted)
+        self._calls[call_id] = calling
+        try:
+            self._channel.post(Call(call_id, body), fds)
+        except OSError as error:
+            self._settle(call_id)
+            raise ExecutionError(
+                f"the {len(fds)} descriptors of a call cannot be sent: {error.strerror}; raise the limit of open files (ulimit -n)",
+                status=ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT,
+            ) from error
+        except BaseException:
+            self._settle(call_id)
+            raise
+        if deadline_ns is not None and self._on_hung is not None:
+            seconds = max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9) + HANG_GRACE_S
+            calling.timer = self._loop.call_later(seconds, self._on_hung, HANG_GRACE_S)
+        try:
+            reply, descriptors = await calling.answer.wait()
+        except asyncio.CancelledError:
+            if call_id in self._calls:
+                calling.answer.abandon()
+                self._channel.post(Cancel(call_id))
+            elif (answered := calling.answer.result) is not None:
+                _discard(calling, *answered)  # cancelled between the answer and the resumption
+            raise
+        if isinstance(reply, Failure):
+            descriptors.close()
+            raise error_of(reply)
+        assert isinstance(reply, answer_type)  # `_message` has seen to it
+        return reply, descriptors
+
+    def post(self, body: CallBody, fds: Sequence[int] = ()) -> None:
+        """Ask the peer without waiting: for giving things back. Its answer is taken in and dropped."""
+        if self._ended_by is None:
+            self._last_id += 1
+            calling = _Calling(Answer(self._loop), None, None, None)
+            calling.answer.abandon()
+            self._calls[self._last_id] = calling
+            self._channel.post(Call(self._last_id, body), fds)
+
+    def reply(self, call_id: int, body: ReplyBody, fds: Sequence[int] = ()) -> None:
+        """Answer a call of the peer. The descriptors stay the caller's.
+
+        Raises:
+            CallerError, OSError: it cannot be sent; nothing was. `reply_failure` always can.
+        """
+        self._channel.post(Reply(call_id, body), fds)
+
+    def reply_failure(self, call_id: int, error: BaseException) -> None:
+        self._channel.post(Reply(call_id, failure_of(error)))
+
+    def greet(self, greeting: Ready | Refused) -> None:
+        self._channel.post(greeting)
+
+    def when_ended(self, key: object, callback: Callable[[BaseException], None]) -> None:
+        """Call back at `end`; `forget(key)` takes it back."""
+        if self._ended_by is not None:
+            callback(self._ended_by)
+        else:
+            self._when_ended[key] = callback
+
+    def forget(self, key: object) -> None:
+        self._when_ended.pop(key, None)
+
+    def drain(self) -> None:
+        """Take in all that the peer sent before it died."""
+        self._channel.drain()
+
+    def end(self, error: BaseException) -> None:
+        """Close the socket and settle every caller with `error`. Idempotent."""
+        if self._ended_by is not None:
+            return
+        self._ended_by = error
+        self._channel.close()
+        callbacks, self._when_ended = self._when_ended, {}
+        with ExitStack() as stack:  # one that fails does not keep the others from being told
+            for callback in callbacks.values():
+                stack.callback(callback, error)
+            for call_id in list(self._calls):
+                self._calls[call_id].answer.fail(again(error))
+                stack.callback(self._settle, call_id)
+
+    def _settle(self, call_id: int, answer: ReplyBody | None = None) -> _Calling | None:
+        calling = self._calls.pop(call_id, None)
+        if calling is None:
+            return None
+        if calling.timer is not None:
+            calling.timer.cancel()
+        if calling.settled is not None:
+            calling.settled(answer)
+        return calling
+
+    def _message(self, message: Message, descriptors: Descriptors) -> None:
+        match message:
+            case Reply(id=call_id, body=body):
+                asked = self._calls.get(call_id)
+                if asked is None:
+                    raise ControlError(f"the peer answered call {call_id}, which was not asked or has been answered")
+                if asked.answer_type is not None and not isinstance(body, Failure | asked.answer_type):
+                    wanted, got = asked.answer_type.__name__, type(body).__name__
+                    raise ControlError(f"the peer answered call {call_id} with {got}; {wanted} was expected")
+                calling = self._settle(call_id, body)
+                assert calling is not None
+                if calling.answer.settled:
+                    _discard(calling, body, descriptors)
+                else:
+                    calling.answer.set((body, descriptors))
+            case Call(id=call_id, body=body):
+                try:
+                    self._on_call(call_id, body, descriptors)
+                except AionnError as error:
+                    descriptors.close()
+                    self.reply_failure(call_id, error)
+            case Cancel(id=call_id):
+                if self._on_cancel is not None:
+                    self._on_cancel(call_id)
+            case Ready() | Refused():
+                if self._on_greeting is None:
+                    raise ControlError("a greeting came from the side that has none to send")
+                self._on_greeting(message)
+
+
+def _discard(calling: _Calling, body: ReplyBody, descriptors: Descriptors) -> None:
+    descriptors.close()
+    if calling.unwanted is not None and not isinstance(body, Failure):
+        calling.unwanted(body)

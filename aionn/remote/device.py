@@ -1,0 +1,304 @@
+"""An `IDevice` as the app sees it: every HAL call becomes a control call to the driver process.
+
+Nothing here starts or ends a process: whoever owns the connection tells it why it ended (`Connection.end`), and every
+caller gets that error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+
+from aionn.errors import CallerError, CompilationError
+from aionn.hal.interfaces import CacheHandles, IBuffer, IBurstCallback, IPreparedModel, PrepareOptions
+from aionn.hal.model import Model
+from aionn.hal.types import (
+    BufferDesc,
+    BufferRole,
+    CacheFiles,
+    IMemory,
+    MQDescriptor,
+    Operand,
+    Request,
+    Result,
+)
+from aionn.memory.memory import Memory
+from aionn.remote.channel import Descriptors
+from aionn.remote.connection import Connection
+from aionn.remote.control import (
+    Allocate,
+    Allocated,
+    CacheMessage,
+    CallBody,
+    CloseBurst,
+    Configured,
+    ConfigureExecutionBurst,
+    ControlError,
+    CopyFrom,
+    CopyTo,
+    Done,
+    Execute,
+    Executed,
+    Flags,
+    FreeBuffer,
+    FreeMemory,
+    GetMemories,
+    GetSupportedOperations,
+    Memories,
+    ModelMessage,
+    MQMessage,
+    OptionsMessage,
+    PoolMessage,
+    Prepared,
+    PrepareModel,
+    PrepareModelFromCache,
+    Ready,
+    ReleasePreparedModel,
+    ReplyBody,
+)
+
+
+class RemoteDevice:
+    """The device at the other end of a connection. Satisfies `IDevice`.
+
+    `name` is the one it was asked for by; the engine's own is what it greets with.
+    """
+
+    def __init__(self, connection: Connection, ready: Ready, name: str | None = None) -> None:
+        self.connection = connection
+        self.name = name or ready.name
+        self.version = ready.version
+        self.type = ready.type
+        self.cache_files = ready.cache_files
+        self.priority_matters = ready.priority_matters
+        self._bursts: dict[int, IBurstCallback] = {}
+
+    async def get_supported_operations(self, model: Model, deadline_ns: int | None = None) -> Sequence[bool]:
+        """As the HAL says. `deadline_ns`: a driver that has not answered a while after it is taken for hung."""
+        body = GetSupportedOperations(model_message(model))
+        flags, _ = await self.connection.call(body, Flags, pool_fds(model), deadline_ns=deadline_ns)
+        if len(flags.supported) != len(model.operations):
+            found, wanted = len(flags.supported), len(model.operations)
+            raise CompilationError(f"device {self.name!r} judged {found} operations of a model that has {wanted}; its engine is at fault")
+        return flags.supported
+
+    async def get_number_of_cache_files_needed(self) -> CacheFiles:
+        return self.cache_files
+
+    async def prepare_model(self, model: Model, options: PrepareOptions, cache: CacheHandles | None = None) -> RemotePreparedModel:
+        body = PrepareModel(model_message(model), _options(options), None if cache is None else _cache(cache))
+        return await self._prepare(body, (*pool_fds(model), *_cache_fds(cache)), options.deadline_ns)
+
+    async def prepare_model_from_cache(self, options: PrepareOptions, cache: CacheHandles) -> RemotePreparedModel:
+        return await self._prepare(PrepareModelFromCache(_options(options), _cache(cache)), _cache_fds(cache), options.deadline_ns)
+
+    async def _prepare(self, body: CallBody, fds: Sequence[int], deadline_ns: int | None) -> RemotePreparedModel:
+        prepared, _ = await self.connection.call(body, Prepared, fds, unwanted=self._release, deadline_ns=deadline_ns)
+        return RemotePreparedModel(self, prepared)
+
+    def _release(self, unwanted: ReplyBody) -> None:
+        if isinstance(unwanted, Prepared):
+            self.post(ReleasePreparedModel(unwanted.prepared))
+
+    def post(self, body: CallBody) -> None:
+        """Ask for something whose answer nobody waits for."""
+        self.connection.post(body)
+
+    async def allocate(
+        self,
+        desc: BufferDesc,
+        prepared_models: Sequence[IPreparedModel],
+        input_roles: Sequence[BufferRole],
+        output_roles: Sequence[BufferRole],
+    ) -> RemoteBuffer:
+        numbers = []
+        for prepared in prepared_models:
+            if not isinstance(prepared, RemotePreparedModel) or prepared.device is not self:
+                raise CallerError(f"allocate: a prepared model is not of device {self.name!r}'s present driver process")
+            numbers.append(prepared.number)
+        body = Allocate(desc, tuple(numbers), tuple(input_roles), tuple(output_roles))
+        allocated, _ = await self.connection.call(body, Allocated, unwanted=self._free)
+        return RemoteBuffer(self, allocated.token)
+
+    def _free(self, unwanted: ReplyBody) -> None:
+        if isinstance(unwanted, Allocated):
+            self.post(FreeBuffer(unwanted.token))
+
+    def watch_burst(self, number: int, callback: IBurstCallback) -> None:
+        self._bursts[number] = callback
+
+    def forget_burst(self, number: int) -> None:
+        self._bursts.pop(number, None)
+
+    async def answer(self, call_id: int, body: CallBody, descriptors: Descriptors) -> None:
+        """Answer a call of the driver. The connection's owner runs this for each."""
+        descriptors.close()
+        try:
+            if not isinstance(body, GetMemories):
+                raise ControlError(f"the driver asked the app for {type(body).__name__}")
+            callback = self._bursts.get(body.burst)
+            if callback is None:
+                raise CallerError(f"burst {body.burst} is not open")
+            memories = await callback.get_memories(body.slots)
+            self.connection.reply(
+                call_id, Memories(tuple(memory.description for memory in memories)), [memory.fileno() for memory in memories]
+            )
+        except Exception as error:  # whatever goes wrong here is the driver's answer, and no end of the app's task
+            self.connection.reply_failure(call_id, error)
+
+
+class RemotePreparedModel:
+    """A prepared model in the driver process. Satisfies `IPreparedModel`."""
+
+    def __init__(self, device: RemoteDevice, prepared: Prepared) -> None:
+        self.device = device
+        self.number = prepared.prepared
+        self.inputs: Mapping[str, Operand] = MappingProxyType(dict(prepared.inputs))
+        self.outputs: Mapping[str, Operand] = MappingProxyType(dict(prepared.outputs))
+        self.save_outcome = prepared.outcome
+        self._closed = False
+
+    async def execute(
+        self,
+        request: Request,
+        pools: Sequence[IMemory | IBuffer],
+        measure_timing: bool = False,
+        deadline_ns: int | None = None,
+        settled: Callable[[Result | None], None] | None = None,
+    ) -> Result:
+        """As the HAL says; `settled` is called once: with the result when the driver is done with the pools, with None when it
+        is gone or nothing was sent."""
+
+        def answered(reply: ReplyBody | None) -> None:
+            if settled is not None:
+                settled(reply.result if isinstance(reply, Executed) else None)
+
+        try:
+            messages, fds = [], []
+            for pool in pools:
+                if isinstance(pool, RemoteBuffer) and pool.device is self.device:
+                    messages.append(PoolMessage(None, pool.token))
+                elif isinstance(pool, IMemory):
+                    messages.append(PoolMessage(pool.description))
+                    fds.append(pool.fileno())
+                else:
+                    raise CallerError(f"execute: a device buffer is not of device {self.device.name!r}'s present driver process")
+            body = Execute(self.number, request, tuple(messages), bool(measure_timing), deadline_ns)
+        except BaseException:
+            answered(None)
+            raise
+        executed, _ = await self.device.connection.call(body, Executed, fds, answered)
+        return executed.result
+
+    async def configure_execution_burst(
+        self, callback: IBurstCallback, request_channel: MQDescriptor, result_channel: MQDescriptor
+    ) -> RemoteBurstContext:
+        body = ConfigureExecutionBurst(self.number, _queue(request_channel), _queue(result_channel))
+        fds = (*request_channel.fds, *result_channel.fds)
+        configured, _ = await self.device.connection.call(body, Configured, fds, unwanted=self._close_burst)
+        self.device.watch_burst(configured.burst, callback)
+        return RemoteBurstContext(self.device, configured.burst)
+
+    def _close_burst(self, unwanted: ReplyBody) -> None:
+        if isinstance(unwanted, Configured):
+            self.device.post(CloseBurst(unwanted.burst))
+
+    async def aclose(self) -> None:
+        if not self._closed and self.device.connection.ended_by is None:
+            self._closed = True
+            await self.device.connection.call(ReleasePreparedModel(self.number), Done)
+
+    def release(self) -> None:
+        """As `aclose`, without waiting: for when its last holder has been collected."""
+        if not self._closed:
+            self._closed = True
+            self.device.post(ReleasePreparedModel(self.number))
+
+
+class RemoteBurstContext:
+    """A burst's listener in the driver process. Satisfies `IBurstContext`."""
+
+    def __init__(self, device: RemoteDevice, number: int) -> None:
+        self._device = device
+        self._number = number
+
+    async def free_memory(self, slot: int) -> None:
+        await self._device.connection.call(FreeMemory(self._number, slot), Done)
+
+    def forget_memory(self, slot: int) -> None:
+        """As `free_memory`, without waiting."""
+        self._device.post(FreeMemory(self._number, slot))
+
+    async def aclose(self) -> None:
+        """Returns when the driver has freed all it held for the burst, or is gone."""
+        try:
+            if self._device.connection.ended_by is None:
+                await self._device.connection.call(CloseBurst(self._number), Done)
+        finally:
+            self._device.forget_burst(self._number)
+
+
+class RemoteBuffer:
+    """A buffer in the driver process. Satisfies `IBuffer`."""
+
+    def __init__(self, device: RemoteDevice, token: int) -> None:
+        self.device = device
+        self.token = token
+        self._closed = False
+
+    async def copy_from(self, source: IMemory, dimensions: tuple[int, ...]) -> None:
+        pool, offset = _place_of(source)
+        body = CopyFrom(self.token, pool.description, dimensions, offset, source.size_bytes)
+        await self.device.connection.call(body, Done, [pool.fileno()])
+
+    async def copy_to(self, target: IMemory) -> None:
+        pool, offset = _place_of(target)
+        await self.device.connection.call(CopyTo(self.token, pool.description, offset, target.size_bytes), Done, [pool.fileno()])
+
+    async def aclose(self) -> None:
+        if not self._closed and self.device.connection.ended_by is None:
+            self._closed = True
+            await self.device.connection.call(FreeBuffer(self.token), Done)
+
+    def release(self) -> None:
+        """As `aclose`, without waiting."""
+        if not self._closed:
+            self._closed = True
+            self.device.post(FreeBuffer(self.token))
+
+
+def _place_of(memory: IMemory) -> tuple[IMemory, int]:
+    """The whole pool of a memory that may be a slice, and where in it that begins."""
+    return (memory.pool, memory.offset_bytes) if isinstance(memory, Memory) else (memory, 0)
+
+
+def model_message(model: Model) -> ModelMessage:
+    return ModelMessage(
+        model.graph,
+        tuple(model.inputs.items()),
+        tuple(model.outputs.items()),
+        model.operations,
+        model.constants,
+        tuple(pool.description for pool in model.pools),
+        model.token,
+    )
+
+
+def pool_fds(model: Model) -> list[int]:
+    return [pool.fileno() for pool in model.pools]
+
+
+def _options(options: PrepareOptions) -> OptionsMessage:
+    return OptionsMessage(options.preference, options.priority, options.deadline_ns, options.threads)
+
+
+def _cache(cache: CacheHandles) -> CacheMessage:
+    return CacheMessage(len(cache.model), len(cache.data), cache.token)
+
+
+def _cache_fds(cache: CacheHandles | None) -> tuple[int, ...]:
+    return () if cache is None else (*cache.model, *cache.data)
+
+
+def _queue(descriptor: MQDescriptor) -> MQMessage:
+    return MQMessage(descriptor.grantors, descriptor.quantum, descriptor.flavor, len(descriptor.fds))

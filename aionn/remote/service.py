@@ -1,0 +1,382 @@
+"""An `IDevice` as a driver process offers it: control calls become HAL calls on the device behind.
+
+Every call runs as a task of its own; each object the client made (prepared models, bursts, buffers) is in one table
+here and goes with the client: `aclose` frees them all.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Protocol, TypeVar
+
+import anyio
+from anyio.abc import TaskGroup
+
+from aionn.burst import result_of
+from aionn.errors import AionnError, CallerError
+from aionn.hal.interfaces import CacheHandles, IBuffer, IBurstContext, IDevice, IPreparedModel, PrepareOptions
+from aionn.hal.model import Model
+from aionn.hal.types import IMemory, MemoryDescription, MQDescriptor
+from aionn.memory import Access, MappingError, Memory, Region, check_request
+from aionn.memory.descriptors import check_description
+from aionn.remote.channel import Descriptors
+from aionn.remote.connection import Connection
+from aionn.remote.control import (
+    PROTOCOL,
+    Allocate,
+    Allocated,
+    CacheMessage,
+    CallBody,
+    CloseBurst,
+    Configured,
+    ConfigureExecutionBurst,
+    ControlError,
+    CopyFrom,
+    CopyTo,
+    Done,
+    Execute,
+    Executed,
+    Flags,
+    FreeBuffer,
+    FreeMemory,
+    GetMemories,
+    GetSupportedOperations,
+    Memories,
+    ModelMessage,
+    MQMessage,
+    OptionsMessage,
+    Prepared,
+    PrepareModel,
+    PrepareModelFromCache,
+    Ready,
+    ReleasePreparedModel,
+    ReplyBody,
+)
+
+T = TypeVar("T")
+logger = logging.getLogger("aionn.driver")
+
+
+class Closable(Protocol):
+    async def aclose(self) -> None: ...
+
+
+C = TypeVar("C", bound=Closable)
+
+
+class DeviceService:
+    """Serves one client over one socket.
+
+    Args:
+        device: what is offered.
+        sock: taken over.
+        tasks: where calls and burst listeners run.
+    """
+
+    def __init__(self, device: IDevice, sock: socket.socket, tasks: TaskGroup) -> None:
+        self._device = device
+        self._tasks = tasks
+        self._prepared: dict[int, IPreparedModel] = {}
+        self._bursts: dict[int, IBurstContext] = {}
+        self._buffers: dict[int, IBuffer] = {}
+        self._last_number = 0
+        self._running: dict[int, anyio.CancelScope] = {}
+        self.ended = anyio.Event()
+        self._connection = Connection(sock, self._call, self._end, on_cancel=self._cancel)
+
+    async def start(self) -> None:
+        """Greet the client: from now on it may call."""
+        cache_files = await self._device.get_number_of_cache_files_needed()
+        device = self._device
+        self._connection.greet(Ready(PROTOCOL, device.name, device.version, device.type, cache_files, device.priority_matters))
+
+    def _end(self, error: Exception | None) -> None:
+        if error is not None:
+            logger.warning("device %r ends the connection of its client: %s", self._device.name, error)
+        self._connection.end(error if isinstance(error, AionnError) else ControlError("the client has gone"))
+        self.ended.set()
+
+    async def aclose(self) -> None:
+        """Free all that the client made here."""
+        self._end(None)
+        for burst in list(self._bursts.values()):
+            await burst.aclose()
+        for buffer in list(self._buffers.values()):
+            await buffer.aclose()
+        for prepared in list(self._prepared.values()):
+            await prepared.aclose()
+        for table in (self._bursts, self._buffers, self._prepared):
+            table.clear()
+
+    def _call(self, call_id: int, body: CallBody, descriptors: Descriptors) -> None:
+        # Known before its task has begun: the cancellation may be in the same read.
+        scope = self._running[call_id] = anyio.CancelScope()
+        self._tasks.start_soon(self._serve, call_id, scope, body, descriptors, name=type(body).__name__)
+
+    def _cancel(self, call_id: int) -> None:
+        scope = self._running.get(call_id)
+        if scope is not None:
+            scope.cancel()
+
+    async def _serve(self, call_id: int, scope: anyio.CancelScope, body: CallBody, descriptors: Descriptors) -> None:
+        try:
+            # Only what may take minutes is worth stopping: an execution's pools must stay the driver's until it is done with them.
+            if isinstance(body, GetSupportedOperations | PrepareModel | PrepareModelFromCache):
+                with scope:
+                    await self._answer(call_id, body, descriptors)
+                if scope.cancelled_caught:
+                    self._connection.reply_failure(call_id, CallerError("the preparation was cancelled"))
+            else:
+                await self._answer(call_id, body, descriptors)
+        except Exception as error:  # every call is answered, whatever the device raises
+            self._connection.reply_failure(call_id, error)
+        finally:
+            self._running.pop(call_id, None)
+            descriptors.close()
+
+    async def _answer(self, call_id: int, body: CallBody, descriptors: Descriptors) -> None:
+        reply: ReplyBody
+        match body:
+            case Execute():
+                reply = await self._execute(body, descriptors)
+            case GetSupportedOperations(model=message):
+                with _Received() as received:
+                    model = received.model(message, descriptors)
+                    reply = Flags(tuple(await self._device.get_supported_operations(model)))
+            case PrepareModel(model=message, options=options, cache=cache):
+                reply = await self._prepare(message, options, cache, descriptors)
+            case PrepareModelFromCache(options=options, cache=cache):
+                with _Handles(cache, descriptors) as handles:
+                    reply = self._keep(await self._device.prepare_model_from_cache(_options(options), handles))
+            case ConfigureExecutionBurst():
+                reply = await self._configure(body, descriptors)
+            case FreeMemory(burst=number, slot=slot):
+                await _known(self._bursts, number, "burst").free_memory(slot)
+                reply = Done()
+            case CloseBurst(burst=number):
+                reply = await self._close(self._bursts, number)
+            case ReleasePreparedModel(prepared=number):
+                reply = await self._close(self._prepared, number)
+            case Allocate(desc=desc, prepared_models=numbers, input_roles=inputs, output_roles=outputs):
+                models = [_known(self._prepared, number, "prepared model") for number in numbers]
+                buffer = await self._device.allocate(desc, models, inputs, outputs)
+                self._buffers[buffer.token] = buffer
+                reply = Allocated(buffer.token)
+            case CopyFrom(token=token, source=description, dimensions=dimensions):
+                buffer = _known(self._buffers, token, "device buffer")
+                with _Received() as received, received.part(descriptors, description, body.offset, body.length) as source:
+                    await buffer.copy_from(source, dimensions)
+                reply = Done()
+            case CopyTo(token=token, target=description):
+                buffer = _known(self._buffers, token, "device buffer")
+                with _Received() as received, received.part(descriptors, description, body.offset, body.length) as target:
+                    await buffer.copy_to(target)
+                reply = Done()
+            case FreeBuffer(token=token):
+                reply = await self._close(self._buffers, token)
+            case _:
+                raise ControlError(f"the client called {type(body).__name__}, which is not a driver's to answer")
+        self._connection.reply(call_id, reply)
+
+    async def _prepare(
+        self, message: ModelMessage, options: OptionsMessage, cache: CacheMessage | None, descriptors: Descriptors
+    ) -> Prepared:
+        received = _Received()
+        try:
+            model = received.model(message, descriptors)
+            if cache is None:
+                prepared = await self._device.prepare_model(model, _options(options))
+            else:
+                with _Handles(cache, descriptors) as handles:
+                    prepared = await self._device.prepare_model(model, _options(options), handles)
+        finally:
+            # The engine keeps what it uses in place by its own views; the descriptors have done their work.
+            received.close()
+        return self._keep(prepared)
+
+    def _keep(self, prepared: IPreparedModel) -> Prepared:
+        self._last_number += 1
+        self._prepared[self._last_number] = prepared
+        return Prepared(self._last_number, tuple(prepared.inputs.items()), tuple(prepared.outputs.items()), prepared.save_outcome)
+
+    async def _execute(self, body: Execute, descriptors: Descriptors) -> Executed:
+        prepared = _known(self._prepared, body.prepared, "prepared model")
+        with _Received() as received:
+            try:
+                pools = self._pools(prepared, body, received, descriptors)
+            except AionnError as error:
+                return Executed(result_of(error))
+            return Executed(await prepared.execute(body.request, pools, body.measure_timing, body.deadline_ns))
+
+    def _pools(self, prepared: IPreparedModel, body: Execute, received: _Received, descriptors: Descriptors) -> list[IMemory | IBuffer]:
+        """The pools of a request, mapped once all that can be told without it is right.
+
+        Raises:
+            CallerError: INVALID_ARGUMENT: the request, a token or a description is wrong; nothing was mapped.
+            ExecutionError: GENERAL_FAILURE: a descriptor is not what its description says, or cannot be mapped.
+            MemoryAllocationError: a memory has holes that cannot be filled now.
+        """
+        buffers = [_known(self._buffers, pool.token, "device buffer") if pool.memory is None else None for pool in body.pools]
+        for pool in body.pools:
+            if pool.memory is not None:
+                check_description(pool.memory)
+        sizes = [0 if pool.memory is None else pool.memory.size_bytes for pool in body.pools]
+        wrong = check_request(list(prepared.inputs.items()), list(prepared.outputs.items()), body.request, sizes)
+        if wrong is not None:
+            raise CallerError(wrong)
+        pools: list[IMemory | IBuffer] = []
+        for pool, buffer in zip(body.pools, buffers, strict=True):
+            if buffer is not None:
+                pools.append(buffer)
+            elif pool.memory is not None:
+                pools.append(received.memory(descriptors.take(), pool.memory))
+        return pools
+
+    async def _configure(self, body: ConfigureExecutionBurst, descriptors: Descriptors) -> Configured:
+        prepared = _known(self._prepared, body.prepared, "prepared model")
+        requests = _descriptor(body.request_channel, descriptors)
+        try:
+            results = _descriptor(body.result_channel, descriptors)
+        except BaseException:
+            Descriptors(requests.fds).close()
+            raise
+        self._last_number += 1
+        number = self._last_number
+        callback = _RemoteBurstCallback(self._connection, number)
+        self._bursts[number] = await prepared.configure_execution_burst(callback, requests, results)
+        return Configured(number)
+
+    async def _close(self, table: dict[int, C], number: int) -> Done:
+        closable = table.pop(number, None)
+        if closable is not None:
+            await closable.aclose()
+        return Done()
+
+
+class _RemoteBurstCallback:
+    """Asks the app for the memories behind slots. Satisfies `IBurstCallback`."""
+
+    def __init__(self, connection: Connection, burst: int) -> None:
+        self._connection = connection
+        self._burst = burst
+
+    async def get_memories(self, slots: Sequence[int]) -> Sequence[IMemory]:
+        memories, descriptors = await self._connection.call(GetMemories(self._burst, tuple(slots)), Memories)
+        regions: list[Region] = []
+        try:
+            for description in memories.memories:
+                regions.append(attached(descriptors.take(), description))
+        except BaseException:
+            for region in regions:
+                region.close()
+            raise
+        finally:
+            descriptors.close()
+        return regions
+
+
+class _Received:
+    """Memories that a call brought along; let go of when the call is done with them."""
+
+    def __init__(self) -> None:
+        self._regions: list[Region] = []
+
+    def __enter__(self) -> _Received:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for region in self._regions:
+            region.close()
+
+    def memory(self, fd: int, description: MemoryDescription) -> Region:
+        """Map one for an execution or a copy; it takes over the descriptor."""
+        region = attached(fd, description)
+        self._regions.append(region)
+        return region
+
+    def part(self, descriptors: Descriptors, description: MemoryDescription, offset: int, length: int | None) -> Memory:
+        """The piece of a memory that a copy is about.
+
+        Raises:
+            CallerError: it reaches beyond the memory; nothing was mapped.
+        """
+        check_description(description)
+        end = description.size_bytes if length is None else offset + length
+        if not 0 <= offset < end <= description.size_bytes:
+            raise CallerError(f"bytes {offset} to {end} of a memory of {description.size_bytes} bytes")
+        with Memory(self.memory(descriptors.take(), description)) as whole:
+            return whole[offset:end]
+
+    def model(self, message: ModelMessage, descriptors: Descriptors) -> Model:
+        """The client's model; its constants are mapped copy-on-write: no engine can write through to the app's."""
+        pools = []
+        for description in message.pools:
+            region = attached(descriptors.take(), description, Access.PRIVATE)
+            self._regions.append(region)
+            pools.append(region)
+        return Model(
+            graph=message.graph,
+            inputs=dict(message.inputs),
+            outputs=dict(message.outputs),
+            operations=message.operations,
+            constants=message.constants,
+            pools=tuple(pools),
+            token=message.token,
+        )
+
+
+class _Handles:
+    """Cache files that a call brought along, as the HAL passes them; closed when the call is done."""
+
+    def __init__(self, message: CacheMessage, descriptors: Descriptors) -> None:
+        self._model = descriptors.take_many(message.model)
+        self._data = descriptors.take_many(message.data)
+        self._token = message.token
+
+    def __enter__(self) -> CacheHandles:
+        return CacheHandles(self._model, self._data, self._token)
+
+    def __exit__(self, *_: object) -> None:
+        Descriptors((*self._model, *self._data)).close()
+
+
+def attached(fd: int, description: MemoryDescription, access: Access | None = None) -> Region:
+    """Map a client's memory, read-only where it says so. Takes over `fd`.
+
+    Raises:
+        CallerError: the description can never be right: INVALID_ARGUMENT.
+        MappingError: the descriptor is not what the description says, or cannot be mapped: GENERAL_FAILURE.
+        MemoryAllocationError: as `Region.attach`.
+    """
+    if access is None:
+        access = Access.WRITE if description.writable else Access.READ
+    try:
+        check_description(description)
+    except BaseException:
+        os.close(fd)
+        raise
+    try:
+        return Region.attach(fd, description, access)
+    except CallerError as error:
+        raise MappingError(str(error)) from error
+
+
+def _descriptor(message: MQMessage, descriptors: Descriptors) -> MQDescriptor:
+    return MQDescriptor(message.grantors, message.quantum, message.flavor, descriptors.take_many(message.fds))
+
+
+def _options(message: OptionsMessage) -> PrepareOptions:
+    return PrepareOptions(message.preference, message.priority, message.deadline_ns, message.threads)
+
+
+def _known(table: Mapping[int, T], number: int, what: str) -> T:
+    try:
+        return table[number]
+    except KeyError:
+        raise CallerError(f"{what} {number} is not known here, or has been released") from None

@@ -1,0 +1,288 @@
+"""What an app passes to an execution, checked; where it lies in a frame; and the request that says so.
+
+Shapes and dtypes are never converted: a float64 array for a float32 input is refused, a strided one is simply copied. The
+way of one set of input shapes is worked out once (`Way`) and remembered: a stream of equal frames pays for it only once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aionn.errors import AionnError, CallerError, DeadlineError, ExecutionError, OutputInsufficientSizeError
+from aionn.graph import resolve_shapes
+from aionn.hal.model import Model
+from aionn.hal.types import DataLocation, ErrorStatus, Operand, OutputShape, Request, RequestArgument, Result, Timing
+from aionn.memory.pool import Frame, Layout
+
+_REMEMBERED = 64
+_FIRST_GUESS_BYTES = 4096
+"""Room for an output of unknown shape before the model has run once with these input shapes, at least."""
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+class Outputs(dict[str, NDArray[Any]]):
+    """Outputs of one execution by name.
+
+    Attributes:
+        timing: `hal.Timing` in microseconds if it was asked for, else None.
+        device: name of the device that computed them.
+        stage: name of the stage that computed them; the device's own name outside staged compilations.
+    """
+
+    __slots__ = ("device", "stage", "timing")
+
+    def __init__(
+        self, values: Mapping[str, NDArray[Any]] | Sequence[tuple[str, NDArray[Any]]], device: str, timing: Timing | None = None
+    ) -> None:
+        self.update(values)
+        self.timing = timing
+        self.device = device
+        self.stage = device
+
+
+class Way:
+    """How a frame is laid out for one set of input shapes.
+
+    Attributes:
+        layout: where each argument lies.
+        inputs: (name, dtype, shape, offset) per input.
+        outputs: (name, dtype, shape or None while open, offset, length) per output.
+        arguments: of the request, relative to the frame's first byte.
+        known: whether every output's shape is.
+        input_bytes: of all inputs together.
+    """
+
+    __slots__ = ("arguments", "input_bytes", "inputs", "known", "layout", "outputs", "outputs_key")
+
+    def __init__(self, model: Model, input_shapes: Shapes, output_shapes: Sequence[tuple[int, ...] | None], room: Sequence[int]) -> None:
+        operands = list(model.inputs.items())
+        input_bytes = tuple(prod(shape) * operand.type.element_bytes for (_, operand), shape in zip(operands, input_shapes, strict=True))
+        output_bytes = []
+        for (_, operand), shape, length in zip(model.outputs.items(), output_shapes, room, strict=True):
+            output_bytes.append(length if shape is None else prod(shape) * operand.type.element_bytes)
+        self.layout = Layout.of(input_bytes, tuple(output_bytes))
+        self.input_bytes = sum(input_bytes)
+        self.known = None not in output_shapes
+        self.outputs_key = object()
+        self.inputs = tuple(
+            (name, operand.type.dtype, shape, place[0])
+            for (name, operand), shape, place in zip(operands, input_shapes, self.layout.inputs, strict=True)
+        )
+        self.outputs = tuple(
+            (name, operand.type.dtype, shape, *place)
+            for (name, operand), shape, place in zip(model.outputs.items(), output_shapes, self.layout.outputs, strict=True)
+        )
+        arguments_in = tuple((place, shape) for place, shape in zip(self.layout.inputs, input_shapes, strict=True))
+        arguments_out = tuple((place, shape or ()) for place, shape in zip(self.layout.outputs, output_shapes, strict=True))
+        self.arguments = (arguments_in, arguments_out)
+
+    def request(self, frame_offset: int) -> Request:
+        """The request of a frame that begins at that byte of pool 0."""
+        made = []
+        for arguments in self.arguments:
+            made.append(
+                tuple(RequestArgument(DataLocation(0, frame_offset + offset, length), shape) for (offset, length), shape in arguments)
+            )
+        return Request(made[0], made[1])
+
+    def fits(self, inputs: Mapping[str, Any]) -> bool:
+        """Whether these are plain arrays of exactly this way's shapes and dtypes: the check of a stream's every frame but the first."""
+        if type(inputs) is not dict or len(inputs) != len(self.inputs):
+            return False  # a `Frame` is no dict
+        for name, dtype, shape, _ in self.inputs:
+            array = inputs.get(name)
+            if type(array) is not np.ndarray or array.shape != shape or array.dtype != dtype:
+                return False
+        return True
+
+    def inputs_in(self, frame: Frame) -> dict[str, NDArray[Any]]:
+        """The inputs' places in the frame, by name."""
+        return frame.arrays.get(self) or frame.cut(self, self.inputs)
+
+    def _known_places(self) -> list[tuple[str, np.dtype[Any], tuple[int, ...], int]]:
+        return [(name, dtype, shape, offset) for name, dtype, shape, offset, _ in self.outputs if shape is not None]
+
+    def outputs_in(self, frame: Frame, shapes: Sequence[OutputShape] = (), elsewhere: Container[str] = ()) -> Mapping[str, NDArray[Any]]:
+        """The outputs in the frame, by name; `shapes` as the driver told them, empty if all are as asked. `elsewhere`: not in the frame.
+
+        Raises:
+            ExecutionError: what the driver told is none of this request's.
+        """
+        if not shapes and self.known and not elsewhere:
+            return frame.arrays.get(self.outputs_key) or frame.cut(self.outputs_key, self._known_places())
+        places = []
+        if shapes and len(shapes) != len(self.outputs):
+            raise _false_shapes(f"{len(shapes)} shapes came for {len(self.outputs)} outputs")
+        for index, (name, dtype, shape, offset, length) in enumerate(self.outputs):
+            if name in elsewhere:
+                continue
+            told = shapes[index].dimensions if shapes else shape
+            if told is None:
+                raise _false_shapes(f"none came for output {name!r}")
+            if shape not in (None, told) or prod(told) * dtype.itemsize > length:
+                raise _false_shapes(f"output {name!r} of shape {told} has room for {shape or length}")
+            places.append((name, dtype, told, offset))
+        return frame.cut((self, *[place[2] for place in places], *[place[0] for place in places]), places)
+
+
+def _false_shapes(found: str) -> ExecutionError:
+    return ExecutionError(f"the driver's answer contradicts the request: {found}", status=ErrorStatus.GENERAL_FAILURE)
+
+
+class Arguments:
+    """The arguments that one model takes. Remembers the way of each set of input shapes."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._names = tuple(model.inputs)
+        self._operands = tuple(model.inputs.items())
+        self._checks = tuple((name, operand, operand.type.dtype) for name, operand in self._operands)
+        self._ways: dict[Shapes, Way] = {}
+
+    def shapes_of(self, inputs: Mapping[str, Any], placed: Mapping[str, tuple[int, ...]] | None = None) -> Shapes:
+        """Check names, dtypes and shapes; the shapes, in the model's order. `placed`: shapes of inputs that are no arrays.
+
+        Raises:
+            CallerError: what does not fit, what would, and nothing is done.
+        """
+        if len(inputs) != len(self._names):
+            self._refuse_names(inputs)
+        shapes = []
+        for name, operand, dtype in self._checks:
+            array = inputs.get(name)
+            if type(array) is not np.ndarray:
+                if placed is not None and name in placed:
+                    shapes.append(placed[name])
+                    continue
+                if array is None:
+                    self._refuse_names(inputs)
+                array = _as_array(name, array)
+            if array.dtype != dtype:
+                raise CallerError(
+                    f"input {name!r}: dtype {array.dtype} does not fit the model's {dtype}; nothing is cast in silence: "
+                    f"pass {name}.astype(np.{dtype}) if that is meant"
+                )
+            shape = array.shape
+            if shape != operand.dimensions:
+                _check_shape(name, operand, shape)
+            shapes.append(shape)
+        return tuple(shapes)
+
+    def check_shapes(self, shapes: Mapping[str, Sequence[int]]) -> Shapes:
+        """The same for shapes alone; an input that the model knows in full may be left out."""
+        unknown = shapes.keys() - set(self._names)
+        if unknown:
+            raise CallerError(f"shapes name {sorted(unknown)}, which the model does not have; its inputs are {list(self._names)}")
+        chosen = []
+        for name, operand in self._operands:
+            shape = tuple(int(extent) for extent in shapes.get(name, operand.dimensions or ()))
+            if name not in shapes and (operand.dimensions is None or 0 in operand.dimensions):
+                raise CallerError(
+                    f"input {name!r} has open dimensions {operand.dimensions}: say its shape, as in frame(shapes={{{name!r}: (...)}})"
+                )
+            _check_shape(name, operand, shape)
+            chosen.append(shape)
+        return tuple(chosen)
+
+    def _refuse_names(self, inputs: Mapping[str, Any]) -> None:
+        given, wanted = set(inputs), set(self._names)
+        problems = []
+        if missing := sorted(wanted - given):
+            problems.append(f"without {missing}")
+        if unknown := sorted(map(str, given - wanted)):
+            problems.append(f"with {unknown}, which the model does not have")
+        if problems:
+            raise CallerError(f"inputs {' and '.join(problems)}; the model's inputs are {list(self._names)}")
+        raise CallerError(f"an input is None; the model's inputs are {list(self._names)}")
+
+    def way(self, input_shapes: Shapes) -> Way:
+        """How a frame with these inputs is laid out."""
+        way = self._ways.get(input_shapes)
+        if way is None:
+            resolved = self._resolve(input_shapes)
+            guess = max(_FIRST_GUESS_BYTES, 2 * sum(prod(s) for s in input_shapes) * 4)
+            way = Way(self._model, input_shapes, resolved, [guess] * len(resolved))
+            self._remember(input_shapes, way)
+        return way
+
+    def _resolve(self, input_shapes: Shapes) -> list[tuple[int, ...] | None]:
+        by_name = resolve_shapes(self._model.outputs, self._model.inputs, dict(zip(self._names, input_shapes, strict=True)))
+        return [by_name[name] for name in self._model.outputs]
+
+    def widen(self, input_shapes: Shapes, told: Sequence[OutputShape]) -> Way:
+        """A way with room for outputs of these shapes, after the driver told that there was too little."""
+        room = [
+            max(_FIRST_GUESS_BYTES, prod(shape.dimensions) * operand.type.element_bytes)
+            for operand, shape in zip(self._model.outputs.values(), told, strict=True)
+        ]
+        way = Way(self._model, input_shapes, self._resolve(input_shapes), room)
+        self._remember(input_shapes, way)
+        return way
+
+    def _remember(self, input_shapes: Shapes, way: Way) -> None:
+        while len(self._ways) >= _REMEMBERED:
+            del self._ways[next(iter(self._ways))]
+        self._ways[input_shapes] = way
+
+    def may_retry(self, way: Way, result: Result, placed: Container[int] = ()) -> bool:
+        """Whether more room would help: the shapes are told, and something in the frame (not `placed`) did not fit."""
+        if result.status is not ErrorStatus.OUTPUT_INSUFFICIENT_SIZE or len(result.output_shapes) != len(way.outputs):
+            return False
+        short = [index for index, shape in enumerate(result.output_shapes) if not shape.is_sufficient]
+        return bool(short) and not any(index in placed for index in short)
+
+
+def check_mapping(inputs: Any) -> None:
+    """Refuse what has no names.
+
+    Raises:
+        CallerError: it is no mapping.
+    """
+    if not isinstance(inputs, Mapping):
+        raise CallerError(f"inputs: {type(inputs).__name__} is no mapping; pass one array per input by name, as in {{'input': x}}")
+
+
+def _as_array(name: str, value: Any) -> NDArray[Any]:
+    """NumPy's own scalars and whatever offers an array without a copy; plain Python numbers have no dtype to check."""
+    if isinstance(value, np.ndarray | np.generic) or hasattr(value, "__array_interface__"):
+        return np.asarray(value)
+    raise CallerError(f"input {name!r}: {type(value).__name__} is no NumPy array; pass np.asarray(value, dtype=...)")
+
+
+def _check_shape(name: str, operand: Operand, shape: tuple[int, ...]) -> None:
+    if not operand.accepts(shape):
+        raise CallerError(f"input {name!r}: shape {shape} does not fit the model's {operand.dimensions}; open dimensions are 0")
+    if 0 in shape:
+        raise CallerError(f"input {name!r}: shape {shape} has an empty axis; an execution's inputs have at least one element per axis")
+
+
+def raise_for(result: Result, model: Model, device: str) -> None:
+    """Raise what a result that is not NONE means.
+
+    Raises:
+        CallerError, DeadlineError, OutputInsufficientSizeError, ExecutionError
+    """
+    if result.status is not ErrorStatus.NONE:
+        raise failure_of(result, model, device)
+
+
+def failure_of(result: Result, model: Model, device: str) -> AionnError:
+    """What a result that is not NONE means to the caller."""
+    status = result.status
+    why = result.message or "no reason was told"
+    match status:
+        case ErrorStatus.INVALID_ARGUMENT:
+            return CallerError(f"device {device!r} refused the request: {why}")
+        case ErrorStatus.MISSED_DEADLINE_TRANSIENT | ErrorStatus.MISSED_DEADLINE_PERSISTENT:
+            return DeadlineError(f"device {device!r}: {why}", transient=status is ErrorStatus.MISSED_DEADLINE_TRANSIENT)
+        case ErrorStatus.OUTPUT_INSUFFICIENT_SIZE:
+            shapes = {name: told.dimensions for name, told in zip(model.outputs, result.output_shapes, strict=False)}
+            return OutputInsufficientSizeError(f"device {device!r}: {why}", status=status, shapes=shapes)
+        case _:
+            return ExecutionError(f"device {device!r} failed ({status.name}): {why}", status=status)

@@ -1,0 +1,411 @@
+"""`Compilation`: a model prepared on a device, as an app uses it.
+
+It outlives its driver: when that dies, awaiting calls end with `DriverDiedError`, and the next use starts a new driver and
+prepares the model there again, once, whoever asks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+import weakref
+from contextlib import nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import anyio
+
+from aionn import trace
+from aionn.burst import HANG_GRACE_S
+from aionn.caching.outcomes import CacheOutcome
+from aionn.errors import AionnError, CallerError, DeadlineError, DriverHungError, again
+from aionn.hal.interfaces import PrepareOptions
+from aionn.hal.model import Model
+from aionn.hal.types import ExecutionPreference, Priority, Result
+from aionn.memory import pool as memory_pool
+from aionn.memory.region import Region
+from aionn.remote.device import RemoteBuffer, RemotePreparedModel
+from aionn.runtime.arguments import Arguments, Outputs, Shapes, Way, check_mapping, raise_for
+from aionn.runtime.burst import QUEUE_CAPACITY, Burst
+from aionn.runtime.compiled_model import CompiledModel, Serving
+from aionn.runtime.device_memory import DeviceMemory, DeviceRoles
+from aionn.runtime.frames import Frames, fill
+from aionn.runtime.link import CLOSE_S
+from aionn.runtime.placement import Placement, is_placed, place
+from aionn.runtime.plan import prepare_on_best
+from aionn.runtime.preparation import CacheChoice, prepare
+from aionn.runtime.stages import Stage, StagePolicy, Staging
+from aionn.tasks import bounded_shield, deadline_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from aionn.runtime.runtime import Runtime
+
+
+class Compilation:
+    """A model prepared on a device. Made by `Runtime.compile`; freed by `aclose`, with the runtime, or when collected.
+
+    Attributes:
+        model: what was compiled.
+        outcomes: one `CacheOutcome` per step of the plan; of the last preparation, if a driver had to be started anew.
+        preference, priority: as they were chosen.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        model: Model,
+        options: PrepareOptions,
+        cache: CacheChoice | None,
+        candidates: Sequence[str] | None,
+        prepared: RemotePreparedModel | None = None,
+        outcomes: tuple[CacheOutcome, ...] = (),
+    ) -> None:
+        """`prepared` None: at the first execution, on the best of `candidates`."""
+        self._runtime = runtime
+        self.model = model
+        self._candidates = candidates
+        self._first_device = candidates[0] if candidates else runtime._devices.installed[0]
+        self.outcomes = outcomes
+        self.preference: ExecutionPreference = options.preference
+        self.priority: Priority = options.priority
+        self._options = options
+        self._cache = cache
+        self._compiled = CompiledModel(runtime._tasks)
+        if prepared is not None:
+            self._compiled.serving = Serving(prepared, model, self._compiled.use)
+        self._flight: _Flight | None = None
+        self._staging: Staging | None = None
+        self._arguments = Arguments(model)
+        self._static = all(operand.size_bytes is not None for operand in (*model.inputs.values(), *model.outputs.values()))
+        self._frames = Frames(exact=self._static)
+        self._closed = False
+        self._finalizer = weakref.finalize(self, _release_soon, asyncio.get_running_loop(), self._compiled)
+        self._finalizer.atexit = False
+
+    def __repr__(self) -> str:
+        return f"Compilation(device={self.device!r}, outcomes={self.outcomes!r})"
+
+    async def __aenter__(self) -> Compilation:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Close its bursts and let the driver free the model, which it does once executions in flight are over.
+
+        Returns after `CLOSE_S` per burst and for the model at the latest: a driver that is long busy frees it later.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._finalizer.detach()
+        self._compiled.abandon()
+        if self._staging is not None:
+            await self._staging.stop()
+        for burst in list(self._compiled.bursts):
+            await burst.aclose()
+        with bounded_shield(CLOSE_S):
+            try:
+                if self._compiled.serving is not None:
+                    await self._compiled.serving.prepared.aclose()
+            except AionnError as error:
+                trace.count("compilation.release_failed", reason=str(error))  # the driver is gone, and the model with it
+        self._frames.close()
+
+    # --- stages --------------------------------------------------------------------------------------------------------
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages, from quick to best, as they are now; empty outside mode "staged"."""
+        return () if self._staging is None else self._staging.stages
+
+    async def wait_for_stage(self, name: str, timeout_s: float | None = None) -> None:
+        """Return when that stage serves, has served, or is not needed because a better one is stored.
+
+        Waiting for it is use that warrants it: it is made at once, whatever the policy says. It is compared on inputs of
+        executions; as long as there has been none, on made up ones.
+
+        Raises:
+            CallerError: there is no such stage.
+            StageRejected: it will not serve; `.reason` says why.
+            DeadlineError: it is not decided after `timeout_s` seconds.
+        """
+        if self._staging is None:
+            raise CallerError("this compilation has no stages; compile the model with mode='staged'")
+        await self._staging.wait_for(name, timeout_s)
+
+    def _begin_stages(self, stages: Sequence[Stage], policy: StagePolicy) -> None:
+        myself = weakref.ref(self)
+
+        async def run(serving: Serving, inputs: Mapping[str, Any], deadline_ns: int) -> Outputs:
+            compilation = myself()
+            if compilation is None:
+                raise CallerError("the compilation has been collected")
+            return await compilation._compute_on(serving, compilation._arguments.shapes_of(inputs), inputs, deadline_ns=deadline_ns)
+
+        devices = self._runtime._devices
+        self._staging = Staging(devices, self._compiled, self.model, self._options, self._cache, stages, policy, run)
+        self._runtime._tasks.start_soon(self._staging.work, name="stages")
+
+    # --- what serves ---------------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> str:
+        """Name of the device that runs the next execution; of the one that is asked first, while nothing is compiled yet."""
+        serving = self._compiled.serving
+        return self._first_device if serving is None else serving.device
+
+    async def _live(self, deadline_ns: int | None = None) -> Serving:
+        """What executions run on now; prepared if it is not yet, or anew on a new driver if the old one is gone.
+
+        One preparation at a time, whoever asks; it belongs to the runtime, so a caller who leaves does not end it.
+        """
+        self._runtime._check_open()
+        self._check_not_closed()
+        serving = self._compiled.serving
+        if serving is not None and serving.alive:
+            return serving
+        flight = self._flight
+        if flight is None:
+            flight = self._flight = _Flight()
+            self._runtime._tasks.start_soon(self._prepare, flight, name="preparing")
+        seconds = None if deadline_ns is None else max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)
+        with anyio.move_on_after(seconds):
+            await flight.landed.wait()
+        if flight.serving is not None:
+            self._check_not_closed()
+            return flight.serving
+        if flight.error is not None:
+            raise again(flight.error)
+        raise DeadlineError("the model was not prepared by the deadline; it is still being prepared for the next call")
+
+    def _check_not_closed(self) -> None:
+        if self._closed:
+            raise CallerError("this compilation has been closed; compile the model again")
+
+    async def _prepare(self, flight: _Flight) -> None:
+        error: BaseException = CallerError("the runtime was closed")
+        compiled, dead = self._compiled, self._compiled.serving
+        try:
+            name = "compilation.prepare" if dead is None else "compilation.prepare_again"
+            with trace.span(name, device=self.device):
+                prepared, self.outcomes = await self._preparation()
+            if self._closed:
+                prepared.release()
+                error = CallerError("this compilation has been closed; compile the model again")
+            elif compiled.serving is not dead:
+                prepared.release()  # a better stage has been swapped in meanwhile
+                flight.serving = compiled.serving
+            else:
+                flight.serving = compiled.serving = Serving(prepared, self.model, compiled.use)
+        except Exception as failed:  # every caller gets it
+            error = failed
+        finally:
+            self._flight = None
+            if flight.serving is None:
+                flight.error = error
+            flight.landed.set()
+
+    async def _preparation(self) -> tuple[RemotePreparedModel, tuple[CacheOutcome, ...]]:
+        serving, devices = self._compiled.serving, self._runtime._devices
+        options = dataclasses.replace(self._options, deadline_ns=None)
+        if serving is None:
+            prepared, outcome = await prepare_on_best(devices, self.model, self._candidates, options, self._cache)
+        else:
+            prepared, outcome = await prepare(devices, serving.device, self.model, options, self._cache)
+        return prepared, (outcome,)
+
+    async def allocate(
+        self, *, inputs: Sequence[str] = (), outputs: Sequence[str] = (), shape: tuple[int, ...] | None = None
+    ) -> DeviceMemory:
+        """Memory in the driver that may stand for those inputs and outputs of this model (a memory domain).
+
+        Args:
+            inputs, outputs: names; all have one element type, and shapes that fit each other.
+            shape: to fill in what the operands leave open.
+
+        Returns:
+            Uninitialized memory: fill it by `copy_from`, `reset`, or an execution that writes it.
+
+        Raises:
+            CallerError: the names, types or shapes do not go together.
+            MemoryAllocationError: the driver cannot have that memory now.
+            DriverDiedError, DriverHungError: the driver is gone.
+
+        NNAPI: ANeuralNetworksMemory_createFromDesc.
+        """
+        for names, what in ((inputs, "inputs"), (outputs, "outputs")):
+            if isinstance(names, str):
+                raise CallerError(f"{what}={names!r}: give names in a tuple, as in {what}=({names!r},)")
+        roles = DeviceRoles(self, tuple(inputs), tuple(outputs), shape)
+        while True:
+            serving = await self._live()
+            with trace.span("allocate", device=serving.device):
+                buffer = await roles.allocate(serving.prepared)
+            if serving is self._compiled.serving:
+                memory = DeviceMemory(self, serving.prepared, buffer, roles)
+                self._compiled.memories.add(memory)
+                return memory
+            buffer.release()  # another stage has been swapped in meanwhile
+
+    def burst(self, *, depth: int = 8, queue_capacity: int = QUEUE_CAPACITY) -> Burst:
+        """A stream of executions to the driver: `async with compilation.burst() as burst`.
+
+        Args:
+            depth: so many requests may be in flight at once; further callers wait, in order.
+            queue_capacity: datums of 24 bytes per queue; a request needs about 4, and 1 per argument and dimension.
+
+        Raises:
+            CallerError: a number is not positive.
+        """
+        if depth < 1 or queue_capacity < 8:
+            raise CallerError(f"burst of depth {depth} with a queue of {queue_capacity} datums: at least 1 and 8 are needed")
+        return Burst(self, depth=depth, queue_capacity=queue_capacity)
+
+    async def compute(
+        self,
+        inputs: Mapping[str, Any],
+        *,
+        outputs: Mapping[str, Any] | None = None,
+        measure_timing: bool = False,
+        timeout_s: float | None = None,
+    ) -> Outputs:
+        """Run the model once, without a burst: the request goes over the control socket, the arrays through shared memory.
+
+        Args:
+            inputs: one array per model input, by name. Shapes and dtypes as `Model.inputs` says.
+            outputs: where outputs are to be written instead, by name, as for `Burst.compute`.
+            measure_timing: fill `.timing` of the result.
+            timeout_s: seconds after which the call ends with `DeadlineError`.
+
+        Returns:
+            One array per output, by name, owned by the caller.
+
+        Raises:
+            CallerError: a name, shape or dtype does not fit; nothing was sent.
+            DeadlineError: no answer in time.
+            ExecutionError: the driver answered that it failed.
+            DriverDiedError, DriverHungError: the driver is gone; the next call starts a new one.
+
+        NNAPI: ANeuralNetworksExecution_compute.
+        """
+        deadline_ns = deadline_of(timeout_s)
+        check_mapping(inputs)
+        placing = bool(outputs) or any(is_placed(value) for value in inputs.values())
+        shapes = () if placing else self._arguments.shapes_of(inputs)
+        while True:
+            if self._compiled.gate.shut:
+                await self._compiled.gate.passed(deadline_ns)
+            serving = await self._live(deadline_ns)
+            if not self._compiled.gate.shut:
+                break
+        with serving.used():
+            if (sampling := self._compiled.sampling) is not None:
+                await sampling.take_placed(inputs, inputs)
+            return await self._compute_on(serving, shapes, inputs, outputs, measure_timing, deadline_ns)
+
+    async def _compute_on(
+        self,
+        serving: Serving,
+        shapes: Shapes,
+        inputs: Mapping[str, Any],
+        outputs: Mapping[str, Any] | None = None,
+        measure_timing: bool = False,
+        deadline_ns: int | None = None,
+    ) -> Outputs:
+        placing = bool(outputs) or any(is_placed(value) for value in inputs.values())
+        model = serving.model
+        way: Way | None = None
+        while True:
+            placement = None
+            placed_shapes: dict[str, tuple[int, ...]] = {}
+            if placing:
+                placement, placed_shapes = await place(model, serving.prepared, inputs, outputs)
+            try:
+                if placement is not None:
+                    shapes = self._arguments.shapes_of(inputs, placed_shapes)
+                way = way or self._arguments.way(shapes)
+                pool = self._frames.pool(way)
+                frame = pool.lease()
+                fill(frame, way, inputs, placement.inputs if placement else ())
+            except BaseException:
+                if placement is not None:
+                    placement.release()
+                raise
+            try:
+                with nullcontext() if placement is None else placement.awaited():
+                    result = await self._execute(serving, way, frame, placement, measure_timing, deadline_ns)
+                if not self._arguments.may_retry(way, result, placement.outputs if placement else ()):
+                    raise_for(result, model, serving.device)
+                    arrays = [(name, array.copy()) for name, array in way.outputs_in(frame, result.output_shapes, outputs or ()).items()]
+                    arrays += placement.arrays(model, result) if placement else []
+                    return Outputs(arrays, serving.stage, result.timing if measure_timing else None)
+                way = self._arguments.widen(shapes, result.output_shapes)
+            finally:
+                pool.unpin(frame)
+
+    async def _execute(
+        self,
+        serving: Serving,
+        way: Way,
+        frame: memory_pool.Frame,
+        placement: Placement | None,
+        measure_timing: bool,
+        deadline_ns: int | None,
+    ) -> Result:
+        pool = self._frames.pool(way)
+        pool.pin(frame)
+
+        def settled(result: Result | None) -> None:
+            pool.unpin(frame)
+            if placement is not None:
+                placement.settled(result)
+
+        watch = _HangWatch(deadline_ns, settled, partial(self._hung, serving))
+        seconds = None if deadline_ns is None else max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)
+        pools: list[Region | RemoteBuffer] = [frame.region, *(placement.pools if placement else ())]
+        request = placement.request(way, frame.offset) if placement else way.request(frame.offset)
+        with trace.span("compute", device=serving.device), anyio.move_on_after(seconds):
+            return await serving.prepared.execute(request, pools, measure_timing, deadline_ns, serving.entered(watch.settled))
+        raise DeadlineError("the driver's answer did not come by the deadline; the driver may still be busy with it")
+
+    def _hung(self, serving: Serving) -> None:
+        self._runtime._devices.kill(serving.prepared.device, DriverHungError(serving.device, HANG_GRACE_S))
+
+
+class _HangWatch:
+    """Holds a driver to its deadline, also when the caller has left: calls `hung` unless the call is settled in time."""
+
+    def __init__(self, deadline_ns: int | None, settled: Callable[[Result | None], None], hung: partial[None]) -> None:
+        self._settled = settled
+        self._timer: asyncio.TimerHandle | None = None
+        if deadline_ns is not None:
+            seconds = max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9) + HANG_GRACE_S
+            self._timer = asyncio.get_running_loop().call_later(seconds, hung)
+
+    def settled(self, result: Result | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._settled(result)
+
+
+class _Flight:
+    """One preparation, however many calls wait for it."""
+
+    def __init__(self) -> None:
+        self.landed = anyio.Event()
+        self.serving: Serving | None = None
+        self.error: BaseException | None = None
+
+
+def _release_soon(loop: asyncio.AbstractEventLoop, compiled: CompiledModel) -> None:
+    """A collected compilation gives its model back; the collector may run in any thread."""
+    if not loop.is_closed():
+        try:
+            loop.call_soon_threadsafe(compiled.release)
+        except RuntimeError:
+            return  # the loop closed meanwhile, and the driver with it

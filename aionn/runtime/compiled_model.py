@@ -1,0 +1,360 @@
+"""The prepared model of the hour, who uses it, and how another takes its place between two executions.
+
+A swap has three parts. Everything that may fail or take time comes first and touches nothing that serves: the new model is
+prepared, every open burst has a second connection (queues, listener) to its driver over the same frames. Then the gate is
+shut: executions that come now wait, those in flight end; device memories are copied over. Then the swap itself, one
+assignment per holder without an await in between, and the gate opens. So every execution sees the old model or the new one,
+none is lost, and none overtakes another: what was sent before the swap has been answered before anything is sent after it.
+
+Invariants
+    `serving` is replaced by `swap` and by whoever prepares it anew after its driver has died, never set back to a dead one.
+    `Serving.users` counts calls that have taken it, and requests that its driver has not answered, but for a burst's plain requests
+    while nobody watches; those are counted by the burst's controller. One that no longer serves is released when both are 0.
+    While the gate is shut nobody enters `serving`, and the gate is shut for a bounded time.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+import anyio
+
+from aionn import trace
+from aionn.errors import AionnError, CallerError, DeadlineError, again
+from aionn.hal.model import Model
+from aionn.hal.types import Result
+from aionn.remote.device import RemotePreparedModel
+from aionn.runtime.moving import MovedMemory, NotNowError, move
+
+if TYPE_CHECKING:
+    from anyio.abc import TaskGroup
+
+    from aionn.runtime.burst import Burst
+    from aionn.runtime.comparing import Samples
+    from aionn.runtime.device_memory import DeviceMemory
+    from aionn.runtime.link import Link
+
+DRAIN_S = 2.0
+"""How long a swap holds new executions back until those in flight have ended. A model slower than that is swapped without
+holding back if it has no device memory, and not at all if it has."""
+
+
+class Serving:
+    """One prepared model that serves, or has served.
+
+    Attributes:
+        prepared: in its driver.
+        stage: what results are marked with.
+        model: what it computes.
+        users: calls that have taken it, and requests not yet answered.
+    """
+
+    __slots__ = ("_idle", "model", "prepared", "stage", "use", "users")
+
+    def __init__(self, prepared: RemotePreparedModel, model: Model, use: Use, stage: str | None = None) -> None:
+        self.prepared = prepared
+        self.stage = prepared.device.name if stage is None else stage
+        self.model = model
+        self.use = use
+        self.users = 0
+        self._idle: list[anyio.Event] = []
+
+    @property
+    def device(self) -> str:
+        return self.prepared.device.name
+
+    @property
+    def alive(self) -> bool:
+        return self.prepared.device.connection.ended_by is None
+
+    def check_alive(self) -> None:
+        """Raise why its driver has ended, if it has."""
+        ended_by = self.prepared.device.connection.ended_by
+        if ended_by is not None:
+            raise again(ended_by)
+
+    def enter(self) -> None:
+        """An execution begins. `leave` must follow, once."""
+        self.users += 1
+
+    def leave(self) -> None:
+        self.users -= 1
+        if not self.users and self._idle:
+            waiting, self._idle = self._idle, []
+            for event in waiting:
+                event.set()
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """An execution of the app's for the body."""
+        self.use.count()
+        self.enter()
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def entered(self, settled: Callable[[Result | None], None]) -> Callable[[Result | None], None]:
+        """An execution until its request is settled, whatever its caller does."""
+        self.enter()
+        return partial(self._settled, settled)
+
+    def _settled(self, settled: Callable[[Result | None], None], result: Result | None) -> None:
+        settled(result)
+        self.leave()
+
+    async def wait_idle(self) -> None:
+        """Until no execution uses it."""
+        if self.users:
+            await self.next_gap()
+
+    async def next_gap(self) -> None:
+        """Until the last of the executions in flight ends, now or after the next has begun."""
+        event = anyio.Event()
+        self._idle.append(event)
+        try:
+            await event.wait()
+        finally:
+            if event in self._idle:
+                self._idle.remove(event)
+
+
+class Use:
+    """How much the app uses a compilation, over all its stages, while somebody watches.
+
+    Attributes:
+        executions: so many have begun. last_ns: CLOCK_MONOTONIC, when the last one did.
+    """
+
+    __slots__ = ("_awaited", "_reached", "executions", "last_ns")
+
+    def __init__(self) -> None:
+        self.executions = 0
+        self.last_ns = 0
+        self._awaited = -1
+        self._reached = anyio.Event()
+
+    def count(self) -> None:
+        self.executions += 1
+        self.last_ns = time.monotonic_ns()
+        if self.executions == self._awaited:
+            self._reached.set()
+
+    async def wait_for(self, executions: int) -> None:
+        """Until so many executions have begun. One task at a time may wait."""
+        if self.executions < executions:
+            self._reached = anyio.Event()
+            self._awaited = executions
+            await self._reached.wait()
+
+
+class Gate:
+    """Holds executions back while it is shut; lets them pass in the order in which they came."""
+
+    __slots__ = ("_opened", "_waiting", "shut")
+
+    def __init__(self) -> None:
+        self.shut = False
+        """Read it before `passed`: nearly always there is nothing to wait for."""
+        self._opened: anyio.Event | None = None
+        self._waiting = 0
+
+    def close(self) -> None:
+        self.shut = True
+        self._opened = anyio.Event()
+
+    def open(self) -> None:
+        if self._opened is not None:
+            self._opened.set()
+            self._opened = None
+        # Those who wait go first: whoever comes now queues behind them.
+        self.shut = self._waiting > 0
+
+    async def passed(self, deadline_ns: int | None) -> None:
+        """Wait for it to open.
+
+        Raises:
+            DeadlineError: it did not by the deadline.
+        """
+        seconds = None if deadline_ns is None else max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)
+        self._waiting += 1
+        try:
+            with anyio.move_on_after(seconds):
+                while (opened := self._opened) is not None:
+                    await opened.wait()
+                return
+        finally:
+            self._waiting -= 1
+            if not self._waiting and self._opened is None:
+                self.shut = False
+        raise DeadlineError("a new stage was being swapped in until past the deadline")
+
+
+class CompiledModel:
+    """What a compilation serves from. Knows the bursts and device memories that a swap must take along, weakly.
+
+    Attributes:
+        serving: what executions enter now; None before the first preparation.
+        watched: bursts count their executions (`Serving.enter`); they leave that out otherwise, for it costs.
+        sampling: keeps inputs of executions, or None.
+        swaps: how many there have been.
+    """
+
+    def __init__(self, tasks: TaskGroup) -> None:
+        self._tasks = tasks
+        self.serving: Serving | None = None
+        self.use = Use()
+        self.gate = Gate()
+        self.swaps = 0
+        self.watched = 0
+        self.sampling: Samples | None = None
+        self.bursts: weakref.WeakSet[Burst] = weakref.WeakSet()
+        self.memories: weakref.WeakSet[DeviceMemory] = weakref.WeakSet()
+        self.abandoned: Callable[[], None] | None = None
+        self.closed = False
+        self._swapping = anyio.Lock()
+        self._filled: anyio.Event | None = None
+
+    def abandon(self) -> None:
+        """The compilation is closed, or has been collected: whoever works for it stops. In the loop's thread."""
+        self.closed = True
+        if self.abandoned is not None:
+            self.abandoned()
+
+    def release(self) -> None:
+        """As closing the compilation, without waiting."""
+        self.abandon()
+        if self.serving is not None:
+            self.serving.prepared.release()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Every execution that begins in the body is counted."""
+        self.watched += 1
+        for burst in list(self.bursts):
+            burst.count_from_now()
+        try:
+            yield
+        finally:
+            self.watched -= 1
+
+    # --- device memory -------------------------------------------------------------------------------------------------
+
+    def memory_filled(self) -> None:
+        """The app has filled a device memory anew."""
+        if self._filled is not None:
+            self._filled.set()
+
+    @property
+    def state_is_new(self) -> bool:
+        """Whether no execution has used any device memory since the app filled it."""
+        return all(memory.fresh or memory.closed for memory in self.memories)
+
+    async def wait_for_new_state(self) -> None:
+        while not self.state_is_new:
+            self._filled = anyio.Event()
+            await self._filled.wait()
+
+    # --- the swap --------------------------------------------------------------------------------------------------------
+
+    async def swap(self, better: Serving, *, drain_s: float = DRAIN_S, may_swap: Callable[[], bool] = lambda: True) -> None:
+        """Let every execution from now on use `better`. The one before is released when its last execution has ended.
+
+        Args:
+            drain_s: how long new executions are held back for those in flight.
+            may_swap: asked when nothing is in flight; False leaves everything as it is.
+
+        Raises:
+            NotNowError: it may work at another moment.
+            AionnError: `better` cannot take over.
+            In both cases nothing has changed, and `better` stays the caller's.
+        """
+        async with self._swapping:
+            links: dict[Burst, Link] = {}
+            moved: list[MovedMemory] = []
+            with self.watching():
+                try:
+                    await self._link(better, links)
+                    self.gate.close()
+                    try:
+                        with trace.span("stage.swap", stage=better.stage):
+                            old, retired = await self._exchange(better, links, moved, drain_s, may_swap)
+                    finally:
+                        self.gate.open()
+                except BaseException:
+                    for copy in moved:
+                        copy.discard()
+                    self._tasks.start_soon(_close, list(links.values()), None, name="links of no use")
+                    raise
+            for copy in moved:
+                copy.free_old()
+            if old is not None:
+                self._tasks.start_soon(_close, retired, old, name="the stage before")
+
+    async def _exchange(
+        self,
+        better: Serving,
+        links: dict[Burst, Link],
+        moved: list[MovedMemory],
+        drain_s: float,
+        may_swap: Callable[[], bool],
+    ) -> tuple[Serving | None, list[Link]]:
+        old = self.serving
+        drained = old is None or await _drained(old, list(self.bursts), drain_s)
+        if not may_swap():
+            raise NotNowError("the state in a device memory is to be kept until its next reset")
+        await self._link(better, links)  # bursts that were opened meanwhile
+        for memory in list(self.memories):
+            if not drained:
+                raise NotNowError(f"executions were in flight for more than {drain_s} s, and there is device memory to move")
+            copy = await move(memory, better.prepared)
+            if copy is not None:
+                moved.append(copy)
+        # From here to the end nothing is awaited: this is the swap.
+        if self.closed:
+            raise CallerError("the compilation was closed")
+        better.check_alive()
+        if any(copy.outdated for copy in moved) or self.serving is not old:
+            raise NotNowError("device memory was filled, or the driver started anew, during the swap")
+        if any(burst not in links for burst in self.bursts):
+            raise NotNowError("a burst was opened during the swap")
+        self.serving = better
+        self.swaps += 1
+        for copy in moved:
+            copy.settle()
+        return old, [before for burst, link in links.items() if (before := burst.install(link)) is not None]
+
+    async def _link(self, better: Serving, links: dict[Burst, Link]) -> None:
+        for burst in list(self.bursts):
+            if burst not in links:
+                links[burst] = await burst.link_to(better)
+
+
+async def _drained(old: Serving, bursts: Sequence[Burst], drain_s: float) -> bool:
+    with anyio.move_on_after(drain_s):
+        await old.wait_idle()
+        for burst in bursts:
+            await burst.wait_idle()
+        await old.wait_idle()
+        return True
+    return False
+
+
+async def _close(links: Sequence[Link], old: Serving | None) -> None:
+    """Close what no longer serves, or never did, when its last execution has ended."""
+    try:
+        if old is not None:
+            await old.wait_idle()
+        for link in links:
+            await link.controller.wait_idle()
+            await link.aclose(CallerError("this stage has been replaced"))
+        if old is not None:
+            await old.prepared.aclose()
+            trace.count("stage.released", stage=old.stage)
+    except AionnError as error:
+        trace.count("stage.release_failed", reason=str(error))  # its driver is gone, and it with it

@@ -1,0 +1,448 @@
+"""Driver processes: started, watched, ended, started again. Only this file starts processes.
+
+A driver is started with one end of a socket pair, by posix_spawn and exec, so nothing of the app's loop or threads is
+copied into it. It is watched through its pidfd and through the socket. However it ends, what it still said is taken
+in first, then the connection's every caller gets `DriverDiedError` (or `DriverHungError` if we had to kill it).
+
+Invariants
+    A `DriverProcess` that was started is waited for (`waitid`) exactly once, in `_exited`; after it `exit_code` is set, unless
+    the app reaped it itself (SIGCHLD ignored, a stray `os.wait`). Signals go through the pidfd, never to a number that may
+    be another process's by now; `_pidfd` is -1 from the moment it is closed.
+    The connection has ended before `_ended` is set: whoever saw the process end finds no waiter left.
+    `ready` may be awaited by many and cancelled by any: `_started` is set once, by the greeting or by the end.
+    One live process per device name; the next `get` after its end starts a new one, one start at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+
+import anyio
+from anyio.abc import TaskGroup
+
+from aionn import trace
+from aionn.engines.installed import installed_engines
+from aionn.errors import AionnError, CallerError, DeviceUnavailableError, DriverDiedError, DriverHungError
+from aionn.hal.types import CacheFiles, DeviceType
+from aionn.remote.channel import Descriptors
+from aionn.remote.connection import Connection
+from aionn.remote.control import PROTOCOL, CallBody, ControlError, Ready, Refused, error_of
+from aionn.remote.device import RemoteDevice
+from aionn.tasks import bounded_shield, running_loop
+
+logger = logging.getLogger("aionn.runtime")
+
+GRACE_S = 2.0
+"""A driver whose socket has ended may take this long to let go of its device; then it is killed."""
+
+KILL_S = 5.0
+"""A killed process is waited for this long: the kernel may be busy freeing its memory. It is then left to init."""
+
+START_S = 60.0
+"""A driver must greet within this time: importing an engine from a cold disk takes seconds."""
+
+_SOCKET_FD = 3
+
+
+class DriverProcess:
+    """One driver process and the connection to it."""
+
+    def __init__(self, name: str, tasks: TaskGroup, background_threads: int = 0) -> None:
+        """Start it. Nothing is awaited: it is `ready` once it has greeted.
+
+        `background_threads`: at the lowest priority, on so many CPUs; 0: like the app itself.
+        """
+        self.name = name
+        self._tasks = tasks
+        self._loop = running_loop()
+        self._started = anyio.Event()
+        self._start_error: AionnError | None = None
+        self._ended = anyio.Event()
+        self._killed_by: AionnError | None = None
+        self._broke: Exception | None = None
+        self._remote: RemoteDevice | None = None
+        self.exit_code: int | None = None
+        self.started_ns = time.monotonic_ns()
+        try:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            with theirs:
+                try:
+                    self.pid, self._pidfd = _spawn(name, theirs, background_threads)
+                except BaseException:
+                    ours.close()
+                    raise
+        except OSError as error:
+            raise DeviceUnavailableError(
+                name, f"device {name!r} cannot start: its driver process ({sys.executable}) was not made: {error.strerror}"
+            ) from error
+        self._calls: asyncio.Queue[tuple[int, CallBody, Descriptors] | None] = asyncio.Queue()
+        tasks.start_soon(self._answer_calls, name=f"answers to {name}")
+        self._loop.add_reader(self._pidfd, self._exited)
+        self.connection = Connection(ours, self._call, self._socket_ended, self._greeted, on_hung=self._hung)
+
+    @property
+    def alive(self) -> bool:
+        return self.connection.ended_by is None
+
+    @property
+    def starting(self) -> bool:
+        """Whether it may still become ready."""
+        return not self._started.is_set()
+
+    async def ready(self) -> RemoteDevice:
+        """The device, once the driver has greeted. A cancelled caller leaves it starting.
+
+        Raises:
+            DeviceUnavailableError: it told that it cannot serve.
+            DriverDiedError: it ended first.
+            DriverHungError: it did not greet within START_S and has been killed.
+            CallerError: the runtime was closed meanwhile.
+        """
+        seconds = START_S - (time.monotonic_ns() - self.started_ns) / 1e9
+        with anyio.move_on_after(max(0.0, seconds)):
+            await self._started.wait()
+        if self.starting:
+            self.kill(DriverHungError(self.name, START_S))
+            with anyio.move_on_after(KILL_S):
+                await self._ended.wait()
+            self._start_failed(DriverHungError(self.name, START_S))
+        if self._start_error is not None:
+            raise self._start_error.again()
+        assert self._remote is not None
+        return self._remote
+
+    def _start_failed(self, error: AionnError) -> None:
+        if self.starting:
+            self._start_error = error
+            self._started.set()
+
+    def _greeted(self, greeting: Ready | Refused) -> None:
+        if not self.starting:
+            raise ControlError("a driver greets once")
+        if isinstance(greeting, Refused):
+            self._start_failed(error_of(greeting.failure))
+        elif greeting.protocol != PROTOCOL:
+            self._start_failed(
+                DeviceUnavailableError(
+                    self.name,
+                    f"device {self.name!r} speaks protocol {greeting.protocol}, this runtime {PROTOCOL}; install matching versions",
+                )
+            )
+        else:
+            self._remote = RemoteDevice(self.connection, greeting, self.name)
+            self._started.set()
+            trace.span_at("driver.start", self.started_ns, time.monotonic_ns(), device=self.name, pid=self.pid)
+
+    def _call(self, call_id: int, body: CallBody, descriptors: Descriptors) -> None:
+        if self._remote is None:
+            raise CallerError("a driver may call only after it has greeted")
+        self._calls.put_nowait((call_id, body, descriptors))
+
+    async def _answer_calls(self) -> None:
+        """Answer what the driver asks, each call in a task. Here, because anyio starts tasks only from within a task: a
+        callback of a loop that anyio.run has not brought knows no async library."""
+        async with anyio.create_task_group() as answering:
+            while (call := await self._calls.get()) is not None:
+                assert self._remote is not None
+                answering.start_soon(self._remote.answer, *call)
+
+    def _socket_ended(self, error: Exception | None) -> None:
+        if error is not None:
+            logger.warning("the driver process of device %r broke the protocol and is killed: %s", self.name, error)
+            self._broke = error
+        # Without its socket a driver is of no use; if it is on its way out already this changes nothing, its exit code included.
+        self.kill(None)
+
+    def kill(self, reason: AionnError | None) -> None:
+        """SIGKILL. Callers get `reason` once the process is gone (None: DriverDiedError). Idempotent."""
+        if self._ended.is_set():
+            return
+        if reason is not None and self._killed_by is None:
+            self._killed_by = reason
+        self._signal(signal.SIGKILL)
+
+    def _hung(self, waited_s: float) -> None:
+        self.kill(DriverHungError(self.name, waited_s))
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._pidfd < 0:
+            return
+        try:
+            signal.pidfd_send_signal(self._pidfd, number)
+        except ProcessLookupError:
+            return  # it has ended and `_exited` is on its way
+
+    def _forget_pidfd(self) -> None:
+        fd, self._pidfd = self._pidfd, -1
+        if fd >= 0:
+            self._loop.remove_reader(fd)
+            os.close(fd)
+
+    def _exited(self) -> None:
+        try:
+            status = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
+            if status is None:
+                return
+            self.exit_code = status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+        except ChildProcessError:
+            pass  # the app has reaped it: that it ended is sure all the same, the pidfd says so
+        self._forget_pidfd()
+        self.connection.drain()
+        error = self._killed_by or self._death()
+        self._start_failed(error)
+        self.connection.end(error)
+        self._calls.put_nowait(None)
+        self._ended.set()
+        trace.count("driver.ended", device=self.name, exit_code=self.exit_code)
+
+    def _death(self) -> DriverDiedError:
+        why = ""
+        if self._broke is not None:
+            why = f"after it had broken the protocol ({self._broke})"
+        elif self.starting:
+            why = "before it was ready (what it wrote to stderr tells why)"
+        return DriverDiedError(self.name, self.exit_code, why)
+
+    async def wait_ended(self) -> None:
+        await self._ended.wait()
+
+    async def aclose(self) -> None:
+        """End the driver: close its socket, give it GRACE_S, kill it. Ends in bounded time whatever the driver does."""
+        if self._ended.is_set():
+            return
+        self._start_failed(CallerError("the runtime was closed"))
+        self.connection.end(CallerError("the runtime was closed"))
+        with bounded_shield(GRACE_S):
+            await self._ended.wait()
+        if not self._ended.is_set():
+            self._signal(signal.SIGKILL)
+            with bounded_shield(KILL_S):
+                await self._ended.wait()
+        if not self._ended.is_set():
+            logger.error("the driver process %d of device %r does not end, even killed; it is left to the system", self.pid, self.name)
+            self._forget_pidfd()
+            self._calls.put_nowait(None)
+            self._ended.set()
+
+
+def _spawn(name: str, theirs: socket.socket, background_threads: int) -> tuple[int, int]:
+    """Start `python -m aionn.driver`: its pid and pidfd.
+
+    The child has the socket as descriptor 3, no stdin, and our stderr for all it prints.
+
+    Raises:
+        OSError: it cannot be started; nothing is left of it.
+        DeviceUnavailableError: this app has no Python of its own to start it with.
+    """
+    if not sys.executable or getattr(sys, "frozen", False):
+        found = "is the app itself (it is frozen)" if sys.executable else "is not set"
+        raise DeviceUnavailableError(
+            name, f"device {name!r} cannot start: sys.executable {found}; set it to a Python that has aionn installed"
+        )
+    # Out of the way of the child's own numbers, so that each dup2 really duplicates and clears close-on-exec.
+    high = fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD_CLOEXEC, 10)
+    try:
+        pid = os.posix_spawn(
+            sys.executable,
+            [sys.executable, "-P", "-m", "aionn.driver", name, str(_SOCKET_FD), *([str(background_threads)] if background_threads else [])],
+            _environment(),
+            file_actions=[
+                *([] if _has_stderr() else [(os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0)]),
+                (os.POSIX_SPAWN_DUP2, 2, 1),
+                (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                (os.POSIX_SPAWN_DUP2, high, _SOCKET_FD),
+            ],
+            # A Ctrl-C at the terminal is the app's to handle; the driver ignores it from its first instruction on.
+            setsigmask=[signal.SIGINT],
+            setsigdef=[signal.SIGTERM, signal.SIGPIPE, signal.SIGCHLD],
+        )
+    finally:
+        os.close(high)
+    try:
+        return pid, os.pidfd_open(pid)
+    except BaseException:
+        # Our own child, not yet waited for: the number is still its.
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        raise
+
+
+def _has_stderr() -> bool:
+    """Whether descriptor 2 is meant to be inherited. In a daemon it is closed, or something else that got its number."""
+    try:
+        return os.get_inheritable(2)
+    except OSError:
+        return False
+
+
+def _environment() -> dict[str, str]:
+    environment = dict(os.environ)
+    # Buffered prints of an engine would be lost when its driver is killed.
+    environment["PYTHONUNBUFFERED"] = "1"
+    return environment
+
+
+class Device:
+    """A device that this runtime knows (public face: `runtime.devices`).
+
+    Attributes:
+        name: as it is asked for.
+        version: of the engine and what its artifacts depend on; None until its driver has run once.
+        type: what kind of hardware it uses; None until its driver has run once.
+        cache_files: how many cache files of each kind it needs; None until its driver has run once.
+        pid: of its driver process; None while none runs.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.version: str | None = None
+        self.type: DeviceType | None = None
+        self.cache_files: CacheFiles | None = None
+        self._process: DriverProcess | None = None
+        self._starting = anyio.Lock()
+        self._starts = 0
+        self._last_exit_code: int | None = None
+
+    def __repr__(self) -> str:
+        return f"Device(name={self.name!r}, version={self.version!r}, pid={self.pid})"
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None and self._process.alive else None
+
+    def statistics(self) -> dict[str, int | None]:
+        """starts: driver processes so far; pid; last_exit_code (None: none has ended); calls_in_flight over the control socket."""
+        process = self._process
+        last = process.exit_code if process is not None and process.exit_code is not None else self._last_exit_code
+        calls = process.connection.calls_in_flight if process is not None and process.alive else 0
+        return {"starts": self._starts, "pid": self.pid, "last_exit_code": last, "calls_in_flight": calls}
+
+
+class Devices:
+    """All devices of one runtime."""
+
+    def __init__(self, tasks: TaskGroup) -> None:
+        self._tasks = tasks
+        self._devices: dict[str, Device] = {name: Device(name) for name in installed_engines()}
+        self._installed = frozenset(self._devices)
+        self._workers: set[DriverProcess] = set()
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    def known(self) -> list[Device]:
+        """Installed devices, and others that have run, best first."""
+        devices = [device for device in self._devices.values() if device.name in self._installed or device.version is not None]
+        return sorted(devices, key=lambda device: _rank(device.name))
+
+    @property
+    def installed(self) -> list[str]:
+        """Names of the devices that may be chosen when none is asked for, best first."""
+        return sorted(self._installed, key=_rank)
+
+    def find(self, name: str) -> Device:
+        """The device of that name.
+
+        Raises:
+            CallerError: that is no name.
+            DeviceUnavailableError: no engine of that name is installed.
+        """
+        if not isinstance(name, str) or not name:
+            raise CallerError(f"device {name!r}: a device is asked for by its name, as in 'onnxruntime'")
+        device = self._devices.get(name)
+        if device is None:
+            if ":" not in name or "\0" in name:
+                known = ", ".join(device.name for device in self.known) or "none"
+                raise DeviceUnavailableError(name, f"device {name!r} is not installed; installed are: {known}")
+            device = self._devices[name] = Device(name)
+        return device
+
+    async def get(self, name: str) -> RemoteDevice:
+        """The live device; its driver process is started if none runs.
+
+        Raises:
+            DeviceUnavailableError, DriverDiedError, DriverHungError: it cannot be started.
+        """
+        device = self.find(name)
+        async with device._starting:
+            if self._closed:
+                raise CallerError("the runtime was closed")
+            process = device._process
+            if process is None or not process.alive:
+                if process is not None:
+                    await process.wait_ended()
+                    device._last_exit_code = process.exit_code
+                process = device._process = DriverProcess(name, self._tasks)
+                device._starts += 1
+            try:
+                remote = await process.ready()
+            except BaseException:
+                if process.starting:
+                    raise  # cancelled: the next caller finds the same process
+                await process.aclose()
+                device._last_exit_code, device._process = process.exit_code, None
+                raise
+            device.version, device.type, device.cache_files = remote.version, remote.type, remote.cache_files
+            return remote
+
+    def start_worker(self, name: str, threads: int) -> DriverProcess:
+        """One more driver process of that device, at the lowest priority and on so many CPUs. Whoever asked for it ends it.
+
+        Raises:
+            DeviceUnavailableError: there is no such device, or it cannot be started.
+        """
+        self.find(name)
+        if self._closed:
+            raise CallerError("the runtime was closed")
+        process = DriverProcess(name, self._tasks, threads)
+        self._workers.add(process)
+        return process
+
+    def forget_worker(self, process: DriverProcess) -> None:
+        """It has ended, or cannot be ended."""
+        self._workers.discard(process)
+
+    @property
+    def worker_pids(self) -> list[int]:
+        """Of the processes that compile in the background now."""
+        return [process.pid for process in self._workers if process.alive]
+
+    def kill(self, remote: RemoteDevice, reason: AionnError) -> None:
+        """End the driver process behind `remote` at once; its callers get `reason`."""
+        for device in self._devices.values():
+            process = device._process
+            if process is not None and process.connection is remote.connection:
+                process.kill(reason)
+
+    async def aclose(self) -> None:
+        """End every driver process, side by side."""
+        self._closed = True
+        processes = [device._process for device in self._devices.values() if device._process is not None]
+        for worker in self._workers:
+            worker.kill(None)  # nothing in it is worth waiting for
+        processes += self._workers
+        # Shielded, or a cancelled app would leave its drivers behind; each `aclose` is bounded by itself.
+        with bounded_shield(GRACE_S + 2 * KILL_S):
+            async with anyio.create_task_group() as closing:
+                for process in processes:
+                    closing.start_soon(process.aclose)
+
+
+_ORDER = ("onnxruntime", "openvino")
+
+
+def _rank(name: str) -> tuple[int, str]:
+    """Best first: the engines measured best, then any other, then the reference."""
+    if name in _ORDER:
+        return _ORDER.index(name), name
+    return len(_ORDER) + (name == "reference"), name

@@ -1,0 +1,80 @@
+"""A burst's connection to one driver process: two queues, the app's end and the driver's listener.
+
+A burst has one link at a time, and for a moment, at a swap, a second one that is not in use yet. Both serve the same frames:
+a driver asks for the memory behind a slot when it first meets it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+
+from aionn import trace
+from aionn.burst import DATUM_BYTES, ExecutionBurstController
+from aionn.errors import AionnError, CallerError
+from aionn.fmq import MessageQueue
+from aionn.remote.device import RemoteBurstContext
+from aionn.runtime.compiled_model import Serving
+from aionn.runtime.frames import Frames
+from aionn.tasks import bounded_shield
+
+CLOSE_S = 2.0
+"""The driver is given this long to free what it holds for a burst; its process frees the rest when it ends."""
+
+
+class Link:
+    """One connection. Made by `open_link`; closed by `aclose`."""
+
+    __slots__ = ("_loop", "context", "controller", "device", "prepared", "serving")
+
+    def __init__(self, serving: Serving, controller: ExecutionBurstController, context: RemoteBurstContext) -> None:
+        self.serving = serving
+        self.prepared = serving.prepared
+        self.device = serving.stage
+        self.controller = controller
+        self.context = context
+        self._loop = asyncio.get_running_loop()
+
+    async def aclose(self, error: AionnError) -> None:
+        """Free queues and the driver's part. Calls that still wait get `error`."""
+        self.prepared.device.connection.forget(self.controller)
+        self.controller.end(error)
+        # Bounded: a driver that hangs must not hold up the app. It loses the client's memory by the closed queues all the same.
+        with bounded_shield(CLOSE_S):
+            try:
+                await self.context.aclose()
+            except AionnError as gone:
+                trace.count("burst.close_failed", reason=str(gone))
+
+    def forget_memory(self, slot: int) -> None:
+        """An app's memory has been closed, perhaps by the collector in another thread: the driver may unmap it."""
+        if not self._loop.is_closed():
+            try:
+                self._loop.call_soon_threadsafe(self.context.forget_memory, slot)
+            except RuntimeError:
+                return  # the loop closed meanwhile, and the driver with it
+
+
+async def open_link(
+    serving: Serving, frames: Frames, depth: int, queue_capacity: int, low_power: bool, on_hung: Callable[[Serving, float], None]
+) -> Link:
+    """Connect to the driver of `serving`.
+
+    Raises:
+        AionnError: the driver is gone, or cannot open a burst; nothing is left.
+    """
+    requests = MessageQueue.create(DATUM_BYTES, queue_capacity)
+    try:
+        results = MessageQueue.create(DATUM_BYTES, queue_capacity)
+    except BaseException:
+        requests.close()
+        raise
+    controller = ExecutionBurstController(requests, results, depth=depth, low_power=low_power, on_hung=partial(on_hung, serving))
+    try:
+        context = await serving.prepared.configure_execution_burst(frames, requests.descriptor(), results.descriptor())
+    except BaseException:
+        controller.end(CallerError("the burst could not be opened"))
+        raise
+    serving.prepared.device.connection.when_ended(controller, controller.end)
+    return Link(serving, controller, context)

@@ -1,0 +1,83 @@
+"""`aionn.Model`: an ONNX file, read once, its weights in shared memory that every driver can map.
+
+The weights are frozen before anyone else sees the pool: no driver can get a writable mapping of them. The pool goes
+with the last reference to the model.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from aionn.graph import Home, read_onnx
+from aionn.hal import model as hal_model
+from aionn.hal.types import IMemory
+from aionn.memory.memory import Memory
+from aionn.memory.region import PROT_READ, Region
+
+
+class Model(hal_model.Model):
+    """A model as an app holds it: its graph, and its large constants in shared memory.
+
+    Attributes:
+        inputs: `hal.Operand` by name, in the graph's order: `.type`, `.dimensions` (0: open), `.symbols`.
+        outputs: the same for its outputs.
+        token: 32 bytes that name the content (graph and every constant): the same file gives the same token in every
+            run and at every path.
+
+    Example:
+        >>> model = aionn.Model.from_onnx("silero_vad.onnx")
+        >>> model.inputs["state"].dimensions
+        (2, 1, 128)
+        >>> compilation = await runtime.compile(model, cache_dir=cache_dir, token=model.token)
+    """
+
+    @classmethod
+    def from_onnx(cls, source: str | os.PathLike[str] | bytes, *, memories: Mapping[str, Memory] | None = None) -> Model:
+        """Read an ONNX model. Blocks for as long as its bytes take to be read and copied once.
+
+        Weights in files beside the model are not copied but mapped, here and in drivers: leave such a file as it is for as
+        long as the model is used, and replace it by a new one (rename) rather than write into it.
+
+        Args:
+            source: path of a .onnx file, or its contents. Weights in files beside the model are found only from a path.
+            memories: memory, or slices of it, that stands for such a file, by the name that the graph gives
+                (external_data's location). It is used in place and shared with drivers, which cannot write to it; the app must
+                not, either. The model keeps it mapped, also when the app closes it.
+
+        Raises:
+            CallerError: there is no ONNX model at `source`; or a constant lies beyond the file or memory it is said to be in.
+            CompilationError: the graph is broken, or has inputs or outputs that are no tensors.
+            MemoryAllocationError: the weights do not fit into shared memory.
+        """
+        regions: list[Region] = []
+
+        def allocate(size_bytes: int) -> IMemory:
+            regions.append(Region.allocate(size_bytes, freezable=True))
+            return regions[-1]
+
+        homes = {}
+        pools: dict[Region, Memory] = {}
+        for name, memory in (memories or {}).items():
+            # One pool for all slices of it, with a user of its own: the app may close what it gave.
+            whole = pools.setdefault(memory.pool, memory.whole())
+            homes[name] = Home(whole, memory.offset_bytes, memory.size_bytes)
+        read = read_onnx(source, allocate, _mapped, homes)
+        for region in regions:
+            region.freeze()
+        return cls(
+            graph=read.graph,
+            inputs=read.inputs,
+            outputs=read.outputs,
+            operations=read.operations,
+            constants=read.constants,
+            pools=read.pools,
+            token=read.token,
+        )
+
+
+def _mapped(path: Path) -> IMemory:
+    """A file beside the model, mapped for reading."""
+    with open(path, "rb", buffering=0) as file:
+        return Memory.from_fd(file, os.fstat(file.fileno()).st_size, PROT_READ)

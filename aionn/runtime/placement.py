@@ -1,0 +1,241 @@
+"""Arguments that do not lie in the frame: an app's own memory, and memory in the driver, placed into a request.
+
+    ndarray         copied into the frame                               (nothing to do here)
+    Memory          used in place: its pool, by slot or descriptor      as input or output
+    HardwareBuffer  the same, where its format is the operand's tensor  as input or output
+    DeviceMemory    by token; nothing crosses                           as input, output, or both at once
+
+A `Placement` is made for one execution. It keeps the app's memory mapped (`_held`) and a device memory in use (`_used`: whether
+its two buffers change places after a success) until `settled`: the driver's answer, or its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aionn.burst import PoolReference
+from aionn.errors import CallerError, DeviceMemoryLostError, DriverDiedError
+from aionn.hal.model import Model
+from aionn.hal.types import DataLocation, ErrorStatus, Operand, Request, RequestArgument, Result
+from aionn.memory.hardware_buffer import HardwareBuffer
+from aionn.memory.memory import Memory
+from aionn.memory.region import Access, Region
+from aionn.remote.device import RemoteBuffer, RemotePreparedModel
+from aionn.runtime.arguments import Way
+from aionn.runtime.device_memory import DeviceMemory, lost_with
+
+Placed = Memory | HardwareBuffer | DeviceMemory
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one argument lies: bytes of a region, or the whole of a driver's buffer.
+
+    Attributes:
+        pool, offset, length: the bytes; a driver's buffer is used as a whole (0, 0).
+        shape: of the tensor; () leaves it to the buffer or, of an output, to the driver.
+        view: an app's own memory that an output is written to: the bytes; they stay mapped while this lives.
+    """
+
+    pool: Region | RemoteBuffer
+    offset: int
+    length: int
+    shape: tuple[int, ...]
+    view: memoryview | None = None
+
+
+class Placement:
+    """The placed arguments of one execution. Made by `place`; `settled` or `release` must be called once."""
+
+    def __init__(self) -> None:
+        self.inputs: dict[int, Place] = {}
+        self.outputs: dict[int, Place] = {}
+        self._held: list[Memory] = []
+        self._used: dict[DeviceMemory, bool] = {}
+        self._written: list[tuple[int, DeviceMemory]] = []
+
+    @property
+    def pools(self) -> list[Region | RemoteBuffer]:
+        """Every pool beside the frame once, in the order in which `request` counts them (from 1)."""
+        pools: dict[Region | RemoteBuffer, None] = {}
+        for place in (*self.inputs.values(), *self.outputs.values()):
+            pools[place.pool] = None
+        return list(pools)
+
+    def request(self, way: Way, frame_offset: int) -> Request:
+        """The request of a frame with the placed arguments in their own pools."""
+        request = way.request(frame_offset)
+        numbers = {pool: number for number, pool in enumerate(self.pools, 1)}
+        inputs = [self._argument(self.inputs.get(i), argument, numbers) for i, argument in enumerate(request.inputs)]
+        outputs = [self._argument(self.outputs.get(i), argument, numbers) for i, argument in enumerate(request.outputs)]
+        return Request(tuple(inputs), tuple(outputs))
+
+    @staticmethod
+    def _argument(place: Place | None, argument: RequestArgument, numbers: Mapping[Region | RemoteBuffer, int]) -> RequestArgument:
+        if place is None:
+            return argument
+        return RequestArgument(DataLocation(numbers[place.pool], place.offset, place.length), place.shape)
+
+    def key(self, references: Mapping[Region | RemoteBuffer, PoolReference]) -> tuple[Any, ...]:
+        """What tells two placements apart as far as an encoded request is concerned. `references`: of `pools`."""
+        return tuple(
+            (number, index, references[place.pool], place.offset, place.length, place.shape)
+            for number, places in enumerate((self.inputs, self.outputs))
+            for index, place in places.items()
+        )
+
+    @contextmanager
+    def awaited(self) -> Iterator[None]:
+        """Around the wait for the answer: a driver's death is the loss of the device memory in it, and a caller that leaves
+        early leaves its device memory to whoever comes next."""
+        memories = list(self._used)
+        try:
+            yield
+        except DriverDiedError as error:
+            if not memories or isinstance(error, DeviceMemoryLostError):
+                raise
+            raise lost_with(error.device, error) from error
+        finally:
+            for memory in memories:
+                memory.leave()
+
+    def settled(self, result: Result | None) -> None:
+        """The driver has answered (with that result), or never will (None)."""
+        succeeded = result is not None and result.status is ErrorStatus.NONE
+        if succeeded and result is not None and result.output_shapes:
+            for index, memory in self._written:
+                memory.written(result.output_shapes[index].dimensions)
+        self._end(succeeded=succeeded)
+
+    def release(self) -> None:
+        """Nothing has been sent, and nothing will be."""
+        self._end(succeeded=False)
+
+    def _end(self, *, succeeded: bool) -> None:
+        held, self._held = self._held, []
+        used, self._used = self._used, {}
+        for memory, advances in used.items():
+            memory.end(advanced=succeeded if advances else None)
+        for part in held:
+            part.close()
+
+    def arrays(self, model: Model, result: Result) -> list[tuple[str, NDArray[Any]]]:
+        """The outputs that lie in an app's own memory, by name."""
+        found = []
+        for index, (name, operand) in enumerate(model.outputs.items()):
+            place = self.outputs.get(index)
+            if place is not None and place.view is not None:
+                shape = result.output_shapes[index].dimensions if result.output_shapes else place.shape
+                found.append((name, np.ndarray(shape, operand.type.dtype, buffer=place.view)))
+        return found
+
+
+async def place(
+    model: Model, prepared: RemotePreparedModel, inputs: Mapping[str, Any], outputs: Mapping[str, Any] | None
+) -> tuple[Placement, dict[str, tuple[int, ...]]]:
+    """Place what is not an array; the placement, and the shapes of the placed inputs by name.
+
+    Raises:
+        CallerError: something cannot stand for that operand; nothing is held then.
+        DeviceMemoryLostError: a device memory's driver has ended.
+        MemoryAllocationError: the driver cannot have the second buffer of a device memory that is read and written.
+    """
+    outputs = outputs or {}
+    unknown = [name for name in outputs if name not in model.outputs]
+    if unknown:
+        raise CallerError(f"outputs name {unknown}, which the model does not have; its outputs are {list(model.outputs)}")
+    reading = {value for value in inputs.values() if isinstance(value, DeviceMemory)}
+    writing = {value for value in outputs.values() if isinstance(value, DeviceMemory)}
+    for memory in reading | writing:
+        await memory.ready()
+    for memory in reading & writing:
+        await memory.partner()
+    # No await from here until the request is sent: what is checked now is still true then.
+    for memory in reading | writing:
+        memory.check_free()
+    placement = Placement()
+    try:
+        shapes = _place_inputs(placement, model, prepared, inputs)
+        _place_outputs(placement, model, prepared, outputs, reading)
+        for memory in reading | writing:
+            advance = memory in reading and memory in writing
+            memory.begin(advance=advance)
+            placement._used[memory] = advance
+    except BaseException:
+        placement.release()
+        raise
+    return placement, shapes
+
+
+def _place_inputs(
+    placement: Placement, model: Model, prepared: RemotePreparedModel, inputs: Mapping[str, Any]
+) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for index, (name, operand) in enumerate(model.inputs.items()):
+        value = inputs.get(name) if name in inputs else None
+        if isinstance(value, DeviceMemory):
+            _check_device_memory(value, prepared, name, value.inputs, "input")
+            placement.inputs[index] = Place(value._front, 0, 0, ())
+            if value.shape is None:
+                raise CallerError(f"input {name!r}: the device memory has not been filled, so its shape is not known; copy_from it first")
+            shapes[name] = value.shape
+        elif isinstance(value, Memory | HardwareBuffer):
+            part, shape = _located(value, operand, "input", name)
+            placement._held.append(part)
+            placement.inputs[index] = Place(part.pool, part.offset_bytes, part.size_bytes, shape)
+            shapes[name] = shape
+    return shapes
+
+
+def _place_outputs(
+    placement: Placement, model: Model, prepared: RemotePreparedModel, outputs: Mapping[str, Any], reading: set[DeviceMemory]
+) -> None:
+    for index, (name, operand) in enumerate(model.outputs.items()):
+        if name not in outputs:
+            continue
+        value = outputs[name]
+        if isinstance(value, DeviceMemory):
+            _check_device_memory(value, prepared, name, value.outputs, "output")
+            if any(memory is value for _, memory in placement._written):
+                raise CallerError(f"output {name!r}: this device memory stands for another output of the same execution")
+            buffer = value._back if value in reading else value._front
+            assert buffer is not None
+            placement.outputs[index] = Place(buffer, 0, 0, ())
+            placement._written.append((index, value))
+        elif isinstance(value, Memory | HardwareBuffer):
+            shape: tuple[int, ...] = ()
+            if operand.size_bytes is None and isinstance(value, Memory) and value.shape is None:
+                part = value[:]  # room for whatever comes out
+            else:
+                part, shape = _located(value, operand, "output", name)
+            placement._held.append(part)
+            if part.pool.access is Access.READ:
+                raise CallerError(f"output {name!r}: the memory is mapped for reading only; give memory that may be written")
+            placement.outputs[index] = Place(part.pool, part.offset_bytes, part.size_bytes, shape, part.view())
+        else:
+            raise CallerError(f"output {name!r}: a driver cannot write into a {type(value).__name__}; give a Memory or a DeviceMemory")
+
+
+def _located(value: Memory | HardwareBuffer, operand: Operand, what: str, name: str) -> tuple[Memory, tuple[int, ...]]:
+    try:
+        return value.locate(operand)
+    except CallerError as error:
+        raise CallerError(f"{what} {name!r}: {error}") from None
+
+
+def _check_device_memory(memory: DeviceMemory, prepared: RemotePreparedModel, name: str, roles: tuple[str, ...], what: str) -> None:
+    if name not in roles:
+        raise CallerError(f"{what} {name!r}: this device memory was allocated for inputs {memory.inputs} and outputs {memory.outputs}")
+    if memory._prepared is not prepared:
+        raise CallerError(f"{what} {name!r}: this device memory belongs to another compilation, or to an earlier driver of this one")
+
+
+def is_placed(value: Any) -> bool:
+    """Whether an argument is used where it is rather than copied."""
+    return isinstance(value, Memory | HardwareBuffer | DeviceMemory)

@@ -1,0 +1,60 @@
+"""Which device runs a model: the first, best first, that can run every node of it.
+
+A device that was asked for by name and is not there is an error, never a silent fallback. Without names every installed
+device is a candidate; one whose package is missing is passed over, and the trace says so. The plan is kept with the cache:
+what a device could not run is remembered there, so a second start neither asks it nor sends it the model.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+
+from aionn import trace
+from aionn.caching import CacheOutcome
+from aionn.errors import CallerError, CompilationError, DeviceUnavailableError
+from aionn.hal.interfaces import PrepareOptions
+from aionn.hal.model import Model
+from aionn.remote.device import RemotePreparedModel
+from aionn.runtime.devices import Devices
+from aionn.runtime.preparation import CacheChoice, UnsupportedOperationError, prepare
+
+logger = logging.getLogger("aionn.runtime")
+
+
+async def prepare_on_best(
+    devices: Devices, model: Model, names: Sequence[str] | None, options: PrepareOptions, cache: CacheChoice | None
+) -> tuple[RemotePreparedModel, CacheOutcome]:
+    """Prepare the whole model on the first device that can run it.
+
+    Raises:
+        CallerError: `names` is empty.
+        DeviceUnavailableError: a named device is not there; or none at all is.
+        CompilationError: no candidate can run every node; the first missing one is `.node`. Or the one that can fails.
+    """
+    if names is not None:
+        if isinstance(names, str | bytes) or not isinstance(names, Iterable) or not (names := list(names)):
+            raise CallerError(f"devices={names!r}: give a sequence of device names, as in ('onnxruntime',), or None for every device")
+        for name in names:
+            devices.find(name)
+    candidates = list(names) if names is not None else devices.installed
+    shortfalls: list[UnsupportedOperationError] = []
+    unavailable: list[DeviceUnavailableError] = []
+    for name in candidates:
+        try:
+            return await prepare(devices, name, model, options, cache)
+        except DeviceUnavailableError as error:
+            if names is not None:
+                raise
+            unavailable.append(error)
+            logger.warning("device %r is passed over: %s", name, error)
+            trace.count("plan.device_unavailable", device=name)
+        except UnsupportedOperationError as error:
+            shortfalls.append(error)
+            trace.count("plan.device_cannot", device=name)
+    if not shortfalls:
+        why = "; ".join(map(str, unavailable)) or "no package offers an engine (entry points of the group aionn.engines)"
+        raise DeviceUnavailableError("", f"no device is there that could run a model: {why}")
+    first = shortfalls[0]
+    told = "; ".join(map(str, shortfalls))
+    raise CompilationError(f"no device can run every node of the model: {told}", node=first.node, reason=first.reason)

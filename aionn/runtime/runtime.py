@@ -1,0 +1,272 @@
+"""`Runtime`: owns every task, every driver process and all memory; leaves nothing behind.
+
+A runtime belongs to the event loop it was entered in. Leaving it ends calls that still wait with `CallerError`, and every
+driver process, in bounded time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, TypeVar
+
+import anyio
+from anyio.abc import TaskGroup
+
+from aionn import trace
+from aionn.caching.store import CacheStore
+from aionn.errors import CallerError, DeadlineError
+from aionn.hal.interfaces import PrepareOptions
+from aionn.hal.model import Model
+from aionn.hal.types import CACHE_TOKEN_BYTES, ExecutionPreference, Priority
+from aionn.runtime.compilation import Compilation
+from aionn.runtime.devices import Device, Devices
+from aionn.runtime.plan import prepare_on_best
+from aionn.runtime.preparation import CacheChoice
+from aionn.runtime.stages import StagePolicy, prepare_first
+from aionn.runtime.swapping import swap_model
+from aionn.tasks import bounded_shield, deadline_of, running_loop, ungrouped
+
+CLOSE_STORES_S = 5.0
+"""A cache directory on a disk that hangs must not hold up the app's end."""
+
+T = TypeVar("T")
+Preference = Literal["fast_single_answer", "sustained_speed", "low_power"]
+PriorityName = Literal["low", "medium", "high"]
+Mode = Literal["eager", "jit", "staged"]
+
+
+class Runtime:
+    """Where models run. Use it in `async with`, in an asyncio or uvloop loop.
+
+    Attributes:
+        stage_policy: when better stages are made, and what they must show, for later calls of `compile` with mode "staged"; a frozen
+            dataclass: `runtime.stage_policy = dataclasses.replace(runtime.stage_policy, executions=100)`.
+
+    Example:
+        >>> async with aionn.Runtime() as runtime:
+        ...     compilation = await runtime.compile(aionn.Model.from_onnx("model.onnx"))
+        ...     outputs = await compilation.compute({"input": x})
+    """
+
+    def __init__(self) -> None:
+        self._context: AbstractAsyncContextManager[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._devices: Devices
+        self._tasks: TaskGroup
+        self._stores: dict[str, CacheStore] = {}
+        self.stage_policy = StagePolicy()
+        self._compilations: weakref.WeakSet[Compilation] = weakref.WeakSet()
+
+    async def __aenter__(self) -> Runtime:
+        if self._context is not None:
+            raise CallerError("this runtime has been entered already; make a new aionn.Runtime() for another `async with`")
+        self._loop = running_loop()
+        self._context = self._opened()
+        await self._context.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        assert self._context is not None
+        self._loop = None
+        return await self._context.__aexit__(kind, error, traceback)
+
+    @asynccontextmanager
+    async def _opened(self) -> AsyncIterator[None]:
+        with ungrouped():
+            async with anyio.create_task_group() as tasks:
+                self._tasks = tasks
+                self._devices = Devices(tasks)
+                try:
+                    yield
+                finally:
+                    # First, or a stage would try to go on with devices that end.
+                    for compilation in list(self._compilations):
+                        compilation._compiled.abandon()
+                    await self._devices.aclose()
+                    for compilation in self._compilations:
+                        compilation._frames.close()
+                    with bounded_shield(CLOSE_STORES_S):
+                        for store in self._stores.values():
+                            await store.aclose()
+                    tasks.cancel_scope.cancel()
+
+    def _check_open(self) -> None:
+        if self._loop is None:
+            raise CallerError("the runtime is not open; use it inside `async with aionn.Runtime() as runtime`")
+        if running_loop() is not self._loop:
+            raise CallerError("this runtime belongs to another event loop; a runtime is used in the loop that entered it")
+
+    @property
+    def devices(self) -> list[Device]:
+        """Every device this runtime knows, best first: the installed ones and those asked for by class."""
+        self._check_open()
+        return self._devices.known
+
+    async def compile(
+        self,
+        model: Model,
+        *,
+        devices: Sequence[str] | None = None,
+        preference: Preference = "fast_single_answer",
+        priority: PriorityName = "medium",
+        cache_dir: str | Path | None = None,
+        token: bytes | None = None,
+        mode: Mode = "eager",
+        stages: Sequence[str] | None = None,
+        timeout_s: float | None = None,
+    ) -> Compilation:
+        """Prepare a model on a device, in the device's driver process.
+
+        Args:
+            model: from `Model.from_onnx`.
+            devices: names of the devices that may be used, best first; None: every installed device. Explicit devices forbid
+                any fallback. "package.module:Class" names an engine that is not installed as an entry point.
+            preference: "sustained_speed" for streams, "low_power" never stays awake waiting.
+            priority: "low", "medium" or "high", told to the device.
+            cache_dir: where compilations are kept; None: no caching.
+            token: 32 bytes, unique to the model within the app (`model.token`); given exactly when `cache_dir` is.
+            mode: "eager" compiles now; "jit" at the first execution, once, whoever calls first (`timeout_s` does not count then);
+                "staged" serves from the best of `stages` that is stored, else from the first one, and makes the others behind it,
+                as `stage_policy` says.
+            stages: devices from quick to best, only with mode "staged", and in place of `devices`.
+            timeout_s: seconds after which the call ends with `DeadlineError` and the compile is cancelled.
+
+        Returns:
+            The compilation: `compute`, `burst`, `outcomes`.
+
+        Raises:
+            CallerError: an argument is wrong.
+            DeviceUnavailableError: a device asked for by name is not there.
+            CompilationError: the model cannot be prepared; `.node` and `.reason` where known.
+            DeadlineError: it took longer than `timeout_s`.
+            DriverDiedError, DriverHungError: the driver went away meanwhile.
+        """
+        self._check_open()
+        options = _options(preference, priority, timeout_s)
+        _check_modes(model, cache_dir, token, mode, stages, devices)
+        with trace.span("compile", preference=preference):
+            cache = self._cache(cache_dir, token)
+            if mode == "jit":
+                compilation = Compilation(self, model, options, cache, self._named(devices))
+            elif stages is not None:
+                work = self._compile_staged(model, stages, options, cache, self.stage_policy)
+                compilation = await _within(timeout_s, options.deadline_ns, work)
+            else:
+                compilation = await _within(timeout_s, options.deadline_ns, self._compile(model, devices, options, cache))
+        self._compilations.add(compilation)
+        return compilation
+
+    def _cache(self, cache_dir: str | Path | None, token: bytes | None) -> CacheChoice | None:
+        if cache_dir is None or token is None:
+            return None
+        path = os.path.abspath(cache_dir)
+        store = self._stores.get(path)
+        if store is None:
+            store = self._stores[path] = CacheStore(path)
+        return CacheChoice(store, token)
+
+    async def _compile(
+        self, model: Model, devices: Sequence[str] | None, options: PrepareOptions, cache: CacheChoice | None
+    ) -> Compilation:
+        prepared, outcome = await prepare_on_best(self._devices, model, devices, options, cache)
+        return Compilation(self, model, options, cache, devices, prepared, (outcome,))
+
+    async def _compile_staged(
+        self, model: Model, names: Sequence[str], options: PrepareOptions, cache: CacheChoice | None, policy: StagePolicy
+    ) -> Compilation:
+        prepared, outcome, stages = await prepare_first(self._devices, model, names, options, cache)
+        compilation = Compilation(self, model, options, cache, names, prepared, (outcome,))
+        compilation._begin_stages(stages, policy)
+        return compilation
+
+    def _named(self, names: Sequence[str] | None) -> Sequence[str] | None:
+        """The names, each of a device that is there."""
+        if names is None:
+            return None
+        if isinstance(names, str) or not names:
+            raise CallerError(f"devices={names!r}: give a sequence of device names, as in ('onnxruntime',), or None for every device")
+        for name in names:
+            self._devices.find(name)
+        return tuple(names)
+
+    async def swap(self, compilation: Compilation, model: Model, *, timeout_s: float | None = None) -> None:
+        """Let another model take over a compilation and its open bursts, between two executions: the app's own new version.
+
+        It is compiled in the background on the device that serves now (and kept in the same cache), tried once, and swapped in: every
+        execution up to some one is computed by the model before, every one from then on by the new one. Stages begin anew.
+
+        Args:
+            compilation: of this runtime.
+            model: with the same inputs and outputs: names, order, types, dimensions.
+            timeout_s: seconds after which the call ends with `DeadlineError`.
+
+        Raises:
+            CallerError: it is no model, or its inputs or outputs are others.
+            CompilationError: it cannot be prepared, or cannot run.
+            DeadlineError, DriverDiedError, DriverHungError: as for `compile`.
+            In all cases the model before goes on serving.
+        """
+        self._check_open()
+        if not isinstance(compilation, Compilation) or compilation._runtime is not self:
+            raise CallerError("swap takes a compilation of this runtime")
+        with trace.span("swap"):
+            await swap_model(compilation, model, timeout_s)
+
+
+def run(main: Callable[..., Awaitable[T]], *args: object) -> T:
+    """Run an async function to its end on uvloop: `anyio.run(main, *args)` with the fast loop."""
+    return anyio.run(main, *args, backend="asyncio", backend_options={"use_uvloop": True})
+
+
+async def _within(timeout_s: float | None, deadline_ns: int | None, work: Awaitable[T]) -> T:
+    with anyio.move_on_after(None if deadline_ns is None else (deadline_ns - time.monotonic_ns()) / 1e9):
+        return await work
+    raise DeadlineError(f"the model was not prepared within {timeout_s} s; the compile has been cancelled")
+
+
+def _options(preference: str, priority: str, timeout_s: float | None) -> PrepareOptions:
+    preferences = {member.name.lower(): member for member in ExecutionPreference}
+    priorities = {member.name.lower(): member for member in Priority}
+    if not isinstance(preference, str) or preference not in preferences:
+        raise CallerError(f"preference {preference!r}: it is one of {sorted(preferences)}")
+    if not isinstance(priority, str) or priority not in priorities:
+        raise CallerError(f"priority {priority!r}: it is one of {sorted(priorities)}")
+    deadline_ns = deadline_of(timeout_s)
+    return PrepareOptions(preferences[preference], priorities[priority], deadline_ns)
+
+
+def _check_modes(
+    model: Any,
+    cache_dir: str | Path | None,
+    token: bytes | None,
+    mode: str,
+    stages: Sequence[str] | None,
+    devices: Sequence[str] | None,
+) -> None:
+    if not isinstance(model, Model):
+        raise CallerError(f"compile takes an aionn.Model, not {type(model).__name__}; read one with aionn.Model.from_onnx(path)")
+    if mode not in ("eager", "jit", "staged"):
+        raise CallerError(f"mode {mode!r}: it is one of 'eager', 'jit', 'staged'")
+    if (stages is not None) != (mode == "staged"):
+        raise CallerError(f"stages={stages!r} with mode={mode!r}: stages are given exactly with mode='staged'")
+    if (cache_dir is None) != (token is None):
+        raise CallerError("cache_dir and token go together: give both (token=model.token), or neither for no caching")
+    if token is not None and not isinstance(token, bytes):
+        raise CallerError(f"token of type {type(token).__name__}: a token is {CACHE_TOKEN_BYTES} bytes, as model.token")
+    if token is not None and len(token) != CACHE_TOKEN_BYTES:
+        raise CallerError(f"token of {len(token)} bytes: a token has {CACHE_TOKEN_BYTES}, as model.token")
+    if not isinstance(cache_dir, str | os.PathLike | None):
+        raise CallerError(f"cache_dir of type {type(cache_dir).__name__}: give a path, or None for no caching")
+    if cache_dir is not None and not os.fspath(cache_dir):
+        raise CallerError("cache_dir is an empty path; give a directory, or None for no caching")
+    if mode == "staged" and devices is not None:
+        raise CallerError(f"devices={devices!r} with mode='staged': the stages are the devices")

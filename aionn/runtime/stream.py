@@ -1,0 +1,228 @@
+"""`Burst.map`: a stream of frames in, a stream of results out, in order, with bounded age.
+
+One task pulls frames from the source (`_pump`); each admitted frame is computed by a task of its own. A frame holds one of
+`depth` places from its admission until its result has been taken, so a slow consumer bounds the stream as a slow model does.
+With "latest" one frame is with the driver at a time: a second one would only grow old in its queue, while a newer one comes.
+What happens to a frame for which there is no place is the policy:
+    "block"   the source waits; nothing is ever dropped.
+    "latest"  the newest frame waits and replaces an older one that waits; the older one is dropped and counted.
+    "reject"  the stream ends with ExecutionError, RESOURCE_EXHAUSTED_TRANSIENT.
+
+Invariants
+    `_entries` is in the order of `seq`; at most `depth` long. `_computing` of them have no answer yet.
+    The pump and all computes end before `results` returns or is closed: they live in one task group, cancelled in its `finally`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import anyio
+import anyio.lowlevel
+
+from aionn import trace
+from aionn.errors import AionnError, CallerError, DeadlineError, ExecutionError
+from aionn.hal.types import ErrorStatus
+from aionn.runtime.arguments import Outputs
+from aionn.tasks import Answer, running_loop
+
+if TYPE_CHECKING:
+    from anyio.abc import TaskGroup
+
+    from aionn.runtime.burst import Burst
+
+Policy = Literal["latest", "block", "reject"]
+Frames = AsyncIterable[Mapping[str, Any]] | Iterable[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamResult:
+    """One frame's result.
+
+    Attributes:
+        seq: the frame's number in its source, from 0; rising, with gaps where frames were dropped.
+        age_s: seconds from the frame's arrival from its source until this result was handed out.
+        stage: the stage that computed it.
+        outputs: views of the burst's memory; not overwritten while they are held.
+        inputs: the frame as it came from its source.
+    """
+
+    seq: int
+    age_s: float
+    stage: str
+    outputs: Outputs
+    inputs: Mapping[str, Any]
+
+
+class _Entry:
+    __slots__ = ("answer", "arrived_ns", "inputs", "seq")
+
+    def __init__(self, seq: int, inputs: Mapping[str, Any], arrived_ns: int) -> None:
+        self.seq = seq
+        self.inputs = inputs
+        self.arrived_ns = arrived_ns
+        self.answer: Answer[Outputs] = Answer(running_loop())
+
+
+class Stream:
+    """One run of `Burst.map`."""
+
+    def __init__(self, burst: Burst, frames: Frames, policy: Policy, depth: int, deadline_s: float | None) -> None:
+        if policy not in ("latest", "block", "reject"):
+            raise CallerError(f"policy {policy!r}: it is one of 'latest', 'block', 'reject'")
+        if depth < 1:
+            raise CallerError(f"depth={depth}: at least one frame must be in flight")
+        if deadline_s is not None and deadline_s <= 0:
+            raise CallerError(f"deadline_s={deadline_s}: a deadline is more than 0 seconds, or None for none")
+        if not hasattr(frames, "__aiter__") and not hasattr(frames, "__iter__"):
+            raise CallerError(f"frames: {type(frames).__name__} is no iterable and no async iterable of inputs by name")
+        self._burst = burst
+        self._frames = frames
+        self._policy = policy
+        self._depth = depth
+        self._deadline_ns = None if deadline_s is None else int(deadline_s * 1e9)
+        self._entries: deque[_Entry] = deque()
+        self._newest: _Entry | None = None
+        self._computing = 0
+        self._over: BaseException | None = None
+        self._changed = anyio.Event()
+        self._taken = anyio.Event()
+        self._tasks: TaskGroup | None = None
+
+    async def results(self) -> AsyncGenerator[StreamResult, None]:
+        """The results, in order."""
+        self._burst._start_task(self._run)
+        self._burst._streams.add(self)
+        try:
+            while True:
+                while not self._entries:
+                    if self._over is not None:
+                        if isinstance(self._over, StopAsyncIteration):
+                            return
+                        raise self._over
+                    await self._changed.wait()
+                    self._changed = anyio.Event()
+                entry = self._entries[0]
+                try:
+                    outputs = await entry.answer.wait()
+                except DeadlineError:
+                    if self._policy != "latest":
+                        raise
+                    self._drop(entry, "late")
+                    outputs = None
+                self._entries.popleft()
+                self._place_freed()
+                if outputs is not None:
+                    age_s = (time.monotonic_ns() - entry.arrived_ns) / 1e9
+                    yield StreamResult(entry.seq, age_s, outputs.stage, outputs, entry.inputs)
+                    del outputs  # or the frame would count as held while the next one is computed
+        finally:
+            self._burst._streams.discard(self)
+            self.cancel()
+
+    def cancel(self) -> None:
+        """Stop pulling and computing. Requests in flight are answered into nothing."""
+        if self._over is None:
+            self._over = CallerError("the burst was closed while its stream went on")
+        if self._tasks is not None:
+            self._tasks.cancel_scope.cancel()
+        self._changed.set()
+
+    async def _run(self) -> None:
+        try:
+            async with anyio.create_task_group() as self._tasks:
+                if self._over is None:
+                    await self._pump()
+        except BaseExceptionGroup as group:
+            self._over = self._over or group.exceptions[0]
+            if group.split(Exception)[1] is not None:
+                raise
+        finally:
+            self._over = self._over or CallerError("the stream was cancelled")
+            self._changed.set()
+
+    async def _pump(self) -> None:
+        try:
+            seq = 0
+            async for inputs in _each(self._frames):
+                await self._offer(_Entry(seq, inputs, time.monotonic_ns()))
+                seq += 1
+            while self._newest is not None:
+                await self._wait_for_place()  # the last frame is answered too
+            self._over = self._over or StopAsyncIteration()
+        except Exception as error:  # the source's own errors, and a rejected frame, reach whoever takes the results
+            self._over = error
+        self._changed.set()
+
+    async def _offer(self, entry: _Entry) -> None:
+        if self._has_place():
+            self._admit(entry)
+        elif self._policy == "latest":
+            if self._newest is not None:
+                self._drop(self._newest, "replaced")
+            self._newest = entry
+        elif self._policy == "reject":
+            raise ExecutionError(
+                f"frame {entry.seq}: all {self._depth} places of the stream are taken; the source is faster than the model",
+                status=ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT,
+            )
+        else:
+            while not self._has_place():
+                await self._wait_for_place()
+            self._admit(entry)
+
+    def _has_place(self) -> bool:
+        return len(self._entries) < self._depth and not (self._policy == "latest" and self._computing)
+
+    async def _wait_for_place(self) -> None:
+        self._taken = anyio.Event()
+        await self._taken.wait()
+
+    def _place_freed(self) -> None:
+        """There may be a place: the frame that waits takes it."""
+        if self._newest is not None and self._tasks is not None and self._over is None and self._has_place():
+            newest, self._newest = self._newest, None
+            self._admit(newest)
+        self._taken.set()
+
+    def _admit(self, entry: _Entry) -> None:
+        assert self._tasks is not None
+        self._entries.append(entry)
+        self._computing += 1
+        self._tasks.start_soon(self._compute, entry)
+        self._changed.set()
+
+    async def _compute(self, entry: _Entry) -> None:
+        timeout_s = None
+        if self._deadline_ns is not None:
+            timeout_s = (entry.arrived_ns + self._deadline_ns - time.monotonic_ns()) / 1e9
+        try:
+            if timeout_s is not None and timeout_s <= 0:
+                raise DeadlineError(f"frame {entry.seq} was older than the stream's deadline before it could be sent")
+            entry.answer.set(await self._burst.compute(entry.inputs, timeout_s=timeout_s))
+        except AionnError as error:
+            entry.answer.fail(error)
+        finally:
+            if not entry.answer.settled:
+                entry.answer.fail(CallerError("the stream was closed"))
+            self._computing -= 1
+            self._place_freed()
+
+    def _drop(self, entry: _Entry, why: str) -> None:
+        self._burst._counts["dropped"] += 1
+        if trace.active:
+            trace.count("stream.dropped", seq=entry.seq, why=why)
+
+
+async def _each(frames: Frames) -> AsyncIterator[Mapping[str, Any]]:
+    if isinstance(frames, AsyncIterable):
+        async for inputs in frames:
+            yield inputs
+    else:
+        for inputs in frames:
+            yield inputs
+            await anyio.lowlevel.checkpoint()  # a source that never waits must not keep the loop from the results

@@ -1,0 +1,120 @@
+"""Steers the fake engine from a test: `hang`, `crash`, `delay`, `fail`, and waits for what it does.
+
+Acts are "run", "compile", "export" and "load". Each method adds to what was told before; `behave` takes it all back.
+Whatever was heard before the last change is forgotten by it: `fake.hang()`, a call, `await fake.heard("run")` waits for
+that call and not for one before.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import anyio
+import msgspec
+
+from aionn.testing.fake_engine import EVENTS_SUFFIX, Behaviour, FakeEngine
+
+
+class FakeDevice:
+    """A fake device for the body of a `with` block. Its driver processes must be started inside.
+
+    Args:
+        engine: `SecondFakeEngine` for a second device beside the first.
+
+    Attributes:
+        name: what to give as `devices=(fake_device.name,)`.
+    """
+
+    name = "aionn.testing.fake_engine:FakeEngine"
+
+    def __init__(self, engine: type[FakeEngine] = FakeEngine) -> None:
+        self.name = f"{engine.__module__}:{engine.__qualname__}"
+        self._variable = engine.variable
+        self._directory: tempfile.TemporaryDirectory[str] | None = None
+        self._path = Path()
+        self._events_fd = -1
+        self._heard = b""
+        self._before: str | None = None
+        self._behaviour = Behaviour()
+
+    def __enter__(self) -> FakeDevice:
+        self._directory = tempfile.TemporaryDirectory(prefix="aionn-fake-")
+        self._path = Path(self._directory.name) / "behaviour.json"
+        self._write(Behaviour())
+        os.mkfifo(f"{self._path}{EVENTS_SUFFIX}")
+        # Read-write: then it is never at its end while no engine has it open.
+        self._events_fd = os.open(f"{self._path}{EVENTS_SUFFIX}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        self._before = os.environ.get(self._variable)
+        os.environ[self._variable] = str(self._path)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if self._before is None:
+            os.environ.pop(self._variable, None)
+        else:
+            os.environ[self._variable] = self._before
+        self.behave()
+        os.close(self._events_fd)
+        self._events_fd = -1
+        assert self._directory is not None
+        self._directory.cleanup()
+
+    def _write(self, behaviour: Behaviour) -> None:
+        self._behaviour = behaviour
+        self._forget()
+        new = self._path.with_suffix(".new")
+        new.write_bytes(msgspec.json.encode(behaviour))
+        os.replace(new, self._path)  # the engine reads the old or the new one, never half
+
+    def _forget(self) -> None:
+        self._heard = b""
+        while self._events_fd >= 0:
+            try:
+                os.read(self._events_fd, 65536)
+            except BlockingIOError:
+                return
+
+    def tell(self, **changes: Any) -> None:
+        """Change any field of `Behaviour`."""
+        self._write(msgspec.structs.replace(self._behaviour, **changes))
+
+    def behave(self) -> None:
+        """Take everything back; what hangs goes on."""
+        self._write(Behaviour())
+
+    def hang(self, act: str = "run", *, with_gil: bool = False) -> None:
+        """Hang in that act until told otherwise; `with_gil`: without ever giving the GIL away, so that the whole driver stands still."""
+        self.tell(hang=(*self._behaviour.hang, act), hang_with_gil=with_gil)
+
+    def crash(self, act: str = "run", signal_number: int = signal.SIGKILL) -> None:
+        """Die in that act by that signal."""
+        self.tell(crash=(*self._behaviour.crash, act), crash_signal=int(signal_number))
+
+    def delay(self, seconds: float, act: str = "run") -> None:
+        """Take so much longer for that act."""
+        self.tell(delay_s={**self._behaviour.delay_s, act: seconds})
+
+    def fail(self, message: str = "told to fail", act: str = "run") -> None:
+        """Raise in that act."""
+        self.tell(fail=(*self._behaviour.fail, act), fail_message=message)
+
+    async def heard(self, act: str) -> int:
+        """Wait until the engine has begun that act since the last change; the process id of its driver. Other acts are dropped."""
+        while True:
+            line, newline, rest = self._heard.partition(b"\n")
+            if newline:
+                self._heard = rest
+                event, _, pid = line.decode().partition(" ")
+                if event == act:
+                    return int(pid)
+                continue
+            await anyio.wait_readable(self._events_fd)
+            try:
+                self._heard += os.read(self._events_fd, 4096)
+            except BlockingIOError:
+                continue

@@ -1,0 +1,175 @@
+"""An engine that computes nothing of worth and misbehaves on demand, in a real driver process.
+
+Each output repeats the input at its own place (cyclically, in the output's shape and type), so frames can be told apart.
+What it is told stands in the file that AIONN_FAKE_DEVICE names; it is read before each act, and while hanging. Each act is
+announced in the FIFO beside it. Without the variable it behaves.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from aionn.errors import CompilationError
+from aionn.hal import Artifact, CacheFiles, CompileOptions, Executable, ExecutionReport, Model, Operand, OperandType
+
+VARIABLE = "AIONN_FAKE_DEVICE"
+EVENTS_SUFFIX = ".events"
+_LOOK_S = 0.005
+"""How often a hanging or waiting fake looks whether it may go on; nobody but a test waits for it."""
+
+
+class Behaviour(msgspec.Struct, frozen=True):
+    """What the fake is to do, per act ("run", "compile", "export", "load")."""
+
+    hang: tuple[str, ...] = ()
+    hang_with_gil: bool = False
+    crash: tuple[str, ...] = ()
+    crash_signal: int = int(signal.SIGKILL)
+    fail: tuple[str, ...] = ()
+    fail_message: str = "told to fail"
+    delay_s: dict[str, float] = {}
+    outputs_offset: float = 0.0
+    decline: bool = False
+    version: str = "1"
+    cache_files: tuple[int, int] = (1, 1)
+
+
+class FakeEngine:
+    """Satisfies `hal.Engine`. Ask for it as "aionn.testing.fake_engine:FakeEngine"."""
+
+    name = "fake"
+    variable = VARIABLE
+
+    def __init__(self) -> None:
+        path = os.environ.get(self.variable)
+        self._path = Path(path) if path else None
+        behaviour = self.behaviour()
+        self.version = behaviour.version
+        self.cache_files = CacheFiles(*behaviour.cache_files)
+
+    def behaviour(self) -> Behaviour:
+        if self._path is None:
+            return Behaviour()
+        try:
+            told = self._path.read_bytes()
+        except FileNotFoundError:
+            return Behaviour()  # the test that told it is over
+        return msgspec.json.decode(told, type=Behaviour)
+
+    def announce(self, event: str) -> None:
+        if self._path is None:
+            return
+        try:
+            fifo = os.open(f"{self._path}{EVENTS_SUFFIX}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:
+            return  # the test that listened has gone
+        try:
+            os.write(fifo, f"{event} {os.getpid()}\n".encode())
+        except BlockingIOError:
+            return  # thousands of acts that nobody asked about; `tell` makes room
+        finally:
+            os.close(fifo)
+
+    def act(self, kind: str, options: CompileOptions | None = None) -> Behaviour:
+        """Announce an act, then do what was told for it."""
+        behaviour = self.behaviour()
+        self.announce(kind)
+        if kind in behaviour.crash:
+            os.kill(os.getpid(), behaviour.crash_signal)
+            threading.Event().wait()  # a signal that does not kill at once must not let the act go on
+        if delay_s := behaviour.delay_s.get(kind):
+            self._wait(options, until=time.monotonic() + delay_s)
+        while kind in self.behaviour().hang:
+            if behaviour.hang_with_gil:
+                _hold_gil(10 * _LOOK_S)
+            else:
+                self._wait(options, until=time.monotonic() + _LOOK_S)
+        if kind in behaviour.fail:
+            raise CompilationError(behaviour.fail_message) if kind in ("compile", "load") else RuntimeError(behaviour.fail_message)
+        return behaviour
+
+    @staticmethod
+    def _wait(options: CompileOptions | None, until: float) -> None:
+        while (left := until - time.monotonic()) > 0:
+            if options is not None and options.cancelled.is_set():
+                raise CompilationError("cancelled")
+            time.sleep(min(_LOOK_S, left))
+
+    def supported_operations(self, model: Model) -> Sequence[bool]:
+        return [True] * len(model.operations)
+
+    def compile(self, model: Model, options: CompileOptions) -> FakeExecutable:
+        self.act("compile", options)
+        return FakeExecutable(self, model.outputs, weights_of(model))
+
+    def export(self, executable: Executable) -> Artifact | None:
+        behaviour = self.act("export")
+        if behaviour.decline or not isinstance(executable, FakeExecutable):
+            return None
+        shapes = {name: (operand.type.value, operand.dimensions) for name, operand in executable.operands.items()}
+        graph = msgspec.msgpack.encode(shapes)
+        files = self.cache_files
+        return Artifact((graph,) * files.model, (executable.weights,) * files.data)
+
+    def load(self, artifact: Artifact, options: CompileOptions) -> FakeExecutable:
+        self.act("load", options)
+        stored = msgspec.msgpack.decode(artifact.model[0], type=dict[str, tuple[str, tuple[int, ...] | None]])
+        operands = {name: Operand(OperandType(kind), dimensions) for name, (kind, dimensions) in stored.items()}
+        return FakeExecutable(self, operands, bytes(artifact.data[0]) if artifact.data else b"")
+
+
+class SecondFakeEngine(FakeEngine):
+    """Another device of the same kind, told on its own: for tests with two devices, as stages are."""
+
+    name = "fake2"
+    variable = f"{VARIABLE}_2"
+
+
+class FakeExecutable:
+    """Satisfies `hal.Executable`."""
+
+    def __init__(self, engine: FakeEngine, operands: Mapping[str, Operand], weights: bytes) -> None:
+        self._engine = engine
+        self.operands = dict(operands)
+        self.weights = weights
+
+    def run(self, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]], timing: bool) -> ExecutionReport:
+        began_ns = time.perf_counter_ns()
+        behaviour = self._engine.act("run") if self._engine._path is not None else None
+        offset = behaviour.outputs_offset if behaviour is not None else 0.0
+        given = list(inputs.values())
+        made: dict[str, NDArray[Any]] = {}
+        for index, (name, operand) in enumerate(self.operands.items()):
+            source = given[index % len(given)] if given else np.zeros(1, operand.type.dtype)
+            target = outputs.get(name)
+            if target is None:
+                made[name] = (source + offset if offset else source).astype(operand.type.dtype)
+                continue
+            if target.shape == source.shape and target.dtype == source.dtype:
+                np.copyto(target, source)
+            else:
+                np.copyto(target, np.resize(source, target.shape), casting="unsafe")
+            if offset:
+                target += np.asarray(offset, target.dtype)
+        return ExecutionReport(made, time.perf_counter_ns() - began_ns if timing else None)
+
+
+def weights_of(model: Model) -> bytes:
+    """All large constants of a model in one piece: what the fake stores as its data."""
+    return b"".join(bytes(pool.view()) for pool in model.pools)
+
+
+def _hold_gil(seconds: float) -> None:
+    """Sleep without letting any other Python thread of this process run: what a careless extension does."""
+    ctypes.PyDLL(None).usleep(int(seconds * 1e6))

@@ -1,0 +1,124 @@
+"""The pytest plugin: the fixture `fake_device`. Needs pytest and nothing else; no inference engine.
+
+`fake_device` is a `FakeDevice`. When the test is over it looks at what the process holds of aionn's kinds and did not hold
+before: child processes, descriptors (memfds, pidfds, eventfds, sockets, FIFOs) and mappings of shared memory. What is left
+fails the test, thing by thing; processes that are left are ended, so that the next test begins clean.
+
+Offered through the entry point group `pytest11`; `-p aionn.testing.plugin` loads it where aionn is not installed.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from aionn.testing.fake_device import FakeDevice
+
+__all__ = ["fake_device"]
+
+_KINDS = ("/memfd:aionn", "anon_inode:[pidfd]", "anon_inode:[eventfd]", "socket:", "pipe:", "pidfd:")
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What of aionn's kinds this process holds: children by pid and start, descriptors by target and inode, mappings by inode."""
+
+    processes: frozenset[tuple[int, str]]
+    descriptors: Counter[tuple[str, int]]
+    mappings: Counter[str]
+
+    @classmethod
+    def now(cls) -> _Held:
+        gc.collect()  # a view in a reference cycle (a traceback, a closed task) is garbage, not a leak
+        return cls(frozenset(_children()), _descriptors(), _mappings())
+
+    def left_since(self, before: _Held) -> list[str]:
+        processes = [f"process {pid} ({_command(pid)})" for pid, _ in sorted(self.processes - before.processes)]
+        descriptors = [f"{count} descriptor(s) of {target}" for (target, _), count in (self.descriptors - before.descriptors).items()]
+        mappings = [f"{count} mapping(s) of {what}" for what, count in (self.mappings - before.mappings).items()]
+        return [*processes, *descriptors, *mappings]
+
+
+@pytest.fixture
+def fake_device() -> Iterator[FakeDevice]:
+    """A device that behaves as the test tells it; fails the test if it leaves a process, a descriptor or a mapping behind.
+
+    Example:
+        >>> async def test_my_app_survives_a_crash(fake_device):
+        ...     async with aionn.Runtime() as runtime:
+        ...         compilation = await runtime.compile(model, devices=(fake_device.name,))
+        ...         fake_device.crash()
+        ...         with pytest.raises(aionn.DriverDiedError):
+        ...             await compilation.compute(inputs)
+    """
+    before = _Held.now()
+    with FakeDevice() as device:
+        yield device
+    after = _Held.now()
+    left = after.left_since(before)
+    for pid, _ in after.processes - before.processes:
+        _end(pid)
+    if left:
+        pytest.fail(f"the test left behind: {', '.join(left)}; leave every aionn.Runtime, and drop views of its memory", pytrace=False)
+
+
+def _children() -> Iterator[tuple[int, str]]:
+    """Every process below this one, with its start time, zombies too."""
+    parents: dict[int, list[tuple[int, str]]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                with open(f"/proc/{entry}/stat", encoding="utf-8", errors="replace") as stat:
+                    fields = stat.read().rpartition(")")[2].split()
+            except OSError:
+                continue  # it has ended since the listing
+            parents.setdefault(int(fields[1]), []).append((int(entry), fields[19]))
+    found = list(parents.get(os.getpid(), []))
+    for child in found:
+        found.extend(parents.get(child[0], []))
+    return iter(found)
+
+
+def _command(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as cmdline:
+            return cmdline.read().replace(b"\0", b" ").decode(errors="replace").strip() or "a zombie"
+    except OSError:
+        return "ended since"
+
+
+def _descriptors() -> Counter[tuple[str, int]]:
+    held: Counter[tuple[str, int]] = Counter()
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            target, inode = os.readlink(f"/proc/self/fd/{entry}"), os.fstat(int(entry)).st_ino
+        except OSError:
+            continue  # the listing's own
+        if target.startswith(_KINDS):
+            held[target, inode] += 1
+    return held
+
+
+def _mappings() -> Counter[str]:
+    held: Counter[str] = Counter()
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+        for line in maps:
+            if "memfd:aionn" in line:
+                _, _, _, _, inode, path = line.rstrip().split(maxsplit=5)
+                held[f"{path} (inode {inode})"] += 1
+    return held
+
+
+def _end(pid: int) -> None:
+    """End one that was left; reap it if it is our own child. An open runtime's own watch may be quicker."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    except (ProcessLookupError, ChildProcessError):
+        return

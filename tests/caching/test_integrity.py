@@ -1,0 +1,550 @@
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from aionn.caching.integrity import IntegrityStore, digest_of, reopen
+from aionn.caching.outcomes import MissReason, Refusal
+from aionn.hal.interfaces import Artifact, CacheHandles
+from aionn.hal.types import CacheFiles
+
+FILES = CacheFiles(model=2, data=2)
+TOKEN = bytes(32)
+# The two kinds of model that the VTS fixtures use, as artifacts: float32 weights and quantised ones.
+FLOAT32 = np.linspace(-1, 1, 20_000, dtype=np.float32).tobytes()
+QUANT8 = np.arange(20_000, dtype=np.uint8).tobytes()
+
+
+def artifact(weights: bytes = FLOAT32, name: bytes = b"mobilenet") -> Artifact:
+    return Artifact((name + b"-graph", name + b"-code" * 50), (weights, weights[::-1]))
+
+
+class Cache:
+    """Cache files as the app's side makes them, and handles on them."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._fds: list[int] = []
+
+    def path(self, kind: str, index: int) -> Path:
+        return self.directory / f"{kind}{index}"
+
+    def open(self, kind: str, index: int, flags: int = os.O_RDWR | os.O_CREAT) -> int:
+        fd = os.open(self.path(kind, index), flags, 0o600)
+        self._fds.append(fd)
+        return fd
+
+    def handles(self, token: bytes = TOKEN, model: int = 2, data: int = 2) -> CacheHandles:
+        return CacheHandles(tuple(self.open("model", i) for i in range(model)), tuple(self.open("data", i) for i in range(data)), token)
+
+    def close(self) -> None:
+        while self._fds:
+            os.close(self._fds.pop())
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[Cache]:
+    (tmp_path / "cache").mkdir()
+    cache = Cache(tmp_path / "cache")
+    yield cache
+    cache.close()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., IntegrityStore]]:
+    """Start a driver's store; its state survives from one start to the next."""
+    started: list[IntegrityStore] = []
+
+    def make(version: str = "1.0", files: CacheFiles = FILES, **options: int) -> IntegrityStore:
+        started.append(IntegrityStore("fake", version, files, state_directory=tmp_path / "state", **options))
+        return started[-1]
+
+    yield make
+    for store in started:
+        store.close()
+
+
+Start = Callable[..., IntegrityStore]
+
+
+def refused(result: Artifact | Refusal | None, *reasons: MissReason) -> None:
+    assert isinstance(result, Refusal), result
+    assert not reasons or result.reason in reasons, result
+
+
+def same(result: Artifact | Refusal, expected: Artifact) -> None:
+    assert isinstance(result, Artifact), result
+    assert [bytes(b) for b in (*result.model, *result.data)] == [bytes(b) for b in (*expected.model, *expected.data)]
+
+
+# --- CompilationCachingTests, against the driver's store alone -------------------------------------------------------
+
+
+@pytest.mark.parametrize("weights", [FLOAT32, QUANT8], ids=["float32", "quant8"])
+def test_cache_saving_and_retrieval(start: Start, cache: Cache, weights: bytes) -> None:
+    assert start().save(cache.handles(), artifact(weights)) is None
+    same(start().load(cache.handles()), artifact(weights))
+
+
+@pytest.mark.parametrize("weights", [FLOAT32, QUANT8], ids=["float32", "quant8"])
+def test_cache_saving_and_retrieval_non_zero_offset(start: Start, cache: Cache, weights: bytes) -> None:
+    saving = cache.handles()
+    for fd in (*saving.model, *saving.data):
+        os.write(fd, b"xx")
+    assert start().save(saving, artifact(weights)) is None
+    loading = cache.handles()
+    for fd in (*loading.model, *loading.data):
+        os.lseek(fd, 1, os.SEEK_SET)
+    same(start().load(loading), artifact(weights))
+    assert [os.lseek(fd, 0, os.SEEK_CUR) for fd in loading.model] == [1, 1]
+
+
+@pytest.mark.parametrize(("model", "data"), [(3, 2), (1, 2), (2, 3), (2, 1)])
+def test_save_to_cache_invalid_num_cache(start: Start, cache: Cache, model: int, data: int) -> None:
+    refused(start().save(cache.handles(model=model, data=data), artifact()), MissReason.WRONG_FILES)
+    refused(start().load(cache.handles(model=model, data=data)), MissReason.WRONG_FILES)
+
+
+@pytest.mark.parametrize(("model", "data"), [(3, 2), (1, 2), (2, 3), (2, 1)])
+def test_prepare_model_from_cache_invalid_num_cache(start: Start, cache: Cache, model: int, data: int) -> None:
+    assert start().save(cache.handles(), artifact()) is None
+    refused(start().load(cache.handles(model=model, data=data)), MissReason.WRONG_FILES)
+
+
+EACH_HANDLE = [("model", 0), ("model", 1), ("data", 0), ("data", 1)]
+
+
+def with_handle(cache: Cache, kind: str, index: int, flags: int) -> CacheHandles:
+    fds = {("model", 0): 0, ("model", 1): 0, ("data", 0): 0, ("data", 1): 0}
+    for one in fds:
+        fds[one] = cache.open(*one)
+    fds[kind, index] = cache.open(kind, index, flags)
+    return CacheHandles((fds["model", 0], fds["model", 1]), (fds["data", 0], fds["data", 1]), TOKEN)
+
+
+@pytest.mark.parametrize(("kind", "index"), EACH_HANDLE)
+def test_save_to_cache_invalid_access_mode(start: Start, cache: Cache, kind: str, index: int) -> None:
+    handles = with_handle(cache, kind, index, os.O_RDONLY)
+    refused(start().save(handles, artifact()), MissReason.BAD_HANDLE)
+    refused(start().load(handles), MissReason.BAD_HANDLE)
+
+
+@pytest.mark.parametrize(("kind", "index"), EACH_HANDLE)
+def test_prepare_model_from_cache_invalid_access_mode(start: Start, cache: Cache, kind: str, index: int) -> None:
+    assert start().save(cache.handles(), artifact()) is None
+    refused(start().load(with_handle(cache, kind, index, os.O_WRONLY)), MissReason.BAD_HANDLE)
+
+
+@pytest.mark.parametrize("bad", ["closed", "negative", "pipe", "directory", "memfd twice"])
+def test_a_handle_that_is_no_file_of_its_own_is_refused(start: Start, cache: Cache, tmp_path: Path, bad: str) -> None:
+    good = cache.handles()
+    ends: tuple[int, ...] = ()
+    if bad == "pipe":
+        ends = os.pipe()
+        wrong = ends[0]
+    elif bad == "directory":
+        ends = (os.open(tmp_path, os.O_RDONLY),)
+        wrong = ends[0]
+    else:
+        wrong = {"closed": 10**6, "negative": -1, "memfd twice": good.model[1]}[bad]
+    handles = CacheHandles((wrong, good.model[1]), good.data, TOKEN)
+    refused(start().save(handles, artifact()), MissReason.BAD_HANDLE)
+    refused(start().load(handles), MissReason.BAD_HANDLE)
+    for fd in ends:
+        os.close(fd)
+
+
+class Copier(threading.Thread):
+    """Copies one artifact's model files over another's, again and again, in small chunks and without truncating."""
+
+    def __init__(self, pairs: list[tuple[Path, Path]]) -> None:
+        super().__init__()
+        self._pairs = pairs
+        self._ended = threading.Event()
+        self.running = threading.Event()
+
+    def run(self) -> None:
+        while not self._ended.is_set():
+            for source, target in self._pairs:
+                content = source.read_bytes()
+                fd = os.open(target, os.O_WRONLY)
+                for at in range(0, len(content), 64):
+                    os.pwrite(fd, content[at : at + 64], at)
+                os.close(fd)
+            self.running.set()
+
+    def __enter__(self) -> Copier:
+        self.start()
+        self.running.wait()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self.join()
+
+
+MUL, ADD = artifact(name=b"MUL"), artifact(name=b"ADD")
+OTHER_TOKEN = b"\x01" + bytes(31)
+
+
+@pytest.fixture
+def mul_files(start: Start, tmp_path: Path) -> Iterator[list[Path]]:
+    """Model files of a MUL chain, saved under another token by the same driver."""
+    (tmp_path / "mul").mkdir()
+    mul = Cache(tmp_path / "mul")
+    assert start().save(mul.handles(OTHER_TOKEN), MUL) is None
+    yield [mul.path("model", 0), mul.path("model", 1)]
+    mul.close()
+
+
+def test_save_to_cache_toctou(start: Start, cache: Cache, mul_files: list[Path]) -> None:
+    store = start()
+    cache.handles()
+    with Copier([(path, cache.path("model", index)) for index, path in enumerate(mul_files)]):
+        for _ in range(100):
+            store.save(cache.handles(), ADD)
+            result = store.load(cache.handles())
+            if isinstance(result, Artifact):
+                same(result, ADD)
+            cache.close()
+
+
+def test_prepare_from_cache_toctou(start: Start, cache: Cache, mul_files: list[Path]) -> None:
+    store = start()
+    taken = 0
+    for _ in range(100):
+        assert store.save(cache.handles(), ADD) is None
+        with Copier([(path, cache.path("model", index)) for index, path in enumerate(mul_files)]):
+            result = store.load(cache.handles())
+        if isinstance(result, Artifact):
+            taken += 1
+            same(result, ADD)
+        cache.close()
+
+
+def test_what_was_verified_does_not_change_with_the_file(start: Start, cache: Cache) -> None:
+    store = start()
+    assert store.save(cache.handles(), artifact()) is None
+    result = store.load(cache.handles())
+    for path in cache.directory.iterdir():
+        path.write_bytes(b"")
+    same(result, artifact())
+    assert isinstance(result, Artifact)
+    assert all(memoryview(buffer).readonly for buffer in (*result.model, *result.data))
+
+
+def test_replace_security_sensitive_cache(start: Start, cache: Cache, mul_files: list[Path]) -> None:
+    store = start()
+    assert store.save(cache.handles(), ADD) is None
+    for index, path in enumerate(mul_files):
+        shutil.copy(path, cache.path("model", index))
+    refused(store.load(cache.handles()), MissReason.WRONG_BYTES, MissReason.WRONG_LENGTH)
+
+
+def test_the_files_of_an_entry_cannot_change_places(start: Start, cache: Cache) -> None:
+    store = start()
+    swapped = artifact()
+    assert store.save(cache.handles(), Artifact((b"a", b"b"), swapped.data)) is None
+    good = cache.handles()
+    refused(store.load(CacheHandles(good.model[::-1], good.data, TOKEN)), MissReason.WRONG_BYTES)
+
+
+def test_files_of_two_generations_are_not_mixed(start: Start, cache: Cache) -> None:
+    store = start()
+    assert store.save(cache.handles(), Artifact((b"old", b"old"), (b"old", b"old"))) is None
+    assert store.save(cache.handles(), Artifact((b"new", b"new"), (b"new", b"new"))) is None
+    same(store.load(cache.handles()), Artifact((b"new", b"new"), (b"new", b"new")))
+    cache.path("model", 0).write_bytes(b"old")
+    refused(store.load(cache.handles()), MissReason.WRONG_BYTES)
+
+
+SEEDS = [(weights, seed) for weights in (FLOAT32, QUANT8) for seed in range(10)]
+SECURITY = pytest.mark.parametrize(("weights", "seed"), SEEDS, ids=[f"{n}-{s}" for n in ("float32", "quant8") for s in range(10)])
+
+
+def flip_one_bit(content: bytes, dice: random.Random) -> bytes:
+    changed = bytearray(content)
+    changed[dice.randrange(len(changed))] ^= 1 << dice.randrange(8)
+    return bytes(changed)
+
+
+def tampered(start: Start, cache: Cache, weights: bytes, kind: str, change: Callable[[bytes], bytes], reason: MissReason) -> None:
+    store = start()
+    for index in range(2):
+        assert store.save(cache.handles(), artifact(weights)) is None
+        path = cache.path(kind, index)
+        path.write_bytes(change(path.read_bytes()))
+        refused(store.load(cache.handles()), reason)
+        cache.close()
+
+
+@SECURITY
+def test_corrupted_model_cache(start: Start, cache: Cache, weights: bytes, seed: int) -> None:
+    dice = random.Random(seed)
+    tampered(start, cache, weights, "model", lambda content: flip_one_bit(content, dice), MissReason.WRONG_BYTES)
+
+
+@SECURITY
+def test_wrong_length_model_cache(start: Start, cache: Cache, weights: bytes, seed: int) -> None:
+    dice = random.Random(seed)
+    tampered(start, cache, weights, "model", lambda content: content + dice.randbytes(dice.randint(1, 256)), MissReason.WRONG_LENGTH)
+
+
+@SECURITY
+def test_corrupted_data_cache(start: Start, cache: Cache, weights: bytes, seed: int) -> None:
+    """NNAPI allows wrong outputs here; aionn refuses."""
+    dice = random.Random(seed)
+    tampered(start, cache, weights, "data", lambda content: flip_one_bit(content, dice), MissReason.WRONG_BYTES)
+
+
+@SECURITY
+def test_wrong_length_data_cache(start: Start, cache: Cache, weights: bytes, seed: int) -> None:
+    dice = random.Random(seed)
+    tampered(start, cache, weights, "data", lambda content: content + dice.randbytes(dice.randint(1, 256)), MissReason.WRONG_LENGTH)
+
+
+@SECURITY
+def test_wrong_token(start: Start, cache: Cache, weights: bytes, seed: int) -> None:
+    store = start()
+    assert store.save(cache.handles(), artifact(weights)) is None
+    refused(store.load(cache.handles(flip_one_bit(TOKEN, random.Random(seed)))), MissReason.NO_INTEGRITY_RECORD)
+
+
+def test_forty_flipped_bits_are_forty_refusals(start: Start, cache: Cache) -> None:
+    store, dice = start(), random.Random(40)
+    assert store.save(cache.handles(), artifact()) is None
+    for _ in range(40):
+        path = cache.path(*dice.choice(EACH_HANDLE))
+        good = path.read_bytes()
+        path.write_bytes(flip_one_bit(good, dice))
+        refused(store.load(cache.handles()), MissReason.WRONG_BYTES)
+        path.write_bytes(good)
+        same(store.load(cache.handles()), artifact())
+        cache.close()
+
+
+def test_a_file_cut_at_any_length_is_refused(start: Start, cache: Cache) -> None:
+    store = start()
+    small = Artifact((b"graph", b"code"), (bytes(40), b"x"))
+    assert store.save(cache.handles(), small) is None
+    for length in range(40):
+        os.truncate(cache.path("data", 0), length)
+        refused(store.load(cache.handles()), MissReason.WRONG_LENGTH)
+        cache.path("data", 0).write_bytes(bytes(40))
+        cache.close()
+    same(store.load(cache.handles()), small)
+
+
+# --- the store itself ------------------------------------------------------------------------------------------------
+
+
+def test_records_survive_a_restart_and_go_with_a_new_version(start: Start, cache: Cache) -> None:
+    old = start("1.0")
+    assert old.save(cache.handles(), artifact()) is None
+    same(start("1.0").load(cache.handles()), artifact())
+    new = start("1.1")
+    refused(new.load(cache.handles()), MissReason.NO_INTEGRITY_RECORD)
+    # A process of the old version that still runs can neither bring its records back nor use the new ones.
+    refused(old.save(cache.handles(), artifact()), MissReason.OTHER_DRIVER_VERSION)
+    refused(old.load(cache.handles()), MissReason.OTHER_DRIVER_VERSION)
+    # And a downgrade starts empty too.
+    refused(start("1.0").load(cache.handles()), MissReason.NO_INTEGRITY_RECORD)
+
+
+def test_devices_do_not_share_records(tmp_path: Path, cache: Cache) -> None:
+    for names in (("a/b", "a_b"), ("../x", "x" * 300)):
+        one, other = (IntegrityStore(name, "1", FILES, state_directory=tmp_path / "state") for name in names)
+        assert one.unavailable is None
+        assert one.save(cache.handles(), artifact()) is None
+        refused(other.load(cache.handles()), MissReason.NO_INTEGRITY_RECORD)
+        same(one.load(cache.handles()), artifact())
+        one.close()
+        other.close()
+
+
+def test_an_interrupted_update_leaves_the_old_entry_valid(start: Start, cache: Cache, tmp_path: Path) -> None:
+    """The new artifact was recorded and written into fresh files, but the app died before it published them."""
+    store = start()
+    assert store.save(cache.handles(), artifact(name=b"old")) is None
+    (tmp_path / "staging").mkdir()
+    fresh = Cache(tmp_path / "staging")
+    assert store.save(fresh.handles(), artifact(name=b"new")) is None
+    same(store.load(cache.handles()), artifact(name=b"old"))
+    same(store.load(fresh.handles()), artifact(name=b"new"))
+    fresh.close()
+
+
+def test_records_are_bounded_and_the_unused_go_first(start: Start, cache: Cache) -> None:
+    store = start(max_tokens=3)
+    tokens = [bytes([n]) * 32 for n in range(4)]
+    for token in tokens[:3]:
+        assert store.save(cache.handles(token), artifact()) is None
+    same(store.load(cache.handles(tokens[0])), artifact())
+    assert store.save(cache.handles(tokens[3]), artifact()) is None
+    refused(store.load(cache.handles(tokens[1])), MissReason.NO_INTEGRITY_RECORD)
+    for token in (tokens[0], tokens[2], tokens[3]):
+        same(store.load(cache.handles(token)), artifact())
+
+
+def test_one_token_keeps_a_bounded_number_of_records(start: Start, cache: Cache, tmp_path: Path) -> None:
+    store = start()
+    for number in range(30):
+        assert store.save(cache.handles(), artifact(name=b"%d" % number)) is None
+    (database,) = (tmp_path / "state").glob("integrity-*.sqlite")
+    connection = sqlite3.connect(database)
+    assert connection.execute("SELECT COUNT(*) FROM records").fetchone() == (16,)
+    connection.close()
+    same(store.load(cache.handles()), artifact(name=b"29"))
+
+
+@pytest.mark.parametrize("wrong", [Artifact((b"a",), (b"c", b"d")), Artifact((b"a", b"b"), ()), Artifact(("text", b"b"), (b"c", b"d"))])
+def test_an_artifact_the_engine_should_not_make_is_a_failed_save(start: Start, cache: Cache, wrong: Artifact) -> None:
+    refused(start().save(cache.handles(), wrong))
+
+
+def test_any_contiguous_buffer_is_an_artifact(start: Start, cache: Cache) -> None:
+    made = Artifact((b"a", bytearray(b"b")), (memoryview(b"c"), np.arange(6, dtype=np.float32).reshape(2, 3)))
+    assert start().save(cache.handles(), made) is None
+    result = start().load(cache.handles())
+    assert isinstance(result, Artifact)
+    assert np.array_equal(np.frombuffer(result.data[1], np.float32), np.arange(6))
+
+
+@pytest.mark.parametrize("size", [(4 << 20) - 1, 4 << 20, (6 << 20) + 1])
+def test_large_files_are_verified_while_they_are_read(start: Start, cache: Cache, size: int) -> None:
+    content = random.Random(size).randbytes(size)
+    assert start().save(cache.handles(), Artifact((content, b"b"), (b"c", b"d"))) is None
+    result = start().load(cache.handles())
+    same(result, Artifact((content, b"b"), (b"c", b"d")))
+    assert isinstance(result, Artifact)
+    # The engine's own: some use a large one in place, but only if it may be written to.
+    assert memoryview(result.model[0]).readonly is (size < 4 << 20)
+    for at in (0, size // 2, size - 1):
+        os.pwrite(cache.open("model", 0), bytes([content[at] ^ 128]), at)
+        refused(start().load(cache.handles()), MissReason.WRONG_BYTES)
+        os.pwrite(cache.open("model", 0), content[at : at + 1], at)
+
+
+def test_an_empty_file_is_a_file(start: Start, cache: Cache) -> None:
+    assert start().save(cache.handles(), Artifact((b"a", b""), (b"", b"d"))) is None
+    same(start().load(cache.handles()), Artifact((b"a", b""), (b"", b"d")))
+
+
+def test_empty_files_that_nobody_saved_are_refused(start: Start, cache: Cache) -> None:
+    refused(start().load(cache.handles()), MissReason.NO_INTEGRITY_RECORD)
+
+
+def test_a_reopened_descriptor_has_its_own_offset_and_lock(cache: Cache) -> None:
+    fd = cache.open("model", 0)
+    os.write(fd, b"abc")
+    own = reopen(fd)
+    assert os.lseek(own, 0, os.SEEK_CUR) == 0
+    assert not os.get_inheritable(own)
+    import fcntl
+
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fcntl.flock(os.dup(fd), fcntl.LOCK_EX | fcntl.LOCK_NB)  # a duplicate is the sender's lock: that is the trap
+    os.close(own)
+
+
+def test_digests_do_not_depend_on_the_number_of_threads() -> None:
+    from blake3 import blake3
+
+    for size in (0, 1, (1 << 20) - 1, 1 << 20, 3_000_001):
+        content = random.Random(size).randbytes(size)
+        assert digest_of(content) == blake3(content, max_threads=1).digest()
+
+
+# --- a state directory that cannot be used ---------------------------------------------------------------------------
+
+
+def unusable(tmp_path: Path, cache: Cache, reason: MissReason | None = None) -> None:
+    store = IntegrityStore("fake", "1.0", FILES, state_directory=tmp_path / "state")
+    assert store.unavailable is not None
+    assert reason is None or store.unavailable.reason is reason
+    refused(store.save(cache.handles(), artifact()), store.unavailable.reason)
+    refused(store.load(cache.handles()), store.unavailable.reason)
+    store.close()
+
+
+def test_a_symlinked_state_directory_is_refused(tmp_path: Path, cache: Cache) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "state").symlink_to(tmp_path / "real")
+    unusable(tmp_path, cache)
+    assert list((tmp_path / "real").iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+def test_a_foreign_state_directory_is_refused(tmp_path: Path, cache: Cache) -> None:
+    (tmp_path / "state").mkdir()
+    os.chown(tmp_path / "state", 12345, 12345)
+    unusable(tmp_path, cache, MissReason.UNSAFE)
+
+
+def test_a_state_directory_open_to_others_is_closed_to_them(tmp_path: Path, start: Start) -> None:
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state").chmod(0o777)
+    assert start().unavailable is None
+    assert (tmp_path / "state").stat().st_mode & 0o777 == 0o700
+    assert all(path.stat().st_mode & 0o077 == 0 for path in (tmp_path / "state").iterdir())
+
+
+def test_a_symlinked_database_is_refused(tmp_path: Path, cache: Cache, start: Start) -> None:
+    start().close()
+    (database,) = (tmp_path / "state").glob("integrity-*.sqlite")
+    database.unlink()
+    (tmp_path / "victim").write_bytes(b"precious")
+    database.symlink_to(tmp_path / "victim")
+    unusable(tmp_path, cache, MissReason.UNSAFE)
+    assert (tmp_path / "victim").read_bytes() == b"precious"
+
+
+def test_a_damaged_database_is_begun_anew(tmp_path: Path, cache: Cache, start: Start) -> None:
+    store = start()
+    assert store.save(cache.handles(), artifact()) is None
+    store.close()
+    (database,) = (tmp_path / "state").glob("integrity-*.sqlite")
+    for damage in (b"", b"no database", database.read_bytes()[:1000], os.urandom(8192)):
+        database.write_bytes(damage)
+        again = start()
+        refused(again.load(cache.handles()), MissReason.NO_INTEGRITY_RECORD)
+        assert again.save(cache.handles(), artifact()) is None
+        same(again.load(cache.handles()), artifact())
+        again.close()
+
+
+def test_a_closed_store_refuses(start: Start, cache: Cache) -> None:
+    store = start()
+    store.close()
+    refused(store.save(cache.handles(), artifact()))
+    refused(store.load(cache.handles()))
+
+
+def test_many_threads_save_and_load_at_once(start: Start, cache: Cache, tmp_path: Path) -> None:
+    store, failures = start(), []
+
+    def work(number: int) -> None:
+        (tmp_path / f"t{number}").mkdir()
+        own = Cache(tmp_path / f"t{number}")
+        for turn in range(10):
+            mine = artifact(name=b"%d-%d" % (number, turn))
+            if store.save(own.handles(bytes([number]) * 32), mine) is not None or store.load(own.handles(bytes([number]) * 32)) != mine:
+                failures.append((number, turn))
+        own.close()
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []

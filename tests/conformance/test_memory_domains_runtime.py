@@ -1,0 +1,68 @@
+"""Rows of NNAPI's runtime MemoryDomainTest and MemoryCopyTest that have a counterpart: through the public face, in driver processes.
+
+Partitions and fallback pools have none: a model runs whole on one device, and memory that a device will not give is an error.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import aionn
+from aionn.testing import FakeDevice, identity_model
+from tests.leaks import leak_check
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_memory_copy_test() -> None:
+    """ashmem -> device 1 -> device 2 -> ashmem: the value arrives."""
+    async with leak_check(), aionn.Runtime() as runtime:
+        model = aionn.Model.from_onnx(identity_model({"x": (1,)}))
+        first = await runtime.compile(model, devices=("reference",))
+        second = await runtime.compile(model, devices=("onnxruntime",))
+        async with (
+            aionn.Memory.allocate(4) as source,
+            aionn.Memory.allocate(4) as target,
+            await first.allocate(inputs=("x",)) as near,
+            await second.allocate(inputs=("x",)) as far,
+        ):
+            source.array(np.float32, 1)[0] = 3.14
+            await near.copy_from(source)
+            await far.copy_from(near)
+            await far.copy_to(target)
+            assert target.array(np.float32, 1)[0] == np.float32(3.14)
+
+
+async def test_single_partition_gives_memory_of_the_device_for_an_input_and_an_output() -> None:
+    async with leak_check(), aionn.Runtime() as runtime:
+        compilation = await runtime.compile(aionn.Model.from_onnx(identity_model({"x": (4,)})), devices=("onnxruntime",))
+        async with await compilation.allocate(inputs=("x",), outputs=("x_out",)) as memory:
+            await memory.copy_from(np.arange(4, dtype=np.float32))
+            assert await compilation.compute({"x": memory}, outputs={"x_out": memory}) == {}
+            np.testing.assert_array_equal(await memory.snapshot(), np.arange(4, dtype=np.float32))
+
+
+async def test_a_device_that_fails_answers_with_an_error_and_never_with_a_fallback() -> None:
+    with FakeDevice() as fake:
+        async with leak_check(), aionn.Runtime() as runtime:
+            compilation = await runtime.compile(aionn.Model.from_onnx(identity_model({"x": (4,)})), devices=(fake.name,))
+            async with await compilation.allocate(outputs=("x_out",)) as memory:
+                fake.fail("no memory domain today")
+                with pytest.raises(aionn.ExecutionError, match="no memory domain today"):
+                    await compilation.compute({"x": np.zeros(4, np.float32)}, outputs={"x_out": memory})
+                fake.behave()
+                with pytest.raises(aionn.ExecutionError, match="not initialized"):
+                    await memory.snapshot()
+
+
+async def test_dynamic_shape_of_a_memory_follows_what_was_written_last() -> None:
+    async with leak_check(), aionn.Runtime() as runtime:
+        compilation = await runtime.compile(aionn.Model.from_onnx(identity_model({"x": ("N",)})), devices=("onnxruntime",))
+        async with await compilation.allocate(outputs=("x_out",)) as memory:
+            shapes = [memory.shape]
+            for extent in (3, 5):
+                await compilation.compute({"x": np.arange(extent, dtype=np.float32)}, outputs={"x_out": memory})
+                shapes.append(memory.shape)
+                np.testing.assert_array_equal(await memory.snapshot(), np.arange(extent, dtype=np.float32))
+            assert shapes == [None, (3,), (5,)]

@@ -1,0 +1,47 @@
+"""What the tests of every room share: the two event loops, and the real files that the carriers bring.
+
+A carrier that is not installed fails the test, with the command that installs it: a skipped test proves nothing.
+`AIONN_REQUIRE_MODELS=` (empty) in the environment lets such tests be skipped on a machine that cannot have them.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("AIONN_REQUIRE_MODELS", "1")
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # the tests' own use of ONNX Runtime leaves no files either
+
+from tests.real_models import carried  # after that line: it may be asked for a file while modules are collected
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(("asyncio", {"use_uvloop": False}), id="asyncio"),
+        pytest.param(("asyncio", {"use_uvloop": True}), id="uvloop"),
+    ]
+)
+def anyio_backend(request: pytest.FixtureRequest) -> Any:
+    """Every async test runs on asyncio's own loop and on uvloop."""
+    return request.param
+
+
+@pytest.fixture
+def silero_path() -> Path:
+    """Static shapes, recurrent state: input f32[1,576], state f32[2,1,128] -> output f32[1,1], stateN f32[2,1,128]."""
+    return carried("silero")
+
+
+@pytest.fixture
+def orientation_path() -> Path:
+    """One open dimension, 6.8 MB of constants: x f32[N,3,224,224] -> f32[N,4]."""
+    return carried("orientation")
+
+
+@pytest.fixture
+def recording_path() -> Path:
+    """44 s of speech, mono, 48 kHz, 16 bits."""
+    return carried("speech")

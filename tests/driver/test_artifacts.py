@@ -1,0 +1,263 @@
+"""What a device stores and gets back, and that storing never fails or holds up a compilation."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import numpy as np
+import pytest
+
+import aionn
+from aionn.driver.artifacts import Artifacts, LentHandles
+from aionn.driver.device import EngineDevice
+from aionn.errors import CallerError, CompilationError
+from aionn.hal import Artifact, CacheFiles, CacheHandles, CompileOptions, Executable, Model, PrepareOptions
+from aionn.testing.fake_engine import FakeEngine
+from aionn.testing.models import scaled_model
+
+pytestmark = pytest.mark.anyio
+TOKEN = bytes(32)
+
+
+@pytest.fixture(autouse=True)
+def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.delenv("AIONN_FAKE_DEVICE", raising=False)
+
+
+@pytest.fixture
+def model() -> aionn.Model:
+    return aionn.Model.from_onnx(scaled_model(np.arange(1000, dtype=np.float32)))
+
+
+@pytest.fixture
+def handles(tmp_path: Path) -> Iterator[CacheHandles]:
+    fds = [os.open(tmp_path / name, os.O_RDWR | os.O_CREAT, 0o600) for name in ("model0", "data0")]
+    yield CacheHandles((fds[0],), (fds[1],), TOKEN)
+    for fd in fds:
+        os.close(fd)
+
+
+class Gate:
+    """Lets a test stop an engine's thread at one place and know that it is there."""
+
+    def __init__(self) -> None:
+        self.reached, self._open = threading.Event(), threading.Event()
+
+    def open(self) -> None:
+        self._open.set()
+
+    def pass_through(self) -> None:
+        self.reached.set()
+        assert self._open.wait(30)
+
+
+class ScriptedEngine(FakeEngine):
+    """The fake engine, with an export and a compilation that a test steps through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.exporting: Callable[[], None] = lambda: None
+        self.compiling: Callable[[CompileOptions], None] = lambda options: None
+        self.compiled_with: list[CompileOptions] = []
+        self.given: Artifact | None = None
+
+    def compile(self, model: Model, options: CompileOptions) -> Any:
+        self.compiled_with.append(options)
+        self.compiling(options)
+        return super().compile(model, options)
+
+    def export(self, executable: Executable) -> Artifact | None:
+        self.exporting()
+        return super().export(executable)
+
+    def load(self, artifact: Artifact, options: CompileOptions) -> Any:
+        self.given = artifact
+        return super().load(artifact, options)
+
+
+@pytest.fixture
+async def opened() -> AsyncIterator[tuple[ScriptedEngine, EngineDevice]]:
+    engine = ScriptedEngine()
+    async with anyio.create_task_group() as tasks:
+        device = EngineDevice(engine, tasks)
+        yield engine, device
+        device.close()
+
+
+Opened = tuple[ScriptedEngine, EngineDevice]
+
+
+async def test_an_engine_is_given_exactly_the_bytes_it_exported(opened: Opened, model: aionn.Model, handles: CacheHandles) -> None:
+    engine, device = opened
+    prepared = await device.prepare_model(model, PrepareOptions(), handles)
+    assert prepared.save_outcome == "saved"
+    exported = engine.export(engine.compile(model, CompileOptions()))
+    loaded = await device.prepare_model_from_cache(PrepareOptions(), handles)
+    assert engine.given is not None
+    assert exported is not None
+    assert [bytes(content) for content in (*engine.given.model, *engine.given.data)] == [*exported.model, *exported.data]
+    assert list(loaded.inputs.items()) == list(model.inputs.items())
+    assert list(loaded.outputs.items()) == list(model.outputs.items())
+
+
+async def test_a_device_asks_for_the_files_its_engine_does(model: aionn.Model) -> None:
+    for files in (CacheFiles(32, 32), CacheFiles(0, 1), CacheFiles(0, 0), CacheFiles(33, 0)):
+        engine = FakeEngine()
+        engine.cache_files = files
+        assert Artifacts(engine).files == files
+
+
+async def test_nothing_is_prepared_for_an_export_that_nobody_wants(opened: Opened, model: aionn.Model, handles: CacheHandles) -> None:
+    engine, device = opened
+    await device.prepare_model(model, PrepareOptions())
+    await device.prepare_model(model, PrepareOptions(), handles)
+    assert [options.may_export for options in engine.compiled_with] == [False, True]
+
+
+async def test_a_save_that_is_late_is_reported_and_the_model_is_prepared_all_the_same(
+    opened: Opened, model: aionn.Model, handles: CacheHandles
+) -> None:
+    engine, device = opened
+    gate = Gate()
+    engine.exporting = gate.pass_through
+    deadline_ns = time.monotonic_ns() + 4_000_000_000  # the save is given half of it: a loaded machine compiles in the other half
+    prepared = await device.prepare_model(model, PrepareOptions(deadline_ns=deadline_ns), handles)
+    assert prepared.save_outcome.startswith("too_slow")
+    gate.open()
+
+
+async def test_an_abandoned_save_never_writes_into_a_file_that_took_its_descriptors_number(
+    opened: Opened, model: aionn.Model, tmp_path: Path
+) -> None:
+    engine, device = opened
+    gate = Gate()
+    engine.exporting = gate.pass_through
+    fds = [os.open(tmp_path / name, os.O_RDWR | os.O_CREAT, 0o600) for name in ("model0", "data0")]
+    with anyio.CancelScope() as scope:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(device.prepare_model, model, PrepareOptions(), CacheHandles((fds[0],), (fds[1],), TOKEN))
+            await anyio.to_thread.run_sync(gate.reached.wait)
+            scope.cancel()
+    # The client closes its descriptors, and the numbers come to stand for other files of its own.
+    for index, fd in enumerate(fds):
+        other = os.open(tmp_path / f"other{index}", os.O_RDWR | os.O_CREAT, 0o600)
+        os.write(other, b"precious")
+        os.dup2(other, fd)
+        os.close(other)
+    gate.open()
+    await anyio.to_thread.run_sync(lambda: wait_until(lambda: (tmp_path / "data0").stat().st_size > 0))
+    for fd in fds:
+        assert os.pread(fd, 100, 0) == b"precious"
+        os.close(fd)
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    """Wait, in a thread, for what another thread does to a file."""
+    give_up_at = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < give_up_at
+        time.sleep(0.002)
+
+
+def test_lent_handles_are_closed_once_whoever_is_first() -> None:
+    def open_now() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    fd = os.memfd_create("lent")
+    before = open_now()
+    lent = LentHandles(CacheHandles((fd,), (), TOKEN))
+    assert open_now() == before + 1
+    assert lent.during(lambda handles: handles.model[0]) != fd
+    lent.give_up()
+    assert open_now() == before
+    lent = LentHandles(CacheHandles((fd, -1, 10**6), (), TOKEN))
+    lent.give_up()
+    lent.give_up()
+    with pytest.raises(CallerError, match="given up"):
+        lent.during(lambda handles: None)
+    assert open_now() == before
+    os.close(fd)
+
+
+async def test_an_engine_that_compiles_only_without_its_artifact_compiles(
+    opened: Opened, model: aionn.Model, handles: CacheHandles
+) -> None:
+    engine, device = opened
+
+    def full(options: CompileOptions) -> None:
+        if options.may_export:
+            raise OSError(28, "No space left on device")
+
+    engine.compiling = full
+    prepared = await device.prepare_model(model, PrepareOptions(), handles)
+    assert prepared.save_outcome.startswith("io_error")
+    assert "No space left" in prepared.save_outcome
+    with pytest.raises(CompilationError):
+        await device.prepare_model_from_cache(PrepareOptions(), handles)
+
+
+async def test_a_model_that_cannot_be_compiled_is_told_once(opened: Opened, model: aionn.Model, handles: CacheHandles) -> None:
+    engine, device = opened
+
+    def bad(options: CompileOptions) -> None:
+        raise CompilationError("node x is bad", node="x")
+
+    engine.compiling = bad
+    with pytest.raises(CompilationError, match="node x"):
+        await device.prepare_model(model, PrepareOptions(), handles)
+    assert len(engine.compiled_with) == 1
+
+
+@pytest.mark.parametrize("wrong", [None, "text", 7], ids=str)
+async def test_an_export_of_no_bytes_fails_the_save_alone(
+    opened: Opened, model: aionn.Model, handles: CacheHandles, wrong: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, device = opened
+    monkeypatch.setattr(engine, "export", lambda executable: Artifact((wrong,), (b"",)))
+    prepared = await device.prepare_model(model, PrepareOptions(), handles)
+    assert prepared.save_outcome.startswith("io_error")
+
+
+async def test_an_export_that_raises_fails_the_save_alone(opened: Opened, model: aionn.Model, handles: CacheHandles) -> None:
+    engine, device = opened
+
+    def broken() -> None:
+        raise RuntimeError("told to fail")
+
+    engine.exporting = broken
+    prepared = await device.prepare_model(model, PrepareOptions(), handles)
+    assert prepared.save_outcome == "io_error: the engine's export failed: RuntimeError: told to fail"
+
+
+async def test_onnxruntime_on_a_full_temporary_directory_compiles_and_stores_nothing(
+    orientation_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handles: CacheHandles
+) -> None:
+    """It writes its artifact while it compiles, 6.8 MB of it here."""
+    small = tmp_path / "small"
+    small.mkdir()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mount(b"tmpfs", bytes(small), b"tmpfs", 0, b"size=1m,mode=0700") != 0:
+        pytest.skip(f"a tmpfs cannot be mounted here: {os.strerror(ctypes.get_errno())}")
+    try:
+        from aionn.engines.onnxruntime import OnnxRuntimeEngine
+
+        monkeypatch.setattr("tempfile.tempdir", str(small))
+        model = aionn.Model.from_onnx(orientation_path)
+        async with anyio.create_task_group() as tasks:
+            device = EngineDevice(OnnxRuntimeEngine(), tasks)
+            prepared = await device.prepare_model(model, PrepareOptions(), handles)
+            assert prepared.save_outcome.startswith("io_error")
+            assert list(small.iterdir()) == []
+            await prepared.aclose()
+            device.close()
+    finally:
+        libc.umount2(bytes(small), 2)

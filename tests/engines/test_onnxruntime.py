@@ -1,0 +1,212 @@
+"""What is particular to ONNX Runtime: constants in place, cancelling, artifacts, threads, denormals."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from aionn.engines import onnxruntime as engine_module
+from aionn.engines.onnxruntime import OnnxRuntimeEngine
+from aionn.errors import CompilationError
+from aionn.graph import gather_tables
+from aionn.hal import CancelFlag, CompileOptions, ExecutionPreference
+from aionn.runtime.model import Model
+from tests.engines.onnx_graphs import identity, matmul, model_of, value
+from tests.real_models import carried, some_input
+
+IN_PLACE = """if True:
+    import sys
+    import numpy as np
+    from aionn.engines.onnxruntime import OnnxRuntimeEngine
+    from aionn.hal import CompileOptions
+    from aionn.runtime.model import Model
+
+    def private_bytes():
+        with open("/proc/self/smaps_rollup") as lines:
+            sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith("kB\\n")}
+        return sizes["Anonymous"]
+
+    engine = OnnxRuntimeEngine()
+    small = Model.from_onnx(sys.argv[1])
+    engine.compile(small, CompileOptions(may_export=False)).run({"rows": np.array([0])}, {}, False)
+    model = Model.from_onnx(sys.argv[2])
+    before = private_bytes()
+    executable = engine.compile(model, CompileOptions(may_export=False))
+    row = executable.run({"rows": np.array([7])}, {}, False).outputs["y"]
+    assert (row == 7).all()
+    print(private_bytes() - before)
+"""
+
+
+def table(rows: int) -> onnx.ModelProto:
+    """y = row of a table whose row r is full of r: a constant that ORT has no reason to lay out otherwise."""
+    content = np.repeat(np.arange(rows, dtype=np.float32)[:, None], 256, axis=1)
+    node = helper.make_node("Gather", ["table", "rows"], ["y"])
+    return model_of([node], [value("rows", [1], TensorProto.INT64)], [value("y", [1, 256])], {"table": content})
+
+
+def test_constants_are_used_where_they_lie(tmp_path: Path) -> None:
+    """64 MB of constants and hardly any private memory for them."""
+    paths = [tmp_path / "small.onnx", tmp_path / "large.onnx"]
+    for path, rows in zip(paths, (8, 65536), strict=True):
+        path.write_bytes(table(rows).SerializeToString())
+    grown = int(subprocess.run([sys.executable, "-c", IN_PLACE, *paths], capture_output=True, text=True, check=True).stdout)
+    assert grown < 8 * 1024 * 1024
+
+
+def test_a_large_constant_that_onnx_runtime_transposes_is_used_transposed() -> None:
+    """ORT pushes the transposes through the Add and transposes the constant, under its old name: in place it would be wrong."""
+    constant = np.random.default_rng(0).standard_normal((1, 64, 64, 64)).astype(np.float32)
+    assert constant.nbytes >= engine_module.TABLE_BYTES
+    nodes = [
+        helper.make_node("Transpose", ["x"], ["a"], perm=[0, 2, 3, 1]),
+        helper.make_node("Add", ["a", "constant"], ["b"]),
+        helper.make_node("Transpose", ["b"], ["y"], perm=[0, 3, 1, 2]),
+    ]
+    shape = [1, 64, 64, 64]
+    model = Model.from_onnx(model_of(nodes, [value("x", shape)], [value("y", shape)], {"constant": constant}).SerializeToString())
+    engine = OnnxRuntimeEngine()
+    compiled = engine.compile(model, CompileOptions())
+    artifact = engine.export(compiled)
+    assert artifact is not None
+    x = np.ones(shape, np.float32)
+    for executable in (compiled, engine.load(artifact, CompileOptions())):
+        np.testing.assert_array_equal(executable.run({"x": x}, {}, False).outputs["y"], constant.transpose(0, 3, 1, 2) + 1)
+
+
+def test_a_table_is_a_constant_that_gather_alone_reads_as_its_table() -> None:
+    def tables(*others: onnx.NodeProto) -> list[str]:
+        model = table(8)
+        model.graph.node.extend(others)
+        return gather_tables(Model.from_onnx(model.SerializeToString()).graph, 1024)
+
+    assert tables() == ["table"]
+    assert tables(helper.make_node("Gather", ["table", "rows"], ["again"])) == ["table"]
+    assert tables(helper.make_node("Add", ["table", "table"], ["sum"])) == []
+    assert tables(helper.make_node("GatherND", ["table", "rows"], ["other"])) == []
+
+
+def test_nothing_is_left_on_disk_and_an_artifact_is_handed_out_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    engine = OnnxRuntimeEngine()
+    executable = engine.compile(Model.from_onnx(matmul().SerializeToString()), CompileOptions())
+    assert list(tmp_path.iterdir()) == []
+    assert engine.export(executable) is not None
+    assert engine.export(executable) is None
+
+
+def test_an_export_that_was_ruled_out_is_declined() -> None:
+    engine = OnnxRuntimeEngine()
+    model = Model.from_onnx(matmul().SerializeToString())
+    assert engine.export(engine.compile(model, CompileOptions(may_export=False))) is None
+
+
+def test_a_flag_that_is_set_after_the_engine_looked_still_stops_onnx_runtime() -> None:
+    """Set at the moment the engine hands it on: only ORT's own flag can end the compilation then."""
+    engine = OnnxRuntimeEngine()
+    handed_on = threading.Event()
+
+    class SetWhenHandedOn(CancelFlag):
+        def when_set(self, callback: Callable[[], None]) -> None:
+            super().when_set(callback)
+            handed_on.set()
+            self.set()
+
+    with pytest.raises(CompilationError) as caught:
+        engine.compile(Model.from_onnx(carried("orientation")), CompileOptions(cancelled=SetWhenHandedOn()))
+    assert handed_on.is_set()
+    assert caught.value.reason == "cancelled"
+
+
+def test_a_kernel_that_is_missing_for_a_type_names_the_node() -> None:
+    model = identity(TensorProto.INT16)
+    model.graph.node[0].op_type = "Relu"
+    model.graph.node[0].ClearField("name")
+    with pytest.raises(CompilationError) as caught:
+        OnnxRuntimeEngine().compile(Model.from_onnx(model.SerializeToString()), CompileOptions())
+    assert caught.value.node == "Relu_0"
+    assert caught.value.reason.startswith("Could not find an implementation for Relu")
+
+
+def test_a_reason_is_words_and_not_a_place_in_onnx_runtimes_sources() -> None:
+    model = matmul()
+    model.ir_version = 1000
+    with pytest.raises(CompilationError) as caught:
+        OnnxRuntimeEngine().compile(Model.from_onnx(model.SerializeToString()), CompileOptions())
+    assert caught.value.reason.startswith("Unsupported model IR version: 1000")
+
+
+@pytest.mark.parametrize(
+    ("options", "shapes", "weights", "threads"),
+    [
+        (CompileOptions(threads=3), [(1, 576)], 300_000, 3),
+        (CompileOptions(preference=ExecutionPreference.LOW_POWER), [(0, 3, 224, 224)], 2_000_000, 1),
+        (CompileOptions(), [(1, 576), (2, 1, 128)], 300_000, 1),
+        (CompileOptions(), [(0, 576)], 300_000, 1),
+        (CompileOptions(), [(0, 3, 0, 0)], 10, 8),
+        (CompileOptions(), [None], 10, 8),
+        (CompileOptions(), [(0, 3, 224, 224)], 1_700_000, 8),
+    ],
+)
+def test_tiny_models_get_one_thread_and_others_what_the_process_may_use(
+    monkeypatch: pytest.MonkeyPatch, options: CompileOptions, shapes: list[tuple[int, ...] | None], weights: int, threads: int
+) -> None:
+    monkeypatch.setattr(engine_module, "usable_cpus", lambda: 8)
+    assert engine_module._threads(options, shapes, weights) == threads
+
+
+def test_an_optional_input_that_is_left_out_is_not_taken_from_the_run_before() -> None:
+    """`sr` given, then missing: ORT must complain, not go on with what was bound."""
+    model = Model.from_onnx(carried("silero_branching"))
+    executable = OnnxRuntimeEngine().compile(model, CompileOptions(may_export=False))
+    inputs = {
+        "input": some_input(model.inputs["input"], 1, 576),
+        "state": some_input(model.inputs["state"]),
+        "sr": np.array(16000, np.int64),
+    }
+    first = executable.run(inputs, {}, False).outputs["output"]
+    with pytest.raises(Exception, match="sr"):
+        executable.run({name: inputs[name] for name in ("input", "state")}, {}, False)
+    np.testing.assert_array_equal(executable.run(inputs, {}, False).outputs["output"], first)
+
+
+def test_only_the_run_itself_flushes_denormals_in_whatever_thread() -> None:
+    """1e-39 * 0.5 is a denormal: zero in the model, not zero in the caller's own thread before and after."""
+    node = helper.make_node("Mul", ["x", "half"], ["y"])
+    model = model_of([node], [value("x", [4])], [value("y", [4])], {"half": np.array(0.5, np.float32)})
+    seen: list[bool] = []
+
+    def denormals_live() -> bool:
+        return bool((np.array([1e-39], np.float32) * np.float32(0.5))[0] != 0)
+
+    def compute() -> None:
+        seen.append(denormals_live())
+        executable = OnnxRuntimeEngine().compile(Model.from_onnx(model.SerializeToString()), CompileOptions())
+        seen.append(denormals_live())
+        y = executable.run({"x": np.full(4, 1e-39, np.float32)}, {}, False).outputs["y"]
+        seen.append(bool(y.view(np.uint32).any()))
+        seen.append(denormals_live())
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    thread.join()
+    compute()
+    assert seen == [True, True, False, True] * 2
+
+
+def test_a_driver_writes_nothing_into_the_users_cache(tmp_path: Path) -> None:
+    """ONNX Runtime's import makes a device id and an event database there unless it is told not to."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("ORT_DISABLE_TELEMETRY", "XDG_CACHE_HOME")}
+    code = "from aionn.engines.onnxruntime import OnnxRuntimeEngine; OnnxRuntimeEngine()"
+    subprocess.run([sys.executable, "-c", code], env={**environment, "HOME": str(tmp_path)}, check=True, timeout=60)
+    assert list(tmp_path.rglob("*")) == []

@@ -1,0 +1,82 @@
+"""The wake protocol loses no wake in any interleaving; and the search is able to find the hangs that were met or feared."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.fmq.wake_model import FutexProtocol, Protocol, search, search_futex
+
+RING = Path(__file__).parents[2] / "aionn" / "fmq" / "ring.h"
+
+SIZES = [Protocol(messages=m, waiters=w, inline=i) for m in range(1, 6) for w in range(1, 4) for i in range(3) if m >= w + i]
+
+
+@pytest.mark.parametrize("protocol", SIZES, ids=lambda p: f"{p.messages}-messages-{p.waiters}-waiters-{p.inline}-inline")
+def test_the_shipped_protocol_never_sleeps_through_a_commit(protocol: Protocol) -> None:
+    way, states = search(protocol)
+    assert way is None
+    assert states > 20 * protocol.messages  # it did search
+
+
+@pytest.mark.parametrize(
+    ("fault", "protocol"),
+    [
+        ("no fence at all", Protocol(waker_fence=False, sleeper_fence=False)),
+        ("no fence in the waker", Protocol(waker_fence=False)),
+        ("no fence in the sleeper", Protocol(sleeper_fence=False)),
+        ("a stale wake sleeps again without arming", Protocol(rearms=False)),
+        ("an inline completion leaves the others unarmed", Protocol(settles=False)),
+    ],
+)
+def test_the_search_finds_the_hang_when_the_fault_is_put_back(fault: str, protocol: Protocol) -> None:
+    way, _ = search(protocol)
+    assert way is not None, fault
+    repaired = replace(protocol, waker_fence=True, sleeper_fence=True, rearms=True, settles=True)
+    assert search(repaired)[0] is None
+
+
+def test_a_fence_on_one_side_is_missed_with_one_message_and_one_waiter_alone() -> None:
+    smallest = Protocol(messages=1, waiters=1, inline=0)
+    assert search(smallest)[0] is None
+    assert search(replace(smallest, waker_fence=False))[0] is not None
+    assert search(replace(smallest, sleeper_fence=False))[0] is not None
+
+
+@pytest.mark.parametrize("messages", range(1, 6))
+def test_no_thread_sleeps_through_a_commit_on_the_event_flag_word(messages: int) -> None:
+    way, states = search_futex(FutexProtocol(messages))
+    assert way is None
+    assert states > 20 * messages
+
+
+@pytest.mark.parametrize("fault", ["waker_fence", "tells_first", "compares"])
+def test_the_search_finds_the_sleeping_thread_when_the_fault_is_put_back(fault: str) -> None:
+    assert search_futex(replace(FutexProtocol(messages=1), **{fault: False}))[0] is not None
+
+
+def body_of(function: str) -> str:
+    found = re.search(rf"static inline [\w ]+ {function}\(.*?\n}}\n", RING.read_text(), re.DOTALL)
+    assert found is not None
+    return re.sub(r"/\*.*?\*/", "", found.group(), flags=re.DOTALL)
+
+
+def in_order(text: str, *parts: str) -> bool:
+    at = 0
+    for part in parts:
+        at = text.find(part, at)
+        if at < 0:
+            return False
+    return True
+
+
+def test_ring_h_takes_the_steps_of_the_model_in_their_order() -> None:
+    fence = "atomic_thread_fence(memory_order_seq_cst)"
+    assert in_order(body_of("ring_commit_write"), "atomic_store_explicit(r->written", "ring_progress(r, RING_NOT_EMPTY)")
+    assert in_order(body_of("ring_commit_read"), "atomic_store_explicit(r->read", "ring_progress(r, RING_NOT_FULL)")
+    assert in_order(body_of("ring_progress"), fence, "ring_wake_armed", "ring_wake_armed")
+    assert in_order(body_of("ring_wake_armed"), "atomic_load_explicit(armed", "atomic_exchange(armed, 0)", "ring_signal(fd)")
+    assert in_order(body_of("ring_arm"), "atomic_store_explicit(armed", fence, "ring_available", "return true", "atomic_exchange(armed, 0)")

@@ -1,0 +1,376 @@
+"""Packets, control frames, the socket they come through, and requests for memory."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import os
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from math import prod
+
+from aionn.burst.packets import (
+    DATUM_BYTES,
+    PacketError,
+    PoolReference,
+    RequestPacket,
+    ResultPacket,
+    decode_request,
+    decode_result,
+    encode_request,
+    encode_result,
+    is_framed_request,
+    is_framed_result,
+    read_identity,
+    read_result_identity,
+    split_requests,
+    split_results,
+)
+from aionn.errors import AionnError, CompilationError
+from aionn.hal.model import Constant, Operation
+from aionn.hal.types import (
+    BufferDesc,
+    BufferRole,
+    CacheFiles,
+    DataLocation,
+    DeviceType,
+    ErrorStatus,
+    ExecutionPreference,
+    GrantorDescriptor,
+    MemoryDescription,
+    MemoryKind,
+    MQFlavor,
+    Operand,
+    OperandType,
+    OutputShape,
+    Priority,
+    Request,
+    RequestArgument,
+    Result,
+    Timing,
+)
+from aionn.memory.requests import check_request
+from aionn.remote import control
+from aionn.remote.channel import Channel, Descriptors
+from aionn.remote.control import HEADER, ControlError, Message
+from tests.fuzz.choices import Choices
+
+# ---- packets ----------------------------------------------------------------------------------------------------------
+
+
+def request_seeds() -> list[bytes]:
+    argument = RequestArgument(DataLocation(0, 64, 256), (1, 16))
+    omitted = RequestArgument(DataLocation(0, 0, 0), (), has_no_value=True)
+    requests = [
+        RequestPacket(Request((argument,), (argument,)), (PoolReference(0),), True),
+        RequestPacket(Request((argument, omitted), (argument,)), (PoolReference(0), PoolReference(-1, 7)), False, 3, 10**12),
+        RequestPacket(Request((), ()), (), False, 2**64 - 1),
+    ]
+    encoded = [encode_request(packet) for packet in requests]
+    return [*encoded, encoded[1] + encoded[2], encoded[2] + encoded[1] + encoded[0]]
+
+
+def requests(data: bytes) -> None:
+    """Cut and decoded, as a server does it; what is decoded means the same once more."""
+    pieces = split_requests(data[: len(data) - len(data) % DATUM_BYTES])
+    assert b"".join(pieces) == data[: len(data) - len(data) % DATUM_BYTES]
+    for piece in (data, *pieces):
+        try:
+            packet = decode_request(piece)
+        except PacketError:
+            continue
+        assert is_framed_request(piece) == (packet.identity is not None)
+        if packet.identity is not None:
+            assert read_identity(piece) == (packet.identity, packet.deadline_ns)
+        if all(pool.slot >= 0 or pool.token for pool in packet.pools):  # others can be received, never sent
+            assert decode_request(encode_request(packet)) == packet
+
+
+def result_seeds() -> list[bytes]:
+    shapes = (OutputShape((1, 16)), OutputShape((), False))
+    results = [
+        ResultPacket(Result(ErrorStatus.NONE, shapes, Timing(3, 5))),
+        ResultPacket(Result(ErrorStatus.OUTPUT_INSUFFICIENT_SIZE, shapes), 7, 1000),
+        ResultPacket(Result(ErrorStatus.GENERAL_FAILURE, message="an engine's own words, longer than one datum"), 8, 1),
+    ]
+    encoded = [encode_result(packet) for packet in results]
+    return [*encoded, encoded[1] + encoded[2]]
+
+
+def results(data: bytes) -> None:
+    """Cut and decoded, as a client does it."""
+    pieces = split_results(data[: len(data) - len(data) % DATUM_BYTES])
+    assert b"".join(pieces) == data[: len(data) - len(data) % DATUM_BYTES]
+    for piece in (data, *pieces):
+        try:
+            packet = decode_result(piece)
+        except PacketError:
+            continue
+        assert is_framed_result(piece) == (packet.identity is not None)
+        if packet.identity is not None:
+            assert read_result_identity(piece) == (packet.identity, packet.service_ns)
+        again = decode_result(encode_result(packet))
+        # A message of stray bytes grows when it is made readable, and a failed execution's times are dropped.
+        assert (again.result.status, again.result.output_shapes, again.identity) == (
+            packet.result.status,
+            packet.result.output_shapes,
+            packet.identity,
+        )
+
+
+# ---- control frames -----------------------------------------------------------------------------------------------------
+
+
+def messages() -> list[tuple[Message, int]]:
+    """One of nearly every kind, and how many descriptors travel with it."""
+    operand = Operand(OperandType.FLOAT32, (0, 16), ("N", None))
+    memory = MemoryDescription(MemoryKind.ASHMEM, 4096)
+    constant = Constant("c", operand, DataLocation(0, 0, 64))
+    border = (("x", operand),), (("y", operand),)
+    model = control.ModelMessage(b"graph", *border, (Operation("a", "Add", ""),), (constant,), (memory,), bytes(32))
+    options = control.OptionsMessage(ExecutionPreference.FAST_SINGLE_ANSWER, Priority.MEDIUM, None, 1)
+    queue = control.MQMessage((GrantorDescriptor(0, 0, 8), GrantorDescriptor(0, 64, 8)), 24, MQFlavor.SYNCHRONIZED, 3)
+    argument = RequestArgument(DataLocation(0, 0, 64), (1, 16))
+    pools = (control.PoolMessage(memory), control.PoolMessage(None, 3))
+    bodies: list[tuple[control.CallBody, int]] = [
+        (control.GetSupportedOperations(model), 1),
+        (control.PrepareModel(model, options, control.CacheMessage(1, 1, bytes(32))), 3),
+        (control.PrepareModelFromCache(options, control.CacheMessage(1, 0, bytes(32))), 1),
+        (control.Execute(1, Request((argument,), (argument,)), pools, True, 10**15), 1),
+        (control.ConfigureExecutionBurst(1, queue, queue), 6),
+        (control.FreeMemory(1, 2), 0),
+        (control.Allocate(BufferDesc((1, 2)), (1,), (BufferRole(0, 0, 0.5),), ()), 0),
+        (control.CopyFrom(1, memory, (1, 2)), 1),
+        (control.GetMemories(1, (0, 1, 2)), 0),
+    ]
+    replies: list[control.ReplyBody] = [
+        control.Flags((True, False)),
+        control.Prepared(1, (("x", operand),), (("y", operand),), "declined"),
+        control.Executed(Result(ErrorStatus.NONE, (OutputShape((1,)),), Timing(1, 2), "")),
+        control.failure_of(CompilationError("no", node="a", reason="b")),
+        control.Done(),
+    ]
+    return [
+        *((control.Call(number, body), fds) for number, (body, fds) in enumerate(bodies)),
+        *((control.Reply(number, body), 0) for number, body in enumerate(replies)),
+        (control.Reply(1, control.Memories((memory, memory))), 2),
+        (control.Cancel(3), 0),
+        (control.Ready(control.PROTOCOL, "fake", "1", DeviceType.CPU, CacheFiles(1, 1)), 0),
+        (control.Refused(control.Failure("CallerError", "no")), 0),
+    ]
+
+
+def frame_seeds() -> list[bytes]:
+    return [control.encode(message, fds) for message, fds in messages()]
+
+
+def frames(data: bytes) -> None:
+    """A header and a body; what is decoded can be sent on, and means the same."""
+    with suppress(ControlError):
+        length, descriptors = control.decode_header(data[: HEADER.size].ljust(HEADER.size, b"\0"))
+        assert 0 <= length <= control.MAX_BODY_BYTES
+        assert 0 <= descriptors <= control.MAX_DESCRIPTORS
+    try:
+        message = control.decode(data[HEADER.size :])
+    except ControlError:
+        return
+    sent = control.encode(message, 0)
+    assert control.encode(control.decode(sent[HEADER.size :]), 0) == sent
+    if isinstance(message, control.Reply) and isinstance(message.body, control.Failure):
+        assert isinstance(control.error_of(message.body), AionnError)
+
+
+def channel_seeds() -> list[bytes]:
+    """Pieces: a header byte (descriptors in the high half, 0: the end), a length u16, the bytes."""
+    seeds = []
+    for message, fds in messages():
+        frame = control.encode(message, fds)
+        halves = frame[: len(frame) // 2], frame[len(frame) // 2 :]
+        seeds.append(_piece(frame, fds))
+        seeds.append(_piece(halves[0], fds) + _piece(halves[1], 0) + _piece(frame, fds))
+    return seeds
+
+
+def _piece(content: bytes, fds: int) -> bytes:
+    return bytes([(fds << 4 | 1) & 0xFF]) + len(content).to_bytes(2, "little") + content
+
+
+_loops: list[asyncio.AbstractEventLoop] = []
+
+
+def fuzz_loop() -> asyncio.AbstractEventLoop:
+    """One loop for all inputs of this process: making one takes longer than most inputs."""
+    if not _loops:
+        _loops.append(asyncio.new_event_loop())
+    return _loops[0]
+
+
+def let_go_of_loop() -> None:
+    while _loops:
+        _loops.pop().close()
+
+
+def channel(data: bytes) -> None:
+    """Pieces through a real socket pair, some with descriptors: a message or the end comes of it, and no descriptor stays open."""
+    fuzz_loop().run_until_complete(_channel(Choices(data)))
+
+
+async def _channel(choices: Choices) -> None:
+    ends: list[Exception | None] = []
+    held: list[Descriptors] = []
+    before = len(os.listdir("/proc/self/fd"))
+
+    def on_message(message: Message, descriptors: Descriptors) -> None:
+        assert not ends, "a message after the end"
+        if len(descriptors) > 1:
+            os.close(descriptors.take())
+        held.append(descriptors)
+
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    theirs.setblocking(False)
+    receiving = Channel(ours, on_message, ends.append)
+    null = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        for _ in range(64):
+            kind = choices.byte()
+            if not kind or not choices.left:
+                break
+            content = choices.piece(int.from_bytes(choices.piece(2), "little"))
+            fds = [null] * (kind >> 4)
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+            if content:
+                with suppress(OSError):  # our end has ended, or the socket is full
+                    theirs.sendmsg([content], rights, socket.MSG_NOSIGNAL)
+            receiving.drain()
+        theirs.close()
+        receiving.drain()
+        assert len(ends) == 1, f"{len(ends)} ends"
+        assert ends[0] is None or isinstance(ends[0], ControlError), repr(ends[0])
+        assert receiving.closed
+    finally:
+        theirs.close()
+        receiving.close()
+        for descriptors in held:
+            descriptors.close()
+        os.close(null)
+    assert len(os.listdir("/proc/self/fd")) == before, "a descriptor stays open"
+
+
+# ---- requests for memory --------------------------------------------------------------------------------------------------
+
+_TYPES = (OperandType.UINT8, OperandType.FLOAT16, OperandType.FLOAT32, OperandType.INT64)
+
+
+def memory_seeds() -> list[bytes]:
+    return [bytes(64), bytes(range(256)), bytes([1, 1, 0, 2, 1, 2, 2, 1, 1, 64, 64, 0, 0, 0, 4, 0, 1, 1, 1, 0, 16, 0, 4])]
+
+
+def memory_requests(data: bytes) -> None:
+    """The verdict is that of the rules read one by one, each byte counted where there are few."""
+    choices = Choices(data)
+    sizes = [choices.of((0, 1, 8, 24, 64, 2**63, choices.byte())) for _ in range(choices.below(4))]
+    sides: list[list[tuple[str, Operand]]] = []
+    arguments: list[tuple[RequestArgument, ...]] = []
+    for word in ("i", "o"):
+        operands = []
+        for index in range(choices.below(4)):
+            rank = choices.below(5)
+            dimensions = None if rank == 4 else tuple(choices.below(4) for _ in range(rank))
+            operands.append((f"{word}{index}", Operand(choices.of(_TYPES), dimensions)))
+        sides.append(operands)
+        wrong_count = choices.byte() == 255
+        arguments.append(tuple(_argument(choices, operand) for _, operand in operands)[: -1 if wrong_count else None])
+    open_outputs = choices.byte() < 128
+    request = Request(*arguments)
+    said = check_request(sides[0], sides[1], request, sizes, open_outputs=open_outputs)
+    right = _fits(sides[0], sides[1], request, sizes, open_outputs)
+    assert (said is None) == right, f"{said!r} of {request} with {sides}, pools {sizes}, open_outputs={open_outputs}"
+
+
+def _argument(choices: Choices, operand: Operand) -> RequestArgument:
+    """Right more often than not, or nothing past the first rule would be tried."""
+    dimensions = tuple(extent or choices.below(4) for extent in operand.dimensions or ())
+    if choices.byte() < 48:
+        dimensions = tuple(choices.below(5) - 1 for _ in range(choices.below(4)))
+    length = prod(dimensions) * operand.type.element_bytes
+    twist = choices.byte()
+    if twist < 32:
+        length += choices.below(9) - 4
+    elif twist < 48:
+        length = choices.number()
+    offset = choices.below(64) if choices.byte() < 224 else choices.number()
+    place = DataLocation(choices.of((0, 0, 0, 1, 1, 2, -1)), offset, length)
+    no_value = choices.byte() > 240
+    if no_value and choices.byte() < 128:
+        place, dimensions = DataLocation(0, 0, 0), ()
+    return RequestArgument(place, dimensions if choices.byte() < 160 else (), no_value)
+
+
+def _fits(
+    inputs: Sequence[tuple[str, Operand]],
+    outputs: Sequence[tuple[str, Operand]],
+    request: Request,
+    sizes: Sequence[int],
+    open_outputs: bool,
+) -> bool:
+    if (len(inputs), len(outputs)) != (len(request.inputs), len(request.outputs)):
+        return False
+    for is_input, operands, arguments in ((True, inputs, request.inputs), (False, outputs, request.outputs)):
+        for (_, operand), argument in zip(operands, arguments, strict=True):
+            if not _argument_fits(operand, argument, sizes, is_input, open_outputs):
+                return False
+    written = [argument.location for argument in request.outputs]
+    touched = [*written, *(argument.location for argument in request.inputs)]
+    return not any(
+        _share_a_byte(output, other) for index, output in enumerate(written) for number, other in enumerate(touched) if number != index
+    )
+
+
+def _share_a_byte(one: DataLocation, other: DataLocation) -> bool:
+    if one.pool_index != other.pool_index:
+        return False
+    if max(one.length, other.length) < 1024:
+        return bool(set(range(one.offset, one.offset + one.length)) & set(range(other.offset, other.offset + other.length)))
+    return min(one.length, other.length) > 0 and one.offset < other.offset + other.length and other.offset < one.offset + one.length
+
+
+def _argument_fits(operand: Operand, argument: RequestArgument, sizes: Sequence[int], is_input: bool, open_outputs: bool) -> bool:
+    place, given, own = argument.location, argument.dimensions, operand.dimensions
+    if argument.has_no_value:
+        return place == DataLocation(0, 0, 0) and given == ()
+    if place.pool_index not in range(len(sizes)) or min(place.offset, place.length) < 0:
+        return False
+    size = sizes[place.pool_index]
+    if place.offset + place.length > size or any(extent < 0 for extent in given):
+        return False
+    token = size == 0
+    shape: list[int] | None
+    if given and own is not None:
+        if len(given) != len(own):
+            return False
+        shape = []
+        for mine, theirs in zip(own, given, strict=True):
+            if mine and theirs not in ((mine,) if is_input else (mine, 0)):
+                return False
+            shape.append(theirs or mine)
+        if is_input and 0 in given:
+            return False
+    elif given:
+        shape = list(given)
+        if is_input and 0 in given:
+            return False
+    else:
+        shape = None if own is None else list(own)
+        if is_input and shape is not None and 0 in shape and not token:
+            return False
+    known = shape is not None and 0 not in shape
+    if not is_input and not known and not open_outputs:
+        return False
+    if token:
+        return True
+    if is_input:
+        return place.length == prod(shape or ()) * operand.type.element_bytes
+    if known and shape is not None:
+        return place.length >= prod(shape) * operand.type.element_bytes
+    return place.length > 0

@@ -1,0 +1,60 @@
+"""However an app ends, its drivers end with it: Ctrl-C, SIGTERM, SIGKILL, in mid-stream and in mid-compilation."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.leaks import leak_check, wait_for_end
+
+ROOT = Path(__file__).parent.parent.parent
+GONE_WITHIN_S = 2.0
+
+
+def shm_names() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if "aionn" in name}
+
+
+@pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
+@pytest.mark.parametrize("doing", ["stream", "compile"])
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda how: how.name)
+def test_an_app_that_is_ended_leaves_no_driver(silero_path: Path, how: signal.Signals, doing: str, loop: str) -> None:
+    shm_before = shm_names()
+    with leak_check():
+        app = subprocess.Popen(
+            [sys.executable, "-W", "error", "-m", "tests.journeys.streaming_app", str(silero_path), doing, loop],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        assert app.stdout is not None
+        try:
+            assert app.stdout.readline() == b"at work\n"
+            drivers = [child.pid for child in psutil.Process(app.pid).children(recursive=True) if "aionn.driver" in child.cmdline()]
+            assert drivers
+            deadline = time.monotonic() + GONE_WITHIN_S
+            app.send_signal(how)
+            # One deadline for all: the app's own end is not given extra time.
+            assert wait_for_end(app.pid, deadline - time.monotonic()), "the app is still there"
+            for pid in drivers:
+                assert wait_for_end(pid, deadline - time.monotonic()), f"driver {pid} is still there"
+        finally:
+            app.kill()
+            _, complaints = app.communicate()
+        if how is signal.SIGINT:
+            assert app.returncode == -signal.SIGINT
+            # Its own KeyboardInterrupt, and nothing from a driver.
+            assert complaints.endswith(b"KeyboardInterrupt\n")
+            assert b"aionn.driver" not in complaints
+        else:
+            assert app.returncode == -how
+            assert complaints == b""
+    assert shm_names() == shm_before

@@ -1,0 +1,50 @@
+"""A service and the device it offers, in one process, over a socket pair; and one end alone, for a hostile peer."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+
+from aionn.driver import EngineDevice
+from aionn.errors import DriverDiedError
+from aionn.hal.interfaces import Engine
+from aionn.remote.channel import Descriptors
+from aionn.remote.connection import Connection
+from aionn.remote.control import CallBody, Ready, Refused
+from aionn.remote.device import RemoteDevice
+from aionn.remote.service import DeviceService
+from aionn.tasks import Answer, running_loop
+
+
+@asynccontextmanager
+async def remote_device(engine: Engine) -> AsyncIterator[RemoteDevice]:
+    """The engine as a client sees it through the control socket."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    greeted: Answer[RemoteDevice] = Answer(running_loop())
+
+    def on_greeting(greeting: Ready | Refused) -> None:
+        assert isinstance(greeting, Ready)
+        greeted.set(RemoteDevice(connection, greeting))
+
+    async with anyio.create_task_group() as tasks:
+        device = EngineDevice(engine, tasks)
+        service = DeviceService(device, theirs, tasks)
+
+        def on_call(call_id: int, body: CallBody, descriptors: Descriptors) -> None:
+            running_loop().create_task(remote.answer(call_id, body, descriptors))
+
+        connection = Connection(ours, on_call, lambda error: connection.end(error or DriverDiedError("fake", None)), on_greeting)
+        await service.start()
+        remote = await greeted.wait()
+        try:
+            yield remote
+        finally:
+            connection.end(DriverDiedError("fake", None))
+            with anyio.move_on_after(5, shield=True):
+                await service.ended.wait()
+                await service.aclose()
+            device.close()
+            tasks.cancel_scope.cancel()

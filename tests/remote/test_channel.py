@@ -1,0 +1,238 @@
+"""The socket below the calls: a hostile or dying peer ends it, and nothing is left open."""
+
+from __future__ import annotations
+
+import array
+import os
+import resource
+import socket
+from collections.abc import Callable
+
+import anyio
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from aionn.errors import CallerError, ExecutionError
+from aionn.hal.types import ErrorStatus
+from aionn.remote.channel import Channel, Descriptors
+from aionn.remote.control import (
+    HEADER,
+    MAX_BODY_BYTES,
+    MAX_DESCRIPTORS,
+    MAX_MESSAGE_CHARACTERS,
+    Call,
+    ControlError,
+    Done,
+    FreeBuffer,
+    Message,
+    Reply,
+    decode,
+    encode,
+    error_of,
+    failure_of,
+)
+
+pytestmark = pytest.mark.anyio
+
+FRAME = encode(Reply(1, Done()), 0)
+
+
+def open_fds() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+class Ear:
+    """A channel and what it heard."""
+
+    def __init__(self, on_message: Callable[[Message, Descriptors], None] | None = None) -> None:
+        ours, self.peer = socket.socketpair()
+        self.peer.setblocking(False)
+        self.messages: list[Message] = []
+        self.came: list[Descriptors] = []
+        self.ends: list[Exception | None] = []
+        self.channel = Channel(ours, on_message or self._heard, self.ends.append)
+
+    def _heard(self, message: Message, descriptors: Descriptors) -> None:
+        self.messages.append(message)
+        self.came.append(descriptors)
+
+    def send(self, data: bytes, fds: list[int] | None = None) -> None:
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        self.peer.sendmsg([data], rights)
+
+    def close(self) -> None:
+        self.channel.close()
+        self.peer.close()
+        for descriptors in self.came:
+            descriptors.close()
+
+
+async def test_a_message_and_its_descriptors_arrive_and_what_is_not_taken_is_closed() -> None:
+    before = open_fds()
+    ear = Ear()
+    reader, writer = os.pipe()
+    ear.send(encode(Reply(7, Done()), 2), [reader, writer])
+    ear.channel.drain()
+    assert ear.messages == [Reply(7, Done())]
+    taken = ear.came[0].take()
+    assert not os.get_inheritable(taken)
+    for fd in (taken, reader, writer):
+        os.close(fd)
+    ear.close()
+    assert open_fds() == before
+
+
+@pytest.mark.parametrize(
+    ("data", "fds"),
+    [
+        (HEADER.pack(MAX_BODY_BYTES + 1, 0, 0), 0),
+        (HEADER.pack(1, MAX_DESCRIPTORS + 1, 0), 0),
+        (HEADER.pack(1, 0, 1) + b"x", 0),
+        (HEADER.pack(len(FRAME) - HEADER.size, 1, 0) + FRAME[HEADER.size :], 0),
+        (FRAME, 1),
+        (HEADER.pack(4, 0, 0) + b"\xdd\xff\xff\xff", 0),
+        (HEADER.pack(5, 2, 0) + b"\xc1\xc1\xc1\xc1\xc1", 2),
+        (HEADER.pack(2000, 0, 0) + b"\x91" * 2000, 0),
+    ],
+    ids=["too long", "too many descriptors", "bad zero", "missing descriptor", "stray descriptor", "cut array", "no message", "too deep"],
+)
+async def test_a_frame_that_is_none_ends_the_channel_with_a_reason_and_leaves_nothing_open(data: bytes, fds: int) -> None:
+    before = open_fds()
+    ear = Ear()
+    sent = [os.open("/dev/null", os.O_RDONLY) for _ in range(fds)]
+    ear.send(data, sent)
+    for fd in sent:
+        os.close(fd)
+    ear.channel.drain()
+    (end,) = ear.ends
+    assert isinstance(end, ControlError)
+    assert str(end)
+    assert ear.channel.closed
+    ear.peer.close()
+    assert open_fds() == before  # while `end` and its traceback are remembered
+    ear.channel.post(Reply(1, Done()))  # after the end: nobody is there to hear it, and it is no error
+
+
+async def test_descriptors_piled_onto_one_unfinished_frame_end_the_channel() -> None:
+    before = open_fds()
+    ear = Ear()
+    null = os.open("/dev/null", os.O_RDONLY)
+    for byte in HEADER.pack(100, 0, 0)[:3]:
+        ear.send(bytes([byte]), [null] * 200)
+    ear.channel.drain()
+    assert isinstance(ear.ends[0], ControlError)
+    os.close(null)
+    ear.close()
+    assert open_fds() == before
+
+
+async def test_an_error_of_the_one_who_handles_a_message_ends_the_channel() -> None:
+    def clumsy(message: Message, descriptors: Descriptors) -> None:
+        raise ZeroDivisionError
+
+    ear = Ear(clumsy)
+    ear.send(FRAME)
+    ear.channel.drain()
+    assert isinstance(ear.ends[0], ZeroDivisionError)
+    ear.close()
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    st.lists(
+        st.one_of(st.binary(max_size=64), st.just(FRAME), st.binary(max_size=40).map(lambda b: HEADER.pack(len(b), 0, 0) + b)), max_size=6
+    )
+)
+async def test_no_bytes_whatever_raise_in_the_loop_or_end_it_twice(pieces: list[bytes]) -> None:
+    ear = Ear()
+    for piece in pieces:
+        if piece:
+            ear.send(piece)
+    ear.peer.close()
+    ear.channel.drain()
+    assert len(ear.ends) == 1
+    assert all(message == Reply(1, Done()) for message in ear.messages[: pieces.index(FRAME) if FRAME in pieces else 0])
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_message_or_refused(body: bytes) -> None:
+    try:
+        decode(body)
+    except ControlError as error:
+        assert str(error)
+
+
+async def test_frames_that_the_socket_does_not_take_go_out_later_whole_and_in_order() -> None:
+    before = open_fds()
+    ear = Ear()
+    reader, writer = os.pipe()
+    big = "x" * 300_000
+    for number in range(20):
+        ear.channel.post(Reply(number, failure_of(CallerError(big[:MAX_MESSAGE_CHARACTERS]))), [reader])
+    os.close(reader)
+    os.close(writer)
+    heard: list[Message] = []
+    counts: list[int] = []
+    done = anyio.Event()
+
+    def on_message(message: Message, descriptors: Descriptors) -> None:
+        heard.append(message)
+        counts.append(len(descriptors))
+        descriptors.close()
+        if len(heard) == 20:
+            done.set()
+
+    other = Channel(ear.peer, on_message, lambda error: None)
+    with anyio.fail_after(10):
+        await done.wait()
+    assert [message.id for message in heard if isinstance(message, Reply)] == list(range(20))
+    assert counts == [1] * 20
+    other.close()
+    ear.close()
+    assert open_fds() == before
+
+
+async def test_a_full_socket_that_ends_closes_what_was_kept_for_it() -> None:
+    before = open_fds()
+    ear = Ear()
+    null = os.open("/dev/null", os.O_RDONLY)
+    for _ in range(2000):
+        ear.channel.post(Call(1, FreeBuffer(1)), [null])
+    assert open_fds() > before + 10
+    os.close(null)
+    ear.close()
+    assert open_fds() == before
+
+
+async def test_descriptors_lost_for_want_of_room_end_the_channel() -> None:
+    ear = Ear()
+    null = os.open("/dev/null", os.O_RDONLY)
+    ear.send(encode(Reply(1, Done()), 3), [null] * 3)
+    os.close(null)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(fd) for fd in os.listdir("/proc/self/fd"))
+    fillers = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, hard))
+    try:
+        try:
+            while True:
+                fillers.append(os.open("/dev/null", os.O_RDONLY))
+        except OSError:
+            pass
+        ear.channel.drain()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in fillers:
+            os.close(fd)
+    assert isinstance(ear.ends[0], ControlError)
+    assert "too many open files" in str(ear.ends[0])
+    ear.close()
+
+
+@given(st.text(alphabet=st.characters(codec=None), max_size=50), st.text(max_size=5000))
+def test_every_error_crosses_the_wall_whatever_its_text(odd: str, long: str) -> None:
+    for error in (RuntimeError(odd), CallerError(odd + long), ExecutionError(long, status=ErrorStatus.GENERAL_FAILURE)):
+        message = decode(encode(Reply(1, failure_of(error)), 0)[HEADER.size :])
+        assert isinstance(message, Reply)
+        assert str(error_of(message.body))  # type: ignore[arg-type]

@@ -1,0 +1,182 @@
+"""Calls over the channel: each is answered, or ends with the connection; nothing lent is given back too early."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import socket
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+import pytest
+
+from aionn.errors import AionnError, CallerError, DriverDiedError, ExecutionError
+from aionn.hal.types import ErrorStatus
+from aionn.remote import connection as module
+from aionn.remote.channel import Channel, Descriptors
+from aionn.remote.connection import Connection
+from aionn.remote.control import Allocated, Call, Cancel, Done, FreeBuffer, Message, Reply, ReplyBody, failure_of
+
+pytestmark = pytest.mark.anyio
+
+
+class Peer:
+    """The other end: hears everything, answers when told."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.heard: list[Message] = []
+        self.channel = Channel(sock, self._hear, lambda error: None)
+
+    def _hear(self, message: Message, descriptors: Descriptors) -> None:
+        descriptors.close()
+        self.heard.append(message)
+
+    async def call(self, number: int = 1) -> int:
+        with anyio.fail_after(5):
+            while len(calls := [m for m in self.heard if isinstance(m, Call)]) < number:
+                await anyio.lowlevel.checkpoint()
+        return calls[number - 1].id
+
+    def answer(self, call_id: int, body: ReplyBody) -> None:
+        self.channel.post(Reply(call_id, body))
+
+
+@asynccontextmanager
+async def conversation(hung: list[float] | None = None) -> AsyncIterator[tuple[Connection, Peer, list[Exception | None]]]:
+    ours, theirs = socket.socketpair()
+    ends: list[Exception | None] = []
+    connection = Connection(ours, lambda *_: None, ends.append, on_hung=None if hung is None else hung.append)
+    peer = Peer(theirs)
+    try:
+        yield connection, peer, ends
+    finally:
+        connection.end(CallerError("over"))
+        peer.channel.close()
+
+
+async def test_a_call_cancelled_between_its_answer_and_its_resumption_gives_back_what_the_answer_brings() -> None:
+    unwanted: list[ReplyBody] = []
+    settled: list[ReplyBody | None] = []
+    async with conversation() as (connection, peer, _):
+        call = connection.call(FreeBuffer(1), Allocated, settled=settled.append, unwanted=unwanted.append)
+        task = asyncio.ensure_future(call)
+        call_id = await peer.call()
+        peer.answer(call_id, Allocated(5))
+        connection.drain()  # the answer is set; its caller has not run yet
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert unwanted == [Allocated(5)]
+    assert settled == [Allocated(5)]
+
+
+async def test_a_cancelled_call_is_cancelled_at_the_peer_and_stays_pinned_until_it_answers() -> None:
+    unwanted: list[ReplyBody] = []
+    settled: list[ReplyBody | None] = []
+    async with conversation() as (connection, peer, _):
+        async with anyio.create_task_group() as tasks:
+
+            async def ask() -> None:
+                await connection.call(FreeBuffer(1), Allocated, settled=settled.append, unwanted=unwanted.append)
+
+            tasks.start_soon(ask)
+            call_id = await peer.call()
+            tasks.cancel_scope.cancel()
+        peer.channel.drain()
+        assert Cancel(call_id) in peer.heard
+        assert (settled, unwanted) == ([], [])
+        peer.answer(call_id, Allocated(5))
+        connection.drain()
+        assert (settled, unwanted) == ([Allocated(5)], [Allocated(5)])
+
+
+async def test_the_end_settles_every_caller_with_an_error_of_its_own() -> None:
+    errors: list[AionnError] = []
+    settled: list[ReplyBody | None] = []
+    async with conversation() as (connection, peer, _):
+        died = DriverDiedError("fake", -9)
+
+        async def ask() -> None:
+            with pytest.raises(DriverDiedError) as caught:
+                await connection.call(FreeBuffer(1), Done, settled=settled.append)
+            errors.append(caught.value)
+
+        async with anyio.create_task_group() as tasks:
+            for _ in range(3):
+                tasks.start_soon(ask)
+            await peer.call(3)
+
+            def clumsy(_: BaseException) -> None:
+                raise ZeroDivisionError
+
+            connection.when_ended("clumsy", clumsy)
+            with pytest.raises(ZeroDivisionError):
+                connection.end(died)
+        await ask()  # and after the end
+    assert len({id(error) for error in errors}) == 4
+    assert {(str(error), getattr(error, "exit_code", None)) for error in errors} == {(str(died), -9)}
+    assert settled == [None] * 4
+
+
+@pytest.mark.parametrize("answer", [Allocated(1), Done()], ids=["wrong type", "not asked"])
+async def test_an_answer_that_was_not_asked_for_ends_the_conversation(answer: ReplyBody) -> None:
+    async with conversation() as (connection, peer, ends), anyio.create_task_group() as tasks:
+
+        async def ask() -> None:
+            with pytest.raises(CallerError, match="over"):
+                await connection.call(FreeBuffer(1), Done)
+
+        tasks.start_soon(ask)
+        call_id = await peer.call()
+        peer.answer(call_id if isinstance(answer, Allocated) else call_id + 1, answer)
+        connection.drain()
+        assert len(ends) == 1
+        assert "answered call" in str(ends[0])
+        connection.end(CallerError("over"))
+
+
+async def test_descriptors_that_cannot_be_sent_are_the_callers_error_and_nobody_waits() -> None:
+    settled: list[ReplyBody | None] = []
+    async with conversation() as (connection, _, _):
+        fd = os.open("/dev/null", os.O_RDONLY)
+        os.close(fd)
+        with pytest.raises(ExecutionError) as caught:
+            await connection.call(FreeBuffer(1), Done, [fd], settled=settled.append)
+        assert os.strerror(errno.EBADF) in str(caught.value)
+        assert settled == [None]
+        assert connection.calls_in_flight == 0
+
+
+async def test_what_no_message_can_hold_is_the_callers_error() -> None:
+    async with conversation() as (connection, _, _):
+        with pytest.raises(CallerError, match="cannot be sent"):
+            await connection.call(FreeBuffer(2**70), Done)
+        assert connection.calls_in_flight == 0
+
+
+async def test_a_call_unanswered_past_its_deadline_and_the_grace_is_told_and_an_answered_one_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "HANG_GRACE_S", 0.01)
+    hung: list[float] = []
+    async with conversation(hung) as (connection, peer, _), anyio.create_task_group() as tasks:
+
+        async def ask() -> None:
+            await connection.call(FreeBuffer(1), Done, deadline_ns=time.monotonic_ns())
+
+        tasks.start_soon(ask)
+        first = await peer.call()
+        peer.answer(first, Done())
+        connection.drain()
+        assert connection.calls_in_flight == 0
+        tasks.start_soon(ask)
+        second = await peer.call(2)
+        with anyio.fail_after(5):
+            while not hung:
+                await anyio.lowlevel.checkpoint()
+        assert len(hung) == 1
+        peer.answer(second, failure_of(ExecutionError("late", status=ErrorStatus.GENERAL_FAILURE)))
+        tasks.cancel_scope.cancel()

@@ -1,0 +1,453 @@
+"""What the runtime does about a cache, act by act: refusals, deadlines, tokens of other models, what is told afterwards."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from aionn import trace
+from aionn.caching import CacheOutcomeKind, MissReason, Refusal
+from aionn.caching.store import CacheStore, Hit, Publisher
+from aionn.errors import (
+    AionnError,
+    CallerError,
+    CompilationError,
+    DeadlineError,
+    DriverDiedError,
+    DriverHungError,
+)
+from aionn.hal import CacheFiles, PrepareOptions
+from aionn.runtime.preparation import CacheChoice, UnsupportedOperationError, refusal_from
+from tests.runtime.scripted_devices import ScriptedDevice, scripted, some_model
+
+pytestmark = pytest.mark.anyio
+HIT, MISS, DECLINED = CacheOutcomeKind.HIT, CacheOutcomeKind.MISS, CacheOutcomeKind.DECLINED
+TOKEN = bytes(32)
+
+
+@pytest.fixture
+async def cache(tmp_path: Path) -> AsyncIterator[CacheChoice]:
+    async with CacheStore(tmp_path / "cache") as store:
+        yield CacheChoice(store, TOKEN)
+
+
+def within(seconds: float) -> PrepareOptions:
+    return PrepareOptions(deadline_ns=time.monotonic_ns() + int(seconds * 1e9))
+
+
+async def fill(cache: CacheChoice, device: ScriptedDevice | None = None) -> Any:
+    """Compile once, so that the entry is there; the model."""
+    model = some_model()
+    async with scripted(device or ScriptedDevice()) as devices:
+        _, outcome = await devices.prepare(model, cache)
+    assert (outcome.kind, outcome.save_failure) == (MISS, None)
+    return model
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+# --- the three workflows, and what is told of them ---------------------------------------------------------------------
+
+
+async def test_every_outcome_is_a_counter_with_its_reason(cache: CacheChoice) -> None:
+    model = some_model()
+    device = ScriptedDevice()
+    declining = ScriptedDevice(version="declines")
+    declining.save_outcome = "declined"
+    with trace.record() as recording:
+        async with scripted(device) as devices:
+            await devices.prepare(model, cache)
+            await devices.prepare(model, cache)
+            await devices.prepare(model, None)
+            device.from_cache = CompilationError("bad", reason="wrong_bytes: a bit")
+            device.save_outcome = "no_space: the disk is full"
+            _, outcome = await devices.prepare(model, cache)
+        async with scripted(declining) as devices:
+            await devices.prepare(model, cache)
+            await devices.prepare(model, cache)
+    told = [(c.attributes["kind"], c.attributes["reason"]) for c in recording.counters if c.name == "compile.cache"]
+    assert told == [
+        ("miss", "absent"),
+        ("hit", ""),
+        ("no_cache", ""),
+        ("miss", "wrong_bytes"),
+        ("miss", "other_driver_version"),
+        ("declined", ""),
+    ]
+    failed = [c.attributes["reason"] for c in recording.counters if c.name == "compile.save_failed"]
+    assert failed == ["no_space"]
+    assert outcome.save_failure == Refusal(MissReason.NO_SPACE, "the disk is full")
+
+
+async def test_a_hit_asks_the_device_nothing_and_says_what_it_saved(cache: CacheChoice) -> None:
+    model = await fill(cache)
+    device = ScriptedDevice()
+    device.loaded_model = model
+    async with scripted(device) as devices:
+        prepared, outcome = await devices.prepare(model, cache)
+    assert device.calls == ["from cache"]
+    assert outcome.kind is HIT
+    assert outcome.saved_s > 0
+    assert prepared is device.prepared[0]
+
+
+async def test_a_declined_model_is_not_offered_a_cache_again(cache: CacheChoice) -> None:
+    device = ScriptedDevice()
+    device.save_outcome = "declined"
+    async with scripted(device) as devices:
+        _, first = await devices.prepare(some_model(), cache)
+        _, second = await devices.prepare(some_model(), cache)
+    assert device.calls == ["supported", "prepare with handles", "supported", "prepare"]
+    assert (first.kind, first.reason, first.save_failure) == (MISS, MissReason.ABSENT, None)
+    assert second.kind is DECLINED
+
+
+async def test_what_a_device_cannot_run_is_remembered_and_neither_asked_nor_sent_again(cache: CacheChoice) -> None:
+    device = ScriptedDevice()
+    device.supports = False
+    async with scripted(device) as devices:
+        for asked in (["supported"], ["supported"]):
+            with pytest.raises(UnsupportedOperationError) as caught:
+                await devices.prepare(some_model(), cache)
+            assert device.calls == asked
+            assert caught.value.node == "identity_input"
+            assert "Identity" in caught.value.reason
+
+
+# --- refusals ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (CompilationError("no", reason="wrong_bytes: one bit"), MissReason.WRONG_BYTES),
+        (CompilationError("no", reason="no_integrity_record: new driver"), MissReason.NO_INTEGRITY_RECORD),
+        (CompilationError("no", reason="it is what it is"), MissReason.REFUSED_BY_DEVICE),
+        (CallerError("3 files"), MissReason.WRONG_FILES),
+        (DriverDiedError("scripted", -11), MissReason.REFUSED_BY_DEVICE),
+        (DriverHungError("scripted", 1.0), MissReason.REFUSED_BY_DEVICE),
+    ],
+    ids=lambda value: value.value if isinstance(value, MissReason) else type(value).__name__,
+)
+async def test_any_error_over_a_cached_entry_is_a_miss_that_replaces_it(
+    cache: CacheChoice, error: AionnError, reason: MissReason, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = await fill(cache)
+    first, second = ScriptedDevice(), ScriptedDevice()
+    first.from_cache, second.loaded_model = error, model
+    async with scripted(first, second) as devices:
+        prepared, outcome = await devices.prepare(model, cache)
+        assert (outcome.kind, outcome.reason, outcome.save_failure) == (MISS, reason, None)
+        assert first.calls == ["from cache"]
+        assert second.calls == ["supported", "prepare with handles"]  # by whatever driver is there now
+        assert prepared is second.prepared[0]
+        _, again = await devices.prepare(model, cache)
+        assert again.kind is HIT
+    assert len(warnings(caplog)) == (reason is not MissReason.NO_INTEGRITY_RECORD)
+
+
+async def test_a_driver_of_another_version_after_a_crash_stores_under_its_own(cache: CacheChoice) -> None:
+    model = await fill(cache)
+    old, new = ScriptedDevice(version="1"), ScriptedDevice(version="2", files=CacheFiles(2, 0))
+    old.from_cache = DriverDiedError("scripted", -11)
+    async with scripted(old, new) as devices:
+        _, outcome = await devices.prepare(model, cache)
+    assert (outcome.kind, outcome.reason) == (MISS, MissReason.OTHER_DRIVER_VERSION)
+    assert new.counts == (2, 0)
+    entries = await cache.store.entries()
+    assert not isinstance(entries, Refusal)
+    assert sorted(entry.device_version for entry in entries) == ["1", "2"]
+
+
+async def test_a_device_that_loads_another_model_is_not_believed(cache: CacheChoice) -> None:
+    model = await fill(cache)
+    device = ScriptedDevice()
+    device.loaded_model = some_model(width=8)
+    async with scripted(device) as devices:
+        prepared, outcome = await devices.prepare(model, cache)
+    assert (outcome.kind, outcome.reason) == (MISS, MissReason.OTHER_MODEL)
+    assert device.prepared[0].released
+    assert prepared is device.prepared[1]
+
+
+async def test_one_token_for_two_models_gives_each_its_own_compilation(cache: CacheChoice) -> None:
+    device = ScriptedDevice()
+    one, other = some_model(16), some_model(8)
+    async with scripted(device) as devices:
+        for model in (one, other, one):
+            prepared, outcome = await devices.prepare(model, cache)
+            assert prepared.inputs == model.inputs
+            assert outcome.kind is MISS
+        assert outcome.reason is MissReason.OTHER_MODEL
+    # The driver keeps them apart too: a directory in which they changed places would be refused.
+    assert device.tokens[0] == device.tokens[2] != device.tokens[1]
+
+
+@pytest.mark.parametrize(
+    ("told", "reason", "detail"),
+    [
+        ("wrong_bytes: a: b", MissReason.WRONG_BYTES, "a: b"),
+        ("busy", MissReason.BUSY, ""),
+        ("boom", MissReason.IO_ERROR, "boom"),
+        ("", MissReason.IO_ERROR, ""),
+    ],
+)
+def test_a_drivers_word_becomes_a_value(told: str, reason: MissReason, detail: str) -> None:
+    assert refusal_from(told, MissReason.IO_ERROR) == Refusal(reason, detail)
+
+
+async def test_a_failed_compilation_leaves_no_entry_and_the_next_may_compile(cache: CacheChoice) -> None:
+    async def fails() -> None:
+        raise CompilationError("told to fail")
+
+    device = ScriptedDevice()
+    device.while_compiling = fails
+    async with scripted(device) as devices:
+        with pytest.raises(CompilationError, match="told to fail"):
+            await devices.prepare(some_model(), cache)
+        device.while_compiling = None
+        _, outcome = await devices.prepare(some_model(), cache)
+        assert (outcome.kind, outcome.save_failure) == (MISS, None)
+
+
+async def test_a_cancelled_compilation_leaves_no_entry_and_the_next_may_compile(cache: CacheChoice) -> None:
+    compiling = anyio.Event()
+
+    async def forever() -> None:
+        compiling.set()
+        await anyio.sleep_forever()
+
+    device = ScriptedDevice()
+    device.while_compiling = forever
+    async with scripted(device) as devices:
+        async with anyio.create_task_group() as app:
+            app.start_soon(devices.prepare, some_model(), cache)
+            await compiling.wait()
+            app.cancel_scope.cancel()
+        device.while_compiling = None
+        _, outcome = await devices.prepare(some_model(), cache)
+        assert (outcome.kind, outcome.save_failure) == (MISS, None)
+
+
+async def test_ten_tasks_compile_one_model_once(cache: CacheChoice) -> None:
+    device = ScriptedDevice()
+    outcomes: list[CacheOutcomeKind] = []
+
+    async def twice() -> None:
+        for _ in range(2):
+            _, outcome = await devices.prepare(model, cache)
+            outcomes.append(outcome.kind)
+
+    model = some_model()
+    async with scripted(device) as devices, anyio.create_task_group() as apps:
+        for _ in range(10):
+            apps.start_soon(twice)
+    assert outcomes.count(MISS) == 1
+    assert outcomes.count(HIT) == 19
+    assert device.calls.count("prepare with handles") == 1
+
+
+async def test_a_save_that_keeps_failing_is_warned_of_once(cache: CacheChoice, caplog: pytest.LogCaptureFixture) -> None:
+    device = ScriptedDevice()
+    device.save_outcome = "no_space: the disk is full"
+    async with scripted(device) as devices:
+        for _ in range(3):
+            _, outcome = await devices.prepare(some_model(), cache)
+            assert outcome.save_failure is not None
+    assert len(warnings(caplog)) == 1
+
+
+# --- deadlines ---------------------------------------------------------------------------------------------------------
+
+
+async def test_loading_gets_half_of_the_time_and_compiling_the_rest(cache: CacheChoice) -> None:
+    model = await fill(cache)
+    device = ScriptedDevice()
+    device.from_cache = DeadlineError("not loaded in time")
+    options = within(60)
+    async with scripted(device) as devices:
+        _, outcome = await devices.prepare(model, cache, options)
+    assert (outcome.kind, outcome.reason) == (MISS, MissReason.TOO_SLOW)
+    load_by_ns, compile_by_ns = device.deadlines_ns
+    assert options.deadline_ns is not None
+    assert load_by_ns is not None
+    assert compile_by_ns == options.deadline_ns
+    assert 25 < (options.deadline_ns - load_by_ns) / 1e9 < 35
+
+
+async def test_loading_gets_all_of_the_time_where_compiling_would_not_make_it(cache: CacheChoice, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish = Publisher.publish
+
+    async def dear(self: Publisher, *, compile_ns: int | None = None) -> Refusal | None:
+        return await publish(self, compile_ns=3600 * 10**9)
+
+    monkeypatch.setattr(Publisher, "publish", dear)
+    model = await fill(cache)
+    device = ScriptedDevice()
+    device.loaded_model = model
+    options = within(60)
+    async with scripted(device) as devices:
+        _, outcome = await devices.prepare(model, cache, options)
+    assert outcome.kind is HIT
+    assert device.deadlines_ns == [options.deadline_ns]
+
+
+async def test_a_directory_that_does_not_answer_leaves_half_of_the_time(
+    cache: CacheChoice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = await fill(cache)
+    disk_answers, given_back = anyio.Event(), anyio.Event()
+    opened, closed = CacheStore.open, Hit.aclose
+
+    async def slow(self: CacheStore, *arguments: Any, **options: Any) -> Any:
+        with anyio.CancelScope(shield=True):  # as a thread that reads a disk
+            await disk_answers.wait()
+        return await opened(self, *arguments, **options)
+
+    async def watched(self: Hit) -> None:
+        await closed(self)
+        given_back.set()
+
+    monkeypatch.setattr(CacheStore, "open", slow)
+    monkeypatch.setattr(Hit, "aclose", watched)
+    device = ScriptedDevice()
+    async with scripted(device) as devices:
+        _, outcome = await devices.prepare(model, cache, within(0.4))
+        assert (outcome.kind, outcome.reason) == (MISS, MissReason.TOO_SLOW)
+        assert outcome.save_failure is not None
+        assert device.calls == ["supported", "prepare"]
+        disk_answers.set()
+        with anyio.fail_after(5):
+            await given_back.wait()  # what it found too late holds no lock
+    assert len(warnings(caplog)) == 1
+
+
+async def test_an_entry_that_is_being_published_at_the_deadline_is_published_behind_the_callers_back(
+    cache: CacheChoice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk_answers, done = anyio.Event(), anyio.Event()
+    publish = Publisher.publish
+
+    async def slow(self: Publisher, *, compile_ns: int | None = None) -> Refusal | None:
+        await disk_answers.wait()
+        refusal = await publish(self, compile_ns=compile_ns)
+        done.set()
+        return refusal
+
+    monkeypatch.setattr(Publisher, "publish", slow)
+    model = some_model()
+    device = ScriptedDevice()
+    async with scripted(device) as devices:
+        _, outcome = await devices.prepare(model, cache, within(0.4))
+        assert outcome.save_failure is not None
+        assert outcome.save_failure.reason is MissReason.TOO_SLOW
+        disk_answers.set()
+        with anyio.fail_after(5):
+            await done.wait()
+        _, outcome = await devices.prepare(model, cache)
+        assert outcome.kind is HIT
+
+
+async def test_waiting_for_another_compiler_leaves_half_of_the_time(cache: CacheChoice) -> None:
+    compiling, go = anyio.Event(), anyio.Event()
+
+    async def wait() -> None:
+        compiling.set()
+        await go.wait()
+
+    slow, quick = ScriptedDevice(), ScriptedDevice()
+    slow.while_compiling = wait
+    model = some_model()
+    async with scripted(slow) as one, scripted(quick) as other, anyio.create_task_group() as apps:
+        apps.start_soon(one.prepare, model, cache)
+        await compiling.wait()
+        _, outcome = await other.prepare(model, cache, within(0.4))
+        assert (outcome.kind, outcome.reason) == (MISS, MissReason.BUSY)
+        assert quick.calls == ["supported", "prepare"]
+        go.set()
+
+
+async def test_a_caller_cancelled_while_the_directory_is_slow_holds_nothing(cache: CacheChoice, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = await fill(cache)
+    asked, disk_answers, given_back = anyio.Event(), anyio.Event(), anyio.Event()
+    opened, closed = CacheStore.open, Hit.aclose
+
+    async def slow(self: CacheStore, *arguments: Any, **options: Any) -> Any:
+        asked.set()
+        with anyio.CancelScope(shield=True):  # as a thread that reads a disk
+            await disk_answers.wait()
+        return await opened(self, *arguments, **options)
+
+    async def watched(self: Hit) -> None:
+        await closed(self)
+        given_back.set()
+
+    monkeypatch.setattr(CacheStore, "open", slow)
+    monkeypatch.setattr(Hit, "aclose", watched)
+    async with scripted(ScriptedDevice()) as devices:
+        async with anyio.create_task_group() as app:
+            app.start_soon(devices.prepare, model, cache, within(60))
+            await asked.wait()
+            app.cancel_scope.cancel()
+        disk_answers.set()
+        with anyio.fail_after(5):
+            await given_back.wait()
+
+
+# --- a runtime that closes -----------------------------------------------------------------------------------------------
+
+
+async def test_whoever_waits_for_another_compiler_is_told_when_the_runtime_closes(cache: CacheChoice) -> None:
+    compiling, go = anyio.Event(), anyio.Event()
+    told: list[bool] = []
+
+    async def wait() -> None:
+        compiling.set()
+        await go.wait()
+
+    slow = ScriptedDevice()
+    slow.while_compiling = wait
+    model = some_model()
+
+    async def waiting() -> None:
+        with pytest.raises(CallerError, match="the runtime was closed"):
+            await other.prepare(model, cache)
+        told.append(True)
+
+    async with anyio.create_task_group() as apps, scripted(slow) as one:
+        apps.start_soon(one.prepare, model, cache)
+        await compiling.wait()
+        async with scripted(ScriptedDevice()) as other:
+            apps.start_soon(waiting)
+            await anyio.wait_all_tasks_blocked()
+        await anyio.wait_all_tasks_blocked()
+        assert told == [True]
+        go.set()
+        await anyio.wait_all_tasks_blocked()
+
+
+async def test_a_store_is_closed_only_when_nobody_works_in_its_directory(tmp_path: Path) -> None:
+    store = CacheStore(tmp_path / "cache")
+    closed = anyio.Event()
+
+    async def close() -> None:
+        await store.aclose()
+        closed.set()
+
+    async with anyio.create_task_group() as tasks:
+        with store.in_use():
+            with store.in_use():
+                tasks.start_soon(close)
+                await anyio.wait_all_tasks_blocked()
+            await anyio.wait_all_tasks_blocked()
+            assert not closed.is_set()
+        with anyio.fail_after(5):
+            await closed.wait()

@@ -1,0 +1,377 @@
+"""Stages, JIT and swaps with fake devices: whatever goes wrong with a better stage, the stream never notices.
+
+The stream here is a task that computes without a pause; each answer is compared with what was asked. Nothing waits for
+time: the quick stage is told to be slow, so that the better one is faster beyond doubt.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+
+import aionn
+from aionn import trace
+from aionn.testing import FakeDevice, identity_model
+from aionn.testing.fake_engine import SecondFakeEngine
+from aionn.testing.models import scaled_model
+from tests.leaks import leak_check
+
+pytestmark = pytest.mark.anyio
+
+SHAPE = (1, 16)
+
+
+@pytest.fixture
+def anyio_backend() -> Any:
+    """uvloop alone: nothing here depends on the loop, and each test starts three processes."""
+    return ("asyncio", {"use_uvloop": True})
+
+
+@pytest.fixture
+def quick() -> Iterator[FakeDevice]:
+    with FakeDevice() as device:
+        device.delay(0.01)
+        yield device
+
+
+@pytest.fixture
+def best() -> Iterator[FakeDevice]:
+    with FakeDevice(SecondFakeEngine) as device:
+        yield device
+
+
+@pytest.fixture(autouse=True)
+def state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+@pytest.fixture
+def model() -> aionn.Model:
+    return aionn.Model.from_onnx(identity_model({"x": SHAPE}, outputs=["y"]))
+
+
+def frame(number: int) -> dict[str, Any]:
+    return {"x": np.full(SHAPE, number, np.float32)}
+
+
+class Stream:
+    """Computes frame after frame in a burst until it is stopped. Every answer is right, or the test fails."""
+
+    def __init__(self, compilation: aionn.Compilation) -> None:
+        self._compilation = compilation
+        self.stages: list[str] = []
+        self.answered = 0
+        self._more = anyio.Event()
+
+    async def run(self) -> None:
+        async with self._compilation.burst() as burst:
+
+            async def frames() -> AsyncIterator[dict[str, Any]]:
+                number = 0
+                while True:
+                    yield frame(number)
+                    number += 1
+
+            async for result in burst.map(frames(), depth=2):
+                assert result.seq == self.answered
+                np.testing.assert_array_equal(result.outputs["y"], frame(result.seq)["x"])
+                self.answered += 1
+                if not self.stages or self.stages[-1] != result.stage:
+                    self.stages.append(result.stage)
+                self._more.set()
+
+    async def goes_on(self, frames: int = 5) -> None:
+        """Until so many more frames have been answered."""
+        for _ in range(frames):
+            self._more = anyio.Event()
+            await self._more.wait()
+
+
+@asynccontextmanager
+async def streaming(compilation: aionn.Compilation) -> AsyncIterator[Stream]:
+    stream = Stream(compilation)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(stream.run)
+        await stream.goes_on()
+        yield stream
+        await stream.goes_on()
+        tasks.cancel_scope.cancel()
+
+
+async def staged(
+    runtime: aionn.Runtime, model: aionn.Model, quick: FakeDevice, best: FakeDevice, cache: Path | None = None
+) -> aionn.Compilation:
+    token = None if cache is None else model.token
+    return await runtime.compile(model, mode="staged", stages=(quick.name, best.name), cache_dir=cache, token=token)
+
+
+async def rejected(compilation: aionn.Compilation, device: FakeDevice) -> str:
+    with pytest.raises(aionn.StageRejected) as caught:
+        await compilation.wait_for_stage(device.name, timeout_s=30)
+    stage = compilation.stages[-1]
+    assert (stage.state, stage.reason) == ("rejected", caught.value.reason)
+    assert compilation.device == compilation.stages[0].name
+    return caught.value.reason
+
+
+@pytest.mark.parametrize("cached", [False, True])
+async def test_the_better_stage_takes_over_once_and_no_frame_is_lost(
+    quick: FakeDevice, best: FakeDevice, model: aionn.Model, tmp_path: Path, cached: bool
+) -> None:
+    with trace.record() as recording:
+        async with leak_check(), aionn.Runtime() as runtime:
+            compilation = await staged(runtime, model, quick, best, tmp_path / "cache" if cached else None)
+            assert [stage.state for stage in compilation.stages] == ["serving", "waiting"]
+            async with streaming(compilation) as stream:
+                await compilation.wait_for_stage(best.name, timeout_s=30)
+                await stream.goes_on()
+                assert stream.stages == [quick.name, best.name]
+                outputs = await compilation.compute(frame(7))
+                assert (outputs.stage, outputs["y"][0, 0]) == (best.name, 7)
+            assert [stage.state for stage in compilation.stages] == ["replaced", "serving"]
+            assert compilation.stages[1].made_by == "worker"
+            assert compilation.stages[1].comparison is not None
+            assert compilation.stages[1].comparison.worst == {"y": 0.0}
+            assert compilation.device == best.name
+    assert recording.total("stage.swapped") == recording.total("stage.released") == 1
+    assert {"stage.compile", "stage.load", "stage.swap"} <= {span.name for span in recording.spans}
+
+
+async def test_a_second_start_begins_with_the_better_stage(quick: FakeDevice, best: FakeDevice, model: aionn.Model, tmp_path: Path) -> None:
+    async with aionn.Runtime() as runtime:
+        compilation = await staged(runtime, model, quick, best, tmp_path / "cache")
+        await compilation.wait_for_stage(best.name, timeout_s=30)
+    async with aionn.Runtime() as runtime:
+        compilation = await staged(runtime, model, quick, best, tmp_path / "cache")
+        assert compilation.outcomes[0].kind.name == "HIT"
+        assert [stage.state for stage in compilation.stages] == ["skipped", "serving"]
+        assert (await compilation.compute(frame(1))).stage == best.name
+
+
+@pytest.mark.parametrize("act", ["compile", "export", "load", "run"])
+async def test_a_stage_that_crashes_is_rejected_and_the_stream_goes_on(
+    quick: FakeDevice, best: FakeDevice, model: aionn.Model, act: str
+) -> None:
+    with trace.record() as recording:
+        async with leak_check(), aionn.Runtime() as runtime:
+            best.crash(act, signal.SIGKILL if act == "compile" else signal.SIGSEGV)
+            compilation = await staged(runtime, model, quick, best)
+            async with streaming(compilation) as stream:
+                assert "ended by signal" in await rejected(compilation, best)
+                await stream.goes_on()
+                assert stream.stages == [quick.name]
+    assert recording.total("stage.rejected") == 1
+
+
+@pytest.mark.parametrize("act", ["compile", "load", "run"])
+async def test_a_stage_that_fails_is_rejected_and_the_stream_goes_on(
+    quick: FakeDevice, best: FakeDevice, model: aionn.Model, tmp_path: Path, act: str
+) -> None:
+    async with leak_check(), aionn.Runtime() as runtime:
+        best.fail("no luck today", act)
+        compilation = await staged(runtime, model, quick, best, tmp_path / "cache")
+        async with streaming(compilation) as stream:
+            assert "no luck today" in await rejected(compilation, best)
+            assert stream.stages == [quick.name]
+
+
+@pytest.mark.parametrize("act", ["compile", "load", "run"])
+async def test_a_stage_that_hangs_is_killed_and_the_stream_goes_on(
+    quick: FakeDevice, best: FakeDevice, model: aionn.Model, act: str
+) -> None:
+    async with leak_check(), aionn.Runtime() as runtime:
+        runtime.stage_policy = dataclasses.replace(runtime.stage_policy, timeout_s=3.0, run_timeout_s=0.3)
+        best.hang(act)
+        compilation = await staged(runtime, model, quick, best)
+        async with streaming(compilation) as stream:
+            await rejected(compilation, best)
+            assert stream.stages == [quick.name]
+
+
+async def test_a_stage_with_other_outputs_is_rejected_and_remembered(
+    quick: FakeDevice, best: FakeDevice, model: aionn.Model, tmp_path: Path
+) -> None:
+    best.tell(outputs_offset=0.5)
+    for reason in ("output 'y': 16 of 16 elements are off by up to 0.5", "as an earlier comparison found"):
+        async with leak_check(), aionn.Runtime() as runtime:
+            compilation = await staged(runtime, model, quick, best, tmp_path / "cache")
+            async with streaming(compilation) as stream:
+                assert reason in await rejected(compilation, best)
+                assert stream.stages == [quick.name]
+
+
+async def test_a_stage_that_is_slower_is_rejected(quick: FakeDevice, best: FakeDevice, model: aionn.Model) -> None:
+    best.delay(0.03)
+    async with leak_check(), aionn.Runtime() as runtime:
+        compilation = await staged(runtime, model, quick, best)
+        async with streaming(compilation):
+            assert "it is not faster by 10%" in await rejected(compilation, best)
+
+
+async def test_a_stage_that_declines_to_be_stored_is_compiled_in_its_own_driver(
+    quick: FakeDevice, best: FakeDevice, model: aionn.Model, tmp_path: Path
+) -> None:
+    best.tell(decline=True)
+    async with leak_check(), aionn.Runtime() as runtime:
+        compilation = await staged(runtime, model, quick, best, tmp_path / "cache")
+        await compilation.wait_for_stage(best.name, timeout_s=30)
+        assert compilation.stages[1].made_by == "driver"
+
+
+async def test_leaving_in_the_middle_of_a_background_compile_leaves_nothing(
+    quick: FakeDevice, best: FakeDevice, model: aionn.Model, tmp_path: Path
+) -> None:
+    async with leak_check(), aionn.Runtime() as runtime:
+        best.hang("compile")
+        compilation = await staged(runtime, model, quick, best, tmp_path / "cache")
+        compilation._staging._wanted.set()  # type: ignore[union-attr]
+        worker = await best.heard("compile")
+        assert runtime._devices.worker_pids == [worker]
+        assert os.getpriority(os.PRIO_PROCESS, worker) == 19
+        assert os.sched_getscheduler(worker) == os.SCHED_BATCH
+        assert len(os.sched_getaffinity(worker)) == 1
+    best.behave()
+    async with leak_check(), aionn.Runtime() as runtime:
+        compilation = await staged(runtime, model, quick, best, tmp_path / "cache")
+        await compilation.wait_for_stage(best.name, timeout_s=30)
+
+
+async def test_device_memory_moves_along(quick: FakeDevice, best: FakeDevice) -> None:
+    model = aionn.Model.from_onnx(identity_model({"x": SHAPE, "state": SHAPE}, outputs=["y", "stateN"]))
+    async with leak_check(), aionn.Runtime() as runtime:
+        compilation = await staged(runtime, model, quick, best)
+        async with await compilation.allocate(inputs=("state",), outputs=("stateN",)) as state:
+            await state.copy_from(np.full(SHAPE, 3, np.float32))
+            async with compilation.burst() as burst:
+                inputs = {"x": frame(1)["x"], "state": state}
+                assert (await burst.compute(inputs, outputs={"stateN": state})).stage == quick.name
+                await compilation.wait_for_stage(best.name, timeout_s=30)
+                np.testing.assert_array_equal(await state.snapshot(), np.full(SHAPE, 3, np.float32))
+                assert (await burst.compute(inputs, outputs={"stateN": state})).stage == best.name
+                np.testing.assert_array_equal(await state.snapshot(), np.full(SHAPE, 3, np.float32))
+
+
+async def test_a_swap_waits_for_a_reset_where_that_is_declared(quick: FakeDevice, best: FakeDevice) -> None:
+    model = aionn.Model.from_onnx(identity_model({"x": SHAPE, "state": SHAPE}, outputs=["y", "stateN"]))
+    async with leak_check(), aionn.Runtime() as runtime:
+        runtime.stage_policy = dataclasses.replace(runtime.stage_policy, state="wait_for_reset")
+        compilation = await staged(runtime, model, quick, best)
+        async with await compilation.allocate(inputs=("state",), outputs=("stateN",)) as state:
+            await state.reset()
+            inputs = {"x": frame(1)["x"], "state": state}
+            await compilation.compute(inputs, outputs={"stateN": state})
+            with pytest.raises(aionn.DeadlineError):
+                await compilation.wait_for_stage(best.name, timeout_s=3)
+            assert (await compilation.compute(inputs, outputs={"stateN": state})).stage == quick.name
+            await state.reset(5)
+            await compilation.wait_for_stage(best.name, timeout_s=30)
+            np.testing.assert_array_equal(await state.snapshot(), np.full(SHAPE, 5, np.float32))
+
+
+# --- JIT ---------------------------------------------------------------------------------------------------------------
+
+
+async def test_jit_compiles_once_at_the_first_execution_and_outlives_its_first_caller(
+    quick: FakeDevice, model: aionn.Model, tmp_path: Path
+) -> None:
+    for kind in ("MISS", "HIT"):
+        with trace.record() as recording:
+            async with leak_check(), aionn.Runtime() as runtime:
+                compilation = await runtime.compile(model, devices=(quick.name,), mode="jit", cache_dir=tmp_path / "c", token=model.token)
+                assert (compilation.outcomes, runtime.devices[-1].pid) == ((), None)
+                answers: list[float] = []
+
+                async def call(number: int, compilation: aionn.Compilation = compilation, answers: list[float] = answers) -> None:
+                    answers.append(float((await compilation.compute(frame(number)))["y"][0, 0]))
+
+                quick.hang("compile" if kind == "MISS" else "load")
+                async with anyio.create_task_group() as tasks:
+                    async with anyio.create_task_group() as first:
+                        first.start_soon(call, -1)
+                        await quick.heard("compile" if kind == "MISS" else "load")
+                        first.cancel_scope.cancel()
+                    for number in range(3):
+                        tasks.start_soon(call, number)
+                    await anyio.wait_all_tasks_blocked()
+                    quick.behave()
+                assert sorted(answers) == [0, 1, 2]
+                assert [outcome.kind.name for outcome in compilation.outcomes] == [kind]
+        assert recording.total("compile.cache") == 1
+
+
+async def test_a_failed_jit_compile_reaches_every_caller_and_the_next_call_tries_again(quick: FakeDevice, model: aionn.Model) -> None:
+    async with leak_check(), aionn.Runtime() as runtime:
+        compilation = await runtime.compile(model, devices=(quick.name,), mode="jit")
+        quick.fail("not yet", "compile")
+        errors: list[str] = []
+
+        async def call() -> None:
+            try:
+                await compilation.compute(frame(0))
+            except aionn.CompilationError as error:
+                errors.append(str(error))
+
+        async with anyio.create_task_group() as tasks:
+            for _ in range(3):
+                tasks.start_soon(call)
+        assert len(errors) == 3
+        assert all("not yet" in error for error in errors)
+        quick.behave()
+        assert (await compilation.compute(frame(4)))["y"][0, 0] == 4
+
+
+# --- an app's own new version --------------------------------------------------------------------------------------------
+
+
+async def test_a_new_model_takes_over_an_open_burst_at_one_frame(model: aionn.Model) -> None:
+    first = aionn.Model.from_onnx(scaled_model(np.full(64, 2, np.float32)))
+    second = aionn.Model.from_onnx(scaled_model(np.full(64, 3, np.float32)))
+    async with leak_check(), aionn.Runtime() as runtime:
+        compilation = await runtime.compile(first, devices=("reference",))
+        factors: list[float] = []
+        swapped = anyio.Event()
+
+        async def frames() -> AsyncIterator[dict[str, Any]]:
+            while not swapped.is_set() or factors[-1] == 2:
+                yield {"x": np.ones(64, np.float32)}
+
+        async def swap() -> None:
+            with pytest.raises(aionn.CallerError, match="inputs are"):
+                await runtime.swap(compilation, model)
+            await runtime.swap(compilation, second)
+            swapped.set()
+
+        async with compilation.burst() as burst, anyio.create_task_group() as tasks:
+            seqs = []
+            async for result in burst.map(frames(), depth=2):
+                if not factors:
+                    tasks.start_soon(swap)
+                seqs.append(result.seq)
+                factors.append(float(result.outputs["y"][0]))
+                del result  # its outputs are views of the burst's memory
+        assert seqs == list(range(len(seqs)))
+        assert sorted(factors) == factors
+        assert set(factors) == {2.0, 3.0}
+        assert compilation.model is second
+
+
+async def test_a_new_model_that_cannot_run_is_refused_and_the_old_one_serves(best: FakeDevice, model: aionn.Model) -> None:
+    other = aionn.Model.from_onnx(identity_model({"x": SHAPE}, outputs=["y"]))
+    async with leak_check(), aionn.Runtime() as runtime:
+        compilation = await runtime.compile(model, devices=(best.name,))
+        for act in ("compile", "load"):
+            best.fail("broken version", act)
+            with pytest.raises(aionn.CompilationError, match="broken version"):
+                await runtime.swap(compilation, other)
+            best.behave()
+            assert (await compilation.compute(frame(2)))["y"][0, 0] == 2
+            assert compilation.model is model

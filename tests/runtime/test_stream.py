@@ -1,0 +1,208 @@
+"""`Burst.map`: order, policies, bounded age, and what is left when a stream ends early. Real driver processes, a fake engine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
+
+import anyio
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import aionn
+from aionn.hal import ErrorStatus
+from aionn.testing import FakeDevice, identity_model
+
+pytestmark = pytest.mark.anyio
+
+Frame = dict[str, NDArray[np.float32]]
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeDevice]:
+    with FakeDevice() as device:
+        yield device
+
+
+@pytest.fixture
+async def burst(fake: FakeDevice) -> AsyncIterator[aionn.Burst]:
+    async with aionn.Runtime() as runtime:
+        compilation = await runtime.compile(aionn.Model.from_onnx(identity_model()), devices=(fake.name,))
+        async with compilation.burst() as burst:
+            yield burst
+
+
+def frame(number: int) -> Frame:
+    return {"input": np.full((1, 16), number, np.float32)}
+
+
+def number_in(result: aionn.StreamResult) -> int:
+    return int(result.outputs["input_out"][0, 0])
+
+
+class Camera:
+    """A source that gives a frame when it is told to. `asked` grows each time the stream wants the next one."""
+
+    def __init__(self) -> None:
+        self._send, self._receive = anyio.create_memory_object_stream[Frame](100)
+
+    def shoot(self, number: int) -> None:
+        self._send.send_nowait(frame(number))
+
+    def stop(self) -> None:
+        self._send.close()
+
+    async def frames(self) -> AsyncIterator[Frame]:
+        async with self._receive:
+            async for inputs in self._receive:
+                yield inputs
+
+
+async def test_results_come_in_order_with_nothing_dropped_by_default(burst: aionn.Burst) -> None:
+    results = [(result.seq, number_in(result)) async for result in burst.map([frame(n) for n in range(30)], depth=4)]
+
+    assert results == [(n, n) for n in range(30)]
+    assert burst.statistics()["dropped"] == 0
+
+
+async def test_a_frame_that_waits_is_replaced_by_a_newer_one_with_latest(burst: aionn.Burst, fake: FakeDevice) -> None:
+    camera, seen = Camera(), []
+    fake.hang()
+
+    async def watch() -> None:
+        async for result in burst.map(camera.frames(), policy="latest", depth=2):
+            seen.append((result.seq, number_in(result)))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(watch)
+        camera.shoot(0)
+        await fake.heard("run")
+        for number in range(1, 6):
+            camera.shoot(number)
+        camera.stop()
+        await anyio.wait_all_tasks_blocked()
+        fake.behave()
+
+    assert seen == [(0, 0), (5, 5)]
+    assert burst.statistics()["dropped"] == 4
+
+
+async def test_a_frame_without_a_place_ends_the_stream_with_reject(burst: aionn.Burst, fake: FakeDevice) -> None:
+    fake.hang()
+    camera, seen, refused = Camera(), [], []
+    for number in range(3):
+        camera.shoot(number)
+
+    async def watch() -> None:
+        try:
+            async for result in burst.map(camera.frames(), policy="reject", depth=1):
+                seen.append(result.seq)
+        except aionn.ExecutionError as error:
+            refused.append(error)
+
+    camera.stop()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(watch)
+        await fake.heard("run")
+        await anyio.wait_all_tasks_blocked()
+        fake.behave()
+
+    assert seen == [0]  # what was admitted before is still answered
+    assert [error.status for error in refused] == [ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT]
+    assert "frame 1: all 1 places" in str(refused[0])
+    outputs = await burst.compute(frame(7))
+    assert outputs["input_out"][0, 0] == 7
+
+
+async def test_late_frames_are_dropped_with_latest_and_end_the_stream_otherwise(burst: aionn.Burst, fake: FakeDevice) -> None:
+    fake.hang()
+    with pytest.raises(aionn.DeadlineError):
+        async for _ in burst.map([frame(0)], deadline_s=0.05):
+            pass
+    assert [result async for result in burst.map([frame(1)], policy="latest", deadline_s=0.05)] == []
+    assert burst.statistics()["dropped"] == 1
+    fake.behave()
+    assert [number_in(result) async for result in burst.map([frame(2)], policy="latest", deadline_s=30)] == [2]
+
+
+async def test_leaving_a_stream_early_stops_it_and_the_burst_goes_on(burst: aionn.Burst) -> None:
+    pulled = 0
+
+    def endless() -> Iterator[Frame]:
+        nonlocal pulled
+        while True:
+            pulled += 1
+            yield frame(pulled - 1)
+
+    async with aclosing(burst.map(endless(), depth=2)) as results:
+        async for result in results:
+            if result.seq == 3:
+                break
+    stopped_at = pulled
+    await anyio.wait_all_tasks_blocked()
+    assert pulled <= stopped_at + 1
+    assert [number_in(result) async for result in burst.map([frame(5)])] == [5]
+
+
+async def test_an_error_of_the_source_reaches_whoever_takes_the_results(burst: aionn.Burst) -> None:
+    async def broken() -> AsyncIterator[Frame]:
+        yield frame(0)
+        raise OSError("the camera was unplugged")
+
+    seen = []
+    with pytest.raises(OSError, match="unplugged"):
+        async for result in burst.map(broken()):
+            seen.append(result.seq)
+    assert seen == [0]
+
+
+async def test_the_death_of_the_driver_ends_the_stream_and_the_next_one_has_a_new_driver(burst: aionn.Burst, fake: FakeDevice) -> None:
+    fake.crash()
+    with pytest.raises(aionn.DriverDiedError):
+        async for _ in burst.map([frame(0), frame(1)]):
+            pass
+    fake.behave()
+    assert [number_in(result) async for result in burst.map([frame(4)])] == [4]
+    assert burst.statistics()["connections"] == 2
+
+
+async def test_closing_the_burst_ends_its_streams(fake: FakeDevice) -> None:
+    async with aionn.Runtime() as runtime:
+        compilation = await runtime.compile(aionn.Model.from_onnx(identity_model()), devices=(fake.name,))
+        camera, ended_by = Camera(), []
+
+        async def watch(burst: aionn.Burst) -> None:
+            try:
+                async for _ in burst.map(camera.frames()):
+                    pass
+            except aionn.CallerError as error:
+                ended_by.append(str(error))
+
+        async with anyio.create_task_group() as tasks:
+            async with compilation.burst() as burst:
+                tasks.start_soon(watch, burst)
+                await anyio.wait_all_tasks_blocked()
+            await anyio.wait_all_tasks_blocked()
+            camera.stop()
+        assert len(ended_by) == 1
+
+
+async def test_outputs_held_by_the_app_are_never_overwritten(burst: aionn.Burst) -> None:
+    held = [result.outputs["input_out"] async for result in burst.map([frame(n) for n in range(40)], depth=3)]
+
+    assert [int(array[0, 0]) for array in held] == list(range(40))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"policy": "newest"}, "policy 'newest'"),
+        ({"depth": 0}, "depth=0"),
+        ({"deadline_s": 0}, "deadline_s=0"),
+        ({"frames": 5}, "int is no iterable"),
+    ],
+)
+async def test_a_wrong_argument_is_one_sentence(burst: aionn.Burst, arguments: dict[str, object], words: str) -> None:
+    with pytest.raises(aionn.CallerError, match=words):
+        burst.map(**{"frames": [], **arguments})  # type: ignore[arg-type]

@@ -1,0 +1,165 @@
+"""The house tests itself: floors, wings and nevers of the plan, read from the imports with `ast`. Runs nothing."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+HOUSE = Path(__file__).parent.parent / "aionn"
+
+# From the ground up. A room may use the rooms below its own floor, and its own package.
+FLOORS = (
+    {"errors", "tasks", "trace"},
+    {"hal"},
+    {"caching", "memory", "graph"},
+    {"fmq", "engines"},
+    {"burst"},
+    {"remote"},
+    {"runtime", "driver"},
+    {"__init__", "__main__", "cli", "testing"},
+)
+FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+# Ground rooms may lean on each other, in this order: errors know nothing, tasks and trace know errors.
+GROUND_ORDER = ("errors", "trace", "tasks")
+
+IO_MODULES = {"anyio", "os", "socket", "mmap", "asyncio", "fcntl", "subprocess", "select", "selectors", "aiofiles"}
+SANS_IO = ("hal", "burst/packets.py", "remote/control.py", "caching/manifest.py", "caching/token.py", "fmq/layout.py")
+
+
+def modules() -> Iterator[tuple[Path, ast.Module]]:
+    for path in sorted(HOUSE.rglob("*.py")):
+        yield path, ast.parse(path.read_text(encoding="utf-8"))
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(HOUSE).parts[0].removesuffix(".py")
+
+
+def imports_of(path: Path, tree: ast.Module) -> Iterator[str]:
+    """Full dotted names of everything the module imports, also inside functions; relative imports resolved."""
+    package = ["aionn", *path.relative_to(HOUSE).parts[:-1]]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield module
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def rooms_imported(path: Path, tree: ast.Module) -> set[str]:
+    rooms = set()
+    for name in imports_of(path, tree):
+        parts = name.split(".")
+        if parts[0] == "aionn" and len(parts) > 1 and parts[1] in FLOOR_OF:
+            rooms.add(parts[1])
+    return rooms
+
+
+def test_every_room_is_on_the_plan() -> None:
+    assert {room_of(path) for path, _ in modules()} <= FLOOR_OF.keys()
+
+
+def test_nobody_calls_upstairs() -> None:
+    upward = [
+        f"{path.relative_to(HOUSE)} imports {room}"
+        for path, tree in modules()
+        for here in [room_of(path)]
+        for room in rooms_imported(path, tree) - {here}
+        if FLOOR_OF[room] > FLOOR_OF[here]
+        or (FLOOR_OF[room] == FLOOR_OF[here] and not (FLOOR_OF[here] == 0 and GROUND_ORDER.index(room) < GROUND_ORDER.index(here)))
+        if not (FLOOR_OF[here] == len(FLOORS) - 1 and room in {"cli", "testing"})
+    ]
+    assert upward == []
+
+
+def test_the_two_wings_do_not_know_each_other() -> None:
+    across = [
+        str(path.relative_to(HOUSE))
+        for path, tree in modules()
+        if (room_of(path) == "runtime" and "driver" in rooms_imported(path, tree))
+        or (room_of(path) == "driver" and "runtime" in rooms_imported(path, tree))
+    ]
+    assert across == []
+
+
+def test_engines_never_see_a_queue_a_socket_or_a_cache() -> None:
+    allowed = {"errors", "hal", "graph", "engines", "tasks", "trace"}
+    seen = [
+        f"{path.relative_to(HOUSE)}: {sorted(rooms_imported(path, tree) - allowed)}"
+        for path, tree in modules()
+        if room_of(path) == "engines" and rooms_imported(path, tree) - allowed
+    ]
+    assert seen == []
+
+
+def test_the_borders_are_sans_io() -> None:
+    leaks = [
+        f"{path.relative_to(HOUSE)} imports {name}"
+        for path, tree in modules()
+        if any(path.relative_to(HOUSE).as_posix().startswith(place) for place in SANS_IO)
+        for name in imports_of(path, tree)
+        if name.split(".")[0] in IO_MODULES
+    ]
+    assert leaks == []
+
+
+def test_each_kind_of_act_has_one_place() -> None:
+    """Only memory/region maps; only fmq imports the ring; only runtime/devices starts processes."""
+    only = {
+        "mmap": {"memory/region.py"},
+        "subprocess": {"runtime/devices.py"},
+        "multiprocessing": set(),
+        "pickle": set(),
+        "aionn.fmq._ring": {"fmq/event_flag.py", "fmq/message_queue.py", "fmq/__init__.py"},
+    }
+    strays = [
+        f"{path.relative_to(HOUSE)} imports {name}"
+        for path, tree in modules()
+        for name in imports_of(path, tree)
+        for act, places in only.items()
+        if (name == act or name.startswith(act + ".")) and path.relative_to(HOUSE).as_posix() not in places
+    ]
+    assert strays == []
+
+
+def test_no_room_is_called_nothing() -> None:
+    vague = {"utils", "helpers", "common", "misc", "manager", "util", "helper"}
+    assert [path for path, _ in modules() if vague & set(path.relative_to(HOUSE).with_suffix("").parts)] == []
+
+
+def test_every_package_has_its_one_page_design() -> None:
+    bare = [str(path.relative_to(HOUSE)) for path, tree in modules() if not ast.get_docstring(tree)]
+    assert bare == []
+
+
+def test_no_module_outgrows_a_reader() -> None:
+    assert [
+        f"{path.relative_to(HOUSE)}: {n}" for path, _ in modules() if (n := len(path.read_text(encoding="utf-8").splitlines())) > 500
+    ] == []
+
+
+def test_every_all_tells_the_truth() -> None:
+    """Names in `__all__` are defined or imported in the module, and sorted sets have no doubles."""
+    lies = []
+    for path, tree in modules():
+        defined: set[str] = set()
+        listed: list[str] = []
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                defined.add(node.name)
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                defined.update(alias.asname or alias.name for alias in node.names)
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                defined.add(node.target.id)
+            elif isinstance(node, ast.Assign):
+                for target in node.targets:
+                    if isinstance(target, ast.Name):
+                        defined.add(target.id)
+                        if target.id == "__all__":
+                            listed = [str(value) for value in ast.literal_eval(node.value)]
+        if len(listed) != len(set(listed)) or set(listed) - defined:
+            lies.append(f"{path.relative_to(HOUSE)}: {sorted(set(listed) - defined)}")
+    assert lies == []

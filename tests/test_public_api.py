@@ -1,0 +1,268 @@
+"""The public face: names, signatures and attributes that apps and driver authors rely on.
+
+A name that appears or goes is a decision: it is written down here, or the test fails.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.resources
+import inspect
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import aionn
+from aionn import errors, hal
+
+EMPTY = inspect.Parameter.empty
+
+FACE = {
+    "AionnError",
+    "Burst",
+    "CacheOutcome",
+    "CacheOutcomeKind",
+    "CallerError",
+    "Compilation",
+    "CompilationError",
+    "DeadlineError",
+    "Device",
+    "DeviceMemory",
+    "DeviceMemoryLostError",
+    "DeviceUnavailableError",
+    "DriverDiedError",
+    "DriverHungError",
+    "ExecutionError",
+    "Frame",
+    "HardwareBuffer",
+    "Memory",
+    "MemoryAllocationError",
+    "MissReason",
+    "Model",
+    "OutputInsufficientSizeError",
+    "Outputs",
+    "PlaneLayout",
+    "Runtime",
+    "StageRejected",
+    "StreamResult",
+    "run",
+    "trace",
+}
+
+HAL_FACE = {
+    "CACHE_TOKEN_BYTES",
+    "CONSTANT_COPY_BYTES",
+    "MAX_CACHE_FILES",
+    "NO_TIMING",
+    "UNKNOWN_TIME_US",
+    "Artifact",
+    "BufferDesc",
+    "BufferRole",
+    "CacheFiles",
+    "CacheHandles",
+    "CancelFlag",
+    "CompileOptions",
+    "Constant",
+    "DataLocation",
+    "DeviceType",
+    "Engine",
+    "ErrorStatus",
+    "Executable",
+    "ExecutionPreference",
+    "ExecutionReport",
+    "GrantorDescriptor",
+    "IBuffer",
+    "IBurstCallback",
+    "IBurstContext",
+    "IDevice",
+    "IMemory",
+    "IPreparedModel",
+    "MQDescriptor",
+    "MQFlavor",
+    "MemoryDescription",
+    "MemoryKind",
+    "Model",
+    "Operand",
+    "OperandType",
+    "Operation",
+    "OutputShape",
+    "PrepareOptions",
+    "Priority",
+    "Request",
+    "RequestArgument",
+    "Result",
+    "Timing",
+}
+
+ERROR_TREE: dict[str, Any] = {
+    "AionnError": Exception,
+    "CallerError": ValueError,
+    "CompilationError": "AionnError",
+    "ExecutionError": "AionnError",
+    "OutputInsufficientSizeError": "ExecutionError",
+    "DriverDiedError": "AionnError",
+    "DriverHungError": "AionnError",
+    "DeadlineError": TimeoutError,
+    "DeviceUnavailableError": "AionnError",
+    "MemoryAllocationError": "AionnError",
+    "StageRejected": "AionnError",
+}
+
+
+def parameters_of(function: Any) -> dict[str, Any]:
+    """Per parameter its default; what is keyword-only is marked by a star before its name. `self` is left out."""
+    return {
+        ("*" if parameter.kind is parameter.KEYWORD_ONLY else "") + name: parameter.default
+        for name, parameter in inspect.signature(function).parameters.items()
+        if name not in {"self", "cls"}
+    }
+
+
+def test_the_face_is_what_is_written_here() -> None:
+    assert set(aionn.__all__) == FACE
+    assert [name for name in FACE if not hasattr(aionn, name)] == []
+    public = {name for name, value in vars(aionn).items() if not name.startswith("_") and not inspect.ismodule(value)}
+    assert public - FACE == set()
+
+
+def test_the_face_of_the_hal_is_what_is_written_here() -> None:
+    assert set(hal.__all__) == HAL_FACE
+
+
+def test_a_runtime_compiles_with_these_options() -> None:
+    assert list(parameters_of(aionn.Runtime.__init__).values()).count(EMPTY) == 0  # `aionn.Runtime()` needs nothing
+    assert inspect.iscoroutinefunction(aionn.Runtime.compile)
+    options = parameters_of(aionn.Runtime.compile)
+    assert options == {
+        "model": EMPTY,
+        "*devices": None,
+        "*preference": "fast_single_answer",
+        "*priority": "medium",
+        "*cache_dir": None,
+        "*token": None,
+        "*mode": "eager",
+        "*stages": None,
+        "*timeout_s": None,
+    }
+
+
+def test_a_compilation_computes_and_opens_bursts() -> None:
+    assert inspect.iscoroutinefunction(aionn.Compilation.compute)
+    assert parameters_of(aionn.Compilation.compute) == {
+        "inputs": EMPTY,
+        "*outputs": None,
+        "*measure_timing": False,
+        "*timeout_s": None,
+    }
+    assert all(default is not EMPTY for default in parameters_of(aionn.Compilation.burst).values())
+    assert {"compute", "burst", "aclose"} <= set(dir(aionn.Compilation))
+    assert "outcomes:" in (aionn.Compilation.__doc__ or "")  # an attribute of each; the journeys read it
+
+
+def test_a_burst_computes_frames() -> None:
+    assert inspect.iscoroutinefunction(aionn.Burst.compute)
+    assert parameters_of(aionn.Burst.compute) == parameters_of(aionn.Compilation.compute)
+    assert parameters_of(aionn.Burst.frame) == {"shapes": None}
+    assert parameters_of(aionn.Burst.map) == {"frames": EMPTY, "*policy": "block", "*depth": 2, "*deadline_s": None}
+    assert {"compute", "frame", "map", "statistics"} <= set(dir(aionn.Burst))
+
+
+def test_outputs_are_a_dict_that_tells_more() -> None:
+    assert issubclass(aionn.Outputs, dict)
+    assert {"timing", "device"} <= set(dir(aionn.Outputs)) | set(aionn.Outputs.__annotations__)
+
+
+def test_a_model_comes_from_onnx() -> None:
+    assert list(parameters_of(aionn.Model.from_onnx).values()) == [EMPTY, None]
+    assert {"inputs", "outputs", "token"} <= set(hal.Model.__dataclass_fields__)
+    assert issubclass(aionn.Model, hal.Model)
+
+
+@pytest.mark.parametrize("name", sorted(ERROR_TREE))
+def test_the_errors_are_one_tree(name: str) -> None:
+    error = getattr(aionn, name)
+    assert error is getattr(errors, name)
+    assert issubclass(error, aionn.AionnError)
+    parent = ERROR_TREE[name]
+    assert issubclass(error, getattr(aionn, parent) if isinstance(parent, str) else parent)
+    assert set(errors.__all__) >= set(ERROR_TREE)
+
+
+def test_errors_carry_their_facts() -> None:
+    compilation = errors.CompilationError("m", node="conv1", reason="r")
+    assert (compilation.node, compilation.reason) == ("conv1", "r")
+    insufficient = errors.OutputInsufficientSizeError("m", status=hal.ErrorStatus.OUTPUT_INSUFFICIENT_SIZE, shapes={"y": (3,)})
+    assert (insufficient.status, insufficient.shapes) == (hal.ErrorStatus.OUTPUT_INSUFFICIENT_SIZE, {"y": (3,)})
+    died = errors.DriverDiedError("openvino", -9)
+    assert (died.device, died.exit_code) == ("openvino", -9)
+    assert errors.DriverHungError("openvino", 1.5).device == "openvino"
+    assert errors.DeadlineError("m").transient is True
+    assert errors.DeviceUnavailableError("tpu", "m").device == "tpu"
+    allocation = errors.MemoryAllocationError("m", needed_bytes=2, available_bytes=1)
+    assert (allocation.needed_bytes, allocation.available_bytes) == (2, 1)
+    rejected = errors.StageRejected("openvino", "slower")
+    assert (rejected.stage, rejected.reason) == ("openvino", "slower")
+
+
+def public_things(module: Any) -> list[tuple[str, Any]]:
+    """Every name of the module's face, and every public method and property of its classes."""
+    found: list[tuple[str, Any]] = []
+    for name in module.__all__:
+        value = getattr(module, name)
+        if inspect.isclass(value):
+            found.append((name, value))
+            found += [
+                (f"{name}.{attribute}", member)
+                for attribute, member in vars(value).items()
+                if not attribute.startswith("_")
+                # An attribute may be a property or not; either way the docstring of its class tells of it.
+                and not (isinstance(member, property) and f"{attribute}:" in (value.__doc__ or ""))
+                and (inspect.isfunction(member) or isinstance(member, property | classmethod | staticmethod))
+            ]
+        elif inspect.isfunction(value) or inspect.ismodule(value):
+            found.append((name, value))
+    return found
+
+
+def test_every_public_name_of_the_face_says_what_it_does() -> None:
+    bare = []
+    for name, thing in public_things(aionn):
+        text = inspect.getdoc(thing) or ""
+        # What @dataclass writes of its own accord tells nothing.
+        if not text or text.startswith(f"{name}("):
+            bare.append(name)
+    assert bare == []
+
+
+def test_every_public_class_of_the_hal_says_what_it_is() -> None:
+    bare = [name for name, thing in public_things(hal) if "." not in name and (inspect.getdoc(thing) or f"{name}(").startswith(f"{name}(")]
+    assert bare == []
+
+
+def test_types_are_shipped() -> None:
+    assert (importlib.resources.files("aionn") / "py.typed").is_file()
+
+
+def test_the_engines_are_found_through_their_entry_points() -> None:
+    found = {point.name: point for point in importlib.metadata.entry_points(group="aionn.engines")}
+    assert {"onnxruntime", "reference"} <= found.keys()
+    for name in ("onnxruntime", "reference"):
+        engine = found[name].load()()
+        assert engine.name == name
+        assert engine.version
+        assert isinstance(engine.cache_files, hal.CacheFiles)
+
+
+def test_importing_aionn_starts_nothing_and_loads_no_engine() -> None:
+    code = (
+        "import aionn, os, sys, threading\n"
+        "print(sorted(m for m in ('onnxruntime', 'openvino', 'torch') if m in sys.modules))\n"
+        "print(threading.active_count(), len(os.listdir('/proc/self/task')))"
+    )
+    ran = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
+    engines, threads = ran.stdout.splitlines()
+    assert engines == "[]"
+    assert threads.split()[0] == "1"

@@ -1,0 +1,88 @@
+"""Groups inside, plain exceptions outside; shields that end; answers that are set once."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+from aionn.errors import CallerError, DriverDiedError, again
+from aionn.tasks import Answer, bounded_shield, deadline_of, ungrouped
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_the_one_error_of_a_group_comes_out_as_itself() -> None:
+    with pytest.raises(KeyError, match="gone"), ungrouped():
+        async with anyio.create_task_group():
+            raise KeyError("gone")
+
+
+async def test_none_of_several_errors_is_lost() -> None:
+    async def fail(error: Exception) -> None:
+        raise error
+
+    with pytest.raises(BaseExceptionGroup) as caught, ungrouped():
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(fail, KeyError("one"))
+            tasks.start_soon(fail, ValueError("two"))
+    assert {type(error) for error in caught.value.exceptions} == {KeyError, ValueError}
+
+
+async def test_a_group_that_the_body_raised_stays_one() -> None:
+    with pytest.raises(ExceptionGroup, match="the app's own"), ungrouped():
+        async with anyio.create_task_group():
+            raise ExceptionGroup("the app's own", [KeyError("x")])
+
+
+async def test_a_bounded_shield_holds_cancellation_off_and_then_ends() -> None:
+    reached = []
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        with bounded_shield(30):
+            await anyio.lowlevel.checkpoint()
+            reached.append("shielded")
+        with bounded_shield(0):
+            await anyio.sleep_forever()
+        reached.append("past the bound")
+        await anyio.lowlevel.checkpoint()
+        reached.append("never")
+    assert reached == ["shielded", "past the bound"]
+
+
+async def test_an_answer_is_set_once_and_may_come_after_its_caller_has_left() -> None:
+    answer: Answer[int] = Answer(asyncio.get_running_loop())
+    answer.set(1)
+    answer.set(2)
+    answer.fail(KeyError())
+    assert await answer.wait() == 1
+
+    left: Answer[int] = Answer(asyncio.get_running_loop())
+    left.abandon()
+    left.set(3)
+    assert left.settled
+    assert left.result is None
+
+
+async def test_a_timeout_becomes_a_deadline_and_nonsense_a_sentence() -> None:
+    assert deadline_of(None) is None
+    now_ns = time.monotonic_ns()
+    deadline_ns = deadline_of(10)
+    assert deadline_ns is not None
+    assert now_ns + 10 * 10**9 <= deadline_ns <= time.monotonic_ns() + 10 * 10**9
+    for nonsense in (math.nan, "soon", -1):
+        with pytest.raises(CallerError, match="timeout"):
+            deadline_of(nonsense)  # type: ignore[arg-type]
+
+
+async def test_each_caller_gets_an_error_of_its_own() -> None:
+    first = DriverDiedError("npu", -9)
+    second = again(first)
+    assert isinstance(second, DriverDiedError)
+    assert (second is first, str(second), second.device, second.exit_code) == (False, str(first), "npu", -9)
+    own = KeyError()
+    assert again(own) is own

@@ -1,0 +1,113 @@
+"""Spans and counters: what exists, what a viewer gets, and that nothing is done while nobody listens."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import aionn
+from aionn import trace
+from aionn.testing import identity_model
+
+INPUTS = {"input": np.arange(16, dtype=np.float32).reshape(1, 16)}
+
+
+@pytest.fixture
+async def compilation() -> AsyncIterator[aionn.Compilation]:
+    async with aionn.Runtime() as runtime:
+        yield await runtime.compile(aionn.Model.from_onnx(identity_model()), devices=("reference",))
+
+
+def test_a_span_tells_its_time_its_attributes_and_its_error() -> None:
+    with trace.record() as recording:
+        before_ns = time.monotonic_ns()
+        with trace.span("outer", device="d"), pytest.raises(KeyError), trace.span("inner"):
+            raise KeyError("gone")
+        after_ns = time.monotonic_ns()
+    inner, outer = recording.spans
+    assert (inner.name, inner.attributes) == ("inner", {"error": "KeyError"})
+    assert (outer.name, outer.attributes) == ("outer", {"device": "d"})
+    assert before_ns <= outer.started_ns <= inner.started_ns <= inner.ended_ns <= outer.ended_ns <= after_ns
+
+
+def test_counters_add_up() -> None:
+    with trace.record() as recording:
+        trace.count("dropped")
+        trace.count("dropped", 4, seq=7)
+        trace.count("other")
+    assert recording.total("dropped") == 5
+    assert recording.counters[1].attributes == {"seq": 7}
+
+
+def test_nothing_is_made_while_nobody_listens() -> None:
+    assert trace.span("one", device="x") is trace.span("two")
+    with trace.record():
+        assert trace.span("one") is not trace.span("two")
+    assert trace.span("one") is trace.span("two")
+
+
+def test_listeners_come_and_go_in_any_order() -> None:
+    first: list[Any] = []
+    second: list[Any] = []
+    one, two = trace.listen(first.append), trace.listen(second.append)
+    one.__enter__()
+    two.__enter__()
+    one.__exit__(None, None, None)
+    trace.count("a")
+    two.__exit__(None, None, None)
+    trace.count("b")
+    assert first == []
+    assert [event.name for event in second] == ["a"]
+
+
+def test_the_file_is_what_viewers_open(tmp_path: Path) -> None:
+    with trace.record() as recording:
+        with trace.span("work", ratio=math.nan, path=tmp_path):
+            trace.count("done", 2)
+        trace.count("done", 1)
+    recording.write_chrome(tmp_path / "t.json")
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    written = json.loads((tmp_path / "t.json").read_text(), parse_constant=refuse)
+    spans = [event for event in written["traceEvents"] if event["ph"] == "X"]
+    counters = [event for event in written["traceEvents"] if event["ph"] == "C"]
+    assert [(span["name"], span["dur"] >= 0) for span in spans] == [("work", True)]
+    assert {"ts", "pid", "tid", "args"} <= spans[0].keys()
+    assert [counter["args"]["value"] for counter in counters] == [2, 3]
+
+
+@pytest.mark.anyio
+async def test_compiling_preparing_executing_and_waiting_in_the_queue_are_seen() -> None:
+    with trace.record() as recording:
+        async with aionn.Runtime() as runtime:
+            compilation = await runtime.compile(aionn.Model.from_onnx(identity_model()), devices=("reference",))
+            await compilation.compute(INPUTS)
+            async with compilation.burst() as burst:
+                await burst.compute(INPUTS)
+    spans = {span.name: span for span in recording.spans}
+    assert {"compile", "driver.start", "prepare", "compute", "burst.connect", "burst.queue_wait", "burst.execute"} <= spans.keys()
+    assert spans["compile"].started_ns <= spans["prepare"].started_ns <= spans["prepare"].ended_ns <= spans["compile"].ended_ns
+    assert spans["burst.queue_wait"].ended_ns == spans["burst.execute"].started_ns
+    assert spans["burst.queue_wait"].attributes["identity"] == spans["burst.execute"].attributes["identity"]
+
+
+@pytest.mark.anyio
+async def test_a_frame_costs_no_trace_call_while_nobody_listens(compilation: aionn.Compilation, monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+    async with compilation.burst() as burst:
+        await burst.compute(INPUTS)
+        for name in ("span", "span_at", "count", "_tell"):
+            monkeypatch.setattr(trace, name, lambda *_, name=name, **__: called.append(name))
+        for _ in range(10):
+            await burst.compute(INPUTS)
+        monkeypatch.undo()
+    assert called == []

@@ -1,0 +1,34 @@
+"""The fixture `fake_device`: it works in a project without any engine, and names what a test leaves behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+PROJECT = """
+import asyncio, os
+import numpy as np
+import aionn
+from aionn.testing import identity_model
+
+async def use(fake_device):
+    async with aionn.Runtime() as runtime:
+        compilation = await runtime.compile(aionn.Model.from_onnx(identity_model()), devices=(fake_device.name,))
+        await compilation.compute({"input": np.zeros((1, 16), np.float32)})
+
+def test_clean(fake_device):
+    asyncio.run(use(fake_device))
+
+def test_leaky(fake_device):
+    global kept
+    kept = os.pidfd_open(os.getpid())
+"""
+
+
+def test_a_clean_test_passes_and_a_leak_is_named(tmp_path: Path) -> None:
+    (tmp_path / "test_app.py").write_text(PROJECT)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_app.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert "2 passed, 1 error" in done.stdout, done.stdout
+    assert "the test left behind: 1 descriptor(s) of" in done.stdout
