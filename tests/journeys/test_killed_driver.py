@@ -25,9 +25,10 @@ from tests.leaks import Inventory, driver_pids, ended, leak_check, wait_for_end
 pytestmark = pytest.mark.anyio
 
 KILLS = 26  # on each of the two loops: more than 50 in all
-# The promise is 100 ms (measured: see the median that the test prints with -s). A loaded machine with two cores may not run this
-# process at all for longer than that; what is asserted must separate "told by the kernel" from "told by a timeout".
-TOLD_WITHIN_S = 1.0
+# The promise is 100 ms (measured: see the median that the test prints with -s). A loaded machine with two cores may not run a
+# process at all for longer than that, and has been seen to need over a second to take a killed one down; no deadline is set in
+# these calls, so nothing but the kernel can tell them, and what is asserted must separate "told" from "never told".
+TOLD_WITHIN_S = 5.0
 # From the moment the first call of a round has been answered, a round goes on for up to so long before the kill.
 LONGEST_WAIT_S = 0.03
 
@@ -195,13 +196,15 @@ async def test_the_death_of_one_driver_does_not_touch_the_others(silero_path: Pa
                 dead.set()
 
             tasks.start_soon(die)
-            for frame in range(10_000):
-                assert_same(await burst.compute(inputs), expected)
-                if frame == 20:
-                    os.kill(second, signal.SIGKILL)
-                if dead.is_set():
-                    break
-            assert dead.is_set()
+            frames = 0
+            with anyio.fail_after(20):
+                while not dead.is_set():
+                    assert_same(await burst.compute(inputs), expected)
+                    frames += 1
+                    if frames == 20:
+                        os.kill(second, signal.SIGKILL)
+            assert_same(await burst.compute(inputs), expected)
+            assert frames >= 20
             assert first in driver_pids()
 
 
