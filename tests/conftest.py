@@ -7,6 +7,7 @@ A carrier that is not installed fails the test, with the command that installs i
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,10 @@ import pytest
 
 os.environ.setdefault("AIONN_REQUIRE_MODELS", "1")
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # the tests' own use of ONNX Runtime leaves no files either
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As in a shell's background job: apps that the tests start and interrupt would inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from tests.real_models import carried  # after that line: it may be asked for a file while modules are collected
 
