@@ -12,40 +12,46 @@
 
 Models run in driver processes of their own; frames cross in shared memory. This is the face for apps; `aionn.hal` is the
 one for driver authors, `aionn.testing` the one for tests.
+
+A name's home is imported when the name is first asked for: every driver process imports this package on its way to
+`aionn.driver`, and needs none of the app's side.
 """
 
 import logging as _logging
 import sys as _sys
+import typing as _typing
+from importlib import import_module as _import_module
 
 if _sys.platform != "linux":
     raise ImportError(f"aionn runs on Linux (memfd, eventfd, pidfd, futex); this is {_sys.platform!r}")
 
-from aionn import trace
-from aionn.caching.outcomes import CacheOutcome, CacheOutcomeKind, MissReason
-from aionn.errors import (
-    AionnError,
-    CallerError,
-    CompilationError,
-    DeadlineError,
-    DeviceMemoryLostError,
-    DeviceUnavailableError,
-    DriverDiedError,
-    DriverHungError,
-    ExecutionError,
-    MemoryAllocationError,
-    OutputInsufficientSizeError,
-    StageRejected,
-)
-from aionn.memory import HardwareBuffer, Memory, PlaneLayout
-from aionn.runtime.arguments import Outputs
-from aionn.runtime.burst import Burst
-from aionn.runtime.compilation import Compilation
-from aionn.runtime.device_memory import DeviceMemory
-from aionn.runtime.devices import Device
-from aionn.runtime.frame import Frame
-from aionn.runtime.model import Model
-from aionn.runtime.runtime import Runtime, run
-from aionn.runtime.stream import StreamResult
+if _typing.TYPE_CHECKING:
+    from aionn import trace
+    from aionn.caching.outcomes import CacheOutcome, CacheOutcomeKind, MissReason
+    from aionn.errors import (
+        AionnError,
+        CallerError,
+        CompilationError,
+        DeadlineError,
+        DeviceMemoryLostError,
+        DeviceUnavailableError,
+        DriverDiedError,
+        DriverHungError,
+        ExecutionError,
+        MemoryAllocationError,
+        OutputInsufficientSizeError,
+        StageRejected,
+    )
+    from aionn.memory import HardwareBuffer, Memory, PlaneLayout
+    from aionn.runtime.arguments import Outputs
+    from aionn.runtime.burst import Burst
+    from aionn.runtime.compilation import Compilation
+    from aionn.runtime.device_memory import DeviceMemory
+    from aionn.runtime.devices import Device
+    from aionn.runtime.frame import Frame
+    from aionn.runtime.model import Model
+    from aionn.runtime.runtime import Runtime, run
+    from aionn.runtime.stream import StreamResult
 
 # Silent unless the app asks to hear of it; a driver's own words reach the app over its control socket.
 _logging.getLogger("aionn").addHandler(_logging.NullHandler())
@@ -81,3 +87,55 @@ __all__ = [
     "run",
     "trace",
 ]
+
+_HOMES = {
+    "AionnError": "aionn.errors",
+    "Burst": "aionn.runtime.burst",
+    "CacheOutcome": "aionn.caching.outcomes",
+    "CacheOutcomeKind": "aionn.caching.outcomes",
+    "CallerError": "aionn.errors",
+    "Compilation": "aionn.runtime.compilation",
+    "CompilationError": "aionn.errors",
+    "DeadlineError": "aionn.errors",
+    "Device": "aionn.runtime.devices",
+    "DeviceMemory": "aionn.runtime.device_memory",
+    "DeviceMemoryLostError": "aionn.errors",
+    "DeviceUnavailableError": "aionn.errors",
+    "DriverDiedError": "aionn.errors",
+    "DriverHungError": "aionn.errors",
+    "ExecutionError": "aionn.errors",
+    "Frame": "aionn.runtime.frame",
+    "HardwareBuffer": "aionn.memory",
+    "Memory": "aionn.memory",
+    "MemoryAllocationError": "aionn.errors",
+    "MissReason": "aionn.caching.outcomes",
+    "Model": "aionn.runtime.model",
+    "OutputInsufficientSizeError": "aionn.errors",
+    "Outputs": "aionn.runtime.arguments",
+    "PlaneLayout": "aionn.memory",
+    "Runtime": "aionn.runtime.runtime",
+    "StageRejected": "aionn.errors",
+    "StreamResult": "aionn.runtime.stream",
+    "run": "aionn.runtime.runtime",
+}
+"""Where each name is defined; `TYPE_CHECKING` says the same to a type checker."""
+
+_MODULES = frozenset({"errors", "hal", "testing", "trace"})
+"""Modules that are faces of their own, as attributes."""
+
+
+if not _typing.TYPE_CHECKING:  # a type checker would take any name for an attribute
+
+    def __getattr__(name: str) -> object:
+        if name in _HOMES:
+            value: object = getattr(_import_module(_HOMES[name]), name)
+        elif name in _MODULES:
+            value = _import_module(f"aionn.{name}")
+        else:
+            raise AttributeError(f"module 'aionn' has no attribute {name!r}")
+        globals()[name] = value  # asked once per name
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_MODULES})

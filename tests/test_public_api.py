@@ -5,12 +5,14 @@ A name that appears or goes is a decision: it is written down here, or the test 
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.metadata
 import importlib.resources
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -126,6 +128,35 @@ def test_the_face_is_what_is_written_here() -> None:
     assert [name for name in FACE if not hasattr(aionn, name)] == []
     public = {name for name, value in vars(aionn).items() if not name.startswith("_") and not inspect.ismodule(value)}
     assert public - FACE == set()
+    assert set(dir(aionn)) >= FACE
+    assert inspect.ismodule(aionn.hal)
+    with pytest.raises(AttributeError, match="module 'aionn' has no attribute 'Runtimes'"):
+        aionn.Runtimes  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_a_type_checker_finds_every_name_where_it_is_imported_from() -> None:
+    """The face says twice where a name is defined: to Python, when it is asked for, and to a type checker."""
+    tree = ast.parse(Path(aionn.__file__).read_text(encoding="utf-8"))
+    told = {
+        alias.name: node.module
+        for branch in tree.body
+        if isinstance(branch, ast.If) and "TYPE_CHECKING" in ast.dump(branch.test)
+        for node in branch.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert told == {**aionn._HOMES, "trace": "aionn"}
+    assert told.keys() == FACE
+
+
+def test_a_driver_process_imports_nothing_of_the_apps_side() -> None:
+    """Each driver pays for what it imports, in time to start and in memory."""
+    code = (
+        "import aionn.driver.process, sys\n"
+        "print([m for m in sys.modules if m.startswith(('aionn.runtime', 'aionn.caching.store', 'aionn.graph', 'onnx'))])"
+    )
+    ran = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"
 
 
 def test_the_face_of_the_hal_is_what_is_written_here() -> None:

@@ -16,16 +16,18 @@ import struct
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from aionn.caching.integrity import IntegrityStore
 from aionn.caching.outcomes import MissReason, Refusal
 from aionn.errors import AionnError, CallerError, CompilationError
 from aionn.hal.interfaces import Artifact, CacheHandles, CompileOptions, Engine, Executable
 from aionn.hal.model import Model
 from aionn.hal.types import CacheFiles, Operand
+
+if TYPE_CHECKING:
+    from aionn.caching.integrity import IntegrityStore
 
 T = TypeVar("T")
 
@@ -103,6 +105,8 @@ class Artifacts:
         # Opened at the first use: a driver that never caches touches no state directory.
         with self._lock:
             if self._store is None:
+                from aionn.caching.integrity import IntegrityStore  # a database and locks: for those that cache
+
                 self._store = IntegrityStore(self._engine.name, self._engine.version, self.files)
             return self._store
 

@@ -8,6 +8,7 @@ between). It leaves nothing that could outlive it: no files, no named memory, no
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import platform
 import signal
@@ -75,10 +76,10 @@ def close_inherited(keep: int) -> None:
             continue  # the listing's own
 
 
-async def serve(name: str, sock: socket.socket) -> None:
-    """Serve one client on `sock` with the engine of that name, until the client is gone."""
+async def serve(name: str, home: str, sock: socket.socket) -> None:
+    """Serve one client on `sock` with the engine of that name and home (see `find_engine`), until the client is gone."""
     try:
-        engine = await anyio.to_thread.run_sync(find_engine, name)
+        engine = await anyio.to_thread.run_sync(find_engine, name, home)
     except Exception as error:  # the app is told whatever keeps the engine from loading
         refusal = error if isinstance(error, AionnError) else DeviceUnavailableError(name, f"device {name!r} cannot start: {error}")
         sock.setblocking(True)
@@ -87,6 +88,8 @@ async def serve(name: str, sock: socket.socket) -> None:
         except ConnectionError:
             return  # the app has gone meanwhile
         return
+    gc.freeze()  # what is here now stays: no collection need look at it again
+    gc.enable()
     async with anyio.create_task_group() as tasks:
         service = DeviceService(EngineDevice(engine, tasks), sock, tasks)
         await service.start()
@@ -97,15 +100,16 @@ async def serve(name: str, sock: socket.socket) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """`python -m aionn.driver NAME FD [THREADS]`: serve the socket that the parent left open under that descriptor.
+    """`python -m aionn.driver NAME[=HOME] FD [THREADS]`: serve the socket that the parent left open under that descriptor.
 
-    With THREADS in the background, on so many CPUs at most.
+    HOME is "package.module:Class", where the parent has looked it up. With THREADS in the background, on so many CPUs at most.
     """
     if len(arguments) not in (2, 3) or not all(argument.isdigit() for argument in arguments[1:]):
-        usage = "python -m aionn.driver ENGINE SOCKET_FD [THREADS]"
+        usage = "python -m aionn.driver ENGINE[=MODULE:CLASS] SOCKET_FD [THREADS]"
         print(f"usage: {usage}  (started by aionn's runtime; see `aionn devices`)", file=sys.stderr)
         return 2
-    name, fd = arguments[0], int(arguments[1])
+    name, _, home = arguments[0].partition("=")
+    fd = int(arguments[1])
     bind_to_parent()
     if len(arguments) == 3:
         stay_in_background(max(1, int(arguments[2])))
@@ -117,5 +121,5 @@ def main(arguments: list[str]) -> int:
         print(f"aionn.driver: descriptor {fd} is no socket: {error.strerror}", file=sys.stderr)
         return 2
     sock.set_inheritable(False)
-    anyio.run(serve, name, sock, backend_options={"use_uvloop": True})
+    anyio.run(serve, name, home, sock, backend_options={"use_uvloop": True})
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 
 from aionn.engines.installed import installed_engines
@@ -10,28 +11,31 @@ from aionn.hal.interfaces import Engine
 from aionn.hal.types import CacheFiles
 
 
-def find_engine(name: str) -> Engine:
+def find_engine(name: str, home: str = "") -> Engine:
     """Make the engine of that name.
+
+    Args:
+        name: of an entry point, or "package.module:Class".
+        home: "package.module:Class", where whoever asks has looked the entry point up already.
 
     Raises:
         DeviceUnavailableError: there is none, or its package cannot be imported.
     """
     try:
-        if ":" in name:
-            module, _, attribute = name.partition(":")
-            factory = getattr(importlib.import_module(module), attribute)
-        else:
+        module, colon, attribute = (home or name).partition(":")
+        if not colon:
             installed = installed_engines()
             if name not in installed:
                 known = ", ".join(sorted(installed)) or "none"
                 raise DeviceUnavailableError(name, f"device {name!r} is not installed here; installed are: {known}")
-            factory = installed[name].load()
+            module, attribute = installed[name].module, installed[name].attr
+        factory = functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
     except (ImportError, AttributeError, ValueError) as error:
         raise DeviceUnavailableError(
             name, f"device {name!r} cannot be loaded: {error}; a driver finds what is installed or in PYTHONPATH"
         ) from error
     try:
-        engine: Engine = factory()
+        engine: Engine = factory()  # type: ignore[operator]  # whatever the module has there; if it is no engine, that is said
     except DeviceUnavailableError:
         raise
     except Exception as error:

@@ -3,7 +3,8 @@
 An engine is what `hal.Engine` says and nothing else. It gets a `Model` or verified artifact bytes, and arrays; it never
 sees a queue, a socket or a cache file, so every engine runs, is tested and is measured alone. `driver.device` gives it
 bursts, integrity, memory domains and a process of its own. An engine's library is imported when the engine is made,
-never when its module is: a missing package is a `DeviceUnavailableError` that names the extra to install.
+never when its module is: a missing package is a `DeviceUnavailableError` that names the extra to install. `aionn.graph`
+is imported when a model is there to be read: it brings `onnx`, which a driver that is just starting can do without.
 
     reference     NumPy through onnx.reference: right before fast; small models; caches nothing
     onnxruntime   runs every model found; large tables used in place, other constants copied by the library;

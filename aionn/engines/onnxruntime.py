@@ -34,7 +34,6 @@ from numpy.typing import NDArray
 
 from aionn.engines.processor import Flushing, instruction_set, usable_cpus
 from aionn.errors import CallerError, CompilationError, DeviceUnavailableError
-from aionn.graph import constant_arrays, gather_tables, inline_nested_constants, supported_operations
 from aionn.hal.interfaces import Artifact, CompileOptions, Executable, ExecutionReport
 from aionn.hal.model import Model, Operation
 from aionn.hal.types import CONSTANT_COPY_BYTES, CacheFiles, ExecutionPreference
@@ -83,10 +82,14 @@ class OnnxRuntimeEngine:
 
     def supported_operations(self, model: Model) -> Sequence[bool]:
         """By operator and version; an operator can still be refused by `compile` for its element type."""
+        from aionn.graph import supported_operations
+
         return supported_operations(model, self._has_kernel)
 
     def compile(self, model: Model, options: CompileOptions) -> OnnxRuntimeExecutable:
         """Optimise fully (it costs 0 to 130 ms more than not at all) and, if it may be exported, write the artifact down."""
+        from aionn.graph import constant_arrays, gather_tables
+
         elements = sum(prod(constant.operand.dimensions or ()) for constant in model.constants)
         shapes = [operand.dimensions for operand in model.inputs.values()]
         settings = self._settings(options, _threads(options, shapes, elements))
@@ -262,6 +265,8 @@ class _Written:
         self._finalizer = weakref.finalize(self, _close, self._graph, self._weights)
 
     def artifact(self) -> Artifact:
+        from aionn.graph import inline_nested_constants
+
         graph, weights = _read(self._graph), _NO_WEIGHTS if self._weights is None else _read(self._weights)
         self._finalizer()
         # ORT does not look for the weights of nested graphs in memory, so those go back into the graph.

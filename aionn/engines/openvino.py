@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import io
 import re
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,7 +31,6 @@ from numpy.typing import NDArray
 
 from aionn.engines.processor import Flushing, instruction_set, usable_cpus
 from aionn.errors import CallerError, CompilationError, DeviceUnavailableError
-from aionn.graph import embed_constants
 from aionn.hal.interfaces import Artifact, CompileOptions, Executable, ExecutionReport
 from aionn.hal.model import Model, Operation
 from aionn.hal.types import CacheFiles, ExecutionPreference
@@ -38,6 +38,7 @@ from aionn.hal.types import CacheFiles, ExecutionPreference
 __all__ = ["OpenVINOEngine", "OpenVINOExecutable"]
 
 _CPU = "CPU"
+_CONVERTER = "openvino.tools.ovc"
 _ARTIFACT_FORMAT = 1
 
 
@@ -60,7 +61,7 @@ class OpenVINOEngine:
 
     def __init__(self) -> None:
         try:
-            import openvino
+            openvino = _openvino()
         except ImportError as error:
             why = f"device {self.name!r} needs the package openvino, which cannot be imported ({error}); pip install aionn[openvino]"
             raise DeviceUnavailableError(self.name, why) from error
@@ -125,6 +126,8 @@ class OpenVINOEngine:
 
     @staticmethod
     def _whole(model: Model) -> bytes:
+        from aionn.graph import embed_constants
+
         whole: bytes = embed_constants(model).SerializeToString()
         return whole
 
@@ -193,6 +196,24 @@ class OpenVINOExecutable:
         blob = io.BytesIO()
         self._compiled.export_model(blob)
         return Artifact((blob.getbuffer(),), (msgspec.json.encode(self._names),))
+
+
+def _openvino() -> Any:
+    """The package, without its converter of other formats: that costs 30 ms at each start, and brings a module that reports to its
+    maker. The package takes the lack of it for an installation that has none; whoever imports it later gets it."""
+    if "openvino" not in sys.modules and _CONVERTER not in sys.modules:
+        sys.modules[_CONVERTER] = None  # type: ignore[assignment]  # to Python: this import fails
+        try:
+            import openvino
+
+            return openvino
+        except ImportError:
+            sys.modules.pop("openvino", None)  # it is needed after all, or something else is missing: the import below says
+        finally:
+            del sys.modules[_CONVERTER]
+    import openvino
+
+    return openvino
 
 
 def _writable(array: NDArray[Any]) -> NDArray[Any] | None:

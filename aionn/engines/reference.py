@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aionn.errors import CompilationError, DeviceUnavailableError
-from aionn.graph import embed_constants, supported_operations
 from aionn.hal.interfaces import Artifact, CompileOptions, Executable, ExecutionReport
 from aionn.hal.model import Model
 from aionn.hal.types import CacheFiles
@@ -45,9 +44,13 @@ class ReferenceEngine:
 
     def supported_operations(self, model: Model) -> Sequence[bool]:
         """By whether onnx has an implementation of that operator in that version."""
+        from aionn.graph import supported_operations
+
         return supported_operations(model, self._has_implementation)
 
     def compile(self, model: Model, options: CompileOptions) -> ReferenceExecutable:
+        from aionn.graph import embed_constants
+
         if options.cancelled.is_set():
             raise CompilationError("the compilation was cancelled: nobody waits for it", reason="cancelled")
         missing = next((o for o, known in zip(model.operations, self.supported_operations(model), strict=True) if not known), None)

@@ -54,9 +54,10 @@ _SOCKET_FD = 3
 class DriverProcess:
     """One driver process and the connection to it."""
 
-    def __init__(self, name: str, tasks: TaskGroup, background_threads: int = 0) -> None:
+    def __init__(self, name: str, tasks: TaskGroup, background_threads: int = 0, home: str = "") -> None:
         """Start it. Nothing is awaited: it is `ready` once it has greeted.
 
+        `home`: "package.module:Class" of an installed engine, so that the driver need not look for it again.
         `background_threads`: at the lowest priority, on so many CPUs; 0: like the app itself.
         """
         self.name = name
@@ -74,7 +75,7 @@ class DriverProcess:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
             with theirs:
                 try:
-                    self.pid, self._pidfd = _spawn(name, theirs, background_threads)
+                    self.pid, self._pidfd = _spawn(f"{name}={home}" if home else name, name, theirs, background_threads)
                 except BaseException:
                     ours.close()
                     raise
@@ -232,8 +233,8 @@ class DriverProcess:
             self._ended.set()
 
 
-def _spawn(name: str, theirs: socket.socket, background_threads: int) -> tuple[int, int]:
-    """Start `python -m aionn.driver`: its pid and pidfd.
+def _spawn(engine: str, name: str, theirs: socket.socket, background_threads: int) -> tuple[int, int]:
+    """Start `python -m aionn.driver ENGINE`: its pid and pidfd.
 
     The child has the socket as descriptor 3, no stdin, and our stderr for all it prints.
 
@@ -251,7 +252,7 @@ def _spawn(name: str, theirs: socket.socket, background_threads: int) -> tuple[i
     try:
         pid = os.posix_spawn(
             sys.executable,
-            [sys.executable, "-P", "-m", "aionn.driver", name, str(_SOCKET_FD), *([str(background_threads)] if background_threads else [])],
+            [sys.executable, "-P", "-m", "aionn.driver", engine, str(_SOCKET_FD), *([str(background_threads)] * bool(background_threads))],
             _environment(),
             file_actions=[
                 *([] if _has_stderr() else [(os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0)]),
@@ -330,8 +331,8 @@ class Devices:
 
     def __init__(self, tasks: TaskGroup) -> None:
         self._tasks = tasks
-        self._devices: dict[str, Device] = {name: Device(name) for name in installed_engines()}
-        self._installed = frozenset(self._devices)
+        self._homes = {name: f"{point.module}:{point.attr}" for name, point in installed_engines().items()}
+        self._devices: dict[str, Device] = {name: Device(name) for name in self._homes}
         self._workers: set[DriverProcess] = set()
         self._closed = False
 
@@ -342,13 +343,13 @@ class Devices:
     @property
     def known(self) -> list[Device]:
         """Installed devices, and others that have run, best first."""
-        devices = [device for device in self._devices.values() if device.name in self._installed or device.version is not None]
+        devices = [device for device in self._devices.values() if device.name in self._homes or device.version is not None]
         return sorted(devices, key=lambda device: _rank(device.name))
 
     @property
     def installed(self) -> list[str]:
         """Names of the devices that may be chosen when none is asked for, best first."""
-        return sorted(self._installed, key=_rank)
+        return sorted(self._homes, key=_rank)
 
     def find(self, name: str) -> Device:
         """The device of that name.
@@ -382,7 +383,7 @@ class Devices:
                 if process is not None:
                     await process.wait_ended()
                     device._last_exit_code = process.exit_code
-                process = device._process = DriverProcess(name, self._tasks)
+                process = device._process = DriverProcess(name, self._tasks, home=self._homes.get(name, ""))
                 device._starts += 1
             try:
                 remote = await process.ready()
@@ -404,7 +405,7 @@ class Devices:
         self.find(name)
         if self._closed:
             raise CallerError("the runtime was closed")
-        process = DriverProcess(name, self._tasks, threads)
+        process = DriverProcess(name, self._tasks, threads, self._homes.get(name, ""))
         self._workers.add(process)
         return process
 

@@ -1,13 +1,18 @@
-"""Tiny ONNX models for tests, as bytes for `Model.from_onnx`."""
+"""Tiny ONNX models for tests, as bytes for `Model.from_onnx`.
+
+`onnx` is imported when one is made: the fake engine's driver, which lives in this package, makes none.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-import onnx
 from numpy.typing import DTypeLike
-from onnx import TensorProto, helper
+
+if TYPE_CHECKING:
+    from onnx import GraphProto
 
 OPSET = 17
 
@@ -22,6 +27,8 @@ def identity_model(
         dtype: element type of all.
         outputs: their names; default: the inputs' with "_out" behind.
     """
+    from onnx import helper
+
     shapes = {"input": (1, 16)} if shapes is None else shapes
     element = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
     names = list(outputs) if outputs is not None else [f"{name}_out" for name in shapes]
@@ -36,18 +43,22 @@ def identity_model(
 
 def scaled_model(factor: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> bytes:
     """y = x * factor, elementwise; the factor is the model's one constant. float32."""
+    from onnx import TensorProto, helper, numpy_helper
+
     shape = list(factor.shape)
     graph = helper.make_graph(
         [helper.make_node("Mul", ["x", "factor"], ["y"], name="mul")],
         "scaled",
         [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)],
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, shape)],
-        [onnx.numpy_helper.from_array(factor, "factor")],
+        [numpy_helper.from_array(factor, "factor")],
     )
     return _serialized(graph)
 
 
-def _serialized(graph: onnx.GraphProto) -> bytes:
+def _serialized(graph: GraphProto) -> bytes:
+    from onnx import helper
+
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=8)
     content: bytes = model.SerializeToString()
     return content
