@@ -20,7 +20,8 @@ A name's home is imported when the name is first asked for: every driver process
 import logging as _logging
 import sys as _sys
 import typing as _typing
-from importlib import import_module as _import_module
+
+from aionn.lazy import imported_when_asked as _imported_when_asked
 
 if _sys.platform != "linux":
     raise ImportError(f"aionn runs on Linux (memfd, eventfd, pidfd, futex); this is {_sys.platform!r}")
@@ -120,22 +121,12 @@ _HOMES = {
 }
 """Where each name is defined; `TYPE_CHECKING` says the same to a type checker."""
 
-_MODULES = frozenset({"errors", "hal", "testing", "trace"})
-"""Modules that are faces of their own, as attributes."""
-
+_FACES = {name: f"aionn.{name}" for name in ("errors", "hal", "testing", "trace")}
+"""Modules that are faces of their own."""
 
 if not _typing.TYPE_CHECKING:  # a type checker would take any name for an attribute
-
-    def __getattr__(name: str) -> object:
-        if name in _HOMES:
-            value: object = getattr(_import_module(_HOMES[name]), name)
-        elif name in _MODULES:
-            value = _import_module(f"aionn.{name}")
-        else:
-            raise AttributeError(f"module 'aionn' has no attribute {name!r}")
-        globals()[name] = value  # asked once per name
-        return value
+    __getattr__ = _imported_when_asked(__name__, {**_HOMES, **_FACES})
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_MODULES})
+    return sorted({*globals(), *__all__, *_FACES})

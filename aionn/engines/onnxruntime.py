@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 
 from aionn.engines.processor import Flushing, instruction_set, usable_cpus
 from aionn.errors import CallerError, CompilationError, DeviceUnavailableError
+from aionn.graph.wire import WireError, input_shapes
 from aionn.hal.interfaces import Artifact, CompileOptions, Executable, ExecutionReport
 from aionn.hal.model import Model, Operation
 from aionn.hal.types import CONSTANT_COPY_BYTES, CacheFiles, ExecutionPreference
@@ -130,7 +131,10 @@ class OnnxRuntimeEngine:
         graph, weights = bytes(artifact.model[0]), memoryview(artifact.data[0]).cast("B")
         has_weights = weights != _NO_WEIGHTS
         settings = self._settings(options, 1)
-        shapes = self._input_shapes(graph)
+        try:
+            shapes = input_shapes(memoryview(graph))  # without `onnx`: a driver that only loads never imports it
+        except WireError as error:
+            raise CompilationError(f"the artifact's graph cannot be parsed: {error}") from error
         settings.intra_op_num_threads = _threads(options, shapes, len(weights) // 4 if has_weights else 0)
         settings.graph_optimization_level = self._ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         if has_weights:
@@ -177,16 +181,6 @@ class OnnxRuntimeEngine:
                 return True
             opset = schema.since_version
         return any(first <= opset <= last for first, last in self._kernels.get((domain, operator), ()))
-
-    @staticmethod
-    def _input_shapes(graph: bytes) -> list[tuple[int, ...] | None]:
-        import onnx
-
-        try:
-            values = onnx.ModelProto.FromString(graph).graph.input
-        except Exception as error:
-            raise CompilationError(f"the artifact's graph cannot be parsed: {error}") from error
-        return [tuple(axis.dim_value for axis in value.type.tensor_type.shape.dim) for value in values]
 
 
 class OnnxRuntimeExecutable:

@@ -16,13 +16,19 @@ What changes in the graph, and nothing else does
     An initializer is no graph input, and the IR version is at least 4: a constant has one value for good.
     Constants whose element type `OperandType` cannot name (int4, bfloat16, string) stay inline.
 
-Used by runtime.model (reading) and the engines (`constant_arrays`, `embed_constants`, `resolve_shapes`).
+Used by runtime.model (reading) and the engines (`constant_arrays`, `embed_constants`, `resolve_shapes`). Names are imported when
+they are asked for: `onnx` costs 50 ms, and who only walks the wire does without.
 """
 
-from aionn.graph.constants import constant_arrays, embed_constants, inline_nested_constants
-from aionn.graph.reading import Home, ReadGraph, read_onnx
-from aionn.graph.shapes import resolve_shapes
-from aionn.graph.support import gather_tables, supported_operations
+import typing as _typing
+
+from aionn.lazy import imported_when_asked as _imported_when_asked
+
+if _typing.TYPE_CHECKING:
+    from aionn.graph.constants import constant_arrays, embed_constants, inline_nested_constants
+    from aionn.graph.reading import Home, ReadGraph, read_onnx
+    from aionn.graph.shapes import resolve_shapes
+    from aionn.graph.support import gather_tables, supported_operations
 
 __all__ = [
     "Home",
@@ -35,3 +41,17 @@ __all__ = [
     "resolve_shapes",
     "supported_operations",
 ]
+
+if not _typing.TYPE_CHECKING:
+    _HOMES = {
+        "Home": "aionn.graph.reading",
+        "ReadGraph": "aionn.graph.reading",
+        "constant_arrays": "aionn.graph.constants",
+        "embed_constants": "aionn.graph.constants",
+        "gather_tables": "aionn.graph.support",
+        "inline_nested_constants": "aionn.graph.constants",
+        "read_onnx": "aionn.graph.reading",
+        "resolve_shapes": "aionn.graph.shapes",
+        "supported_operations": "aionn.graph.support",
+    }
+    __getattr__ = _imported_when_asked(__name__, _HOMES)

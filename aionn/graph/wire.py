@@ -1,4 +1,4 @@
-"""Protobuf's wire format, as far as it takes to leave large tensors unparsed. No I/O, no protobuf library.
+"""Protobuf's wire format, as far as it takes to leave large tensors unparsed and to read inputs' shapes. No I/O, no protobuf library.
 
     field   tag varint (number << 3 | type), then by type: 0 varint, 1 eight bytes, 2 length varint + bytes, 5 four bytes
 
@@ -6,11 +6,15 @@ Only these fields are entered (onnx.proto): ModelProto.graph 7; GraphProto.node 
 AttributeProto.t 5, .g 6, .graphs 11. Within a TensorProto .raw_data 9 is left out when it is large, and one
 .external_data 13 entry stands in its place: {key: a word made for this one walk, value: which span}. The word is
 random, so a file cannot carry it and point into bytes of its choice.
+
+The way to an input's extents: ModelProto.graph 7, GraphProto.input 11, ValueInfoProto.type 2, TypeProto.tensor_type 1, Tensor.shape 2,
+TensorShapeProto.dim 1, Dimension.dim_value 1.
 """
 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 _ENTERED: dict[str, dict[int, str]] = {
@@ -57,6 +61,46 @@ def excise(source: memoryview, larger_than_bytes: int) -> Excision:
     return excision
 
 
+def input_shapes(source: memoryview) -> list[tuple[int, ...]]:
+    """The extents of each input of a serialized ModelProto's main graph, 0 where one is open; () also where not even a rank is told.
+
+    For graphs that our own engines have written: of a field that is there twice the last counts, where protobuf merges them.
+
+    Raises:
+        WireError: the bytes cannot be a protobuf message.
+    """
+    shapes = []
+    for place in _messages(source, _message(source, (0, len(source)), 7), 11):
+        for number in (2, 1, 2):
+            place = _message(source, place, number)
+        shapes.append(tuple(_extent(source, axis) for axis in _messages(source, place, 1)))
+    return shapes
+
+
+def _messages(source: memoryview, place: tuple[int, int], number: int) -> Iterator[tuple[int, int]]:
+    """[start, end) of each field of that number with a length, in the message at [start, end)."""
+    at, end = place
+    while at < end:
+        found, wire_type, content, at = _field_at(source, at, end)
+        if found == number and wire_type == 2:
+            yield content, at
+
+
+def _message(source: memoryview, place: tuple[int, int], number: int) -> tuple[int, int]:
+    found = list(_messages(source, place, number))
+    return found[-1] if found else (0, 0)
+
+
+def _extent(source: memoryview, place: tuple[int, int]) -> int:
+    at, end = place
+    extent = 0
+    while at < end:
+        number, wire_type, value, at = _field_at(source, at, end)
+        if (number, wire_type) == (1, 0):
+            extent = value
+    return extent
+
+
 def _shorten(source: memoryview, at: int, end: int, kind: str, depth: int, larger_than_bytes: int, excision: Excision) -> bytes | None:
     """The message in [at, end) without large tensors; None if there are none in it."""
     if depth > _MAX_DEPTH:
@@ -66,38 +110,46 @@ def _shorten(source: memoryview, at: int, end: int, kind: str, depth: int, large
     kept = at
     while at < end:
         field_start = at
-        tag, at = _varint(source, at, end)
-        number, wire_type = tag >> 3, tag & 7
-        if number == 0:
-            raise WireError(f"field number 0 at byte {field_start}")
-        if wire_type == 0:
-            _, at = _varint(source, at, end)
-        elif wire_type in _FIXED_BYTES:
-            at += _FIXED_BYTES[wire_type]
-        elif wire_type == 2:
-            length, content = _varint(source, at, end)
-            at = content + length
-            if at > end:
-                raise WireError(f"a field of {length} bytes at byte {field_start}, where only {end - content} are left")
-            if length <= larger_than_bytes:
-                continue
-            instead: bytes | None = None
-            if kind == "tensor" and number == _RAW_DATA:
-                instead = _entry(excision.key, str(len(excision.spans)))
-                excision.spans.append((content, at))
-            elif number in entered:
-                shorter = _shorten(source, content, at, entered[number], depth + 1, larger_than_bytes, excision)
-                instead = None if shorter is None else _field(number, shorter)
-            if instead is not None:
-                pieces += (source[kept:field_start], instead)
-                kept = at
-        else:
-            raise WireError(f"wire type {wire_type} at byte {field_start}")
-        if at > end:
-            raise WireError(f"a field at byte {field_start} is cut off")
+        number, wire_type, content, at = _field_at(source, at, end)
+        if wire_type != 2 or at - content <= larger_than_bytes:
+            continue
+        instead: bytes | None = None
+        if kind == "tensor" and number == _RAW_DATA:
+            instead = _entry(excision.key, str(len(excision.spans)))
+            excision.spans.append((content, at))
+        elif number in entered:
+            shorter = _shorten(source, content, at, entered[number], depth + 1, larger_than_bytes, excision)
+            instead = None if shorter is None else _field(number, shorter)
+        if instead is not None:
+            pieces += (source[kept:field_start], instead)
+            kept = at
     if not pieces:
         return None
     return b"".join([*pieces, source[kept:end]])
+
+
+def _field_at(source: memoryview, at: int, end: int) -> tuple[int, int, int, int]:
+    """The field that begins there: number, wire type, its value (varint) or where its content begins, and where it ends."""
+    begin = at
+    tag, at = _varint(source, at, end)
+    number, wire_type = tag >> 3, tag & 7
+    if number == 0:
+        raise WireError(f"field number 0 at byte {begin}")
+    content = at
+    if wire_type == 0:
+        content, at = _varint(source, at, end)
+    elif wire_type in _FIXED_BYTES:
+        at += _FIXED_BYTES[wire_type]
+    elif wire_type == 2:
+        length, content = _varint(source, at, end)
+        at = content + length
+        if at > end:
+            raise WireError(f"a field of {length} bytes at byte {begin}, where only {end - content} are left")
+    else:
+        raise WireError(f"wire type {wire_type} at byte {begin}")
+    if at > end:
+        raise WireError(f"a field at byte {begin} is cut off")
+    return number, wire_type, content, at
 
 
 def _varint(source: memoryview, at: int, end: int) -> tuple[int, int]:

@@ -54,9 +54,10 @@ def own_load(name: str, engine: Any, directory: Path) -> Any:
         weights = directory / "weights.bin"
         settings = engine._settings(options, 1)
         from aionn.engines.onnxruntime import _threads
+        from aionn.graph.wire import input_shapes
 
         elements = weights.stat().st_size // 4
-        settings.intra_op_num_threads = _threads(options, engine._input_shapes(graph), elements)
+        settings.intra_op_num_threads = _threads(options, input_shapes(memoryview(graph)), elements)
         settings.graph_optimization_level = engine._ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         return engine._ort.InferenceSession(str(directory / "model"), settings, providers=["CPUExecutionProvider"])
     from aionn.engines.openvino import _settings

@@ -55,6 +55,30 @@ def table(rows: int) -> onnx.ModelProto:
     return model_of([node], [value("rows", [1], TensorProto.INT64)], [value("y", [1, 256])], {"table": content})
 
 
+WITHOUT_ONNX = """if True:
+    import sys
+    import numpy as np
+    from aionn.engines.onnxruntime import OnnxRuntimeEngine
+    from aionn.hal import Artifact, CompileOptions
+
+    content = [open(path, "rb").read() for path in sys.argv[1:]]
+    executable = OnnxRuntimeEngine().load(Artifact((content[0],), (content[1],)), CompileOptions())
+    assert executable.run({"x": np.zeros((3, 8), np.float32)}, {}, False).outputs["y"].shape == (3, 8)
+    print([name for name in sys.modules if name.partition(".")[0] in ("onnx", "google")])
+"""
+
+
+def test_a_driver_that_only_loads_never_imports_onnx(tmp_path: Path) -> None:
+    engine = OnnxRuntimeEngine()
+    artifact = engine.export(engine.compile(Model.from_onnx(matmul().SerializeToString()), CompileOptions()))
+    assert artifact is not None
+    paths = [tmp_path / "model", tmp_path / "data"]
+    for path, content in zip(paths, (*artifact.model, *artifact.data), strict=True):
+        path.write_bytes(content)
+    ran = subprocess.run([sys.executable, "-c", WITHOUT_ONNX, *paths], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"
+
+
 def test_constants_are_used_where_they_lie(tmp_path: Path) -> None:
     """64 MB of constants and hardly any private memory for them."""
     paths = [tmp_path / "small.onnx", tmp_path / "large.onnx"]
