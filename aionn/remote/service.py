@@ -132,6 +132,7 @@ class DeviceService:
             else:
                 await self._answer(call_id, body, descriptors)
         except Exception as error:  # every call is answered, whatever the device raises
+            descriptors.close()
             self._connection.reply_failure(call_id, error)
         finally:
             self._running.pop(call_id, None)
@@ -179,6 +180,7 @@ class DeviceService:
                 reply = await self._close(self._buffers, token)
             case _:
                 raise ControlError(f"the client called {type(body).__name__}, which is not a driver's to answer")
+        descriptors.close()  # before the answer: who has it may count on nothing of the call being left
         self._connection.reply(call_id, reply)
 
     async def _prepare(
