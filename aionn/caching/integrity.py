@@ -37,7 +37,15 @@ from filelock import lock_descriptor
 
 from aionn import trace
 from aionn.caching.outcomes import MissReason, Refusal, refusal_of_os_error
-from aionn.caching.state import UnsafeStateError, open_database, private_directory, refusal_of_database_error, transaction
+from aionn.caching.state import (
+    UnsafeStateError,
+    is_damage,
+    open_database,
+    private_directory,
+    query,
+    refusal_of_database_error,
+    transaction,
+)
 from aionn.hal.interfaces import Artifact, CacheHandles
 from aionn.hal.types import CACHE_TOKEN_BYTES, CacheFiles
 
@@ -46,8 +54,9 @@ __all__ = ["IntegrityStore", "digest_of", "reopen"]
 _log = logging.getLogger("aionn.caching")
 _CANDIDATES = 16  # the published set, one being published, two savers at once; and the same model in other cache directories
 _LOCK_WAIT_S = 5.0  # two drivers write the same files: the second waits for the first's write, which takes a fraction of a second
-_PARALLEL_BYTES = 1 << 20  # below this, starting BLAKE3's threads costs more than it gains
-_PIPELINED_BYTES = 4 << 20  # above it a second thread pays for verification
+_PARALLEL_BYTES = 2 << 20  # below this, starting BLAKE3's threads costs more than it gains
+_PIPELINED_BYTES = 32 << 20  # below this, BLAKE3's own threads over the whole are quicker than hashing while the rest is read
+_WRITABLE_BYTES = 64 << 10  # smaller ones are `bytes`: one system call and no array
 _CHUNK_BYTES = 4 << 20
 _WRITE_BYTES = 1 << 30  # one pwrite takes at most 2 GiB - 4 KiB
 _RECORD_BYTES = 8 + 32
@@ -92,10 +101,12 @@ class IntegrityStore:
         self.unavailable: Refusal | None = None
         self._lock = threading.Lock()
         self._database: sqlite3.Connection | None = None
+        self._used: dict[bytes, None] = {}  # tokens loaded since `note_uses`, the latest last
         try:
             directory = private_directory(Path(state_directory) if state_directory is not None else None)
             name = "".join(letter if letter.isalnum() else "_" for letter in device)[:40]
-            self._database = open_database(directory / f"integrity-{name}-{blake3(device.encode()).hexdigest()[:16]}.sqlite", self._prepare)
+            self._path = directory / f"integrity-{name}-{blake3(device.encode()).hexdigest()[:16]}.sqlite"
+            self._database = open_database(self._path, self._prepare)
         except (OSError, sqlite3.Error) as error:
             doing = f"integrity store of {device!r}"
             if isinstance(error, UnsafeStateError):
@@ -114,27 +125,48 @@ class IntegrityStore:
             "CREATE TABLE IF NOT EXISTS records (number INTEGER PRIMARY KEY AUTOINCREMENT, token BLOB NOT NULL, digests BLOB NOT NULL, "
             "UNIQUE (token, digests))"
         )
+        database.execute("SELECT token, used FROM tokens LIMIT 1")
+        database.execute("SELECT number, token, digests FROM records LIMIT 1")
         if self._foreign(database) is not None:
             for table in ("records", "tokens", "owner"):
                 database.execute(f"DELETE FROM {table}")
             database.execute("INSERT INTO owner VALUES (1, ?)", (self.version,))
 
     def _foreign(self, database: sqlite3.Connection) -> Refusal | None:
-        row = database.execute("SELECT version FROM owner").fetchone()
-        if row is not None and row[0] == self.version:
-            return None
+        rows = query(database, "SELECT version FROM owner")
+        return None if rows and rows[0][0] == self.version else self._other_version(rows)
+
+    def _other_version(self, rows: Sequence[Sequence[Any]]) -> Refusal:
         return Refusal(
             MissReason.OTHER_DRIVER_VERSION,
-            f"records of driver {row[0] if row else None!r}, this is {self.version!r}; they are emptied when a driver starts",
+            f"records of driver {rows[0][0] if rows else None!r}, this is {self.version!r}; they are emptied when a driver starts",
         )
 
     def close(self) -> None:
         """Close the database. Later saves and loads are refused."""
+        self.note_uses()
         with self._lock:
             if self._database is not None:
                 self._database.close()
                 self._database = None
                 self.unavailable = Refusal(MissReason.IO_ERROR, "integrity store is closed")
+
+    def _begin_anew_if_damaged(self, error: sqlite3.Error) -> None:
+        """A store that cannot be read has forgotten everything, but is not to fail for ever."""
+        if not is_damage(error):
+            return
+        with self._lock:
+            if self._database is None:
+                return
+            _log.warning("device %s: its store of digests is damaged and begun anew: %s", self.device, error)
+            trace.count("cache.state_begun_anew", device=self.device)
+            self._database.close()
+            self._database = None
+            self._used.clear()
+            try:
+                self._database = open_database(self._path, self._prepare, anew=True)
+            except (OSError, sqlite3.Error) as again:
+                self.unavailable = Refusal(MissReason.IO_ERROR, f"integrity store of {self.device!r}: {again}")
 
     # --- save --------------------------------------------------------------------------------------------------------
 
@@ -181,6 +213,7 @@ class IntegrityStore:
         except (TypeError, ValueError, BufferError) as error:
             return Refusal(MissReason.IO_ERROR, f"the engine's artifact is not made of contiguous bytes: {error}")
         except sqlite3.Error as error:
+            self._begin_anew_if_damaged(error)
             return refusal_of_database_error(error, "recording the digests")
         finally:
             for fd in own:
@@ -195,6 +228,8 @@ class IntegrityStore:
                 refusal = self._foreign(database)
                 if refusal is not None:
                     return refusal
+                self._write_uses(database)
+                database.execute("INSERT OR IGNORE INTO tokens VALUES (?, 0)", (token,))
                 self._touch(database, token)
                 # OR REPLACE: the same bytes saved again become the newest record.
                 database.execute("INSERT OR REPLACE INTO records (token, digests) VALUES (?, ?)", (token, digests))
@@ -212,11 +247,28 @@ class IntegrityStore:
 
     @staticmethod
     def _touch(database: sqlite3.Connection, token: bytes) -> None:
-        database.execute(
-            "INSERT INTO tokens VALUES (?, (SELECT COALESCE(MAX(used), 0) + 1 FROM tokens)) "
-            "ON CONFLICT (token) DO UPDATE SET used = excluded.used",
-            (token,),
-        )
+        database.execute("UPDATE tokens SET used = (SELECT MAX(used) + 1 FROM tokens) WHERE token = ?", (token,))
+
+    def _write_uses(self, database: sqlite3.Connection) -> None:
+        for token in self._used:
+            self._touch(database, token)
+        self._used.clear()
+
+    def note_uses(self) -> None:
+        """Write down which tokens were loaded since the last time: for whoever has answered its client and has a moment.
+
+        A load leaves this to later because it costs as much as the rest of it; a process that is killed in between loses nothing
+        but the order in which tokens are forgotten.
+        """
+        with self._lock:
+            if self._database is None or not self._used:
+                return
+            try:
+                with transaction(self._database) as database:
+                    self._write_uses(database)
+            except sqlite3.Error as error:
+                self._used.clear()
+                _log.info("device %s: the use of cached artifacts was not noted: %s", self.device, error)
 
     # --- load --------------------------------------------------------------------------------------------------------
 
@@ -224,7 +276,7 @@ class IntegrityStore:
         """The artifact that this driver stored under `handles.token`, or why not.
 
         Returns:
-            `Artifact` of private, read-only buffers (bytes, or memoryviews of bytes) whose digests match a record; nobody else
+            `Artifact` of private buffers (bytes; from 64 KiB on writable memoryviews) whose digests match a record; nobody else
             has a reference to them.
         """
         with trace.span("cache.verify", device=self.device):
@@ -233,6 +285,7 @@ class IntegrityStore:
             except OSError as error:
                 result = refusal_of_os_error(error, "reading the cache files")
             except sqlite3.Error as error:
+                self._begin_anew_if_damaged(error)
                 result = refusal_of_database_error(error, "reading the digests")
             except MemoryError:
                 result = Refusal(MissReason.IO_ERROR, "no memory for a private copy of the cache files")
@@ -248,14 +301,17 @@ class IntegrityStore:
         with self._lock:
             if self._database is None:
                 return self.unavailable or Refusal(MissReason.IO_ERROR, "integrity store is closed")
-            with transaction(self._database) as database:
-                refusal = self._foreign(database)
-                if refusal is not None:
-                    return refusal
-                rows = database.execute("SELECT digests FROM records WHERE token = ? ORDER BY number DESC", (handles.token,)).fetchall()
-                recorded = [digests for (digests,) in rows if isinstance(digests, bytes)]  # SQLite keeps any type in any column
-                if recorded:
-                    self._touch(database, handles.token)
+            rows = query(
+                self._database,
+                "SELECT version, digests FROM owner LEFT JOIN records ON token = ? ORDER BY number DESC",
+                (handles.token,),
+            )
+            if not rows or rows[0][0] != self.version:
+                return self._other_version(rows)
+            recorded = [digests for _, digests in rows if isinstance(digests, bytes)]  # SQLite keeps any type in any column
+            if recorded:
+                self._used.pop(handles.token, None)
+                self._used[handles.token] = None
         if not recorded:
             return Refusal(MissReason.NO_INTEGRITY_RECORD, f"this driver has no record of token {handles.token.hex()[:16]}")
 
@@ -323,16 +379,21 @@ def _write_whole(fd: int, buffer: memoryview) -> None:
 def _read_private(fd: int, length: int) -> tuple[bytes | memoryview, bytes]:
     """`length` bytes from the beginning of the file, or fewer if it has been cut, and their digest; this process's own.
 
-    Large ones are writable: an engine that insists on that uses them in place, and nobody else has them.
+    All but small ones are writable: an engine that insists on that uses them in place, and nobody else has them.
     """
-    if length < _PIPELINED_BYTES:
+    if length < _WRITABLE_BYTES:
         content = os.pread(fd, length, 0)
         return content, digest_of(content)
-    # Not a bytearray, which would be zeroed first. One thread copies while another hashes what was copied: the copy costs twice what the
-    # hash does, so the whole costs little more than reading.
+    # Not a bytearray, which would be zeroed first.
     buffer = np.empty(length, np.uint8).data
-    hasher = blake3()
     at = 0
+    if length < _PIPELINED_BYTES:
+        while at < length and (count := os.preadv(fd, [buffer[at:]], at)):
+            at += count
+        return buffer[:at], digest_of(buffer[:at])
+    # One thread copies while another hashes what was copied: the copy costs twice what the hash does, so the whole costs little more
+    # than reading.
+    hasher = blake3()
     with ThreadPoolExecutor(1, "aionn verify") as hashing:
         while at < length and (count := os.preadv(fd, [buffer[at : at + _CHUNK_BYTES]], at)):
             hashing.submit(hasher.update, buffer[at : at + count])

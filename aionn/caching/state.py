@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import platformdirs
 
@@ -22,15 +23,27 @@ from aionn.caching.outcomes import MissReason, Refusal
 __all__ = [
     "BUSY_TIMEOUT_S",
     "UnsafeStateError",
+    "is_damage",
     "open_database",
     "private_directory",
     "private_key",
+    "query",
     "refusal_of_database_error",
     "transaction",
 ]
 
 BUSY_TIMEOUT_S = 5.0  # another process holds the write lock for one small transaction; far more than it ever needs
 _KEY_BYTES = 32
+_DAMAGE = {
+    sqlite3.SQLITE_ERROR,
+    sqlite3.SQLITE_CORRUPT,
+    sqlite3.SQLITE_NOTADB,
+    sqlite3.SQLITE_FORMAT,
+    sqlite3.SQLITE_MISMATCH,
+    sqlite3.SQLITE_CONSTRAINT,
+    sqlite3.SQLITE_TOOBIG,
+    sqlite3.SQLITE_EMPTY,
+}
 
 
 class UnsafeStateError(OSError):
@@ -77,16 +90,22 @@ def _refuse_unsafe(path: Path) -> None:
         raise UnsafeStateError(f"{path} is not a regular file of this account")
 
 
-def open_database(path: Path, prepare: Callable[[sqlite3.Connection], None]) -> sqlite3.Connection:
+def open_database(path: Path, prepare: Callable[[sqlite3.Connection], None], *, anew: bool = False) -> sqlite3.Connection:
     """Open or create a database and run `prepare` on it in one transaction; begin anew if its file is damaged.
 
     Usable from any thread, by one at a time. WAL: readers and a writer of several processes do not block each other, and a killed
     writer's transaction never happened.
 
+    Args:
+        prepare: makes the tables that are not there, and asks each for every column it is to have.
+        anew: the damage has shown already; remove what is there. A process that has it open goes on with what nobody else sees.
+
     Raises:
         OSError, sqlite3.Error: it can be neither opened nor made.
     """
-    begun_anew = False
+    begun_anew = anew
+    if anew:
+        _remove_database(path)
     give_up_at = time.monotonic() + BUSY_TIMEOUT_S
     while True:
         _refuse_unsafe(path)
@@ -101,23 +120,40 @@ def open_database(path: Path, prepare: Callable[[sqlite3.Connection], None]) -> 
             connection.execute("BEGIN IMMEDIATE")
             prepare(connection)
             connection.execute("COMMIT")
-        except sqlite3.OperationalError as error:
+        except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter: SQLite's own message quotes a damaged schema
             if connection is not None:
                 connection.close()
             # Switching to WAL does not wait for the busy timeout: of several processes that start together, all but one come here.
-            if _primary_code(error) not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED) or time.monotonic() > give_up_at:
+            if isinstance(error, sqlite3.Error) and _primary_code(error) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+                if time.monotonic() > give_up_at:
+                    raise
+                time.sleep(0.005)
+            elif begun_anew or not is_damage(error):
                 raise
-            time.sleep(0.005)
-        except (sqlite3.DatabaseError, UnicodeDecodeError):  # the latter: SQLite's own message quotes a damaged schema
+            else:
+                begun_anew = True
+                _remove_database(path)
+        except BaseException:
             if connection is not None:
                 connection.close()
-            if begun_anew:
-                raise
-            begun_anew = True
-            for suffix in ("", "-wal", "-shm"):
-                Path(f"{path}{suffix}").unlink(missing_ok=True)
+            raise
         else:
             return connection
+
+
+def _remove_database(path: Path) -> None:
+    for suffix in ("", "-wal", "-shm"):
+        Path(f"{path}{suffix}").unlink(missing_ok=True)
+
+
+def is_damage(error: Exception) -> bool:
+    """Whether a database's contents are at fault, and not the disk, permissions or another process: then it is begun anew.
+
+    SQLITE_ERROR is what a table without an expected column gives.
+    """
+    if isinstance(error, sqlite3.ProgrammingError | sqlite3.InterfaceError):
+        return False  # our own fault, not the file's
+    return not isinstance(error, sqlite3.Error) or _primary_code(error) in _DAMAGE
 
 
 def _primary_code(error: sqlite3.Error) -> int:
@@ -135,13 +171,32 @@ def refusal_of_database_error(error: sqlite3.Error, doing: str) -> Refusal:
 
 
 @contextmanager
+def _decodable() -> Iterator[None]:
+    """Python cannot decode SQLite's own message where that quotes from a damaged schema."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise sqlite3.DatabaseError(f"a message of SQLite that is not UTF-8: {error.object[:200]!r}") from error
+
+
+def query(database: sqlite3.Connection, statement: str, arguments: tuple[object, ...] = ()) -> list[tuple[Any, ...]]:
+    """All rows of one SELECT: a consistent state, and no lock that a writer would wait for or make wait.
+
+    Raises:
+        sqlite3.Error
+    """
+    with _decodable():
+        return database.execute(statement, arguments).fetchall()
+
+
+@contextmanager
 def transaction(database: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
     """BEGIN IMMEDIATE ... COMMIT; rolled back if the body raises.
 
     Raises:
-        sqlite3.Error: also where Python cannot decode SQLite's own message, which quotes from a damaged schema.
+        sqlite3.Error
     """
-    try:
+    with _decodable():
         database.execute("BEGIN IMMEDIATE")
         try:
             yield database
@@ -150,8 +205,6 @@ def transaction(database: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
             if database.in_transaction:  # SQLite itself rolls back on some errors, a full disk among them
                 database.execute("ROLLBACK")
             raise
-    except UnicodeDecodeError as error:
-        raise sqlite3.DatabaseError(f"a message of SQLite that is not UTF-8: {error.object[:200]!r}") from error
 
 
 def private_key(directory: Path, name: str) -> bytes:

@@ -161,6 +161,13 @@ class Artifacts:
             f"{self.files.model} and {self.files.data}",
         )
 
+    def note_uses(self) -> None:
+        """What `load` leaves to be done when its caller has been answered."""
+        with self._lock:
+            store = self._store
+        if store is not None:
+            store.note_uses()
+
     def close(self) -> None:
         with self._lock:
             if self._store is not None:

@@ -155,7 +155,12 @@ class EngineDevice:
                 )
         finally:
             lent.give_up()
+        # Behind the answer, which waits for nothing of it.
+        self._tasks.start_soon(self._note_uses, name="note uses")
         return EnginePreparedModel(self, executable, dict(stored.inputs), dict(stored.outputs), options)
+
+    async def _note_uses(self) -> None:
+        await anyio.to_thread.run_sync(self._artifacts.note_uses, abandon_on_cancel=True)
 
     async def allocate(
         self,

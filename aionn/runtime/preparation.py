@@ -108,7 +108,13 @@ async def _prepare(
                 _raise_if_unsupported(remote, model, found)
                 return await _compile(remote, model, options), found.outcome
             try:
-                return await _load(remote, model, options, found), found.outcome
+                loaded = await _load(remote, model, options, found)
+                try:
+                    await found.leave()
+                except BaseException:
+                    loaded.release()  # nobody will have it
+                    raise
+                return loaded, found.outcome
             except AionnError as error:
                 # What the deadline of the whole ends is the caller's; so is a runtime that closes.
                 if _left_s(options) == 0.0 or devices._closed:

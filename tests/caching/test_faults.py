@@ -67,7 +67,9 @@ class FullDisk:
                     disk.acts += 1
                     if disk.acts >= full_from:
                         super().execute("ROLLBACK")
-                        raise sqlite3.OperationalError("database or disk is full")
+                        error = sqlite3.OperationalError("database or disk is full")
+                        error.sqlite_errorcode = sqlite3.SQLITE_FULL
+                        raise error
                 return super().execute(*arguments)
 
         connect = sqlite3.connect

@@ -6,11 +6,13 @@ import shutil
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from aionn.caching import integrity
 from aionn.caching.integrity import IntegrityStore, digest_of, reopen
 from aionn.caching.outcomes import MissReason, Refusal
 from aionn.hal.interfaces import Artifact, CacheHandles
@@ -238,7 +240,9 @@ def test_what_was_verified_does_not_change_with_the_file(start: Start, cache: Ca
         path.write_bytes(b"")
     same(result, artifact())
     assert isinstance(result, Artifact)
-    assert all(memoryview(buffer).readonly for buffer in (*result.model, *result.data))
+    other = store.load(cache.handles())
+    refused(other)
+    assert not any(np.shares_memory(np.frombuffer(a, np.uint8), np.frombuffer(b, np.uint8)) for a, b in combinations(result.model, 2))
 
 
 def test_replace_security_sensitive_cache(start: Start, cache: Cache, mul_files: list[Path]) -> None:
@@ -394,6 +398,36 @@ def test_records_are_bounded_and_the_unused_go_first(start: Start, cache: Cache)
         same(store.load(cache.handles(token)), artifact())
 
 
+def test_a_use_is_noted_when_the_driver_has_a_moment_or_ends(start: Start, cache: Cache) -> None:
+    tokens = [bytes([n]) * 32 for n in range(5)]
+    store = start()
+    for token in tokens[:3]:
+        assert store.save(cache.handles(token), artifact()) is None
+    same(store.load(cache.handles(tokens[0])), artifact())
+    store.note_uses()
+    other = start(max_tokens=3)  # another process of the same driver
+    assert other.save(cache.handles(tokens[3]), artifact()) is None  # tokens[1] goes
+    same(store.load(cache.handles(tokens[2])), artifact())
+    store.close()
+    assert other.save(cache.handles(tokens[4]), artifact()) is None  # tokens[0] goes, the use of tokens[2] was noted
+    refused(other.load(cache.handles(tokens[0])), MissReason.NO_INTEGRITY_RECORD)
+    refused(other.load(cache.handles(tokens[1])), MissReason.NO_INTEGRITY_RECORD)
+    for token in tokens[2:]:
+        same(other.load(cache.handles(token)), artifact())
+
+
+def test_a_use_of_a_token_that_was_forgotten_brings_nothing_back(start: Start, cache: Cache, tmp_path: Path) -> None:
+    store, other = start(), start(max_tokens=1)
+    assert store.save(cache.handles(), artifact()) is None
+    same(store.load(cache.handles()), artifact())
+    assert other.save(cache.handles(b"2" * 32), artifact()) is None
+    store.note_uses()
+    (database,) = (tmp_path / "state").glob("integrity-*.sqlite")
+    connection = sqlite3.connect(database)
+    assert connection.execute("SELECT COUNT(*) FROM tokens").fetchone() == (1,)
+    connection.close()
+
+
 def test_one_token_keeps_a_bounded_number_of_records(start: Start, cache: Cache, tmp_path: Path) -> None:
     store = start()
     for number in range(30):
@@ -418,15 +452,16 @@ def test_any_contiguous_buffer_is_an_artifact(start: Start, cache: Cache) -> Non
     assert np.array_equal(np.frombuffer(result.data[1], np.float32), np.arange(6))
 
 
-@pytest.mark.parametrize("size", [(4 << 20) - 1, 4 << 20, (6 << 20) + 1])
-def test_large_files_are_verified_while_they_are_read(start: Start, cache: Cache, size: int) -> None:
+@pytest.mark.parametrize("size", [(64 << 10) - 1, 64 << 10, (4 << 20) - 1, 4 << 20, (6 << 20) + 1])
+def test_files_of_every_size_are_verified(start: Start, cache: Cache, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(integrity, "_PIPELINED_BYTES", 4 << 20)
     content = random.Random(size).randbytes(size)
     assert start().save(cache.handles(), Artifact((content, b"b"), (b"c", b"d"))) is None
     result = start().load(cache.handles())
     same(result, Artifact((content, b"b"), (b"c", b"d")))
     assert isinstance(result, Artifact)
-    # The engine's own: some use a large one in place, but only if it may be written to.
-    assert memoryview(result.model[0]).readonly is (size < 4 << 20)
+    # The engine's own: some use one in place, but only if it may be written to.
+    assert memoryview(result.model[0]).readonly is (size < 64 << 10)
     for at in (0, size // 2, size - 1):
         os.pwrite(cache.open("model", 0), bytes([content[at] ^ 128]), at)
         refused(start().load(cache.handles()), MissReason.WRONG_BYTES)
@@ -521,6 +556,42 @@ def test_a_damaged_database_is_begun_anew(tmp_path: Path, cache: Cache, start: S
         assert again.save(cache.handles(), artifact()) is None
         same(again.load(cache.handles()), artifact())
         again.close()
+
+
+OTHER_SCHEMAS = (
+    "CREATE TABLE owner (name TEXT)",
+    "CREATE TABLE tokens (token BLOB PRIMARY KEY)",
+    "CREATE TABLE records (number INTEGER PRIMARY KEY, token BLOB, content BLOB)",
+    "CREATE VIEW records AS SELECT 1 AS number",
+)
+
+
+@pytest.mark.parametrize("schema", OTHER_SCHEMAS)
+def test_a_database_of_another_schema_is_begun_anew(tmp_path: Path, cache: Cache, start: Start, schema: str) -> None:
+    start().close()
+    (database,) = (tmp_path / "state").glob("integrity-*.sqlite")
+    database.unlink()
+    connection = sqlite3.connect(database)
+    connection.execute(schema)
+    connection.close()
+    store = start()
+    assert store.unavailable is None
+    assert store.save(cache.handles(), artifact()) is None
+    same(store.load(cache.handles()), artifact())
+
+
+@pytest.mark.parametrize("first", ["save", "load"])
+def test_a_database_that_is_damaged_under_a_running_driver_is_begun_anew(tmp_path: Path, cache: Cache, start: Start, first: str) -> None:
+    store = start()
+    assert store.save(cache.handles(), artifact()) is None
+    (database,) = (tmp_path / "state").glob("integrity-*.sqlite")
+    connection = sqlite3.connect(database)
+    connection.execute("DROP TABLE records")
+    connection.close()
+    refused(store.save(cache.handles(), artifact()) if first == "save" else store.load(cache.handles()), MissReason.IO_ERROR)
+    refused(store.load(cache.handles()), MissReason.NO_INTEGRITY_RECORD)
+    assert store.save(cache.handles(), artifact()) is None
+    same(store.load(cache.handles()), artifact())
 
 
 def test_a_closed_store_refuses(start: Start, cache: Cache) -> None:

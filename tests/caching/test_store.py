@@ -484,6 +484,50 @@ async def test_a_lost_or_damaged_index_is_made_again(directory: Path) -> None:
             await stored(store, wanted(2))
 
 
+BAD_ROWS = (
+    ("score = 'x'", 1),
+    ("score = 9e999", 1),
+    ("key = 'text'", 1),
+    ("key = x'00'", 1),
+    ("size = -5", 1),
+    ("size = 'many', used_s = 'x'", 1),
+)
+
+
+@pytest.mark.parametrize(("change", "rows"), BAD_ROWS)
+async def test_a_bad_row_of_the_index_is_dropped_and_eviction_goes_on(directory: Path, change: str, rows: int) -> None:
+    async with CacheStore(directory) as store:
+        for number in (1, 2, 3):
+            await stored(store, wanted(number))
+    connection = sqlite3.connect(directory / "index.sqlite")
+    connection.execute(f"UPDATE entries SET {change} WHERE key = ?", (wanted(2).key,))
+    connection.commit()
+    connection.close()
+    counted: list[trace.Counter] = []
+    with trace.listen(lambda event: counted.append(event) if isinstance(event, trace.Counter) else None):
+        async with CacheStore(directory) as store:
+            assert await read(store, wanted(2)) == expected(b"artifact")  # puts its row right, unless its key is lost
+            report = await store.prune(0)
+            assert not isinstance(report, Refusal)
+            assert report.left_bytes == 0
+            assert await store.entries() == []
+    if change.startswith("key"):
+        assert [event.value for event in counted if event.name == "cache.index_rows_dropped"] == [rows]
+
+
+async def test_an_index_that_is_damaged_under_a_running_store_is_made_again(directory: Path) -> None:
+    async with CacheStore(directory, max_bytes=None) as store:
+        for number in (1, 2):
+            await stored(store, wanted(number))
+        connection = sqlite3.connect(directory / "index.sqlite")
+        connection.execute("DROP TABLE entries")
+        connection.close()
+        await stored(store, wanted(3))
+        report = await store.prune(0)
+        assert not isinstance(report, Refusal)
+        assert (report.removed, report.left_bytes) == (3, 0)
+
+
 async def test_a_cache_on_tmpfs_works() -> None:
     path = Path("/dev/shm") / f"aionn-test-{os.getpid()}" / "cache"
     try:

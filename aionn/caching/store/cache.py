@@ -6,10 +6,11 @@ directory that is missing, read-only, full or unsafe gives a `Miss` without a pu
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TypeVar
@@ -25,6 +26,7 @@ from aionn.caching.store.hop import hop
 from aionn.caching.store.housekeeping import BadEntry, EntryInfo, Housekeeping, PruneReport
 from aionn.caching.store.locks import EntryHold, Flight, Flights, hold_now, wait_to_hold
 from aionn.errors import CallerError
+from aionn.tasks import running_loop
 
 __all__ = ["DEFAULT_MAX_BYTES", "CacheStore"]
 
@@ -63,13 +65,25 @@ class CacheStore:
         self._house = Housekeeping(path, max_bytes, old_versions_kept_s)
         self._flights = Flights()
         self._users: set[anyio.Event] = set()
+        self._behind: set[asyncio.Future[None]] = set()
 
     async def aclose(self) -> None:
         """Give back descriptors and the index's database, once all that `in_use` holds has ended. What `open` handed out otherwise must
         be closed before."""
         while self._users:
             await next(iter(self._users)).wait()
+        await self._settled()
         await hop(self._house.close)
+
+    def later(self, act: Callable[[], None]) -> None:
+        """Run `act` in a thread, behind the caller's back. The store waits for it before it closes, lists or prunes."""
+        future = running_loop().run_in_executor(None, act)
+        self._behind.add(future)
+        future.add_done_callback(self._behind.discard)
+
+    async def _settled(self) -> None:
+        while self._behind:
+            await asyncio.wait(self._behind)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -105,6 +119,7 @@ class CacheStore:
 
     async def entries(self) -> list[EntryInfo] | Refusal:
         """What is stored, oldest first (`aionn cache ls`)."""
+        await self._settled()
         return await hop(self._house.entries)
 
     def verify(self) -> AsyncIterator[BadEntry]:
@@ -114,6 +129,7 @@ class CacheStore:
     async def prune(self, max_bytes: int | None = None) -> PruneReport | Refusal:
         """Remove entries of older driver versions, damaged ones and rubbish, then the least valuable ones down to
         `max_bytes` (None: the store's own budget). What is in use stays."""
+        await self._settled()
         return await hop(self._house.prune, self.max_bytes if max_bytes is None else max_bytes)
 
     async def knows(self, family: bytes) -> bool:
@@ -125,6 +141,10 @@ class CacheStore:
             return self._house.with_index(lambda index: index.other_version(family, "")) is not None
 
         return await hop(look)
+
+    def note_use(self, manifest: Manifest) -> None:
+        """An entry that is held was of use. Blocking."""
+        self._house.with_index(lambda index: index.put(manifest, published=False))
 
     # --- opening an entry --------------------------------------------------------------------------------------------
 
@@ -268,22 +288,28 @@ class CacheStore:
         waited_since: float | None,
     ) -> Hit | Declined | Refusal:
         # A first look without the lock: most misses never need its file.
-        manifest = directory.manifest(wanted.key)
-        if isinstance(manifest, Refusal):
-            if manifest.reason is MissReason.ABSENT:
+        found = directory.find(wanted.key)
+        if isinstance(found, Refusal):
+            if found.reason is MissReason.ABSENT:
                 before = self._house.with_index(lambda index: index.other_version(wanted.family, wanted.device_version))
                 if before is not None:
                     return Refusal(MissReason.OTHER_DRIVER_VERSION, f"stored by driver {before!r}, now {wanted.device_version!r}")
-            return manifest
-        held = hold if hold is not None else hold_now(directory.entry_lock(wanted.key), "read")
-        if held is None:
-            return Refusal(MissReason.BUSY, "the entry is being published")
+            return found
+        held = hold
         fds: list[int] = []
         kept = False
         try:
-            manifest = directory.manifest(wanted.key)
-            if isinstance(manifest, Refusal):
-                return manifest
+            if held is None:
+                held = hold_now(directory.entry_lock(wanted.key), "read")
+            if held is None:
+                return Refusal(MissReason.BUSY, "the entry is being published")
+            if not directory.is_still(wanted.key, found):
+                found.close()
+                again = directory.find(wanted.key)
+                if isinstance(again, Refusal):
+                    return again
+                found = again
+            manifest = found.manifest
             refusal = reason_to_miss(manifest, wanted)
             if refusal is not None:
                 return refusal
@@ -293,20 +319,20 @@ class CacheStore:
                 return Declined(outcome, manifest)
             if refused is not None and refused[0] == manifest.directory:
                 return refused[1]
-            fds, lengths = directory.open_files(wanted.key, manifest)
+            fds, lengths = directory.open_files(found)
             refusal = reason_to_miss(manifest, wanted, lengths)
             if refusal is not None:
                 return refusal
-            self._house.with_index(lambda index: index.put(manifest, published=False))
             outcome = CacheOutcome(
                 CacheOutcomeKind.HIT, None, wanted.device, key=wanted.key, waited_s=waited_s, saved_s=manifest.compile_ns / 1e9
             )
             kept = True
             return Hit(self, wanted, outcome, manifest, fds, held)
         finally:
+            found.close()
             if not kept:
                 close_all(fds)
-                if hold is None:
+                if hold is None and held is not None:
                     held.release_here()
 
     async def _stage(self, directory: CacheDirectory, wanted: Wanted, flight: Flight, based_on: int | None = None) -> Publisher | Refusal:
@@ -330,4 +356,4 @@ class CacheStore:
 def _let_go(found: Hit | Declined | Refusal) -> None:
     """What a thread found for a caller that has been cancelled meanwhile."""
     if isinstance(found, Hit):
-        found.close_here()
+        found.close_here(used=False)

@@ -19,7 +19,7 @@ import os
 import secrets
 import stat
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 from blake3 import blake3
@@ -28,7 +28,7 @@ from aionn.caching.manifest import MAX_MANIFEST_BYTES, Manifest, StoredFile, dec
 from aionn.caching.outcomes import MissReason, Refusal, refusal_of_os_error
 from aionn.hal.types import CacheFiles
 
-__all__ = ["CacheDirectory", "Staged", "UnsafeFileError", "refusal_of"]
+__all__ = ["CacheDirectory", "FoundEntry", "Staged", "UnsafeFileError", "close_all", "refusal_of"]
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _MANIFEST = "manifest"
@@ -43,6 +43,23 @@ def refusal_of(error: OSError, doing: str) -> Refusal:
     if isinstance(error, UnsafeFileError):
         return Refusal(MissReason.UNSAFE, f"{doing}: {error}")
     return refusal_of_os_error(error, doing)
+
+
+@dataclass(slots=True)
+class FoundEntry:
+    """An entry's directory and manifest, opened together.
+
+    The manifest stays open: as long as it is, its inode number (`identity`) stands for no other file.
+    """
+
+    fd: int
+    manifest: Manifest
+    _manifest_fd: int
+    identity: tuple[int, int]
+
+    def close(self) -> None:
+        fds, self.fd, self._manifest_fd = (self.fd, self._manifest_fd), -1, -1
+        close_all(fds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,33 +160,55 @@ class CacheDirectory:
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
-    def manifest(self, key: bytes) -> Manifest | Refusal:
-        """The entry's manifest; ABSENT, UNREADABLE or UNSAFE where the next who compiles may put another in its place.
+    def find(self, key: bytes) -> FoundEntry | Refusal:
+        """The entry with its manifest, to be closed; ABSENT, UNREADABLE or UNSAFE where the next who compiles may put another in its
+        place.
 
         Raises:
             OSError: it may be there and whole, but cannot be read now.
         """
-        try:
-            with self._entry(key) as entry:
+        with ExitStack() as stack:
+            try:
+                entry = os.open(key.hex(), _DIRECTORY, dir_fd=self.entries)
+                stack.callback(os.close, entry)
+                _check(os.fstat(entry), f"entry {key.hex()[:16]}")
                 fd = os.open(_MANIFEST, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=entry)
-                try:
-                    status = os.fstat(fd)
-                    _check(status, "manifest")
-                    if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_MANIFEST_BYTES:
-                        return Refusal(MissReason.UNREADABLE, f"manifest is no regular file of at most {MAX_MANIFEST_BYTES} bytes")
-                    return decode_manifest(os.read(fd, MAX_MANIFEST_BYTES + 1))
-                finally:
-                    os.close(fd)
-        except FileNotFoundError:
-            return Refusal(MissReason.ABSENT, f"nothing is stored under {key.hex()[:16]}")
-        except UnsafeFileError as error:
-            return Refusal(MissReason.UNSAFE, str(error))
-        except OSError as error:
-            if error.errno != errno.ELOOP:
-                raise
-            return Refusal(MissReason.UNSAFE, "the manifest is a symlink")
+                stack.callback(os.close, fd)
+                status = os.fstat(fd)
+                _check(status, "manifest")
+                if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_MANIFEST_BYTES:
+                    return Refusal(MissReason.UNREADABLE, f"manifest is no regular file of at most {MAX_MANIFEST_BYTES} bytes")
+                manifest = decode_manifest(os.read(fd, MAX_MANIFEST_BYTES + 1))
+            except FileNotFoundError:
+                return Refusal(MissReason.ABSENT, f"nothing is stored under {key.hex()[:16]}")
+            except UnsafeFileError as error:
+                return Refusal(MissReason.UNSAFE, str(error))
+            except OSError as error:
+                if error.errno != errno.ELOOP:
+                    raise
+                return Refusal(MissReason.UNSAFE, "the manifest is a symlink")
+            if isinstance(manifest, Refusal):
+                return manifest
+            stack.pop_all()
+            return FoundEntry(entry, manifest, fd, (status.st_dev, status.st_ino))
 
-    def open_files(self, key: bytes, manifest: Manifest, flags: int = os.O_RDWR) -> tuple[list[int], list[int | None]]:
+    def manifest(self, key: bytes) -> Manifest | Refusal:
+        """The entry's manifest alone; as `find`."""
+        found = self.find(key)
+        if isinstance(found, Refusal):
+            return found
+        found.close()
+        return found.manifest
+
+    def is_still(self, key: bytes, found: FoundEntry) -> bool:
+        """Whether the key still leads to what was found: it was neither replaced nor removed since."""
+        try:
+            status = os.stat(f"{key.hex()}/{_MANIFEST}", dir_fd=self.entries, follow_symlinks=False)
+        except OSError:
+            return False
+        return (status.st_dev, status.st_ino) == found.identity
+
+    def open_files(self, found: FoundEntry, flags: int = os.O_RDWR) -> tuple[list[int], list[int | None]]:
         """Descriptors of all files, and their lengths; a file that is gone has descriptor -1 and length None.
 
         Raises:
@@ -177,25 +216,24 @@ class CacheDirectory:
         """
         fds: list[int] = []
         lengths: list[int | None] = []
-        names = file_names(CacheFiles(len(manifest.model), len(manifest.data)))
+        names = file_names(CacheFiles(len(found.manifest.model), len(found.manifest.data)))
         try:
-            with self._entry(key) as entry:
-                generation = os.open(manifest.directory, _DIRECTORY, dir_fd=entry)
-                try:
-                    for name in names:
-                        try:
-                            fds.append(os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=generation))
-                        except FileNotFoundError:
-                            fds.append(-1)
-                            lengths.append(None)
-                            continue
-                        status = os.fstat(fds[-1])
-                        _check(status, f"file {name}")
-                        if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
-                            raise UnsafeFileError(f"file {name} is not a regular file with one name")
-                        lengths.append(status.st_size)
-                finally:
-                    os.close(generation)
+            generation = os.open(found.manifest.directory, _DIRECTORY, dir_fd=found.fd)
+            try:
+                for name in names:
+                    try:
+                        fds.append(os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=generation))
+                    except FileNotFoundError:
+                        fds.append(-1)
+                        lengths.append(None)
+                        continue
+                    status = os.fstat(fds[-1])
+                    _check(status, f"file {name}")
+                    if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
+                        raise UnsafeFileError(f"file {name} is not a regular file with one name")
+                    lengths.append(status.st_size)
+            finally:
+                os.close(generation)
         except FileNotFoundError:
             return [-1] * len(names), [None] * len(names)
         except BaseException:

@@ -8,6 +8,7 @@ of its own at that time (`CacheStore.publisher`), because a file it kept from be
 from __future__ import annotations
 
 import time
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -55,6 +56,7 @@ class Hit(_Owned):
     ) -> None:
         self.outcome, self.manifest = outcome, manifest
         self._store, self._wanted, self._fds, self._hold = store, wanted, fds, hold
+        self._open = True
 
     @property
     def handles(self) -> CacheHandles:
@@ -74,20 +76,36 @@ class Hit(_Owned):
         It is a hit again if another process has published a newer generation meanwhile. The bad generation is replaced by what the
         miss publishes, and otherwise stays: what one device refused, `verify` can still look at.
         """
-        await self.aclose()
+        await self._give_back(used=False)
         trace.count("cache.refused_hit", device=self.outcome.device, reason=refusal.reason.value)
         return await self._store.open(self._wanted, wait_s=wait_s, refused=(self.manifest.directory, refusal))
 
     async def aclose(self) -> None:
-        fds, self._fds = self._fds, []
-        close_all(fds)
-        await self._hold.release()
+        await self._give_back(used=True)
 
-    def close_here(self) -> None:
-        """The same as `aclose`, blocking: from a thread that opened the files for somebody who has gone."""
+    async def leave(self) -> None:
+        """As `aclose`, but what has to be done for it is done behind the caller's back: a hit's answer need not wait for it."""
+        if self._hold.waited_for:
+            await self.aclose()
+        elif self._open:
+            self._open = False
+            self._store.later(self.close_here)
+
+    async def _give_back(self, *, used: bool) -> None:
+        if self._open:
+            self._open = False
+            await hop(partial(self.close_here, used=used))
+            await self._hold.release()
+
+    def close_here(self, *, used: bool = True) -> None:
+        """The same, blocking, in a thread. The use is noted while the entry is still held, and so is still there."""
         fds, self._fds = self._fds, []
-        close_all(fds)
-        self._hold.release_here()
+        try:
+            close_all(fds)
+            if used:
+                self._store.note_use(self.manifest)
+        finally:
+            self._hold.release_here()
 
 
 class Declined(_Owned):

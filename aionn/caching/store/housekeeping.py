@@ -22,7 +22,7 @@ from blake3 import blake3
 from aionn import trace
 from aionn.caching.manifest import Manifest, file_names
 from aionn.caching.outcomes import MissReason, Refusal
-from aionn.caching.store.directory import CacheDirectory, close_all, refusal_of
+from aionn.caching.store.directory import CacheDirectory, FoundEntry, close_all, refusal_of
 from aionn.caching.store.hop import hop
 from aionn.caching.store.index import Index
 from aionn.caching.store.locks import sole_holder
@@ -178,9 +178,12 @@ class Housekeeping:
         """
         removed = pinned = 0
         after: tuple[float, bytes] | None = None
+        if max_bytes is not None and self.with_index(lambda index: index.complete) is False:
+            self._rebuild_index(directory)  # it was damaged since the directory was opened
         while max_bytes is not None and (self.with_index(lambda index: index.total_bytes) or 0) > max_bytes:
             victim = self.with_index(lambda index, after=after: index.next_victim(after))  # type: ignore[misc]
             if victim is None:
+                self.with_index(lambda index: index.recount())
                 break
             after = victim
             if victim[1] == spared:
@@ -265,15 +268,19 @@ class Housekeeping:
     async def _verify_entry(self, directory: CacheDirectory, key: bytes) -> BadEntry | None:
         device = ""
         try:
-            manifest = await hop(directory.manifest, key)
-            if isinstance(manifest, Refusal):
-                return BadEntry(key, device, manifest.reason, manifest.detail)
+            found = await hop(directory.find, key, undo=_close_found)
+            if isinstance(found, Refusal):
+                return BadEntry(key, device, found.reason, found.detail)
+            manifest = found.manifest
             device = manifest.device
-            if manifest.key != key:
-                return BadEntry(key, device, MissReason.WRONG_TOKEN, f"its manifest is of key {manifest.key.hex()[:16]}")
-            if manifest.declined:
-                return None
-            fds, lengths = await hop(directory.open_files, key, manifest, os.O_RDONLY, undo=lambda opened: close_all(opened[0]))
+            try:
+                if manifest.key != key:
+                    return BadEntry(key, device, MissReason.WRONG_TOKEN, f"its manifest is of key {manifest.key.hex()[:16]}")
+                if manifest.declined:
+                    return None
+                fds, lengths = await hop(directory.open_files, found, os.O_RDONLY, undo=lambda opened: close_all(opened[0]))
+            finally:
+                found.close()
         except OSError as error:
             refusal = refusal_of(error, "its files")
             return BadEntry(key, device, refusal.reason, refusal.detail)
@@ -328,3 +335,8 @@ class Housekeeping:
     def left_bytes(self) -> int:
         """Bytes that count against the budget. Blocking."""
         return self.with_index(lambda index: index.total_bytes) or 0
+
+
+def _close_found(found: FoundEntry | Refusal) -> None:
+    if isinstance(found, FoundEntry):
+        found.close()

@@ -4,6 +4,9 @@ The order is GreedyDual-Size: an entry's score is clock + (compile time saved pe
 score goes first, and the clock moves up to its score. So a cheap large entry goes before a dear small one, and what was dear
 but has not been used while much came and went, goes too. Entries of a device's older version have score -1. Each act costs O(log n).
 
+A row that cannot be (SQLite keeps any type in any column) is dropped, counted as "cache.index_rows_dropped", and found again by the next
+scan of the manifests; an index that SQLite cannot read is begun anew.
+
 Blocking, thread-safe, shared by processes (SQLite, WAL).
 """
 
@@ -17,8 +20,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from aionn import trace
 from aionn.caching.manifest import Manifest
-from aionn.caching.state import open_database, transaction
+from aionn.caching.state import is_damage, open_database, transaction
+from aionn.hal.types import CACHE_TOKEN_BYTES
 
 __all__ = ["MANIFEST_BYTES", "Index"]
 
@@ -35,7 +40,8 @@ class Index:
 
     def __init__(self, path: str) -> None:
         self._lock = threading.Lock()
-        self._database = open_database(Path(path), self._prepare)
+        self._path = Path(path)
+        self._database = open_database(self._path, self._prepare)
 
     @staticmethod
     def _prepare(database: sqlite3.Connection) -> None:
@@ -51,6 +57,9 @@ class Index:
             "BEGIN UPDATE facts SET value = value + new.size WHERE name = 'total'; END",
             "CREATE TRIGGER IF NOT EXISTS less AFTER DELETE ON entries "
             "BEGIN UPDATE facts SET value = value - old.size WHERE name = 'total'; END",
+            "SELECT key, family, version, size, worth, score, used_s FROM entries LIMIT 1",
+            "SELECT key FROM staging LIMIT 1",
+            "SELECT name, value FROM facts LIMIT 1",
         ):
             database.execute(statement)
 
@@ -59,8 +68,39 @@ class Index:
             self._database.close()
 
     def _transact(self, act: Callable[[sqlite3.Connection], T]) -> T:
-        with self._lock, transaction(self._database) as database:
-            return act(database)
+        with self._lock:
+            try:
+                with transaction(self._database) as database:
+                    return act(database)
+            except _BadRowError:
+                with transaction(self._database) as database:
+                    self._drop_bad_rows(database)
+            except sqlite3.Error as error:
+                if not is_damage(error):
+                    raise
+                self._database.close()
+                self._database = open_database(self._path, self._prepare, anew=True)
+                trace.count("cache.index_begun_anew")
+            with transaction(self._database) as database:
+                return act(database)
+
+    @staticmethod
+    def _drop_bad_rows(database: sqlite3.Connection) -> None:
+        rows = 0
+        for statement in (
+            "DELETE FROM entries WHERE typeof(key) != 'blob' OR length(key) != 32 OR typeof(size) != 'integer' OR size < 0"
+            " OR typeof(worth) NOT IN ('real', 'integer') OR abs(worth) > 1e300 OR typeof(score) NOT IN ('real', 'integer')"
+            " OR abs(score) > 1e300 OR typeof(used_s) NOT IN ('real', 'integer') OR abs(used_s) > 1e300",
+            "DELETE FROM staging WHERE typeof(key) != 'blob' OR length(key) != 32",
+        ):
+            rows += database.execute(statement).rowcount
+        for name, value in (
+            ("total", "COALESCE((SELECT SUM(size) FROM entries), 0)"),
+            ("clock", "COALESCE((SELECT MAX(score) FROM entries), 0.0)"),
+            ("complete", "0"),  # the next who opens the directory looks for what was dropped
+        ):
+            database.execute(f"INSERT OR REPLACE INTO facts VALUES (?, {value})", (name,))
+        trace.count("cache.index_rows_dropped", max(rows, 1))
 
     @staticmethod
     def _fact(database: sqlite3.Connection, name: str) -> float:
@@ -112,15 +152,24 @@ class Index:
 
         self._transact(act)
 
+    def recount(self) -> None:
+        """Add up the total again. O(n): for when nothing is left to evict and the total does not know it."""
+        self._transact(
+            lambda database: database.execute(
+                "UPDATE facts SET value = COALESCE((SELECT SUM(size) FROM entries), 0) WHERE name = 'total'"
+            ).rowcount
+        )
+
     def next_victim(self, after: tuple[float, bytes] | None = None) -> tuple[float, bytes] | None:
         """(score, key) of the entry to go first, or of the next after one that cannot go now."""
-        score, key = after or (_SUPERSEDED - 1, b"")
-        row = self._transact(
-            lambda database: database.execute(
-                "SELECT score, key FROM entries WHERE (score, key) > (?, ?) ORDER BY score, key LIMIT 1", (score, key)
+
+        def act(database: sqlite3.Connection) -> tuple[float, bytes] | None:
+            row = database.execute(
+                "SELECT score, key FROM entries WHERE (score, key) > (?, ?) ORDER BY score, key LIMIT 1", after or (_SUPERSEDED - 1, b"")
             ).fetchone()
-        )
-        return None if row is None else (_number(row[0]), _key(row[1]))
+            return None if row is None else (_number(row[0]), _key(row[1]))
+
+        return self._transact(act)
 
     def superseded(self, unused_for_s: float) -> list[bytes]:
         """Keys of older versions' entries that nobody has used for that long."""
@@ -160,16 +209,17 @@ class Index:
         return self._transact(lambda database: [_key(key) for (key,) in database.execute("SELECT key FROM staging")])
 
 
-# SQLite keeps any type in any column: what a damaged or edited index holds is SQLite's error like any other damage.
+class _BadRowError(sqlite3.DatabaseError):
+    """A row that this module cannot have written."""
 
 
 def _number(value: object) -> float:
     if not isinstance(value, int | float) or not math.isfinite(value):
-        raise sqlite3.DatabaseError(f"the index has {value!r:.80} where a number belongs")
+        raise _BadRowError(f"the index has {value!r:.80} where a number belongs")
     return float(value)
 
 
 def _key(value: object) -> bytes:
-    if not isinstance(value, bytes):
-        raise sqlite3.DatabaseError(f"the index has {value!r:.80} where a key belongs")
+    if not isinstance(value, bytes) or len(value) != CACHE_TOKEN_BYTES:
+        raise _BadRowError(f"the index has {value!r:.80} where a key belongs")
     return value

@@ -34,6 +34,11 @@ class EntryHold:
 
     _lock: ReadWriteLock | AsyncReadWriteLock | None
 
+    @property
+    def waited_for(self) -> bool:
+        """Whether `wait_to_hold` took it: `release_here` does not free such a one."""
+        return isinstance(self._lock, AsyncReadWriteLock)
+
     async def release(self) -> None:
         lock, self._lock = self._lock, None
         if lock is None:
@@ -46,9 +51,9 @@ class EntryHold:
                 await hop(lock.close)
 
     def release_here(self) -> None:
-        """The same, blocking, for a hold of `hold_now`."""
-        lock, self._lock = self._lock, None
-        if isinstance(lock, ReadWriteLock):
+        """The same, blocking, for a hold of `hold_now`; another stays."""
+        if isinstance(self._lock, ReadWriteLock):
+            lock, self._lock = self._lock, None
             lock.close()
 
 
