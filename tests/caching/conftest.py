@@ -25,6 +25,6 @@ def quick_disk(tmp_path: Path) -> Iterator[Path]:
     if not shared.is_dir():
         yield tmp_path
         return
-    where = Path(tempfile.mkdtemp(prefix="aionn-test-", dir=shared))
+    where = Path(tempfile.mkdtemp(prefix="cache-of-test-", dir=shared)  # not "aionn": others count what aionn leaves there)
     yield where
     shutil.rmtree(where)

@@ -529,7 +529,7 @@ async def test_an_index_that_is_damaged_under_a_running_store_is_made_again(dire
 
 
 async def test_a_cache_on_tmpfs_works() -> None:
-    path = Path("/dev/shm") / f"aionn-test-{os.getpid()}" / "cache"
+    path = Path("/dev/shm") / f"cache-of-test-{os.getpid()}" / "cache"
     try:
         async with CacheStore(path) as store:
             await stored(store, wanted())
