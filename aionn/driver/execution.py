@@ -23,7 +23,7 @@ from aionn.burst import result_of
 from aionn.errors import AionnError, CallerError
 from aionn.hal.interfaces import Executable, ExecutionReport
 from aionn.hal.types import ErrorStatus, Operand, OutputShape, Request, RequestArgument, Result, Timing
-from aionn.memory.device_buffers import DeviceBuffers
+from aionn.memory.device_buffers import BufferRequest, DeviceBuffers
 from aionn.memory.region import Region
 from aionn.memory.requests import Extent, check_homes, check_request, input_shape, output_shape
 from aionn.tasks import Answer
@@ -171,14 +171,18 @@ class BoundExecution:
 
     def _run_in_domain(self, domain: DomainUse, measure_timing: bool) -> tuple[ExecutionReport, tuple[OutputShape, ...], str]:
         """Run with buffers of the device's own: held from now until the run is over, their state following its outcome."""
-        with domain.buffers.use(domain.model_id, domain.request.inputs, domain.request.outputs, domain.tokens) as use:
-            inputs = {name: self._inputs[name] if index not in use.inputs else use.inputs[index] for index, name in domain.inputs}
-            outputs = dict(self._outputs)
-            for index, array in use.outputs.items():
-                if array is not None:
-                    outputs[self._names[index]] = array
+        with domain.request.use() as use:
+            inputs, outputs = dict(self._inputs), dict(self._outputs)
+            for index, array in use.inputs.items():
+                inputs[domain.names[index]] = array
+            for index, place in use.outputs.items():
+                if place is not None:
+                    outputs[self._names[index]] = place
             report = self._executable.run(inputs, outputs, measure_timing)
-            open_places = {index for index, array in use.outputs.items() if array is None}
+            open_places = {index for index, place in use.outputs.items() if place is None}
+            if not open_places and not self._open_outputs:
+                use.succeed()
+                return report, (), ""
             in_domain = {self._names[index]: () for index in use.outputs}
             shapes, insufficient = self._open_shapes(report.outputs, in_domain)
             if not insufficient:
@@ -212,13 +216,10 @@ class BoundExecution:
 
 @dataclass(frozen=True, slots=True)
 class DomainUse:
-    """A request's use of device-owned buffers: what `DeviceBuffers.use` is asked at each run."""
+    """A request's use of device-owned buffers: what is held at each run, and the names of all inputs by index."""
 
-    buffers: DeviceBuffers
-    model_id: int
-    request: Request
-    tokens: tuple[int | None, ...]
-    inputs: tuple[tuple[int, str], ...]
+    request: BufferRequest
+    names: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,11 +256,9 @@ def bind(
     if wrong is not None:
         raise CallerError(wrong)
     given: dict[str, NDArray[Any]] = {}
-    named: list[tuple[int, str]] = []
-    for index, ((name, operand), argument) in enumerate(zip(model.inputs, request.inputs, strict=True)):
+    for (name, operand), argument in zip(model.inputs, request.inputs, strict=True):
         if argument.has_no_value:
             continue
-        named.append((index, name))
         place = pools[argument.location.pool_index].bytes
         if place is not None:
             array = _array(place, argument, operand, input_shape(operand, argument), f"input {name!r}")
@@ -286,7 +285,8 @@ def bind(
     domain = None
     tokens = tuple(pool.token for pool in pools)
     if any(token is not None for token in tokens):
-        domain = DomainUse(model.buffers, model.id, request, tokens, tuple(named))
+        held = model.buffers.request(model.id, request.inputs, request.outputs, tokens)
+        domain = DomainUse(held, tuple(name for name, _ in model.inputs))
     names = [name for name, _ in model.outputs]
     files = tuple(pool.file for pool in pools if pool.file is not None)
     return BoundExecution(executable, given, wanted, open_outputs, names, model.thread, model.pace, domain, files, tuple(written.values()))

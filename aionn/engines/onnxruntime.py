@@ -49,6 +49,9 @@ saves in so short a run: silero (2.6e8) 0.08 ms on one thread, 0.14 on two. The 
 TABLE_BYTES = 1 << 20
 """From this size on a table is worth the look at the graph (a millisecond) that finds out who reads it."""
 
+_REMEMBERED_BINDINGS = 16
+"""So many sets of arrays are remembered: the frames of a burst that take turns, each with a state that has two places in turn."""
+
 _ARTIFACT_FORMAT = 1
 _WEIGHTS_FILE = "weights.bin"
 _NO_WEIGHTS = b"aionn: this graph has no weights outside"  # an empty cache file would look like one never written
@@ -184,7 +187,7 @@ class OnnxRuntimeEngine:
 
 
 class OnnxRuntimeExecutable:
-    """A session and one binding. Arrays that come again are not bound again: 6 us a call instead of 19 (one input, one output)."""
+    """A session and its bindings. Arrays that come again are not bound again: 6 us a call instead of 19 (one input, one output)."""
 
     def __init__(self, session: Any, alive: object, artifact: Callable[[], Artifact] | None) -> None:
         self._session = session
@@ -192,62 +195,88 @@ class OnnxRuntimeExecutable:
         self._artifact = artifact
         self._flushing = Flushing()
         self._outputs = [output.name for output in session.get_outputs()]
-        self._bound: dict[str, weakref.ref[NDArray[Any]]] = {}
-        self._given: tuple[str, ...] = ()
-        self._binding = session.io_binding()
-        self._unbind()
+        self._bindings: dict[tuple[str | int, ...], _Binding] = {}
 
     def run(self, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]], timing: bool) -> ExecutionReport:
         """Inputs and given outputs are used in place, wherever they lie; an input may be read-only.
 
         An array is known again by identity: give a new array object for another place.
         """
-        binding, bound = self._binding, self._bound
-        given = tuple(inputs)
-        if given != self._given:  # an optional input came or went; ORT would go on using the one from before
-            self._unbind()
-            self._given = given
-        for name, array in inputs.items():
-            known = bound.get(name)
-            if known is None or known() is not array:
-                binding.bind_input(name, "cpu", 0, array.dtype, array.shape, _address(array))
-                bound[name] = weakref.ref(array)
-        missing = False
-        for name in self._outputs:
-            wanted = outputs.get(name)
-            if wanted is None:
-                # Anew each time: ORT would take the last run's tensor for memory of the caller's.
-                binding.bind_output(name)
-                bound.pop(name, None)
-                missing = True
-                continue
-            known = bound.get(name)
-            if known is None or known() is not wanted:
-                binding.bind_output(name, "cpu", 0, wanted.dtype, wanted.shape, _address(wanted))
-                bound[name] = weakref.ref(wanted)
-        with self._flushing:
-            started_ns = time.monotonic_ns()
-            self._session.run_with_iobinding(binding)
-            took_ns = time.monotonic_ns() - started_ns
-        made = {}
-        if missing:
-            for name, value in zip(self._outputs, binding.get_outputs(), strict=True):
-                if name not in outputs:
-                    made[name] = value.numpy()
+        key = (*inputs, *map(id, inputs.values()), *outputs, *map(id, outputs.values()))
+        bound = self._bindings.get(key)
+        if bound is None or not bound.is_of(inputs, outputs):
+            bound = self._bind(key, inputs, outputs)
+        try:
+            with self._flushing:
+                started_ns = time.monotonic_ns()
+                self._session.run_with_iobinding(bound.binding)
+                took_ns = time.monotonic_ns() - started_ns
+        except BaseException:
+            self._bindings.pop(key, None)  # what it is bound to by now is ORT's secret
+            raise
+        made = bound.take_made() if bound.made else {}
         return ExecutionReport(made, took_ns if timing else None)
+
+    def _bind(self, key: tuple[str | int, ...], inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]]) -> _Binding:
+        bindings = self._bindings
+        bindings.pop(key, None)  # of arrays that are gone; others have their numbers now
+        if len(bindings) >= _REMEMBERED_BINDINGS:
+            for old in [known for known, bound in bindings.items() if not bound.lives()] or [next(iter(bindings))]:
+                del bindings[old]
+        bound = bindings[key] = _Binding(self._session.io_binding(), self._outputs, inputs, outputs)
+        return bound
 
     def artifact(self) -> Artifact | None:
         """What to store; the first time only, since keeping it would cost the weights' size for as long as the model lives."""
         artifact, self._artifact = self._artifact, None
         return None if artifact is None else artifact()
 
-    def _unbind(self) -> None:
-        """Forget all arrays, and bind every output, so that an output's place in the binding is its index."""
-        self._binding.clear_binding_inputs()
-        self._binding.clear_binding_outputs()
-        self._bound.clear()
-        for name in self._outputs:
-            self._binding.bind_output(name)
+
+class _Binding:
+    """What a set of arrays is bound to, at their addresses.
+
+    Invariants
+        It keeps no array alive, and is used only for the very arrays it was made for, all of them alive: an address is never one of
+        memory that is gone, or of another array that got the same `id`.
+        Between runs an output that ORT itself makes room for has none: ORT would take the last run's for the caller's.
+    """
+
+    __slots__ = ("_arrays", "_names", "binding", "made")
+
+    def __init__(self, binding: Any, names: Sequence[str], inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]]) -> None:
+        self.binding = binding
+        self._names = names
+        self.made = [name for name in names if name not in outputs]
+        self._arrays = [weakref.ref(array) for array in (*inputs.values(), *outputs.values())]
+        for name in names:  # all of them, so that an output's place in the binding is its index
+            binding.bind_output(name)
+        for name, array in inputs.items():
+            binding.bind_input(name, "cpu", 0, array.dtype, array.shape, _address(array))
+        for name, array in outputs.items():
+            binding.bind_output(name, "cpu", 0, array.dtype, array.shape, _address(array))
+
+    def is_of(self, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]]) -> bool:
+        """Whether it was made for these very arrays. Their names are the same."""
+        known = iter(self._arrays)
+        for array in inputs.values():
+            if next(known)() is not array:
+                return False
+        for array in outputs.values():  # noqa: SIM110 -- a generator costs more than the loop
+            if next(known)() is not array:
+                return False
+        return True
+
+    def lives(self) -> bool:
+        """Whether all its arrays do."""
+        return all(array() is not None for array in self._arrays)
+
+    def take_made(self) -> dict[str, NDArray[Any]]:
+        """The outputs that ORT has made room for, by name."""
+        values = zip(self._names, self.binding.get_outputs(), strict=True)
+        found = {name: value.numpy() for name, value in values if name in self.made}
+        for name in self.made:
+            self.binding.bind_output(name)
+        return found
 
 
 class _Written:

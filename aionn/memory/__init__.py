@@ -21,7 +21,7 @@ Design
     anything is mapped; what cannot be mapped after that is a `MappingError` (GENERAL_FAILURE).
 """
 
-from aionn.memory.device_buffers import BufferUse, DeviceBuffers
+from aionn.memory.device_buffers import BufferRequest, BufferUse, DeviceBuffers
 from aionn.memory.domain import DeviceBuffer, ModelInfo, Role, combine_dimensions
 from aionn.memory.hardware_buffer import HardwareBuffer, PlaneLayout
 from aionn.memory.memory import Memory
@@ -30,6 +30,7 @@ from aionn.memory.requests import check_request, input_shape, output_shape
 
 __all__ = [
     "Access",
+    "BufferRequest",
     "BufferUse",
     "DeviceBuffer",
     "DeviceBuffers",

@@ -2,6 +2,7 @@
 
     DeviceBuffers.allocate  -> a buffer with a token
     DeviceBuffers.use       -> the buffers of one request: all is checked, then all are held, before anything runs
+    DeviceBuffers.request   -> the same for a request that comes again and again: what cannot change is checked once
     BufferUse.succeed       -> the request's outputs are initialized; without it, they are not any more
     DeviceBuffers.free      -> the token is gone; the bytes live until the executions that hold them end
 
@@ -13,6 +14,7 @@ Invariants
     or a closed model cannot alias a living one. (The reference reuses tokens, and keys roles by pointer.)
     The buffers of a request are held all or none, so two requests that want the same two cannot each get one.
     Every `BufferUse` ends in `close` or `withdraw`, and holds nothing after that.
+    A `BufferRequest` holds no buffer and no memory, only tokens: a freed buffer's bytes go while requests still name it.
 
 Called from the event loop and from execution threads.
 """
@@ -32,7 +34,7 @@ from aionn.errors import CallerError, ExecutionError
 from aionn.hal.types import BufferDesc, BufferRole, ErrorStatus, Operand, RequestArgument
 from aionn.memory.domain import DeviceBuffer, Dimensions, ModelInfo, Role, combine_roles, full_shape, given
 
-__all__ = ["BufferUse", "DeviceBuffers"]
+__all__ = ["BufferRequest", "BufferUse", "DeviceBuffers"]
 
 _LAST_TOKEN = 2**32 - 1  # HAL 1.3: uint32_t
 
@@ -47,6 +49,8 @@ class BufferUse:
         outputs: by output index where to write: an array in its shape; None while that is open, and then the
             array computed goes to `succeed`.
     """
+
+    __slots__ = ("_open", "_read", "_rooms", "_write", "inputs", "outputs")
 
     def __init__(self) -> None:
         self.inputs: dict[int, NDArray[Any]] = {}
@@ -78,7 +82,7 @@ class BufferUse:
                 _check_result(index, buffer, self._open[index], place)
                 assert place is not None
                 room = self._rooms[index] = buffer.room(place.shape)
-                np.copyto(buffer.as_array(room, place.shape), place)
+                np.copyto(buffer.as_array(room, place.shape, writeable=True), place)
             shapes[index] = place.shape
         write, self._write = self._write, {}
         for index, buffer in write.items():
@@ -192,33 +196,94 @@ class DeviceBuffers:
             ExecutionError: GENERAL_FAILURE: an input is not initialized, or a buffer is in use by another.
             MemoryAllocationError: an output whose extents this request fills in cannot be reserved.
         """
-        buffers = {index: self.get(token) for index, token in enumerate(tokens) if token is not None}
+        return self.request(model_id, inputs, outputs, tokens).use()
+
+    def request(
+        self, model_id: int, inputs: Sequence[RequestArgument], outputs: Sequence[RequestArgument], tokens: Sequence[int | None]
+    ) -> BufferRequest:
+        """A request whose `use` may be called for each of its executions. Arguments as `use`; nothing is checked yet."""
+        return BufferRequest(self, model_id, inputs, outputs, tokens)
+
+
+class BufferRequest:
+    """The device buffers of one request that may be executed again and again. Made by `DeviceBuffers.request`.
+
+    Roles, initial dimensions and double uses belong to the tokens, which are never given out twice: they are checked at the first
+    use. Whether a buffer has been freed, is initialized, has other dimensions by now or is held by another is asked at each.
+    """
+
+    def __init__(
+        self,
+        buffers: DeviceBuffers,
+        model_id: int,
+        inputs: Sequence[RequestArgument],
+        outputs: Sequence[RequestArgument],
+        tokens: Sequence[int | None],
+    ) -> None:
+        self._buffers = buffers
+        self._model_id = model_id
+        self._inputs = inputs
+        self._outputs = outputs
+        self._tokens = tuple((index, token) for index, token in enumerate(tokens) if token is not None)
+        # What the last check has found: (index, token, dimensions that were right), (index, token, dimensions, their full shape).
+        self._reads: tuple[tuple[int, int, Dimensions], ...] | None = None
+        self._writes: tuple[tuple[int, int, Dimensions, tuple[int, ...] | None], ...] = ()
+
+    def use(self) -> BufferUse:
+        """Hold all its buffers; see `DeviceBuffers.use`.
+
+        Raises:
+            CallerError, ExecutionError, MemoryAllocationError: as `DeviceBuffers.use`, in the same order.
+        """
         use = BufferUse()
-        if not buffers:
+        if not self._tokens:
             return use
+        living = self._buffers._buffers
         try:
-            with self._lock:
-                read = _readings(model_id, inputs, buffers)
-                write = _writings(model_id, outputs, buffers, {buffer.token for _, buffer in read})
-                for index, buffer in read:
+            with self._buffers._lock:
+                reads = self._reads
+                if reads is None or not self._still_right(reads):
+                    reads = self._check()
+                for index, token, _ in reads:
+                    buffer = living[token]
                     memory, shape = buffer.begin_reading()
                     use._read.append(buffer)
-                    array = use.inputs[index] = buffer.as_array(memory, shape)
-                    array.flags.writeable = False
-                for index, buffer, _ in write:
+                    use.inputs[index] = buffer.as_array(memory, shape, writeable=False)
+                for index, token, _, _ in self._writes:
+                    buffer = living[token]
                     buffer.begin_writing("written to")
                     use._write[index] = buffer
-            for index, buffer, dimensions in write:  # outside the lock: reserving memory takes its time
-                filled = full_shape(dimensions)
+            for index, _, dimensions, filled in self._writes:  # outside the lock: reserving memory takes its time
                 if filled is None:
                     use.outputs[index], use._open[index] = None, dimensions
                 else:
+                    buffer = use._write[index]
                     room = use._rooms[index] = buffer.room(filled)
-                    use.outputs[index] = buffer.as_array(room, filled)
+                    use.outputs[index] = buffer.as_array(room, filled, writeable=True)
         except BaseException:
             use.withdraw()
             raise
         return use
+
+    def _still_right(self, reads: tuple[tuple[int, int, Dimensions], ...]) -> bool:
+        living = self._buffers._buffers
+        for _, token in self._tokens:
+            if token not in living:
+                return False
+        for _, token, dimensions in reads:
+            buffer = living[token]
+            if not buffer.is_initialized or buffer.dimensions != dimensions:
+                return False
+        return True
+
+    def _check(self) -> tuple[tuple[int, int, Dimensions], ...]:
+        """Ask everything, in the order of `DeviceBuffers.use`."""
+        buffers = {index: self._buffers.get(token) for index, token in self._tokens}
+        reading = _readings(self._model_id, self._inputs, buffers)
+        writing = _writings(self._model_id, self._outputs, buffers, {buffer.token for _, buffer in reading})
+        self._writes = tuple((index, buffer.token, dimensions, full_shape(dimensions)) for index, buffer, dimensions in writing)
+        self._reads = reads = tuple((index, buffer.token, buffer.dimensions) for index, buffer in reading)
+        return reads
 
 
 def _readings(model_id: int, inputs: Sequence[RequestArgument], buffers: Mapping[int, DeviceBuffer]) -> list[tuple[int, DeviceBuffer]]:

@@ -13,6 +13,7 @@ Invariants
     refused because another holds the buffer changes nothing.
     Current dimensions are the initial ones with every open axis filled by the last success, never by the one before it.
     An initialized buffer has memory of exactly the bytes of its current dimensions.
+    Arrays over its bytes are kept only of its present memory, or of that which an execution is writing (`_shown`).
 """
 
 from __future__ import annotations
@@ -172,6 +173,7 @@ class DeviceBuffer:
         self._reserve, self._lock = reserve, lock
         self._dimensions = initial_dimensions
         self._memory: NDArray[np.uint8] | None = None
+        self._shown: tuple[NDArray[np.uint8], tuple[int, ...], NDArray[Any], NDArray[Any]] | None = None
         self._initialized = False
         self._readers, self._written = 0, False
         if (shape := full_shape(initial_dimensions)) is not None:
@@ -265,9 +267,18 @@ class DeviceBuffer:
             return self._memory
         return np.frombuffer(self._reserve(needed), np.uint8)
 
-    def as_array(self, memory: NDArray[np.uint8], shape: tuple[int, ...]) -> NDArray[Any]:
-        """The same bytes in the buffer's type and that shape."""
-        return memory.view(self.type.dtype).reshape(shape)
+    def as_array(self, memory: NDArray[np.uint8], shape: tuple[int, ...], *, writeable: bool) -> NDArray[Any]:
+        """The same bytes in the buffer's type and that shape.
+
+        For the same memory and shape it is the same object as last time: engines know by that what they have bound already.
+        """
+        shown = self._shown
+        if shown is None or shown[0] is not memory or shown[1] != shape:
+            array = memory.view(self.type.dtype).reshape(shape)
+            fixed = array.view()
+            fixed.flags.writeable = False
+            shown = self._shown = (memory, shape, array, fixed)
+        return shown[2] if writeable else shown[3]
 
     def begin_reading(self) -> tuple[NDArray[np.uint8], tuple[int, ...]]:
         """Hold it as one of its readers, until `end_reading`: its bytes and their shape."""
@@ -300,6 +311,8 @@ class DeviceBuffer:
             self._dimensions = self.initial_dimensions if shape is None else shape
             if shape is not None:
                 self._memory = memory
+            if self._shown is not None and self._shown[0] is not self._memory:
+                self._shown = None  # it would keep memory that is no longer the buffer's
 
     def withdraw_writing(self) -> None:
         """Let go of it without having begun: its state stays as it was."""

@@ -234,3 +234,74 @@ def test_a_driver_writes_nothing_into_the_users_cache(tmp_path: Path) -> None:
     code = "from aionn.engines.onnxruntime import OnnxRuntimeEngine; OnnxRuntimeEngine()"
     subprocess.run([sys.executable, "-c", code], env={**environment, "HOME": str(tmp_path)}, check=True, timeout=60)
     assert list(tmp_path.rglob("*")) == []
+
+
+def scaling() -> Model:
+    """y[2, 3] = 2 * x, z[2, 3] = 3 * x."""
+    nodes = [helper.make_node("Mul", ["x", "two"], ["y"]), helper.make_node("Mul", ["x", "three"], ["z"])]
+    constants = {"two": np.full(1, 2, np.float32), "three": np.full(1, 3, np.float32)}
+    outputs = [value("y", [2, 3]), value("z", [2, 3])]
+    return Model.from_onnx(model_of(nodes, [value("x", [2, 3])], outputs, constants).SerializeToString())
+
+
+def test_sets_of_arrays_that_take_turns_are_bound_once_each() -> None:
+    executable = OnnxRuntimeEngine().compile(scaling(), CompileOptions())
+    first, second, third = (np.zeros((2, 3), np.float32) for _ in range(3))
+    bound = []
+    for turn in range(6):
+        x, y = (first, second) if turn % 2 else (second, first)
+        x[:] = turn
+        executable.run({"x": x}, {"y": y, "z": third}, False)
+        assert (y == 2 * turn).all()
+        assert (third == 3 * turn).all()
+        bound.append(set(executable._bindings.values()))
+    assert len(bound[-1]) == 2
+    assert bound[1] == bound[-1]
+
+
+def test_arrays_that_are_gone_are_never_bound_to_again_whoever_has_their_numbers() -> None:
+    """A new array often gets the `id` of one that has just gone, and lies elsewhere."""
+    executable = OnnxRuntimeEngine().compile(scaling(), CompileOptions())
+    kept = []
+    numbers = set()
+    for turn in range(300):
+        x, y = np.full((2, 3), turn, np.float32), np.empty((2, 3), np.float32)
+        kept.append(np.empty((2, 3), np.float32))  # so that the next ones lie elsewhere
+        report = executable.run({"x": x}, {"y": y}, False)
+        assert (y == 2 * turn).all()
+        assert (report.outputs["z"] == 3 * turn).all()
+        numbers.add(id(x))
+        assert len(executable._bindings) <= engine_module._REMEMBERED_BINDINGS
+        del x, y, report
+    assert len(numbers) < 300  # it has happened
+
+
+def test_an_output_of_the_engines_own_is_no_memory_of_the_callers() -> None:
+    """What came out of one run stays as it was, whatever the next ones with the same arrays do."""
+    executable = OnnxRuntimeEngine().compile(scaling(), CompileOptions())
+    x, y = np.ones((2, 3), np.float32), np.empty((2, 3), np.float32)
+    before = executable.run({"x": x}, {"y": y}, False).outputs["z"]
+    x[:] = 5
+    after = executable.run({"x": x}, {"y": y}, False).outputs["z"]
+    assert (before == 3).all()
+    assert (after == 15).all()
+
+
+def test_a_run_that_failed_leaves_nothing_bound() -> None:
+    model = Model.from_onnx(
+        model_of(
+            [helper.make_node("Reshape", ["x", "shape"], ["y"])],
+            [value("x", [6]), value("shape", [2], TensorProto.INT64)],
+            [value("y", ["a", "b"])],
+        ).SerializeToString()
+    )
+    executable = OnnxRuntimeEngine().compile(model, CompileOptions())
+    x, shape, y = np.arange(6, dtype=np.float32), np.array([2, 3]), np.empty((2, 3), np.float32)
+    executable.run({"x": x, "shape": shape}, {"y": y}, False)
+    shape[:] = (4, 4)
+    with pytest.raises(Exception, match="Reshape"):
+        executable.run({"x": x, "shape": shape}, {"y": y}, False)
+    assert executable._bindings == {}
+    shape[:] = (2, 3)
+    executable.run({"x": x, "shape": shape}, {"y": y}, False)
+    np.testing.assert_array_equal(y, x.reshape(2, 3))

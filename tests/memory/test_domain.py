@@ -7,6 +7,7 @@ quantization is in the graph.
 from __future__ import annotations
 
 import threading
+import weakref
 from itertools import product
 from math import prod
 
@@ -572,6 +573,78 @@ def test_a_freed_buffer_lives_until_the_execution_that_holds_it_ends() -> None:
         assert (use.inputs[0] == 9).all()
     device.buffers.clear()
     assert len(device.buffers) == 0
+
+
+# --- a request that comes again ---------------------------------------------------------------------------------------------
+
+
+def test_the_same_request_gets_the_same_arrays_and_what_lies_in_them_now() -> None:
+    device, model = Device(), conv(OperandType.UINT8, dimensions=(4,))
+    one, two = device.allocate([model], [0], [0]), device.allocate([model], [0], [0])
+    one.copy_from(b"aaaa")
+    there, back = (device.buffers.request(1, [HERE], [RequestArgument(DataLocation(1, 0, 0), ())], t) for t in ([1, 2], [2, 1]))
+    seen = []
+    for turn in range(6):
+        with (back if turn % 2 else there).use() as use:
+            output = use.outputs[0]
+            assert output is not None
+            assert (use.inputs[0] == ord("a") + turn).all()
+            assert not use.inputs[0].flags.writeable
+            np.add(use.inputs[0], 1, out=output)
+            use.succeed()
+            seen.append((id(use.inputs[0]), id(output)))
+            kept = (use.inputs[0], output)  # or other arrays could get their numbers
+    assert len(set(seen)) == 2
+    assert np.shares_memory(kept[0], kept[1]) is False
+    assert two.is_initialized
+
+
+def test_a_request_that_comes_again_is_refused_as_a_new_one_would_be() -> None:
+    device, model = Device(), conv(OperandType.UINT8, dimensions=(0,))
+    one, two = device.allocate([model], [0], [0]), device.allocate([model], [0], [0])
+    request = device.buffers.request(1, [here(3)], [RequestArgument(DataLocation(1, 0, 0), (3,))], [one.token, two.token])
+    assert status_of(request.use) is FAILED  # nothing is in it
+    one.copy_from(b"abc", (3,))
+    for _ in range(2):
+        with request.use() as use:
+            use.succeed()
+    one.copy_from(b"abcde", (5,))
+    assert status_of(request.use) is INVALID  # it has another shape by now
+    one.copy_from(b"xyz", (3,))
+    with request.use() as use:
+        assert bytes(use.inputs[0]) == b"xyz"
+        assert status_of(request.use) is FAILED  # somebody writes the other
+    assert not two.is_initialized  # it did not succeed
+    device.buffers.free(two.token)
+    assert status_of(request.use) is INVALID
+    device.buffers.free(one.token)
+    assert status_of(request.use) is INVALID
+
+
+def test_the_memory_of_a_freed_buffer_goes_while_requests_still_name_it() -> None:
+    class Reserved(bytearray):
+        """Memory that can be watched."""
+
+    reserved: list[weakref.ref[Reserved]] = []
+
+    def reserve_watched(size: int) -> Reserved:
+        memory = Reserved(size)
+        reserved.append(weakref.ref(memory))
+        return memory
+
+    buffers = DeviceBuffers(reserve_watched)
+    model = conv(OperandType.UINT8, dimensions=(0,))
+    one, two = (buffers.allocate(BufferDesc(), [model], [BufferRole(0, 0)], [BufferRole(0, 0)]) for _ in range(2))
+    one.copy_from(b"abc", (3,))
+    request = buffers.request(1, [HERE], [RequestArgument(DataLocation(1, 0, 0), (3,))], [one.token, two.token])
+    with request.use() as use:
+        use.succeed()
+    one.copy_from(b"abcde", (5,))  # in new memory; an array over the old one has been shown
+    assert [memory() is not None for memory in reserved] == [False, True, True]
+    for buffer in (one, two):
+        buffers.free(buffer.token)
+    del one, two, buffer, use
+    assert [memory() for memory in reserved] == [None, None, None]
 
 
 # --- combining dimensions -----------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from aionn.errors import CallerError, ExecutionError
 from aionn.hal import BufferDesc, BufferRole, DataLocation, Operand, OperandType, RequestArgument
-from aionn.memory import BufferUse, DeviceBuffer, DeviceBuffers, ModelInfo
+from aionn.memory import BufferRequest, BufferUse, DeviceBuffer, DeviceBuffers, ModelInfo
 
 MODEL = ModelInfo(7, (Operand(OperandType.UINT8, (0, 2)),) * 2, (Operand(OperandType.UINT8, (0, 2)),) * 2)
 BOTH = [BufferRole(0, 0), BufferRole(0, 1)]
@@ -45,6 +45,7 @@ class DeviceBufferStates(RuleBasedStateMachine):
         made = [self.buffers.allocate(BufferDesc(), [MODEL], BOTH, BOTH) for _ in range(3)]
         self.expected = [Expected(buffer) for buffer in made]
         self.running: list[InFlight] = []
+        self.requests: dict[object, BufferRequest] = {}
 
     @rule(which=st.integers(0, 2), count=rows, value=values, right=st.booleans())
     def copy_from(self, which: int, count: int, value: int, right: bool) -> None:
@@ -95,7 +96,9 @@ class DeviceBufferStates(RuleBasedStateMachine):
         empty = any(self.expected[which].holds is None for which in reads)
         busy = any(self.expected[which].written for which in (*reads, *writes)) or any(self.expected[which].readers for which in writes)
         try:
-            use = self.buffers.use(MODEL.id, inputs, outputs, tokens)
+            # A request that comes again, as in a burst, is the same one.
+            key = (tuple(reads), tuple(writes), count)
+            use = self.requests.setdefault(key, self.buffers.request(MODEL.id, inputs, outputs, tokens)).use()
         except CallerError:
             assert twice
             assert not empty
