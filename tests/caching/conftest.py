@@ -25,6 +25,7 @@ def quick_disk(tmp_path: Path) -> Iterator[Path]:
     if not shared.is_dir():
         yield tmp_path
         return
-    where = Path(tempfile.mkdtemp(prefix="cache-of-test-", dir=shared)  # not "aionn": others count what aionn leaves there)
+    # Not named after aionn: a run of the tests beside this one counts what aionn leaves there.
+    where = Path(tempfile.mkdtemp(prefix="cache-of-test-", dir=shared))
     yield where
     shutil.rmtree(where)
