@@ -195,7 +195,7 @@ class OnnxRuntimeExecutable:
         self._artifact = artifact
         self._flushing = Flushing()
         self._outputs = [output.name for output in session.get_outputs()]
-        self._bindings: dict[tuple[str | int, ...], _Binding] = {}
+        self._bindings: dict[tuple[object, ...], _Binding] = {}
 
     def run(self, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]], timing: bool) -> ExecutionReport:
         """Inputs and given outputs are used in place, wherever they lie; an input may be read-only.
@@ -217,7 +217,7 @@ class OnnxRuntimeExecutable:
         made = bound.take_made() if bound.made else {}
         return ExecutionReport(made, took_ns if timing else None)
 
-    def _bind(self, key: tuple[str | int, ...], inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]]) -> _Binding:
+    def _bind(self, key: tuple[object, ...], inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]]) -> _Binding:
         bindings = self._bindings
         bindings.pop(key, None)  # of arrays that are gone; others have their numbers now
         if len(bindings) >= _REMEMBERED_BINDINGS:
