@@ -326,7 +326,7 @@ class Burst:
             if link is not None and link.controller.ended_by is None:
                 return link
             link = await self._connect(deadline_ns)
-            if not self._compiled.gate.shut:
+            if not self._compiled.gate.closed:
                 return link
 
     async def _execute(
@@ -351,7 +351,7 @@ class Burst:
                 settled(None)
                 raise
         if self._compiled.watched:
-            settled = link.serving.entered(settled)
+            settled = link.serving.entered(settled, deadline_ns)
             if placement is None:
                 link.serving.use.count()
         result, busy_ns = await link.controller.execute(body, settled, deadline_ns)

@@ -1,47 +1,39 @@
 """Is a new stage as right as the one that serves, and faster? Asked on inputs that the app really sent.
 
-`Samples` keeps a few recent inputs, copied, within a bound of bytes. `compare` runs them on both prepared models in turns,
-each run in a gap of the stream (right after an execution has ended, for then the next is farthest away), one at a time.
+`Samples` keeps a few recent inputs, copied, within a bound of bytes. `compare` runs them on both prepared models.
 
-    right    every output within the tolerance of its dtype, elementwise: |new - old| <= absolute + relative * |old|; both NaN is equal
-    faster   the median of the new runs is below the median of the old ones by at least the wanted gain. Runs during which an execution
-             of the app was in flight do not count: they say more about the other than about themselves. A stream that leaves no
-             room for two others is judged by the least time of each side, and the verdict is not `sure`.
+    right    every output of every run within the tolerance of its dtype, elementwise: |new - old| <= absolute + relative * |old|; both NaN
+             is equal. Each sample is run once on both first, which also warms them up: first runs allocate, and make kernels for shapes.
+    faster   pairs of runs on one input, the old stage first, then the new one, each alone on the machine as far as this compilation
+             goes (`measuring` has the rule). The new stage is to be faster by the wanted gain in more than half of `runs` pairs: that
+             is, in the median of the ratios. It ends as soon as the majority is sure, so what is clearly slower costs few runs.
+    sure     Neither outputs nor speed are remembered from inputs that were made up, and speed only from runs that were alone.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import numpy as np
 from numpy.typing import NDArray
 
-from aionn.errors import AionnError, DeadlineError
+from aionn.errors import AionnError
 from aionn.hal.model import Model
 from aionn.memory.hardware_buffer import HardwareBuffer
 from aionn.memory.memory import Memory
-from aionn.runtime.compiled_model import Serving
+from aionn.runtime.compiled_model import CompiledModel, Serving
 from aionn.runtime.device_memory import DeviceMemory
-
-Inputs = Mapping[str, NDArray[Any]]
-Run = Callable[[Serving, Inputs, int], Awaitable[Mapping[str, NDArray[Any]]]]
-"""Runs inputs on one prepared model until a deadline (CLOCK_MONOTONIC, ns)."""
+from aionn.runtime.measuring import Inputs, Meter, Run, Timed
 
 SAMPLE_EVERY_S = 0.25
 """Two samples of a stream are at least this far apart: neighbouring frames are alike."""
-
-_GAP_S = 0.2
-"""A stream without gaps is not waited for longer: the run then shares the machine with it."""
-
-_QUIET_S = 0.2
-"""Unused for that long, the compilation need not be waited for at all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +62,12 @@ class Comparison:
         samples: inputs that were compared.
         worst: per output the largest absolute difference.
         tolerances: per output what was allowed.
-        before_s, after_s: seconds of one run on the stage before, and on the new one; see the module.
+        before_s, after_s: seconds of one run on the stage before, and on the new one: medians, of the pairs if there were any.
+        pairs: pairs of runs that counted.
+        holds, held_s: how often the app's executions were held back for a run, and for how many seconds in all.
         made_up: nothing had been executed yet, so the inputs were made up from the model's operands.
         refused: why the new stage is not to serve; empty if it may.
-        sure: outputs decided, or runs that had the machine to themselves as far as this stream goes.
+        sure: it would be found again: real inputs, and outputs or undisturbed runs that decided.
     """
 
     samples: int
@@ -81,6 +75,9 @@ class Comparison:
     tolerances: Mapping[str, Tolerance]
     before_s: float
     after_s: float
+    pairs: int = 0
+    holds: int = 0
+    held_s: float = 0.0
     made_up: bool = False
     refused: str = ""
     sure: bool = True
@@ -134,17 +131,42 @@ class Samples:
         return sum(array.nbytes for inputs in self.kept for array in inputs.values())
 
 
-async def wait_for_gap(serving: Serving) -> bool:
-    """Return right after an execution, or at once if there are none. False: the stream left no gap."""
-    if not serving.users and time.monotonic_ns() - serving.use.last_ns > _QUIET_S * 1e9:
-        return True
-    with anyio.move_on_after(_QUIET_S if not serving.users else _GAP_S):
-        await serving.next_gap()
-    return not serving.users
+@dataclass
+class _Pairs:
+    """Seconds of both sides, pair by pair."""
+
+    wanted: int
+    gain: float
+    before_s: list[float] = field(default_factory=list)
+    after_s: list[float] = field(default_factory=list)
+    wins: int = 0
+    unsure: bool = False
+    cut: bool = False
+
+    def add(self, before: Timed, after: Timed) -> None:
+        won = not after.late and after.seconds <= (1 - self.gain) * before.seconds
+        self.wins += won
+        self.unsure |= not won and not after.alone and not after.late
+        self.cut |= after.late
+        self.before_s.append(before.seconds)
+        self.after_s.append(after.seconds)
+
+    @property
+    def count(self) -> int:
+        return len(self.after_s)
+
+    @property
+    def won(self) -> bool:
+        return 2 * self.wins > self.wanted
+
+    @property
+    def lost(self) -> bool:
+        return 2 * (self.count - self.wins) >= self.wanted
 
 
 async def compare(
     run: Run,
+    compiled: CompiledModel,
     before: Serving,
     new: Serving,
     samples: Sequence[Inputs],
@@ -153,72 +175,104 @@ async def compare(
     min_gain: float | None,
     tolerances: Mapping[str, Tolerance],
     run_timeout_s: float,
+    compare_s: float,
+    hold: bool,
     made_up: bool = False,
 ) -> Comparison:
-    """Run every sample on both, `runs` times in all each, in turns.
+    """Run every sample on both, then time `runs` pairs at most, for `compare_s` seconds at most.
 
     Raises:
         AionnError: an execution on the new one failed, hung or killed its driver. What fails on the one before is no verdict on the
             new one: that sample is left out.
         DeadlineError: a run took longer than `run_timeout_s`.
     """
-    allowed = {name: tolerances.get(operand.type.value, Tolerance()) for name, operand in new.model.outputs.items()}
-    worst: dict[str, float] = {}
-    times: dict[Serving, list[tuple[bool, float]]] = {before: [], new: []}
-    compared: set[int] = set()
+    meter = Meter(run, compiled, before, run_timeout_s=run_timeout_s, hold=hold)
+    outputs = _Outputs({name: tolerances.get(operand.type.value, Tolerance()) for name, operand in new.model.outputs.items()})
+    pairs = _Pairs(runs, min_gain or 0.0)
+    warm: list[tuple[float, float]] = []
 
-    def comparison(refused: str) -> Comparison:
-        return Comparison(len(compared), worst, allowed, _typical_s(times[before]), _typical_s(times[new]), made_up, refused)
+    def comparison(refused: str, *, sure: bool = True) -> Comparison:
+        before_s, after_s = (pairs.before_s, pairs.after_s) if pairs.count else ([old for old, _ in warm], [new for _, new in warm])
+        return Comparison(
+            samples=len(warm),
+            worst=outputs.worst,
+            tolerances=outputs.allowed,
+            before_s=statistics.median(before_s or [0.0]),
+            after_s=statistics.median(after_s or [0.0]),
+            pairs=pairs.count,
+            holds=meter.holds,
+            held_s=meter.held_s,
+            made_up=made_up,
+            refused=refused,
+            sure=sure and not made_up,
+        )
 
-    rounds = max(runs, len(samples))
-    # One run each that does not count: first runs allocate, and make kernels for the shapes.
-    for number in range(-1, rounds):
-        inputs = samples[max(number, 0) % len(samples)]
+    usable: list[Inputs] = []
+    for inputs in samples:
         try:
-            expected, old_time = await _timed(run, before, before, inputs, run_timeout_s)
+            expected, old_s = await meter.beside(before, inputs)
         except AionnError:
             if not before.alive:
                 raise
             continue
-        outputs, new_time = await _timed(run, new, before, inputs, run_timeout_s)
-        if number >= 0:
-            times[before].append(old_time)
-            times[new].append(new_time)
-        compared.add(max(number, 0) % len(samples))
-        for name, difference in _differences(expected, outputs, allowed):
+        found, new_s = await meter.beside(new, inputs)
+        usable.append(inputs)
+        warm.append((old_s, new_s))
+        if wrong := await outputs.check(expected, found):
+            return comparison(wrong)
+    if not usable:
+        return comparison("the stage before could not run any of the inputs, so there is nothing to compare with", sure=False)
+    if min_gain is None:
+        return comparison("")
+    with anyio.move_on_after(compare_s):
+        least_s = min(old_s for old_s, _ in warm)
+        while not pairs.won and not pairs.lost:
+            inputs = usable[pairs.count % len(usable)]
+            try:
+                old = await meter.time(before, inputs, 2 * least_s)
+            except AionnError:
+                if not before.alive or len(usable) == 1:
+                    raise
+                usable.remove(inputs)
+                continue
+            if old is None or old.late:
+                continue
+            least_s = min(least_s, old.seconds)
+            timed = await meter.time(new, inputs, old.seconds)
+            if timed is None:
+                continue
+            if wrong := await outputs.check(old.outputs, timed.outputs):
+                return comparison(wrong)
+            # Disturbed it counts only where the stream cannot be held for it.
+            if timed.alone or timed.late or not meter.may_hold(old.seconds):
+                pairs.add(old, timed)
+    if pairs.won:
+        return comparison("")
+    if pairs.lost:
+        after = f"{statistics.median(pairs.after_s) * 1e3:.3f} ms{' or longer' if pairs.cut else ''}"
+        took = f"a run takes {after} instead of {statistics.median(pairs.before_s) * 1e3:.3f} ms"
+        beside = ", measured beside the stream, which left no other room" if pairs.unsure else ""
+        return comparison(f"it is not faster by {min_gain:.0%}: {took}{beside}", sure=not pairs.unsure)
+    return comparison(
+        f"whether it is faster could not be told within {compare_s:g} s: {pairs.count} of {runs} pairs of runs had room in the stream",
+        sure=False,
+    )
+
+
+@dataclass
+class _Outputs:
+    """Outputs of both sides so far: per output what is allowed, and the largest absolute difference."""
+
+    allowed: Mapping[str, Tolerance]
+    worst: dict[str, float] = field(default_factory=dict)
+
+    async def check(self, expected: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]]) -> str:
+        """What is wrong; empty if nothing is. In a thread: large outputs take milliseconds, which the stream is not to wait for."""
+        for name, difference in await anyio.to_thread.run_sync(lambda: list(_differences(expected, outputs, self.allowed))):
             if isinstance(difference, str):
-                return comparison(f"output {name!r}: {difference}")
-            worst[name] = max(worst.get(name, 0.0), difference)
-    if not compared:
-        return comparison("the stage before could not run any of the inputs, so there is nothing to compare with")
-    before_s, new_s = _typical_s(times[before]), _typical_s(times[new])
-    if min_gain is not None and not new_s <= (1 - min_gain) * before_s:
-        refused = comparison(f"it is not faster by {min_gain:.0%}: a run takes {new_s * 1e3:.3f} ms instead of {before_s * 1e3:.3f} ms")
-        return dataclasses.replace(refused, sure=len(_alone(times[before])) >= 2 and len(_alone(times[new])) >= 2)
-    return comparison("")
-
-
-async def _timed(
-    run: Run, serving: Serving, stream: Serving, inputs: Inputs, timeout_s: float
-) -> tuple[Mapping[str, NDArray[Any]], tuple[bool, float]]:
-    alone = await wait_for_gap(stream)
-    before, began_ns = stream.use.executions, time.monotonic_ns()
-    outputs = await run(serving, inputs, began_ns + int(timeout_s * 1e9))
-    took_s = (time.monotonic_ns() - began_ns) / 1e9
-    if took_s > timeout_s:
-        raise DeadlineError(f"a run took {took_s:.3f} s, longer than {timeout_s} s")
-    return outputs, (alone and before == stream.use.executions, took_s)
-
-
-def _alone(times: Sequence[tuple[bool, float]]) -> list[float]:
-    return [seconds for alone, seconds in times if alone]
-
-
-def _typical_s(times: Sequence[tuple[bool, float]]) -> float:
-    alone = _alone(times)
-    if len(alone) >= 2:
-        return statistics.median(alone)
-    return min((seconds for _, seconds in times), default=0.0)
+                return f"output {name!r}: {difference}"
+            self.worst[name] = max(self.worst.get(name, 0.0), difference)
+        return ""
 
 
 def _differences(

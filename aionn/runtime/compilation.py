@@ -301,7 +301,7 @@ class Compilation:
             if self._compiled.gate.shut:
                 await self._compiled.gate.passed(deadline_ns)
             serving = await self._live(deadline_ns)
-            if not self._compiled.gate.shut:
+            if not self._compiled.gate.closed:
                 break
         with serving.used():
             if (sampling := self._compiled.sampling) is not None:

@@ -2,27 +2,30 @@
 
 A swap has three parts. Everything that may fail or take time comes first and touches nothing that serves: the new model is
 prepared, every open burst has a second connection (queues, listener) to its driver over the same frames. Then the gate is
-shut: executions that come now wait, those in flight end; device memories are copied over. Then the swap itself, one
+closed: executions that come now wait, those in flight end; device memories are copied over. Then the swap itself, one
 assignment per holder without an await in between, and the gate opens. So every execution sees the old model or the new one,
 none is lost, and none overtakes another: what was sent before the swap has been answered before anything is sent after it.
+The same gate holds a stream for a single run while stages are compared (`held`; see `measuring`).
 
 Invariants
     `serving` is replaced by `swap` and by whoever prepares it anew after its driver has died, never set back to a dead one.
     `Serving.users` counts calls that have taken it, and requests that its driver has not answered, but for a burst's plain requests
     while nobody watches; those are counted by the burst's controller. One that no longer serves is released when both are 0.
-    While the gate is shut nobody enters `serving`, and the gate is shut for a bounded time.
+    While the gate is closed nobody enters `serving`, and it is closed for a bounded time.
 """
 
 from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio
+from anyio.lowlevel import checkpoint
 
 from aionn import trace
 from aionn.errors import AionnError, CallerError, DeadlineError, again
@@ -42,6 +45,16 @@ if TYPE_CHECKING:
 DRAIN_S = 2.0
 """How long a swap holds new executions back until those in flight have ended. A model slower than that is swapped without
 holding back if it has no device memory, and not at all if it has."""
+
+
+LINK_S = 5.0
+"""How long the new model's driver may take to connect the open bursts. Nothing is held back meanwhile."""
+
+MOVE_S = 1.0
+"""How long executions are held back for what is left to do when none is in flight: copying device memory, mostly."""
+
+_DEADLINES = 32
+"""So many executions with a deadline tell whether a stream has time to spare."""
 
 
 class Serving:
@@ -99,13 +112,15 @@ class Serving:
         finally:
             self.leave()
 
-    def entered(self, settled: Callable[[Result | None], None]) -> Callable[[Result | None], None]:
-        """An execution until its request is settled, whatever its caller does."""
+    def entered(self, settled: Callable[[Result | None], None], deadline_ns: int | None = None) -> Callable[[Result | None], None]:
+        """An execution until its request is settled, whatever its caller does. `deadline_ns`: the app's, if it has set one."""
         self.enter()
-        return partial(self._settled, settled)
+        return partial(self._settled, settled, deadline_ns)
 
-    def _settled(self, settled: Callable[[Result | None], None], result: Result | None) -> None:
+    def _settled(self, settled: Callable[[Result | None], None], deadline_ns: int | None, result: Result | None) -> None:
         settled(result)
+        if deadline_ns is not None:
+            self.use.answered(deadline_ns)
         self.leave()
 
     async def wait_idle(self) -> None:
@@ -131,11 +146,12 @@ class Use:
         executions: so many have begun. last_ns: CLOCK_MONOTONIC, when the last one did.
     """
 
-    __slots__ = ("_awaited", "_reached", "executions", "last_ns")
+    __slots__ = ("_awaited", "_left_ns", "_reached", "executions", "last_ns")
 
     def __init__(self) -> None:
         self.executions = 0
         self.last_ns = 0
+        self._left_ns: deque[int] = deque(maxlen=_DEADLINES)
         self._awaited = -1
         self._reached = anyio.Event()
 
@@ -144,6 +160,15 @@ class Use:
         self.last_ns = time.monotonic_ns()
         if self.executions == self._awaited:
             self._reached.set()
+
+    def answered(self, deadline_ns: int) -> None:
+        """An execution with that deadline has been answered, or will never be."""
+        self._left_ns.append(deadline_ns - time.monotonic_ns())
+
+    @property
+    def least_left_s(self) -> float | None:
+        """The least time that was left of a deadline when its answer came, among the last few; None: there were no deadlines."""
+        return min(self._left_ns) / 1e9 if self._left_ns else None
 
     async def wait_for(self, executions: int) -> None:
         """Until so many executions have begun. One task at a time may wait."""
@@ -154,45 +179,65 @@ class Use:
 
 
 class Gate:
-    """Holds executions back while it is shut; lets them pass in the order in which they came."""
+    """Holds executions back while it is shut; lets them pass one after the other, in the order in which they came.
 
-    __slots__ = ("_opened", "_waiting", "shut")
+    Attributes:
+        shut: whether there is anything to wait for: it is closed, or those who waited are still passing. Read it before `passed`:
+            nearly always there is not.
+        closed: whether it holds everybody back. Read it again after an await that followed `passed`.
+    """
+
+    __slots__ = ("_turns", "closed", "shut")
 
     def __init__(self) -> None:
         self.shut = False
-        """Read it before `passed`: nearly always there is nothing to wait for."""
-        self._opened: anyio.Event | None = None
-        self._waiting = 0
+        self.closed = False
+        self._turns: deque[_Turn] = deque()
 
     def close(self) -> None:
-        self.shut = True
-        self._opened = anyio.Event()
+        self.shut = self.closed = True
 
     def open(self) -> None:
-        if self._opened is not None:
-            self._opened.set()
-            self._opened = None
-        # Those who wait go first: whoever comes now queues behind them.
-        self.shut = self._waiting > 0
+        self.closed = False
+        self._next()
+
+    def _next(self) -> None:
+        # Whoever comes while others still pass queues behind them.
+        if self._turns:
+            self._turns[0].come.set()
+        else:
+            self.shut = False
 
     async def passed(self, deadline_ns: int | None) -> None:
-        """Wait for it to open.
+        """Wait for it to open, and for those who came before. The next one passes after the caller's next await.
 
         Raises:
             DeadlineError: it did not by the deadline.
         """
         seconds = None if deadline_ns is None else max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)
-        self._waiting += 1
+        turn = _Turn()
+        self._turns.append(turn)
+        if not self.closed:
+            self._next()
         try:
             with anyio.move_on_after(seconds):
-                while (opened := self._opened) is not None:
-                    await opened.wait()
+                await turn.come.wait()
+                while self.closed:  # again, before this turn was taken
+                    turn.come = anyio.Event()
+                    await turn.come.wait()
                 return
         finally:
-            self._waiting -= 1
-            if not self._waiting and self._opened is None:
-                self.shut = False
-        raise DeadlineError("a new stage was being swapped in until past the deadline")
+            self._turns.remove(turn)
+            if not self.closed:
+                self._next()
+        raise DeadlineError("a new stage was being tried or swapped in until past the deadline")
+
+
+class _Turn:
+    __slots__ = ("come",)
+
+    def __init__(self) -> None:
+        self.come = anyio.Event()
 
 
 class CompiledModel:
@@ -262,6 +307,20 @@ class CompiledModel:
 
     # --- the swap --------------------------------------------------------------------------------------------------------
 
+    @asynccontextmanager
+    async def held(self, serving: Serving, *, drain_s: float = DRAIN_S) -> AsyncIterator[bool]:
+        """Executions that come now wait until the body ends, which is for the caller to bound.
+
+        Yields whether those in flight on `serving` have ended; False: they did not within `drain_s`.
+        """
+        async with self._swapping:
+            with self.watching():
+                self.gate.close()
+                try:
+                    yield await _drained(serving, list(self.bursts), drain_s)
+                finally:
+                    self.gate.open()
+
     async def swap(self, better: Serving, *, drain_s: float = DRAIN_S, may_swap: Callable[[], bool] = lambda: True) -> None:
         """Let every execution from now on use `better`. The one before is released when its last execution has ended.
 
@@ -271,15 +330,17 @@ class CompiledModel:
 
         Raises:
             NotNowError: it may work at another moment.
+            DeadlineError: its driver has not done its part within LINK_S or MOVE_S. It is left alive: it may serve others.
             AionnError: `better` cannot take over.
-            In both cases nothing has changed, and `better` stays the caller's.
+            In all cases nothing has changed, and `better` stays the caller's.
         """
         async with self._swapping:
             links: dict[Burst, Link] = {}
             moved: list[MovedMemory] = []
             with self.watching():
                 try:
-                    await self._link(better, links)
+                    with _within(LINK_S, f"device {better.device!r} did not connect the open bursts"):
+                        await self._link(better, links)
                     self.gate.close()
                     try:
                         with trace.span("stage.swap", stage=better.stage):
@@ -308,13 +369,16 @@ class CompiledModel:
         drained = old is None or await _drained(old, list(self.bursts), drain_s)
         if not may_swap():
             raise NotNowError("the state in a device memory is to be kept until its next reset")
-        await self._link(better, links)  # bursts that were opened meanwhile
-        for memory in list(self.memories):
-            if not drained:
-                raise NotNowError(f"executions were in flight for more than {drain_s} s, and there is device memory to move")
-            copy = await move(memory, better.prepared)
-            if copy is not None:
-                moved.append(copy)
+        with _within(MOVE_S, f"device {better.device!r} did not take over bursts and device memory"):
+            await self._link(better, links)  # bursts that were opened meanwhile
+            for memory in list(self.memories):
+                if not drained:
+                    raise NotNowError(f"executions were in flight for more than {drain_s} s, and there is device memory to move")
+                copy = await move(memory, better.prepared)
+                if copy is not None:
+                    moved.append(copy)
+        for _ in range(2):
+            await checkpoint()  # a driver that has ended by now is seen to: its pidfd is polled in between
         # From here to the end nothing is awaited: this is the swap.
         if self.closed:
             raise CallerError("the compilation was closed")
@@ -333,6 +397,14 @@ class CompiledModel:
         for burst in list(self.bursts):
             if burst not in links:
                 links[burst] = await burst.link_to(better)
+
+
+@contextmanager
+def _within(seconds: float, what: str) -> Iterator[None]:
+    with anyio.move_on_after(seconds) as scope:
+        yield
+    if scope.cancelled_caught:
+        raise DeadlineError(f"{what} within {seconds:g} s")
 
 
 async def _drained(old: Serving, bursts: Sequence[Burst], drain_s: float) -> bool:

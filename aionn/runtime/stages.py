@@ -26,19 +26,18 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import anyio
-from blake3 import blake3
 
 from aionn import trace
-from aionn.caching import CacheOutcome, CacheOutcomeKind, KeyParts, Wanted, family_key
-from aionn.caching.store import Declined, Hit, Miss
+from aionn.caching import CacheOutcome, CacheOutcomeKind, KeyParts, family_key
+from aionn.caching.store import Hit
 from aionn.errors import AionnError, CallerError, CompilationError, DeadlineError, StageRejected
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model
-from aionn.hal.types import CacheFiles
-from aionn.remote.device import RemoteDevice, RemotePreparedModel
-from aionn.runtime import background, preparation
-from aionn.runtime.comparing import TOLERANCES, Comparison, Inputs, Run, Samples, Tolerance, compare, made_up_inputs
+from aionn.remote.device import RemotePreparedModel
+from aionn.runtime import background, preparation, verdicts
+from aionn.runtime.comparing import TOLERANCES, Comparison, Samples, Tolerance, compare, made_up_inputs
 from aionn.runtime.compiled_model import CompiledModel, Serving
+from aionn.runtime.measuring import Inputs, Run
 from aionn.runtime.moving import NotNowError
 from aionn.runtime.preparation import CacheChoice
 from aionn.tasks import bounded_shield
@@ -69,7 +68,10 @@ class StagePolicy:
         threads: of the worker; it never runs on more CPUs at once. At the lowest priority, one takes least from the stream.
         timeout_s: for compile and load together; a worker that takes longer is killed.
         min_gain: the new stage must be faster by this share of the median run; None: outputs alone decide.
-        runs: runs of each side in the comparison, at least one per sample.
+        runs: pairs of runs that are timed at most, one on each stage; more than half of them must show the gain.
+        hold: the stream may be held back for single runs of the comparison where it leaves no gaps (`aionn.runtime.measuring` has the
+            rule); False: such a stream keeps its stage unless the new one is faster even beside it.
+        compare_s: timing ends after so many seconds; a stream that has left no room for it by then keeps its stage.
         samples, samples_bytes: recent inputs that are kept for it, and their bytes together.
         tolerances: by element type, on top of `TOLERANCES`.
         run_timeout_s: a run in the comparison may take so long; then the new stage hangs and is killed.
@@ -86,7 +88,9 @@ class StagePolicy:
     threads: int = 1
     timeout_s: float = 600.0
     min_gain: float | None = 0.1
-    runs: int = 7
+    runs: int = 11
+    hold: bool = True
+    compare_s: float = 300.0
     samples: int = 3
     samples_bytes: int = 64 << 20
     tolerances: Mapping[str, Tolerance] = field(default_factory=dict)
@@ -98,8 +102,8 @@ class StagePolicy:
             raise CallerError("StagePolicy: executions, seconds, idle_s and within_s are at least 0")
         if self.threads < 1 or self.runs < 1 or self.samples < 1:
             raise CallerError("StagePolicy: threads, runs and samples are at least 1")
-        if self.timeout_s <= 0 or self.run_timeout_s <= 0:
-            raise CallerError("StagePolicy: timeout_s and run_timeout_s are more than 0 seconds")
+        if self.timeout_s <= 0 or self.run_timeout_s <= 0 or self.compare_s <= 0:
+            raise CallerError("StagePolicy: timeout_s, run_timeout_s and compare_s are more than 0 seconds")
         if self.state not in ("move", "wait_for_reset"):
             raise CallerError(f"StagePolicy: state {self.state!r} is one of 'move', 'wait_for_reset'")
 
@@ -266,7 +270,7 @@ class Staging:
 
     async def _make(self, stage: Stage) -> None:
         policy = self.policy
-        if (reason := await self._known_verdict(stage)) is not None:
+        if (reason := await self._known_verdict(stage)) not in (None, verdicts.APPROVED):
             raise StageRejected(stage.name, f"as an earlier comparison found: {reason}")
         stage._enter("compiling")
         made = await background.make(
@@ -287,7 +291,7 @@ class Staging:
             stage.comparison = await self._compare(better)
             if stage.comparison.refused:
                 if stage.comparison.sure:
-                    await self._remember(stage, stage.comparison.refused)
+                    await self._remember(stage, better, stage.comparison.refused)
                 raise StageRejected(stage.name, stage.comparison.refused)
             before = self._compiled.serving
             await self._swap(better)
@@ -295,6 +299,15 @@ class Staging:
         finally:
             if not swapped:
                 made.prepared.release()
+        try:
+            # First, so that an app which ends as soon as the stage serves finds it at its next start.
+            await self._remember(stage, better, verdicts.APPROVED)
+        except AionnError as error:
+            logger.info("that stage %r serves well could not be remembered: %s", stage.name, error)
+        finally:
+            self._serves(stage, before)
+
+    def _serves(self, stage: Stage, before: Serving | None) -> None:
         for other in self.stages:
             if before is not None and other.name == before.stage and other is not stage:
                 other._enter("replaced")
@@ -316,6 +329,7 @@ class Staging:
             try:
                 return await compare(
                     self._run,
+                    self._compiled,
                     before,
                     better,
                     samples,
@@ -323,6 +337,8 @@ class Staging:
                     min_gain=policy.min_gain,
                     tolerances={**TOLERANCES, **policy.tolerances},
                     run_timeout_s=policy.run_timeout_s,
+                    compare_s=policy.compare_s,
+                    hold=policy.hold,
                     made_up=made_up,
                 )
             except AionnError:
@@ -363,17 +379,11 @@ class Staging:
         if self._cache is None or (base := self._base(stage)) is None:
             return None
         remote = await self._devices.get(stage.name)
-        return await known_verdict(self._cache, remote, self._model, self._options, base)
+        return await verdicts.known(self._cache, remote, self._model, self._options, base)
 
-    async def _remember(self, stage: Stage, reason: str) -> None:
-        base = self._base(stage)
-        if self._cache is None or base is None:
-            return
-        remote = await self._devices.get(stage.name)
-        found = await self._cache.store.open(_verdict(self._cache, remote, self._model, self._options, base), wait_s=0.0)
-        async with found:
-            if isinstance(found, Miss) and found.publisher is not None:
-                await found.publisher.decline(reason)
+    async def _remember(self, stage: Stage, better: Serving, verdict: str) -> None:
+        if self._cache is not None and (base := self._base(stage)) is not None:
+            await verdicts.remember(self._cache, better.prepared.device, self._model, self._options, base, verdict)
 
     def _base(self, stage: Stage) -> str | None:
         index = self.stages.index(stage)
@@ -420,13 +430,13 @@ async def prepare_first(
 async def _stored(
     devices: Devices, name: str, base: str, model: Model, options: PrepareOptions, cache: CacheChoice
 ) -> tuple[RemotePreparedModel, CacheOutcome] | None:
-    """The stage, if it is stored, may serve and can be loaded. Its device is started only if something is stored."""
+    """The stage, if it is stored, was found good and can be loaded. Its device is started only if something is stored."""
     parts = (KeyParts(cache.token, name, "", options.preference, priority) for priority in (None, options.priority))
     if not any([await cache.store.knows(family_key(part)) for part in parts]):
         return None
     try:
         remote = await devices.get(name)
-        if not remote.cache_files.supported or await known_verdict(cache, remote, model, options, base) is not None:
+        if not remote.cache_files.supported or await verdicts.known(cache, remote, model, options, base) != verdicts.APPROVED:
             return None
         async with await cache.store.open(preparation._wanted(remote, model, options, cache.token), wait_s=0.0) as found:
             if not isinstance(found, Hit):
@@ -435,20 +445,6 @@ async def _stored(
     except AionnError as error:
         logger.info("stage %r is stored and cannot serve from the start: %s", name, error)
         return None
-
-
-def _verdict(cache: CacheChoice, remote: RemoteDevice, model: Model, options: PrepareOptions, base: str) -> Wanted:
-    """The entry that holds a verdict on a stage: no files, only the reason."""
-    wanted = preparation._wanted(remote, model, options, cache.token)
-    key = blake3(wanted.key + model.token + base.encode(), derive_key_context="aionn 1 verdict on a stage").digest()
-    return dataclasses.replace(wanted, key=key, files=CacheFiles(1, 0))
-
-
-async def known_verdict(cache: CacheChoice, remote: RemoteDevice, model: Model, options: PrepareOptions, base: str) -> str | None:
-    """Why this stage, after that one, was rejected before; None if it was not."""
-    found = await cache.store.open(_verdict(cache, remote, model, options, base), wait_s=0.0)
-    async with found:
-        return found.manifest.detail if isinstance(found, Declined) else None
 
 
 async def _first(*acts: Callable[[], object]) -> None:

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from aionn.errors import AionnError, CallerError, CompilationError, DeadlineError
 from aionn.hal.model import Model
 from aionn.runtime import background
-from aionn.runtime.comparing import Inputs, made_up_inputs
+from aionn.runtime.comparing import made_up_inputs
 from aionn.runtime.compiled_model import Serving
+from aionn.runtime.measuring import Inputs
 from aionn.runtime.moving import NotNowError
 from aionn.runtime.preparation import CacheChoice
 from aionn.runtime.stages import Stage, StagePolicy

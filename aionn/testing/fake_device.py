@@ -1,8 +1,8 @@
 """Steers the fake engine from a test: `hang`, `crash`, `delay`, `fail`, and waits for what it does.
 
-Acts are "run", "compile", "export" and "load". Each method adds to what was told before; `behave` takes it all back.
-Whatever was heard before the last change is forgotten by it: `fake.hang()`, a call, `await fake.heard("run")` waits for
-that call and not for one before.
+Acts are "run", "compile", "export", "load", "supported" (asked what it can run) and "start". Each method adds to what was
+told before; `behave` takes it all back. Whatever was heard before the last change is forgotten by it: `fake.hang()`, a call,
+`await fake.heard("run")` waits for that call and not for one before.
 """
 
 from __future__ import annotations
@@ -87,21 +87,27 @@ class FakeDevice:
         """Take everything back; what hangs goes on."""
         self._write(Behaviour())
 
-    def hang(self, act: str = "run", *, with_gil: bool = False) -> None:
-        """Hang in that act until told otherwise; `with_gil`: without ever giving the GIL away, so that the whole driver stands still."""
-        self.tell(hang=(*self._behaviour.hang, act), hang_with_gil=with_gil)
+    def hang(self, act: str = "run", *, with_gil: bool = False, after: int = 0) -> None:
+        """Hang in that act until told otherwise; `with_gil`: without ever giving the GIL away, so that the whole driver stands still.
 
-    def crash(self, act: str = "run", signal_number: int = signal.SIGKILL) -> None:
+        `after`, here and below: so many acts of that kind go well in each driver process first.
+        """
+        self.tell(hang=(*self._behaviour.hang, act), hang_with_gil=with_gil, after=self._after(act, after))
+
+    def crash(self, act: str = "run", signal_number: int = signal.SIGKILL, *, after: int = 0) -> None:
         """Die in that act by that signal."""
-        self.tell(crash=(*self._behaviour.crash, act), crash_signal=int(signal_number))
+        self.tell(crash=(*self._behaviour.crash, act), crash_signal=int(signal_number), after=self._after(act, after))
 
-    def delay(self, seconds: float, act: str = "run") -> None:
+    def delay(self, seconds: float, act: str = "run", *, after: int = 0) -> None:
         """Take so much longer for that act."""
-        self.tell(delay_s={**self._behaviour.delay_s, act: seconds})
+        self.tell(delay_s={**self._behaviour.delay_s, act: seconds}, after=self._after(act, after))
 
-    def fail(self, message: str = "told to fail", act: str = "run") -> None:
+    def fail(self, message: str = "told to fail", act: str = "run", *, after: int = 0) -> None:
         """Raise in that act."""
-        self.tell(fail=(*self._behaviour.fail, act), fail_message=message)
+        self.tell(fail=(*self._behaviour.fail, act), fail_message=message, after=self._after(act, after))
+
+    def _after(self, act: str, after: int) -> dict[str, int]:
+        return {**self._behaviour.after, act: after}
 
     async def heard(self, act: str) -> int:
         """Wait until the engine has begun that act since the last change; the process id of its driver. Other acts are dropped."""

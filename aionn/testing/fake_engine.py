@@ -30,8 +30,12 @@ _LOOK_S = 0.005
 
 
 class Behaviour(msgspec.Struct, frozen=True):
-    """What the fake is to do, per act ("run", "compile", "export", "load")."""
+    """What the fake is to do, per act ("start", "supported", "compile", "export", "load", "run").
 
+    `after`: so many acts of a kind go well in each driver process, before what is told for that kind begins.
+    """
+
+    after: dict[str, int] = {}
     hang: tuple[str, ...] = ()
     hang_with_gil: bool = False
     crash: tuple[str, ...] = ()
@@ -54,7 +58,8 @@ class FakeEngine:
     def __init__(self) -> None:
         path = os.environ.get(self.variable)
         self._path = Path(path) if path else None
-        behaviour = self.behaviour()
+        self._acts: dict[str, int] = {}
+        behaviour = self.act("start")
         self.version = behaviour.version
         self.cache_files = CacheFiles(*behaviour.cache_files)
 
@@ -84,7 +89,10 @@ class FakeEngine:
     def act(self, kind: str, options: CompileOptions | None = None) -> Behaviour:
         """Announce an act, then do what was told for it."""
         behaviour = self.behaviour()
+        self._acts[kind] = self._acts.get(kind, 0) + 1
         self.announce(kind)
+        if self._acts[kind] <= behaviour.after.get(kind, 0):
+            return msgspec.structs.replace(behaviour, outputs_offset=0.0, decline=False)
         if kind in behaviour.crash:
             os.kill(os.getpid(), behaviour.crash_signal)
             threading.Event().wait()  # a signal that does not kill at once must not let the act go on
@@ -107,6 +115,7 @@ class FakeEngine:
             time.sleep(min(_LOOK_S, left))
 
     def supported_operations(self, model: Model) -> Sequence[bool]:
+        self.act("supported")
         return [True] * len(model.operations)
 
     def compile(self, model: Model, options: CompileOptions) -> FakeExecutable:

@@ -1,0 +1,187 @@
+"""How long a run takes on one of two stages, under equal conditions, while the app's stream goes on.
+
+A run that shares the machine with the stream says more about the stream than about itself, and one in another process shares
+more of it than one that merely stands in the same queue. So each measured run has the machine to itself, as far as this
+compilation goes, right after another one of its own stage, and costs the stream as little as that can cost:
+
+    in a gap    A run begins right after an execution has ended, for then the next is farthest away. Nothing is held back. It counts
+                unless an execution came before it was over.
+    held        Where gaps have been too short or have not come (`_DISTURBED` times in a row), the stream is held for single runs:
+                the gate is closed, what is in flight ends, one run is made, the gate opens.
+
+The rule for holding, all of it
+    How long    Never longer than one run of the stage that serves: for the new stage the time that this pair's run on the old one has
+                taken (one that takes longer has lost the pair, so the gate opens and the run ends beside the stream); for the old
+                stage twice the least time it has taken. A new stage that hangs delays the stream by that much, once.
+    How often   At least `_FRAMES_BETWEEN` executions lie between two holds; a camera's stream has made up for one by then.
+    Never       with `StagePolicy.hold` False; nor on a stream whose deadlines leave no room for it: of the last few executions with a
+                deadline (`Use.least_left_s`) each must have been answered earlier than a hold may last.
+    Counted     `Meter.holds` and `held_s`, each one an event "stage.held" and a span "stage.hold".
+
+Where holding is not allowed and gaps are too short, runs beside the stream must do. They are slower than alone, on the new stage
+alone: the old one's driver runs one request after the other. So such a pair can prove that the new stage is faster, and never
+that it is not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+from numpy.typing import NDArray
+
+from aionn import trace
+from aionn.errors import DeadlineError
+from aionn.runtime.compiled_model import CompiledModel, Serving
+from aionn.tasks import ungrouped
+
+Inputs = Mapping[str, NDArray[Any]]
+Run = Callable[[Serving, Inputs, int], Awaitable[Mapping[str, NDArray[Any]]]]
+"""Runs inputs on one prepared model until a deadline (CLOCK_MONOTONIC, ns)."""
+
+_GAP_S = 0.2
+"""A gap in a stream is waited for so long."""
+
+_QUIET_S = 0.2
+"""Unused for that long, the compilation need not be waited for at all."""
+
+_DISTURBED = 2
+"""So many runs in a row that found no gap, or one that was too short, and the stream is held instead."""
+
+_FRAMES_BETWEEN = 8
+"""Executions between two holds. A stream that uses four fifths of the machine has caught up after four."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One run.
+
+    Attributes:
+        outputs: what it gave.
+        seconds: from its request to its answer, as the app sees it; if `late`, those until the stream went on.
+        alone: nothing of the app's was executed until it was over. When it began nothing was in flight in any case.
+        late: the stream was held for it, and it was not over when the stream went on.
+    """
+
+    outputs: Mapping[str, NDArray[Any]]
+    seconds: float
+    alone: bool
+    late: bool = False
+
+
+class Meter:
+    """Times runs beside one stream.
+
+    Attributes:
+        holds, held_s: how often the stream was held, and for how long in all.
+    """
+
+    def __init__(self, run: Run, compiled: CompiledModel, stream: Serving, *, run_timeout_s: float, hold: bool) -> None:
+        """`stream`: what serves it."""
+        self._run = run
+        self._compiled = compiled
+        self._stream = stream
+        self._run_timeout_s = run_timeout_s
+        self._hold = hold
+        self._disturbed = 0
+        self._due = 0
+        self.holds = 0
+        self.held_s = 0.0
+
+    async def gap(self) -> bool:
+        """Return right after an execution, or at once if there are none. False: the stream left no gap."""
+        stream = self._stream
+        if not stream.users and time.monotonic_ns() - stream.use.last_ns > _QUIET_S * 1e9:
+            return True
+        with anyio.move_on_after(_GAP_S if stream.users else _QUIET_S):
+            await stream.next_gap()
+        return not stream.users
+
+    def may_hold(self, most_s: float) -> bool:
+        """Whether the stream may be held for so long."""
+        left_s = self._stream.use.least_left_s
+        return self._hold and (left_s is None or left_s >= most_s)
+
+    async def time(self, serving: Serving, inputs: Inputs, most_s: float) -> Timed | None:
+        """Run once on either stage; `most_s`: for how long the stream may be held. None: there was no moment for it.
+
+        Raises:
+            AionnError: the run failed.
+            DeadlineError: it took longer than `run_timeout_s`.
+        """
+        await self._spread()
+        if serving is not self._stream:
+            # The old stage has just run. The new one has not for long, and would pay for threads asleep and memory gone cold.
+            await self.beside(serving, inputs)
+        idle = await self.gap()
+        if self._disturbed >= _DISTURBED and self.may_hold(most_s):
+            return await self._held(serving, inputs, most_s)
+        use = self._stream.use
+        began = use.executions
+        if not idle:
+            self._disturbed += 1
+            return None
+        outputs, seconds = await self._once(serving, inputs)
+        alone = began == use.executions
+        self._disturbed = 0 if alone else self._disturbed + 1
+        if not alone:
+            self._due = use.executions + _FRAMES_BETWEEN
+        return Timed(outputs, seconds, alone)
+
+    async def beside(self, serving: Serving, inputs: Inputs) -> tuple[Mapping[str, NDArray[Any]], float]:
+        """Run once in the next gap, if there is one soon, and let the stream go on: outputs, and seconds that prove nothing."""
+        await self.gap()
+        return await self._once(serving, inputs)
+
+    async def _once(self, serving: Serving, inputs: Inputs) -> tuple[Mapping[str, NDArray[Any]], float]:
+        began_ns = time.monotonic_ns()
+        outputs = await self._run(serving, inputs, began_ns + int(self._run_timeout_s * 1e9))
+        took_s = (time.monotonic_ns() - began_ns) / 1e9
+        if took_s > self._run_timeout_s:
+            raise DeadlineError(f"a run took {took_s:.3f} s, longer than {self._run_timeout_s} s")
+        return outputs, took_s
+
+    async def _held(self, serving: Serving, inputs: Inputs, most_s: float) -> Timed | None:
+        found: list[tuple[Mapping[str, NDArray[Any]], float]] = []
+        late = False
+        with ungrouped():
+            async with anyio.create_task_group() as tasks:
+                over = anyio.Event()
+
+                async def once() -> None:
+                    found.append(await self._once(serving, inputs))
+                    over.set()
+
+                async with self._compiled.held(self._stream) as idle:
+                    began_ns = time.monotonic_ns()
+                    if idle:
+                        tasks.start_soon(once)
+                        with anyio.move_on_after(most_s):
+                            await over.wait()
+                        late = not over.is_set()
+                self._count_hold(serving, began_ns)
+        self._due = self._stream.use.executions + _FRAMES_BETWEEN
+        if not found:
+            return None
+        outputs, seconds = found[0]
+        return Timed(outputs, most_s if late else seconds, alone=not late, late=late)
+
+    def _count_hold(self, serving: Serving, began_ns: int) -> None:
+        now_ns = time.monotonic_ns()
+        self.holds += 1
+        self.held_s += (now_ns - began_ns) / 1e9
+        trace.span_at("stage.hold", began_ns, now_ns, stage=serving.stage)
+        trace.count("stage.held", stage=serving.stage)
+
+    async def _spread(self) -> None:
+        """Until the stream has gone on for `_FRAMES_BETWEEN` executions, or has paused."""
+        use = self._stream.use
+        while use.executions < self._due:
+            seen = use.executions
+            with anyio.move_on_after(_QUIET_S):
+                await use.wait_for(self._due)
+            if use.executions == seen and not self._stream.users:
+                return

@@ -1,0 +1,237 @@
+"""Every failure of a better stage at every point of its making, in one stream after the other: none of them notices.
+
+    points      the driver's start, the question what it can run, compile, export, load, the first run beside the stream, a later
+                one, a run for which the stream is held, and the swap: before its connections, and with the gate closed
+    failures    an error, SIGKILL, SIGSEGV, a hang, other outputs, slowness
+
+`pytest -m soak` repeats it all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+import aionn
+from aionn.errors import ExecutionError
+from aionn.hal.types import ErrorStatus
+from aionn.runtime import compiled_model
+from aionn.runtime.compiled_model import CompiledModel, Serving
+from aionn.testing import FakeDevice, identity_model
+from aionn.testing.fake_engine import SecondFakeEngine
+from tests.leaks import leak_check
+from tests.runtime.staged_streams import SHAPE, rejected, staged, streaming
+
+pytestmark = pytest.mark.anyio
+
+REPEATED = pytest.mark.parametrize("times", [1, pytest.param(20, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])])
+
+# Of the new stage's runs the first one warms up, the second is beside the stream, the third is made while the stream is held: the
+# policy below keeps one sample.
+RUNS = (("run", 0), ("run", 1), ("run", 2))
+BEFORE_RUNS = (("start", 0), ("supported", 0), ("compile", 0), ("export", 0), ("load", 0))
+
+
+@pytest.fixture
+def anyio_backend() -> Any:
+    return ("asyncio", {"use_uvloop": True})
+
+
+@pytest.fixture
+def quick() -> Iterator[FakeDevice]:
+    with FakeDevice() as device:
+        device.delay(0.01)
+        yield device
+
+
+@pytest.fixture
+def best() -> Iterator[FakeDevice]:
+    with FakeDevice(SecondFakeEngine) as device:
+        yield device
+
+
+@pytest.fixture(autouse=True)
+def state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+class App:
+    """Streams through one staged compilation after the other, all in one runtime."""
+
+    def __init__(self, runtime: aionn.Runtime, quick: FakeDevice, best: FakeDevice, cache: Path) -> None:
+        self.runtime = runtime
+        self._quick = quick
+        self._best = best
+        self._cache = cache
+        self._stored = 0
+        self.last_cache = cache / "1"
+        self.model = aionn.Model.from_onnx(identity_model({"x": SHAPE}, outputs=["y"]))
+
+    async def rejection(self, failure: Callable[[], None]) -> str:
+        """Why the better stage was rejected under a stream to which nothing happened."""
+        self._stored += 1  # a cache of its own: what is stored already is not compiled again
+        compilation = await staged(self.runtime, self.model, self._quick, self._best, self._cache / str(self._stored))
+        failure()
+        async with compilation, streaming(compilation) as stream:
+            reason = await rejected(compilation, self._best)
+            await stream.goes_on()
+            assert stream.stages == [self._quick.name]
+            assert self.runtime._devices.worker_pids == []
+        self._best.behave()
+        return reason
+
+
+@asynccontextmanager
+async def app(quick: FakeDevice, best: FakeDevice, cache: Path, **policy: Any) -> AsyncIterator[App]:
+    """At its end the better stage, well again, takes over, from a cache that one of its failures has left."""
+    async with leak_check(), aionn.Runtime() as runtime:
+        runtime.stage_policy = dataclasses.replace(runtime.stage_policy, samples=1, runs=1, **policy)
+        app = App(runtime, quick, best, cache)
+        yield app
+        runtime.stage_policy = dataclasses.replace(runtime.stage_policy, timeout_s=60, run_timeout_s=30)
+        compilation = await staged(runtime, app.model, quick, best, app.last_cache)
+        async with compilation, streaming(compilation) as stream:
+            await compilation.wait_for_stage(best.name, timeout_s=60)
+            await stream.goes_on()
+            assert stream.stages == [quick.name, best.name]
+
+
+@REPEATED
+async def test_killed_anywhere(quick: FakeDevice, best: FakeDevice, tmp_path: Path, times: int) -> None:
+    points = [*BEFORE_RUNS, *RUNS]
+    signals = (signal.SIGKILL, signal.SIGSEGV)
+    if times == 1:  # each signal at every other point
+        cases = [(*point, signals[number % 2]) for number, point in enumerate(points)]
+    else:
+        cases = [(*point, number) for point in points for number in signals] * times
+    async with app(quick, best, tmp_path) as here:
+        for act, after, number in cases:
+            reason = await here.rejection(partial(best.crash, act, number, after=after))
+            assert f"ended by signal {number.value}" in reason, (act, after)
+
+
+@REPEATED
+async def test_failing_anywhere(quick: FakeDevice, best: FakeDevice, tmp_path: Path, times: int) -> None:
+    async with app(quick, best, tmp_path) as here:
+        for act, after in (*BEFORE_RUNS, *RUNS) * times:
+            reason = await here.rejection(partial(best.fail, "no luck today", act, after=after))
+            assert "no luck today" in reason, (act, after)
+
+
+SOAK = [pytest.mark.soak, pytest.mark.timeout(1800)]
+
+
+@pytest.mark.parametrize(
+    ("act", "times"),
+    # One timeout ends them all; the quick run waits for it where the engine's own code may really take for ever.
+    [("compile", 1), ("load", 1), *[pytest.param(act, 20, marks=SOAK) for act, _ in BEFORE_RUNS]],
+)
+async def test_hanging_before_it_runs(quick: FakeDevice, best: FakeDevice, tmp_path: Path, act: str, times: int) -> None:
+    async with app(quick, best, tmp_path, timeout_s=2.0) as here:
+        for _ in range(times):
+            assert "did not make the stage within 2.0 s" in await here.rejection(partial(best.hang, act))
+
+
+@REPEATED
+async def test_hanging_while_it_runs(quick: FakeDevice, best: FakeDevice, tmp_path: Path, times: int) -> None:
+    async with app(quick, best, tmp_path, run_timeout_s=0.3) as here:
+        for act, after in RUNS * times:
+            reason = await here.rejection(partial(best.hang, act, after=after))
+            assert "while comparing: the driver's answer did not come by the deadline" in reason, after
+
+
+async def test_a_held_stream_goes_on_although_the_new_stage_hangs(quick: FakeDevice, best: FakeDevice, tmp_path: Path) -> None:
+    async with app(quick, best, tmp_path) as here:
+        compilation = await staged(here.runtime, here.model, quick, best)
+        best.hang(after=2)
+        async with compilation, streaming(compilation) as stream:
+            compilation._staging._wanted.set()  # type: ignore[union-attr]
+            for _ in range(3):
+                await best.heard("run")
+            with anyio.fail_after(20):
+                await stream.goes_on(20)
+            assert compilation.stages[1].state == "comparing"
+        best.behave()
+
+
+@REPEATED
+async def test_other_outputs_or_slowness_sooner_or_later(quick: FakeDevice, best: FakeDevice, tmp_path: Path, times: int) -> None:
+    async with app(quick, best, tmp_path) as here:
+        for after in (0, 2) if times == 1 else (0, 1, 2) * times:
+            reason = await here.rejection(partial(best.tell, outputs_offset=0.5, after={"run": after}))
+            assert reason.startswith("output 'y': 16 of 16 elements are off by up to 0.5"), after
+            reason = await here.rejection(partial(best.delay, 0.05, after=after))
+            assert reason.startswith("it is not faster by 10%"), after
+        here.last_cache = tmp_path / "fresh"  # the others remember what was found
+
+
+SWAP_FAILURES = {
+    "error": "while comparing: no room for another burst",
+    "SIGKILL": "ended by signal 9",
+    "SIGSEGV": "ended by signal 11",
+    "SIGSTOP": "while comparing: device 'aionn.testing.fake_engine:SecondFakeEngine' did not",
+}
+
+
+class FaultyDriverError(ExecutionError):
+    """What a driver may answer at a swap."""
+
+
+@REPEATED
+async def test_failing_at_the_swap(
+    quick: FakeDevice, best: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    monkeypatch.setattr(compiled_model, "LINK_S", 0.5)
+    original = CompiledModel._link
+    told: list[tuple[str, bool]] = [("", False)]
+
+    async def link(self: CompiledModel, better: Serving, links: dict[Any, Any]) -> None:
+        failure, closed = told[0]
+        if failure and self.gate.closed == closed:
+            if failure == "error":
+                raise FaultyDriverError("no room for another burst", status=ErrorStatus.GENERAL_FAILURE)
+            (pid,) = [device.pid for device in here.runtime.devices if device.name == best.name]
+            assert pid is not None
+            os.kill(pid, signal.Signals[failure])
+            if failure != "SIGSTOP":
+                await _gone(pid)
+            elif closed:
+                links.clear()  # as if all bursts had been opened meanwhile: they are to be connected now
+        await original(self, better, links)
+
+    monkeypatch.setattr(CompiledModel, "_link", link)
+    async with app(quick, best, tmp_path) as here:
+        cases = [(failure, closed) for failure in SWAP_FAILURES for closed in (False, True)]
+        if times == 1:
+            cases = [("error", True), ("SIGKILL", False), ("SIGSEGV", True), ("SIGSTOP", True)]
+        for failure, closed in cases * times:
+            told[0] = failure, closed
+            reason = await here.rejection(lambda: None)
+            assert SWAP_FAILURES[failure] in reason, (failure, closed)
+            if failure == "SIGSTOP":
+                _end_stopped(here.runtime, best)
+        told[0] = "", False
+
+
+async def _gone(pid: int) -> None:
+    """Until a process has ended; it stays its parent's to be waited for."""
+    fd = os.pidfd_open(pid)
+    try:
+        await anyio.wait_readable(fd)
+    finally:
+        os.close(fd)
+
+
+def _end_stopped(runtime: aionn.Runtime, device: FakeDevice) -> None:
+    for known in runtime.devices:
+        if known.name == device.name and known.pid is not None:
+            os.kill(known.pid, signal.SIGKILL)
