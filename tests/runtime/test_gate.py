@@ -70,7 +70,7 @@ async def test_one_that_is_cancelled_or_late_lets_the_next_pass() -> None:
         await anyio.wait_all_tasks_blocked()
         with pytest.raises(aionn.DeadlineError):
             await line.caller(2, time.monotonic_ns())
-        line.gate.open()  # it is the first one's turn, and he leaves
         leaving.cancel_scope.cancel()
+        line.gate.open()  # it is the turn of the first one, who leaves
     assert line.passed == [1]
     assert not line.gate.shut
