@@ -174,3 +174,22 @@ async def test_verify_names_each_bad_entry_and_what_is_wrong_with_it(directory: 
         assert isinstance(report, PruneReport)
         assert report.removed == 1  # the unreadable one; the others are for the next compilation to replace
         assert wanted(40).key.hex() not in os.listdir(directory / "entries")
+
+
+async def test_what_lies_in_the_directory_and_is_not_the_caches_stays(directory: Path) -> None:
+    """An app may name a directory that it uses for more, and that may have a `trash` of its own."""
+    dead = directory / "trash" / f"{wanted().key.hex()}.0123abcd" / "generation"
+    kept = [
+        directory / name
+        for name in ("notes.txt", "trash/letter.txt", f"trash/{'0' * 64}", f"trash/{'0' * 64}.old/a", "entries/mine/b", "locks/c")
+    ]
+    for path in (dead, *kept):
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.write_text("precious", encoding="utf-8")
+    async with CacheStore(directory) as store:
+        assert await store.entries() == []
+        await stored(store, wanted())
+        assert isinstance(await store.prune(0), PruneReport)
+        assert await there(store) == []
+    assert not dead.parent.exists()
+    assert [path.read_text(encoding="utf-8") for path in kept] == ["precious"] * len(kept)

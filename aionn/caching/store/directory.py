@@ -332,9 +332,11 @@ class CacheDirectory:
                 os.unlink(lock)
 
     def empty_trash(self) -> None:
+        """Delete what `discard` began to delete, and nothing else: the app's directory may have had a `trash` of its own."""
         with suppress(OSError):
             for name in os.listdir(self.trash):
-                _remove_tree(name, self.trash)
+                if _is_hex(name[:64], 64) and name[64:65] == "." and _is_hex(name[65:], 8):
+                    _remove_tree(name, self.trash)
 
 
 def stored_file(fd: int) -> StoredFile:
