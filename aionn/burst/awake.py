@@ -10,6 +10,8 @@ expects its peer soon looks again for a while before it arms the event flag. It 
         wake-ups that sleeping costs, so a probe that succeeds counts for all the slept waits before it,
     and, in a driver, while no other burst of the process has been served for `COMPANY_NS` (who looks holds up the others).
 
+With several requests in flight the wait that counts is that of the last one answered when the app's end looks: it was sent last.
+
 The app's end never holds its loop for longer than `INLINE_NS` at a time: past that it looks once per loop iteration. It
 holds it at all only while no other caller of the burst waits, so that several callers fill the queue before anyone looks.
 """
@@ -61,23 +63,27 @@ def usable_cpus() -> int:
 class Awake:
     """The rule for one end of one burst.
 
+    Attributes:
+        brisk: recent waits were shorter than the window, so the next one is watched: `budget_ns` is `window_ns`.
+
     Invariant: with `allowed` False every budget is 0.
     """
 
-    __slots__ = ("_average_ns", "_waits", "allowed", "window_ns")
+    __slots__ = ("_average_ns", "_waits", "allowed", "brisk", "window_ns")
 
     def __init__(self, window_ns: int, *, low_power: bool, cpus: int | None = None) -> None:
         self.allowed = not low_power and (usable_cpus() if cpus is None else cpus) > 1
         self.window_ns = window_ns
         self._average_ns = 0.0
         self._waits = 0
+        self.brisk = self.allowed
 
     def budget_ns(self) -> int:
         """How long to look before arming, for a wait that begins now and a peer on another CPU."""
+        if self.brisk:
+            return self.window_ns
         if not self.allowed:
             return 0
-        if self._average_ns <= self.window_ns:
-            return self.window_ns
         self._waits += 1
         return 2 * self.window_ns if self._waits % PROBE_EVERY == 0 else 0
 
@@ -88,6 +94,13 @@ class Awake:
             average = float(self.window_ns)
         # One long pause (the app was elsewhere, the peer was preempted) must not end a brisk stream's wakefulness.
         self._average_ns = average + _WEIGHT * (min(nanoseconds, 4 * self.window_ns) - average)
+        self.brisk = self.allowed and self._average_ns <= self.window_ns
+
+    def watched(self, waits: int, mean_ns: float) -> None:
+        """Tell of several watched waits at once, each within the window: as `waited` for each, had each taken the mean."""
+        average = min(self._average_ns, float(self.window_ns))
+        self._average_ns = mean_ns + (1 - _WEIGHT) ** waits * (average - mean_ns)
+        self.brisk = self.allowed
 
 
 def apart(own_cpu: int | None, peer_cpu: int | None) -> bool:

@@ -1,14 +1,17 @@
 """The app's end of a burst: requests in flight (NNAPI's ExecutionBurstController, with several at once).
 
 A caller writes its packet, looks for the answer for a moment (`awake`), and sleeps. Whoever looks settles every answer it
-finds, its own or not. Cancelling a caller does not cancel the driver: what the request holds (`settled`) is given back by
-the driver's answer or its death, by nothing else.
+finds, its own or not. A caller that is alone does the first two in one native call (`at_once`): `_caller` knows by their
+bytes the answers that have come before; what it cannot settle goes the general way. Cancelling a caller does not cancel
+the driver: what the request holds (`settled`) is given back by the driver's answer or its death, by nothing else.
 
 Invariants
-    An identity is in `_in_flight` from just before its packet is written until it is answered, or until the burst ends.
+    An identity is in `_in_flight` from before the loop can run after its packet is written until it is answered, or until the
+    burst ends.
     So nobody waits on a burst that is gone, and no frame is reused while the driver may still write to it.
     While any request is in flight the result queue is armed (`_armed`), or its event is pending, or `_look_again` is scheduled
     (`_looking`), or its caller looks right now.
+    `_caller` remembers only answers that `decode_result` has accepted, and takes nothing else out of the queue.
     `_armed` is True from a successful arming until the event has been seen: the peer clears the shared word, not we.
     `_suspended` callers wait and have not resumed yet.
 """
@@ -20,12 +23,12 @@ import os
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import cast
 
 from aionn import trace
 from aionn.burst.awake import APP_WINDOW_NS, INLINE_NS, YIELD_NS, Awake, apart
 from aionn.burst.packets import (
     DATUM_BYTES,
-    RESULT_IDENTITY,
     PacketError,
     decode_result,
     identity_datum,
@@ -34,7 +37,7 @@ from aionn.burst.packets import (
     split_results,
 )
 from aionn.errors import AionnError, CallerError, DeadlineError, again
-from aionn.fmq import MessageQueue, QueueClosedError
+from aionn.fmq import Caller, MessageQueue, QueueClosedError
 from aionn.hal.types import Result
 from aionn.tasks import running_loop
 
@@ -50,10 +53,14 @@ Settled = Callable[[Result | None], None]
 
 
 class _InFlight:
-    __slots__ = ("answer", "result", "service_ns", "settled", "timer")
+    """A request. `began_ns` and `sleeps`: when it was sent, and how often the burst had slept until then."""
 
-    def __init__(self, settled: Callable[[Result | None], None] | None) -> None:
+    __slots__ = ("answer", "began_ns", "result", "service_ns", "settled", "sleeps", "timer")
+
+    def __init__(self, settled: Settled | None, began_ns: int, sleeps: int) -> None:
         self.settled = settled
+        self.began_ns = began_ns
+        self.sleeps = sleeps
         self.result: Result | None = None
         self.service_ns = 0
         self.answer: asyncio.Future[None] | None = None
@@ -97,11 +104,13 @@ class ExecutionBurstController:
         self._sleeps = 0
         self._looking = False
         self._looking_until_ns = 0
+        self._joined = False  # somebody has begun to wait since `_look_again` looked last
         self._suspended = 0
         # Whole framed answers without their identity, decoded. Only what `decode_result` has accepted is in it.
         self._decoded: dict[bytes, Result] = {}
+        self._caller = Caller(requests, results)
         self.ended_by: BaseException | None = None
-        self._last_yield_ns = 0
+        self._yield_by_ns = 0
         self._pid = os.getpid()
         self._result_fd = results.reader_fd
         self._loop.add_reader(self._result_fd, self._event)
@@ -110,8 +119,35 @@ class ExecutionBurstController:
     def in_flight(self) -> int:
         return len(self._in_flight)
 
+    def at_once(self, body: bytes, deadline_ns: int | None = None, *, traced: bool = False) -> tuple[Result, int] | int:
+        """The shortest way: send a request and get its answer without an await, if that may be and the driver is quick.
+
+        The caller holds what the request needs until this returns. `traced`: the caller tells of the spans, if anybody listens.
+
+        Returns:
+            The answer, as `execute` does. Or a number to call `execute` with, before the loop runs: the request has been sent
+            under it, and is unanswered. 0: it has not been sent.
+        """
+        # Alone, the answer is awaited right here: suspending and resuming a task costs more than many an answer takes.
+        if self._in_flight or self._suspended or self._turns or not self._awake.brisk or self.ended_by is not None:
+            return 0
+        if trace.active and not traced:
+            return 0
+        if self._armed:  # for a request whose caller has left
+            self._results.disarm_reader()
+            self._armed = False
+        identity = self._last_id + 1
+        answer = self._caller.call(body, identity, deadline_ns or 0, self._yield_by_ns, INLINE_NS)
+        if answer is False:  # the general way tells why, or lets the loop run
+            return 0
+        self._last_id = identity
+        if answer is not None:
+            return cast("tuple[Result, int]", answer)
+        self._in_flight[identity] = _InFlight(None, time.monotonic_ns() - INLINE_NS, self._sleeps)
+        return identity
+
     async def execute(
-        self, body: bytes, settled: Callable[[Result | None], None] | None = None, deadline_ns: int | None = None
+        self, body: bytes, settled: Settled | None = None, deadline_ns: int | None = None, sent: int | None = None
     ) -> tuple[Result, int]:
         """Send one request and wait for its answer.
 
@@ -120,6 +156,7 @@ class ExecutionBurstController:
             settled: called exactly once: with the result when the driver has answered, with None when it is gone or nothing was
                 sent. Must not raise.
             deadline_ns: CLOCK_MONOTONIC; past it the caller gets `DeadlineError`, whatever the driver does.
+            sent: what `at_once` has returned for this request.
 
         Returns:
             The result, and how long the driver was busy with it in ns.
@@ -129,55 +166,60 @@ class ExecutionBurstController:
             DeadlineError: no answer by the deadline.
             AionnError: why the burst ended.
         """
-        entry = _InFlight(settled)
-        in_flight = self._in_flight
-        try:
-            if self.ended_by is not None:
-                raise again(self.ended_by)
-            if self._turns or len(in_flight) >= self._depth:
-                await self._turn(deadline_ns)
-            identity = self._last_id = self._last_id + 1
-            in_flight[identity] = entry
-            packet = body + identity_datum(identity, deadline_ns)
-            if self._writing or not self._requests.write(packet):
-                await self._write_when_room(packet, deadline_ns)
-        except BaseException as error:
-            self._not_sent(entry, error)
-            if self.ended_by is not None and isinstance(error, AionnError):
-                raise again(self.ended_by) from None
-            raise
         began_ns = time.monotonic_ns()
-        budget_ns = self._awake.budget_ns()
-        slept = False
-        # Alone, the answer is awaited right here: suspending and resuming a task costs more than many an answer takes.
-        if budget_ns and not self._suspended and began_ns - self._last_yield_ns < YIELD_NS:
-            if self._armed:  # for a request whose caller has left
-                self._results.disarm_reader()
-                self._armed = False
-            if self._results.spin_until_readable(INLINE_NS):
-                self._look()
-            if entry.result is None and self.ended_by is None:
-                slept = await self._wait(entry, identity, began_ns, budget_ns, deadline_ns)
-            elif in_flight:
-                self._keep_watch()
+        identity = sent if sent is not None else self.at_once(body, deadline_ns, traced=True)
+        if isinstance(identity, tuple):
+            result, service_ns = identity
+            if settled is not None:
+                settled(result)
+            if trace.active:
+                _trace(result, self._last_id, service_ns, began_ns)
+            return identity
+        in_flight = self._in_flight
+        if identity:
+            entry = in_flight[identity]
+            entry.settled = settled
+            self._look()  # at what the shortest way has left in the queue
         else:
-            slept = await self._wait(entry, identity, began_ns, budget_ns, deadline_ns)
-        result = entry.result
-        if result is None:
+            entry = _InFlight(settled, began_ns, self._sleeps)
+            try:
+                if self._turns or len(in_flight) >= self._depth or self.ended_by is not None:
+                    await self._turn(entry, deadline_ns)
+                identity = self._last_id = self._last_id + 1
+                in_flight[identity] = entry
+                if self._writing or not self._caller.send(body, identity, deadline_ns or 0):
+                    await self._write_when_room(entry, body + identity_datum(identity, deadline_ns), deadline_ns)
+            except BaseException as error:
+                self._not_sent(entry, error)
+                if self.ended_by is not None and isinstance(error, AionnError):
+                    raise again(self.ended_by) from None
+                raise
+        if entry.result is None and self.ended_by is None:
+            entry.answer = answer = self._loop.create_future()
+            self._suspended += 1
+            try:
+                if self._looking:
+                    self._joined = True
+                else:
+                    self._watch()
+                if deadline_ns is not None:
+                    self._time(entry, identity, deadline_ns)
+                await answer
+            finally:
+                self._suspended -= 1
+        found = entry.result
+        if found is None:
             raise again(self.ended_by) if self.ended_by else QueueClosedError("the burst was closed")
-        ended_ns = time.monotonic_ns()
-        self._awake.waited(ended_ns - began_ns, slept=slept)
         if trace.active:
-            # The driver tells how long it was busy; what went before was spent in the queues and in waking up.
-            busy_from_ns = max(began_ns, ended_ns - entry.service_ns)
-            trace.span_at("burst.queue_wait", began_ns, busy_from_ns, identity=identity)
-            trace.span_at("burst.execute", busy_from_ns, ended_ns, identity=identity, status=result.status.name)
-        return result, entry.service_ns
+            _trace(found, identity, entry.service_ns, entry.began_ns)
+        return found, entry.service_ns
 
     # ---- sending ------------------------------------------------------------------------------------------------------
 
-    async def _turn(self, deadline_ns: int | None) -> None:
+    async def _turn(self, entry: _InFlight, deadline_ns: int | None) -> None:
         """Wait until fewer than `depth` requests are in flight. First come, first served."""
+        if self.ended_by is not None:
+            raise again(self.ended_by)
         turn: asyncio.Future[None] = self._loop.create_future()
         self._turns[turn] = None
         timer = None
@@ -195,6 +237,7 @@ class ExecutionBurstController:
                 timer.cancel()
         if self.ended_by is not None:
             raise again(self.ended_by)
+        entry.began_ns, entry.sleeps = time.monotonic_ns(), self._sleeps
 
     def _next_turn(self) -> None:
         free = self._depth - len(self._in_flight)
@@ -207,7 +250,7 @@ class ExecutionBurstController:
                 continue  # it leaves without taking its place
             free -= 1
 
-    async def _write_when_room(self, packet: bytes, deadline_ns: int | None) -> None:
+    async def _write_when_room(self, entry: _InFlight, packet: bytes, deadline_ns: int | None) -> None:
         """The driver has not read what was sent before. Writers keep their order."""
         if len(packet) > self._requests.capacity * DATUM_BYTES:
             raise CallerError(
@@ -219,6 +262,7 @@ class ExecutionBurstController:
             await self._requests.write_blocking(packet, deadline_ns)
         finally:
             self._writing -= 1
+        entry.began_ns, entry.sleeps = time.monotonic_ns(), self._sleeps
 
     def _not_sent(self, entry: _InFlight, error: BaseException) -> None:
         """A write is all or nothing, so the driver never saw this request: its place is free and what it held is given back."""
@@ -232,38 +276,36 @@ class ExecutionBurstController:
 
     # ---- waiting ------------------------------------------------------------------------------------------------------
 
-    async def _wait(self, entry: _InFlight, identity: int, began_ns: int, budget_ns: int, deadline_ns: int | None) -> bool:
-        """Suspend until the answer or the burst's end; whether the queue was armed meanwhile, so that the driver had to wake us."""
-        sleeps = self._sleeps
-        entry.answer = self._loop.create_future()
-        self._suspended += 1
-        try:
-            if budget_ns and apart(self._requests.publish_writer_cpu(), self._results.writer_cpu()):
-                self._look_until(began_ns + budget_ns)
-            else:
-                self._keep_watch()
-            self._time(entry, identity, deadline_ns)
-            await entry.answer
-        finally:
-            self._suspended -= 1
-            self._last_yield_ns = time.monotonic_ns()
-        return self._sleeps != sleeps
-
-    def _look_until(self, until_ns: int) -> None:
-        """Look once per iteration of the loop, for all callers, and sleep only then."""
-        if until_ns > self._looking_until_ns:
-            self._looking_until_ns = until_ns
-        if not self._looking:
+    def _watch(self) -> None:
+        """See to it that somebody looks for the answer to the request that has just been sent."""
+        budget_ns = self._budget_ns()
+        if budget_ns and apart(self._requests.publish_writer_cpu(), self._results.writer_cpu()):
             if self._armed:
                 # Awake, we need no event; one that is under way already comes as a spurious callback.
                 self._results.disarm_reader()
                 self._armed = False
             self._looking = True
+            self._looking_until_ns = time.monotonic_ns() + budget_ns
             self._loop.call_soon(self._look_again)
+        else:
+            self._keep_watch()
+
+    def _budget_ns(self) -> int:
+        caller, awake = self._caller, self._awake
+        if caller.waits:
+            awake.watched(caller.waits, INLINE_NS)
+            caller.waits = 0
+        return awake.budget_ns()
 
     def _look_again(self) -> None:
-        self._look()
-        if self._in_flight and time.monotonic_ns() < self._looking_until_ns:
+        """Look once per iteration of the loop, for all callers, and sleep only when nothing came for the time of the budget."""
+        now_ns = time.monotonic_ns()
+        self._yield_by_ns = now_ns + YIELD_NS
+        self._look(now_ns)
+        if self._joined:
+            self._joined = False
+            self._looking_until_ns = now_ns + self._budget_ns()
+        if self._in_flight and now_ns < self._looking_until_ns:
             self._loop.call_soon(self._look_again)
         else:
             self._looking = False
@@ -292,7 +334,9 @@ class ExecutionBurstController:
             return  # this callback was on its way when the burst ended
         self._results.clear_reader_event()
         self._armed = False
-        self._look()
+        now_ns = time.monotonic_ns()
+        self._yield_by_ns = now_ns + YIELD_NS
+        self._look(now_ns)
         self._keep_watch()
 
     def _keep_watch(self) -> None:
@@ -306,27 +350,39 @@ class ExecutionBurstController:
 
     # ---- answers ------------------------------------------------------------------------------------------------------
 
-    def _look(self, *, expected: bool = False) -> None:
-        """Settle every answer that lies in the queue. `expected`: none although the queue would not let us sleep is its end."""
+    def _look(self, now_ns: int = 0, *, expected: bool = False) -> None:
+        """Settle every answer that lies in the queue. `expected`: none although the queue would not let us sleep is its end.
+
+        `now_ns`: the loop has run; how long the last of those found was waited for decides whether to stay awake.
+        """
         if self.ended_by is not None:
             return
         try:
-            available = self._results.available_to_read()
-            if available or expected:
-                datums = self._results.read(available or 1)
+            results = self._results
+            available = results.available_to_read()
+            entry = None
+            if available:
+                for result, service_ns, identity in self._caller.take():
+                    entry = self._answered(identity, service_ns, result)
+                available = results.available_to_read()  # the first of these is none that came before
+            elif expected:
+                available = 1
+            if available:
+                datums = results.read(available)
                 if datums:
-                    self._take(datums)
+                    entry = self._take(datums)
+            if entry is not None and now_ns:
+                self._awake.waited(now_ns - entry.began_ns, slept=self._sleeps != entry.sleeps)
         except AionnError as error:
             self.end(error)
 
-    def _take(self, datums: bytes) -> None:
-        # One answer, and one like it has come before: its body counts its own datums, so nothing can be behind it.
-        result = self._decoded.get(datums[:-DATUM_BYTES])
-        if result is not None and datums[-DATUM_BYTES] == RESULT_IDENTITY:
-            self._answered(datums, result)
-            return
+    def _take(self, datums: bytes) -> _InFlight | None:
+        """Settle these answers; the last one."""
+        entry = None
         for packet in split_results(datums):
-            self._answered(packet, self._decode(packet))
+            result = self._decode(packet)
+            entry = self._answered(*read_result_identity(packet), result)
+        return entry
 
     def _decode(self, packet: bytes) -> Result:
         if not is_framed_result(packet):
@@ -338,10 +394,10 @@ class ExecutionBurstController:
             if len(self._decoded) >= _REMEMBERED:
                 self._decoded.clear()
             self._decoded[key] = result
+        self._caller.remember(key, result)
         return result
 
-    def _answered(self, packet: bytes, result: Result) -> None:
-        identity, service_ns = read_result_identity(packet)
+    def _answered(self, identity: int, service_ns: int, result: Result) -> _InFlight:
         entry = self._in_flight.pop(identity, None)
         if entry is None:
             raise PacketError(f"the driver answered request {identity}, which is not in flight")
@@ -350,6 +406,7 @@ class ExecutionBurstController:
         self._settle(entry)
         if self._turns:
             self._next_turn()
+        return entry
 
     def _settle(self, entry: _InFlight) -> None:
         """Give back what the request held, once, and wake its caller."""
@@ -405,6 +462,14 @@ def _settled_and_told(settled: Settled | None, idle: asyncio.Event, result: Resu
     if settled is not None:
         settled(result)
     idle.set()
+
+
+def _trace(result: Result, identity: int, service_ns: int, began_ns: int) -> None:
+    """The driver tells how long it was busy; what went before was spent in the queues and in waking up."""
+    ended_ns = time.monotonic_ns()
+    busy_from_ns = max(began_ns, ended_ns - service_ns)
+    trace.span_at("burst.queue_wait", began_ns, busy_from_ns, identity=identity)
+    trace.span_at("burst.execute", busy_from_ns, ended_ns, identity=identity, status=result.status.name)
 
 
 def _seconds_until(deadline_ns: int) -> float:

@@ -1,7 +1,8 @@
 """The driver's end of a burst: listen, execute, answer (NNAPI's ExecutionBurstServer). The listener is an async task.
 
 A packet that is the same as one before, but for its identity, is decoded, checked and bound to its memories only once:
-`_bound` remembers it until one of its slots is freed. Requests are answered in order. Nothing here outlives `serve`:
+`_bound` remembers it until one of its slots is freed, and so does `_native`, which takes such a packet and answers it in one
+call each; whatever else lies in the queue goes the general way. Requests are answered in order. Nothing here outlives `serve`:
 its `finally` frees the queues, the cached memories and the remembered requests, whoever went away first.
 
 Invariants
@@ -18,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import anyio
 
@@ -26,18 +27,18 @@ from aionn import trace
 from aionn.burst.awake import COMPANY_NS, DRIVER_WINDOW_NS, YIELD_NS, Awake
 from aionn.burst.packets import (
     DATUM_BYTES,
-    REQUEST_IDENTITY,
     PacketError,
     PoolReference,
     decode_request,
     encode_result_body,
+    identity_datum,
     is_framed_request,
     read_identity,
     result_identity_datum,
     split_requests,
 )
 from aionn.errors import AionnError, CallerError, ExecutionError
-from aionn.fmq import MessageQueue
+from aionn.fmq import Listener, MessageQueue
 from aionn.hal.interfaces import IBurstCallback, IPreparedModel
 from aionn.hal.types import ErrorStatus, IMemory, MQDescriptor, MQFlavor, Request, Result
 
@@ -91,6 +92,15 @@ class IChecksRequests(Protocol):
         ...
 
 
+class _Bound(NamedTuple):
+    """A request bound to its memories. `key`: its packet without identity, by which it is remembered; empty: it is not."""
+
+    execution: IBoundExecution
+    measure_timing: bool
+    slots: frozenset[int]
+    key: bytes
+
+
 class ExecutionBurstServer:
     """Serves one burst; satisfies `IBurstContext`. Made by `create`, run by `serve`.
 
@@ -107,7 +117,8 @@ class ExecutionBurstServer:
         self._executor = executor
         self._awake = Awake(DRIVER_WINDOW_NS, low_power=low_power)
         # Whole framed requests without their identity. Only what has been decoded and bound is in it.
-        self._bound: dict[bytes, tuple[IBoundExecution, bool, frozenset[int]]] = {}
+        self._bound: dict[bytes, _Bound] = {}
+        self._native = Listener(requests, results)
         self._bodies: dict[Result, bytes] = {}
         self._last_result: Result | None = None
         self._last_body = b""
@@ -174,6 +185,7 @@ class ExecutionBurstServer:
         self._released = True
         _company.forget(self)
         try:
+            self._native.forget()
             self._bound.clear()
             self._requests.close()
             self._results.close()
@@ -193,40 +205,71 @@ class ExecutionBurstServer:
     async def free_memory(self, slot: int) -> None:
         """Forget the memory cached under `slot`. Waits for the request that is being executed, for no other (the lock is fair)."""
         async with self._working:
-            self._bound = {key: entry for key, entry in self._bound.items() if slot not in entry[2]}
+            self._native.forget()  # the other bodies come back when their packets do
+            self._bound = {key: entry for key, entry in self._bound.items() if slot not in entry.slots}
             self._executor.remove_cache_entry(slot)
 
     # ---- listening ----------------------------------------------------------------------------------------------------
 
     async def _listen(self) -> None:
-        requests = self._requests
+        requests, awake = self._requests, self._awake
         yielded_ns = time.monotonic_ns()
         while True:
+            looked_ns = 0
+            if awake.brisk and not trace.active:
+                yielded_ns = await self._serve_known(yielded_ns)
+                looked_ns = self._native.looked_ns
             available = requests.available_to_read()
             if not available:
-                if await self._wait_for_request():
+                if await self._wait_for_request(looked_ns):
                     yielded_ns = time.monotonic_ns()
                 continue
             datums = requests.read(available)
             if datums is None:
                 continue  # a broken client took something back
-            began_ns = time.monotonic_ns()
             for packet in split_requests(datums):
-                result = self._run_at_once(packet, began_ns)
-                if result is None:
-                    await self._answer(packet)
-                elif not self._write(result, packet, began_ns):
-                    await self._send(result, read_identity(packet)[0], began_ns)
-                ended_ns = time.monotonic_ns()
-                if ended_ns - yielded_ns > YIELD_NS or not _company.alone(self, ended_ns):
+                await self._answer(packet)
+                now_ns = time.monotonic_ns()
+                if now_ns - yielded_ns > YIELD_NS or not _company.alone(self, now_ns):
                     await asyncio.sleep(0)
-                    ended_ns = yielded_ns = time.monotonic_ns()
-                began_ns = ended_ns
+                    yielded_ns = time.monotonic_ns()
 
-    async def _wait_for_request(self) -> bool:
-        """Return when the client has written something, or may have; whether this task slept."""
-        began_ns = time.monotonic_ns()
-        if _company.alone(self, began_ns):
+    async def _serve_known(self, yielded_ns: int) -> int:
+        """Serve requests that have come before, for as long as they come within the window and no other burst is served.
+
+        What then lies in the queue is for the general way. Returns when the loop last ran.
+        """
+        native, awake = self._native, self._awake
+        alone = _company.alone(self, time.monotonic_ns())
+        while (bound := native.next(awake.window_ns if alone else 0)) is not None:
+            try:
+                result = bound.execution.execute_now(bound.measure_timing)
+            except Exception as error:  # as in `_result_of`
+                result = result_of(error)
+            if result is None:
+                await self._answer(bound.key + identity_datum(native.identity, native.deadline_ns))
+                now_ns = time.monotonic_ns()
+            elif now_ns := native.answer(self._last_body if result is self._last_result else self._body(result)):
+                self.answered += 1
+            else:
+                await self._send(result, native.identity, native.began_ns)
+                now_ns = time.monotonic_ns()
+            alone = _company.alone(self, now_ns)
+            if now_ns - yielded_ns > YIELD_NS or not alone:
+                await asyncio.sleep(0)
+                yielded_ns = time.monotonic_ns()
+                if trace.active:
+                    break
+        if native.waits:
+            awake.watched(native.waits, native.waited_ns / native.waits)
+            native.waits = native.waited_ns = 0
+        return yielded_ns
+
+    async def _wait_for_request(self, looked_ns: int) -> bool:
+        """Return when the client has written something, or may have; whether this task slept. `looked_ns`: since when it has
+        looked for one already; 0: it has not."""
+        began_ns = looked_ns or time.monotonic_ns()
+        if not looked_ns and _company.alone(self, began_ns):
             budget_ns = self._awake.budget_ns()
             # The queue knows where both ends run, and does not spin if that is the same CPU.
             # A closed queue ends the spin as well: only elements count as seen, or this task would never let go of the loop.
@@ -235,33 +278,6 @@ class ExecutionBurstServer:
                 return False
         await self._requests.wait_readable()
         self._awake.waited(time.monotonic_ns() - began_ns, slept=True)
-        return True
-
-    def _run_at_once(self, packet: bytes, began_ns: int) -> Result | None:
-        """Run a framed request that is known and short, without an await. None: nothing was done."""
-        if packet[-DATUM_BYTES] != REQUEST_IDENTITY:
-            return None
-        entry = self._bound.get(packet[:-DATUM_BYTES])
-        if entry is None:
-            return None
-        identity, deadline_ns = read_identity(packet)
-        if deadline_ns is not None and began_ns >= deadline_ns:
-            return None
-        try:
-            result = entry[0].execute_now(entry[1])
-        except Exception as error:  # as in `_result_of`
-            result = result_of(error)
-        if trace.active and result is not None:
-            _trace_execution(result, identity, began_ns)
-        return result
-
-    def _write(self, result: Result, packet: bytes, began_ns: int) -> bool:
-        """Answer a framed request if there is room now."""
-        identity, _ = read_identity(packet)
-        service_ns = time.monotonic_ns() - began_ns
-        if not self._results.write(self._body(result) + result_identity_datum(identity, service_ns)):
-            return False
-        self.answered += 1
         return True
 
     async def _answer(self, packet: bytes) -> None:
@@ -280,14 +296,16 @@ class ExecutionBurstServer:
             entry = None if key is None else self._bound.get(key)
             if entry is None:
                 entry = await self._bind(packet, key)
+            if key is not None:
+                self._native.remember(key, entry)
             if deadline_ns is not None and time.monotonic_ns() >= deadline_ns:
                 return Result(ErrorStatus.MISSED_DEADLINE_TRANSIENT, message="the deadline had passed before the driver got to it")
-            execution, measure_timing, _ = entry
-            return execution.execute_now(measure_timing) or await execution.execute(measure_timing, deadline_ns)
+            now = entry.execution.execute_now(entry.measure_timing)
+            return now or await entry.execution.execute(entry.measure_timing, deadline_ns)
         except Exception as error:  # whatever an executor raises is this request's failure and nothing else
             return result_of(error)
 
-    async def _bind(self, packet: bytes, key: bytes | None) -> tuple[IBoundExecution, bool, frozenset[int]]:
+    async def _bind(self, packet: bytes, key: bytes | None) -> _Bound:
         """The request behind a packet, remembered under `key` (None: not).
 
         Raises:
@@ -298,7 +316,7 @@ class ExecutionBurstServer:
             self._executor.check(decoded.request, decoded.pools)
         slots = [pool.slot for pool in decoded.pools if not pool.token]
         await self._ensure_cache_entries(slots)
-        entry = (self._executor.bind(decoded.request, decoded.pools), decoded.measure_timing, frozenset(slots))
+        entry = _Bound(self._executor.bind(decoded.request, decoded.pools), decoded.measure_timing, frozenset(slots), key or b"")
         if key is not None:
             while len(self._bound) >= _REMEMBERED:
                 del self._bound[next(iter(self._bound))]

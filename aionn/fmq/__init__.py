@@ -4,6 +4,7 @@ The design on one page
     `layout`         where the shared words lie; what a peer's descriptor must be like. libfmq's layout, plus words of our own.
     `ring.h`         the protocol in C11: counters, armed words, event flag word. No Python in it; tested natively.
     `_ring`          `Ring`: ring.h for Python, one C call per operation.
+    `exchange.h`     packets that come again, but for their last element; `Caller` and `Listener` are it for Python (`_exchange.c`).
     `message_queue`  `MessageQueue(Ring)`: making, attaching, waiting, ending, closing.
     `waiting`        the tasks that wait on one side of one queue; one persistent `add_reader` for all of them.
     `event_flag`     `EventFlag`: 32 bits with libfmq's semantics, for threads, libfmq peers and tasks.
@@ -15,10 +16,22 @@ Why nobody sleeps through a commit: both sides fence between their own store and
 (ring.h, and the state-space search in tests/fmq/wake_model.py).
 """
 
+from aionn.fmq._ring import Caller, Listener
 from aionn.fmq.errors import QueueClosedError, QueueCorruptedError
 from aionn.fmq.event_flag import EventFlag
 from aionn.fmq.layout import NOT_EMPTY, NOT_FULL
 from aionn.fmq.message_queue import MessageQueue
 from aionn.hal.types import MQDescriptor, MQFlavor
 
-__all__ = ["NOT_EMPTY", "NOT_FULL", "EventFlag", "MQDescriptor", "MQFlavor", "MessageQueue", "QueueClosedError", "QueueCorruptedError"]
+__all__ = [
+    "NOT_EMPTY",
+    "NOT_FULL",
+    "Caller",
+    "EventFlag",
+    "Listener",
+    "MQDescriptor",
+    "MQFlavor",
+    "MessageQueue",
+    "QueueClosedError",
+    "QueueCorruptedError",
+]

@@ -12,20 +12,10 @@
 
 #include <pthread.h>
 
-#include "ring.h"
+#include "ring_object.h"
 
 /* Mirrored in message_queue.py. */
 enum refusal { CLOSED = 1, CORRUPT, GONE, FORKED, FOREIGN, BAD_COUNT, NOT_WHOLE, NOT_BEGUN, NO_FLAG };
-enum part { READ, WRITTEN, DATA, FLAG, CONTROL, PARTS };
-
-typedef struct {
-    PyObject_HEAD
-    struct ring ring;
-    Py_buffer parts[PARTS];
-    unsigned generation; /* of forks, when this handle was made */
-    unsigned users;      /* threads inside without the GIL */
-    bool open;
-} RingObject;
 
 static _Atomic unsigned fork_generation;
 
@@ -45,10 +35,17 @@ static PyObject *refuse(RingObject *self, enum refusal code)
     return NULL;
 }
 
+struct ring *ring_if_usable(RingObject *self)
+{
+    bool inherited = self->generation != atomic_load_explicit(&fork_generation, memory_order_relaxed);
+    return self->open && !inherited ? &self->ring : NULL;
+}
+
 static struct ring *usable(RingObject *self)
 {
-    if (self->open && self->generation == atomic_load_explicit(&fork_generation, memory_order_relaxed))
-        return &self->ring;
+    struct ring *r = ring_if_usable(self);
+    if (r)
+        return r;
     refuse(self, self->open ? FORKED : GONE);
     return NULL;
 }
@@ -105,7 +102,7 @@ static void let_go(RingObject *self)
             PyBuffer_Release(&self->parts[part]);
 }
 
-static void leave(RingObject *self)
+void ring_leave(RingObject *self)
 {
     if (--self->users == 0 && !self->open)
         let_go(self);
@@ -403,7 +400,7 @@ static PyObject *spin(PyObject *object, PyObject *const *args, Py_ssize_t given,
     Py_BEGIN_ALLOW_THREADS
     there = ring_spin(r, reads, bytes, ring_now_ns() + (ns < 0 ? 0 : ns > 1000000000 ? 1000000000 : ns));
     Py_END_ALLOW_THREADS
-    leave(self);
+    ring_leave(self);
     return usable(self) ? PyBool_FromLong(there) : NULL;
 }
 
@@ -476,7 +473,7 @@ static PyObject *ring_wait_flag(PyObject *object, PyObject *const *args, Py_ssiz
     Py_BEGIN_ALLOW_THREADS
     outcome = ring_flag_wait(r, mask, at < 0 ? NULL : &deadline, &taken);
     Py_END_ALLOW_THREADS
-    leave(self);
+    ring_leave(self);
     if ((outcome == EINTR && PyErr_CheckSignals() < 0) || !usable(self))
         return NULL;
     if (outcome && outcome != EINTR && outcome != EAGAIN && outcome != ETIMEDOUT) {
@@ -572,7 +569,7 @@ static int ring_exec(PyObject *module)
         return -1;
     int failed = PyModule_AddObjectRef(module, "Ring", type);
     Py_DECREF(type);
-    if (failed)
+    if (failed || exchange_add_types(module) < 0)
         return -1;
     return PyModule_AddIntConstant(module, "CONTROL_BYTES", sizeof(struct ring_control));
 }

@@ -3,7 +3,7 @@
 Every method raises through the subclass's `_refuse(code)`: a closed, corrupted, forked or foreign queue never answers.
 """
 
-from typing import Any, SupportsIndex, TypeAlias
+from typing import Any, Literal, SupportsIndex, TypeAlias
 
 from numpy.typing import NDArray
 from typing_extensions import Buffer
@@ -111,3 +111,70 @@ class Ring:
     def _set_closed(self) -> None: ...
     def _set_ended(self) -> None: ...
     def _release(self) -> None: ...
+
+class Caller:
+    """The app's end of an exchange over two queues of 24-byte elements: packets that come again, but for their last element.
+
+    A packet is a body, whose header says how many elements the packet has, and a stamp: the last element, with the request's
+    identity and deadline, or the answer's identity and the time it took (aionn/burst/packets.py has the layout). What is not
+    exactly a remembered body with its stamp stays in the queue, and nothing here raises for a queue that cannot be used:
+    then nothing is done, and `Ring`'s methods tell why. Used in one thread. The queues are kept, and closed by their owner.
+
+    Attributes:
+        waits: calls that were answered at once, counted up; to be set back by who reads it.
+    """
+
+    waits: int
+
+    def __init__(self, requests: Ring, results: Ring, /) -> None: ...
+    def remember(self, body: bytes, value: object, /) -> None:
+        """Know that answer from now on as `value`, which must not refer back to this object. The last 16 are known."""
+    def forget(self) -> None:
+        """Know no answer any more."""
+    def call(
+        self, body: bytes, identity: int, deadline_ns: int, not_after_ns: int, budget_ns: int, /
+    ) -> tuple[Any, int] | Literal[False] | None:
+        """Write a request and look for its answer for at most so long (and a second).
+
+        Args:
+            not_after_ns: CLOCK_MONOTONIC; from then on nothing is done.
+
+        Returns:
+            The value of the answer's body, and the service time it tells. None: written, and what lies in the queue now, if
+            anything, is not just a known answer to this request. False: not written.
+        """
+    def send(self, body: bytes, identity: int, deadline_ns: int, /) -> bool:
+        """Write a request, all or nothing. False: not written; no room, or the general way knows why."""
+    def take(self) -> list[tuple[Any, int, int]]:
+        """Take every known answer up to the first other packet: value, service time, identity."""
+
+class Listener:
+    """The driver's end: the same with requests read and answers written.
+
+    Attributes:
+        waits, waited_ns: looks that ended with a known request, and what they took in all; to be set back by who reads it.
+        looked_ns: since when the last `next` looked for a request; 0: it did not, there was something at once.
+        identity, deadline_ns (0: none), began_ns: of the request that `next` took last, and when it did.
+    """
+
+    waits: int
+    waited_ns: int
+    @property
+    def identity(self) -> int: ...
+    @property
+    def deadline_ns(self) -> int: ...
+    @property
+    def looked_ns(self) -> int: ...
+    @property
+    def began_ns(self) -> int: ...
+    def __init__(self, requests: Ring, results: Ring, /) -> None: ...
+    def remember(self, body: bytes, value: object, /) -> None: ...
+    def forget(self) -> None: ...
+    def next(self, budget_ns: int, /) -> Any:
+        """Take the next request if its body is known and its deadline has not passed: its value. Looks for at most `budget_ns`
+        (and a second) while the queue is empty, without the GIL past the first microseconds.
+
+        None: nothing was taken. Either nothing came, or the general way has to look.
+        """
+    def answer(self, body: bytes, /) -> int:
+        """Answer the request that `next` took last: the time it is now (CLOCK_MONOTONIC). 0: no room, or the general way knows why."""

@@ -97,7 +97,7 @@ class Way:
             return False  # a `Frame` is no dict
         for name, dtype, shape, _ in self.inputs:
             array = inputs.get(name)
-            if type(array) is not np.ndarray or array.shape != shape or array.dtype != dtype:
+            if type(array) is not np.ndarray or array.shape != shape or (array.dtype is not dtype and array.dtype != dtype):
                 return False
         return True
 

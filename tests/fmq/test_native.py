@@ -1,4 +1,7 @@
-"""ring.h by itself, in C, under the sanitizers. Fails, not skips, where gcc can link a sanitizer but the test cannot run."""
+"""ring.h and exchange.h by themselves, in C, under the sanitizers.
+
+Fails, not skips, where gcc can link a sanitizer but the test cannot run.
+"""
 
 from __future__ import annotations
 
@@ -59,8 +62,24 @@ def test_two_threads_lose_nothing_and_tear_nothing(build: Path, sanitizer: str, 
     run(compiled("threads", sanitizer, build), 20_000, how)
 
 
+@pytest.mark.parametrize("seed", [1, 20261121])
+def test_the_exchange_takes_what_a_plain_model_takes_and_reads_nothing_else(build: Path, seed: int) -> None:
+    run(compiled("exchange", ADDRESS, build), "packets", seed, 300)
+
+
+@pytest.mark.parametrize("sanitizer", [ADDRESS, THREAD])
+def test_an_exchange_loses_no_wake(build: Path, sanitizer: str) -> None:
+    run(compiled("exchange", sanitizer, build), "threads", 1, 5_000)
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_poked_counters_for_a_million_mutations(build: Path) -> None:
     # 200 steps of which every third pokes, twice per round, and more between begin and commit: over a million pokes.
     run(compiled("counters", ADDRESS, build), 7, 10_000)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_the_exchange_against_a_million_hostile_packets(build: Path) -> None:
+    run(compiled("exchange", ADDRESS, build), "packets", 7, 10_000)

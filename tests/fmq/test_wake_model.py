@@ -10,7 +10,7 @@ import pytest
 
 from tests.fmq.wake_model import FutexProtocol, Protocol, search, search_futex
 
-RING = Path(__file__).parents[2] / "aionn" / "fmq" / "ring.h"
+FMQ = Path(__file__).parents[2] / "aionn" / "fmq"
 
 SIZES = [Protocol(messages=m, waiters=w, inline=i) for m in range(1, 6) for w in range(1, 4) for i in range(3) if m >= w + i]
 
@@ -58,8 +58,8 @@ def test_the_search_finds_the_sleeping_thread_when_the_fault_is_put_back(fault: 
     assert search_futex(replace(FutexProtocol(messages=1), **{fault: False}))[0] is not None
 
 
-def body_of(function: str) -> str:
-    found = re.search(rf"static inline [\w ]+ {function}\(.*?\n}}\n", RING.read_text(), re.DOTALL)
+def body_of(function: str, file: str = "ring.h") -> str:
+    found = re.search(rf"static (inline )?[\w \*]+[ \*]{function}\(.*?\n}}\n", (FMQ / file).read_text(), re.DOTALL)
     assert found is not None
     return re.sub(r"/\*.*?\*/", "", found.group(), flags=re.DOTALL)
 
@@ -80,3 +80,12 @@ def test_ring_h_takes_the_steps_of_the_model_in_their_order() -> None:
     assert in_order(body_of("ring_progress"), fence, "ring_wake_armed", "ring_wake_armed")
     assert in_order(body_of("ring_wake_armed"), "atomic_load_explicit(armed", "atomic_exchange(armed, 0)", "ring_signal(fd)")
     assert in_order(body_of("ring_arm"), "atomic_store_explicit(armed", fence, "ring_available", "return true", "atomic_exchange(armed, 0)")
+
+
+def test_the_exchange_commits_only_through_ring_h() -> None:
+    """So that each of its packets takes the steps W1 to W4, and what it reads is given back as any other element."""
+    assert in_order(body_of("exchange_write", "exchange.h"), "ring_begin_write", "ring_copy_in", "return ring_commit_write(r, bytes)")
+    for function in ("caller_call", "caller_take", "listener_next"):
+        assert in_order(body_of(function, "_exchange.c"), "exchange_peek", "ring_commit_read")
+    for file in ("exchange.h", "_exchange.c"):
+        assert not re.search(r"atomic_|->(read|written|control|flag|data)\b", (FMQ / file).read_text())
