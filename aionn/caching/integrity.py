@@ -58,7 +58,7 @@ _PARALLEL_BYTES = 2 << 20  # below this, starting BLAKE3's threads costs more th
 _PIPELINED_BYTES = 32 << 20  # below this, BLAKE3's own threads over the whole are quicker than hashing while the rest is read
 _WRITABLE_BYTES = 64 << 10  # smaller ones are `bytes`: one system call and no array
 _CHUNK_BYTES = 4 << 20
-_WRITE_BYTES = 1 << 30  # one pwrite takes at most 2 GiB - 4 KiB
+_WRITE_BYTES = 4 << 20  # a longer system call would keep a CPU from others on kernels that do not preempt, an event loop among them
 _RECORD_BYTES = 8 + 32
 
 
@@ -388,7 +388,7 @@ def _read_private(fd: int, length: int) -> tuple[bytes | memoryview, bytes]:
     buffer = np.empty(length, np.uint8).data
     at = 0
     if length < _PIPELINED_BYTES:
-        while at < length and (count := os.preadv(fd, [buffer[at:]], at)):
+        while at < length and (count := os.preadv(fd, [buffer[at : at + _CHUNK_BYTES]], at)):
             at += count
         return buffer[:at], digest_of(buffer[:at])
     # One thread copies while another hashes what was copied: the copy costs twice what the hash does, so the whole costs little more

@@ -155,9 +155,9 @@ class Index:
     def recount(self) -> None:
         """Add up the total again. O(n): for when nothing is left to evict and the total does not know it."""
         self._transact(
-            lambda database: database.execute(
-                "UPDATE facts SET value = COALESCE((SELECT SUM(size) FROM entries), 0) WHERE name = 'total'"
-            ).rowcount
+            lambda database: (
+                database.execute("UPDATE facts SET value = COALESCE((SELECT SUM(size) FROM entries), 0) WHERE name = 'total'").rowcount
+            )
         )
 
     def next_victim(self, after: tuple[float, bytes] | None = None) -> tuple[float, bytes] | None:
