@@ -142,6 +142,13 @@ class OpenVINOExecutable:
         self._input_index = {name: index for index, name in enumerate(names.inputs)}
         self._output_index = {name: index for index, name in enumerate(names.outputs)}
         self._names = names
+        # An output that is an input: OpenVINO takes the memory set for it for the input's, and reads what is there.
+        self._passed = {
+            name: source
+            for name, output in zip(names.outputs, compiled.outputs, strict=True)
+            for source, port in zip(names.inputs, compiled.inputs, strict=True)
+            if output.names & port.names
+        }
         self._flushing = Flushing()
         self._request = compiled.create_infer_request()
         self._given: frozenset[str] = frozenset()
@@ -175,12 +182,15 @@ class OpenVINOExecutable:
             elif name in self._copies:
                 np.copyto(self._copies[name], array)
         for name, array in outputs.items():
-            if self._set_outputs.get(name) is not array:
+            if self._set_outputs.get(name) is not array and name not in self._passed:
                 request.set_output_tensor(self._output_index[name], tensor(array, shared_memory=True))
                 self._set_outputs[name] = array
         with self._flushing:
             started_ns = time.monotonic_ns()
             request.infer()
+            for name, source in self._passed.items():
+                if name in outputs:
+                    outputs[name][...] = inputs[source]
             took_ns = time.monotonic_ns() - started_ns
         made = {
             # A copy: the request writes its own tensor again next time.

@@ -84,6 +84,36 @@ def test_every_element_type_passes_through(engine: Engine, kind: OperandType) ->
     assert not np.may_share_memory(returned, x)
 
 
+PASSED_THROUGH = {
+    "an input": ([], ["x"], ["x"]),
+    "two inputs crossed": ([], ["x", "z"], ["z", "x"]),
+    "an input that is used as well": ([helper.make_node("Neg", ["x"], ["y"])], ["x"], ["y", "x"]),
+    "a sum of one": ([helper.make_node("Sum", ["x"], ["y"])], ["x"], ["y"]),
+}
+
+
+@pytest.mark.parametrize("stored", [False, True], ids=["compiled", "loaded"])
+@pytest.mark.parametrize("what", PASSED_THROUGH)
+def test_an_output_that_is_an_input_has_its_values(engine: Engine, what: str, stored: bool) -> None:
+    nodes, inputs, outputs = PASSED_THROUGH[what]
+    model = model_of(nodes, [value(name, (2, 3)) for name in inputs], [value(name, (2, 3)) for name in outputs])
+    executable = engine.compile(read(model), CompileOptions())
+    if stored and engine.name != "reference":
+        artifact = engine.export(executable)
+        assert artifact is not None
+        executable = engine.load(artifact, CompileOptions())
+    for number in range(1, 3):
+        given = {name: np.full((2, 3), number * 10 + place, np.float32) for place, name in enumerate(inputs)}
+        wanted = {"y": -given["x"] if nodes and nodes[0].op_type == "Neg" else given["x"], **given}
+        places = {name: np.zeros((2, 3), np.float32) for name in outputs}
+        executable.run(given, places, False)
+        returned = executable.run(given, {}, False).outputs
+        for name in outputs:
+            np.testing.assert_array_equal(places[name], wanted[name])
+            np.testing.assert_array_equal(returned[name], wanted[name])
+            assert not any(np.may_share_memory(returned[name], array) for array in given.values())
+
+
 @pytest.mark.parametrize("shape", [(), (0, 3), (1,)])
 def test_scalars_and_empty_tensors_pass_through(engine: Engine, shape: tuple[int, ...]) -> None:
     declared: list[int | str | None] = ["N", 3] if shape == (0, 3) else list(shape)
