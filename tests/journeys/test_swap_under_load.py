@@ -24,6 +24,7 @@ pytestmark = pytest.mark.anyio
 FPS = 30
 TOLERANCE = 1e-3
 SIDE = 96  # small enough that two busy cores keep up with the camera
+REAL_SIDE = 384  # a camera's frame for text detection; a run takes half of the time between two frames, or more
 
 
 @pytest.fixture
@@ -44,14 +45,15 @@ class Seen:
     stages: list[str] = dataclasses.field(default_factory=list)
     ages_s: list[float] = dataclasses.field(default_factory=list)
     arrived_s: list[float] = dataclasses.field(default_factory=list)
+    decided_s: float = 0.0
     worst: float = 0.0
 
 
-async def stream(seconds: float, *, min_gain: float | None) -> tuple[Seen, aionn.Compilation]:
+async def stream(seconds: float, side: int, min_gain: float | None) -> tuple[Seen, aionn.Compilation]:
     model = aionn.Model.from_onnx(carried("detector"))
     random = np.random.default_rng(0)
-    pictures = [random.random((1, 3, SIDE, SIDE)).astype(np.float32) for _ in range(4)]
-    seen = Seen()
+    pictures = [random.random((1, 3, side, side)).astype(np.float32) for _ in range(4)]
+    seen, decided = Seen(), anyio.Event()
     async with leak_check(grace_s=10), aionn.Runtime() as runtime:
         runtime.stage_policy = dataclasses.replace(runtime.stage_policy, min_gain=min_gain)
         alone = await runtime.compile(model, devices=("onnxruntime",))
@@ -64,6 +66,9 @@ async def stream(seconds: float, *, min_gain: float | None) -> tuple[Seen, aionn
                 seen.stages.append(result.stage)
                 seen.ages_s.append(result.age_s)
                 seen.arrived_s.append(time.monotonic())
+                if not decided.is_set() and compilation.stages[1].state in ("serving", "rejected"):
+                    seen.decided_s = time.monotonic()
+                    decided.set()
                 output = next(iter(result.outputs.values()))
                 seen.worst = max(seen.worst, float(np.abs(output - expected[result.seq % len(expected)]).max()))
                 del result, output
@@ -73,7 +78,7 @@ async def stream(seconds: float, *, min_gain: float | None) -> tuple[Seen, aionn
 
 async def test_every_frame_is_answered_once_and_in_order_while_the_stage_changes_once() -> None:
     # Outputs alone decide here: which engine is faster on a machine that does other work is not this test's business.
-    seen, compilation = await stream(10, min_gain=None)
+    seen, compilation = await stream(10, SIDE, None)
     assert seen.seqs == list(range(10 * FPS))
     assert [stage.state for stage in compilation.stages] == ["replaced", "serving"], compilation.stages
     changed = seen.stages.index("openvino")
@@ -84,16 +89,28 @@ async def test_every_frame_is_answered_once_and_in_order_while_the_stage_changes
 
 @pytest.mark.soak
 @pytest.mark.timeout(180)
-async def test_a_minute_at_30_fps_keeps_its_frame_times_around_the_swap() -> None:
-    seen, compilation = await stream(60, min_gain=None)
+@pytest.mark.parametrize("min_gain", [aionn.Runtime().stage_policy.min_gain, None])
+async def test_a_minute_at_30_fps_keeps_its_frame_times_around_the_verdict(min_gain: float | None) -> None:
+    # The policy as it is: whether OpenVINO is faster by a tenth is the machine's to say, that nobody notices is ours. Without a
+    # wanted gain it is swapped in on any machine.
+    seen, compilation = await stream(60, REAL_SIDE, min_gain)
     assert seen.seqs == list(range(60 * FPS))
-    assert [stage.state for stage in compilation.stages] == ["replaced", "serving"], compilation.stages
     assert seen.worst <= TOLERANCE
-    changed = seen.stages.index("openvino")
-    at_s = seen.arrived_s[changed]
-    assert set(seen.stages[changed:]) == {"openvino"}
-    around = [age for age, when in zip(seen.ages_s, seen.arrived_s, strict=True) if abs(when - at_s) <= 1]
-    steady = [age for age, when in zip(seen.ages_s, seen.arrived_s, strict=True) if when - at_s < -1 or when - at_s > 1]
-    p99_s = float(np.percentile(steady, 99))
-    print(f"swap at frame {changed}; around it at most {max(around) * 1e3:.1f} ms, steady p99 {p99_s * 1e3:.1f} ms")
+    quick, best = compilation.stages
+    if best.state == "serving":
+        changed = seen.stages.index("openvino")
+        assert set(seen.stages[changed:]) == {"openvino"}
+        assert quick.state == "replaced"
+        decided_s = seen.arrived_s[changed]
+    else:
+        assert min_gain is not None
+        assert best.reason.startswith("it is not faster by 10%")
+        assert set(seen.stages) == {"onnxruntime"}
+        decided_s = seen.decided_s
+    aged = list(zip(seen.ages_s, seen.arrived_s, strict=True))
+    around = [age for age, when in aged if abs(when - decided_s) <= 1]
+    steady = [age for age, when in aged if abs(when - decided_s) > 1]
+    p50_s, p99_s = (float(share) for share in np.percentile(steady, [50, 99]))
+    print(f"{best.state} {best.reason}: {best.comparison}, {best.times_s}")
+    print(f"around the verdict at most {max(around) * 1e3:.1f} ms, steady p50 {p50_s * 1e3:.1f} and p99 {p99_s * 1e3:.1f} ms")
     assert max(around) <= 2 * p99_s

@@ -125,6 +125,25 @@ async def test_a_stage_with_other_outputs_is_rejected_and_remembered(
                 assert stream.stages == [quick.name]
 
 
+async def test_a_stream_that_may_not_be_held_and_leaves_no_gap_keeps_its_stage(
+    quick: FakeDevice, best: FakeDevice, model: aionn.Model, tmp_path: Path
+) -> None:
+    with trace.record() as recording:
+        async with leak_check(), aionn.Runtime() as runtime:
+            runtime.stage_policy = dataclasses.replace(runtime.stage_policy, hold=False, compare_s=0.5)
+            compilation = await staged(runtime, model, quick, best, tmp_path / "cache")
+            async with streaming(compilation) as stream:
+                assert "whether it is faster could not be told within 0.5 s" in await rejected(compilation, best)
+                assert stream.stages == [quick.name]
+    assert recording.total("stage.held") == 0
+    # Nobody knows that it is bad, and nobody knows that it is good: it is stored, and has to show itself.
+    async with leak_check(), aionn.Runtime() as runtime:
+        compilation = await staged(runtime, model, quick, best, tmp_path / "cache")
+        assert [stage.state for stage in compilation.stages] == ["serving", "waiting"]
+        await compilation.wait_for_stage(best.name, timeout_s=30)
+        assert compilation.stages[1].made_by == "cache"
+
+
 async def test_a_stage_that_declines_to_be_stored_is_compiled_in_its_own_driver(
     quick: FakeDevice, best: FakeDevice, model: aionn.Model, tmp_path: Path
 ) -> None:
