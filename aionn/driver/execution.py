@@ -172,17 +172,20 @@ class BoundExecution:
     def _run_in_domain(self, domain: DomainUse, measure_timing: bool) -> tuple[ExecutionReport, tuple[OutputShape, ...], str]:
         """Run with buffers of the device's own: held from now until the run is over, their state following its outcome."""
         with domain.request.use() as use:
-            inputs, outputs = dict(self._inputs), dict(self._outputs)
-            for index, array in use.inputs.items():
-                inputs[domain.names[index]] = array
-            for index, place in use.outputs.items():
-                if place is not None:
-                    outputs[self._names[index]] = place
+            if use.arguments is None:
+                inputs, outputs = dict(self._inputs), dict(self._outputs)
+                for index, array in use.inputs.items():
+                    inputs[domain.names[index]] = array
+                for index, place in use.outputs.items():
+                    if place is not None:
+                        outputs[self._names[index]] = place
+                use.arguments = (inputs, outputs)
+            inputs, outputs = use.arguments
             report = self._executable.run(inputs, outputs, measure_timing)
-            open_places = {index for index, place in use.outputs.items() if place is None}
-            if not open_places and not self._open_outputs:
+            if use.closed and not self._open_outputs:
                 use.succeed()
                 return report, (), ""
+            open_places = {index for index, place in use.outputs.items() if place is None}
             in_domain = {self._names[index]: () for index in use.outputs}
             shapes, insufficient = self._open_shapes(report.outputs, in_domain)
             if not insufficient:

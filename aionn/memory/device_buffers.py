@@ -14,7 +14,8 @@ Invariants
     or a closed model cannot alias a living one. (The reference reuses tokens, and keys roles by pointer.)
     The buffers of a request are held all or none, so two requests that want the same two cannot each get one.
     Every `BufferUse` ends in `close` or `withdraw`, and holds nothing after that.
-    A `BufferRequest` holds no buffer and no memory, only tokens: a freed buffer's bytes go while requests still name it.
+    A `BufferRequest` names buffers by their tokens. The use it keeps ready (`_ready`) holds them and their memory, and is dropped
+    when one of them is freed or gets other memory: a freed buffer's bytes go while requests still name it.
 
 Called from the event loop and from execution threads.
 """
@@ -48,11 +49,15 @@ class BufferUse:
         inputs: by input index the buffer's contents: an array in its current shape, read-only.
         outputs: by output index where to write: an array in its shape; None while that is open, and then the
             array computed goes to `succeed`.
+        closed: no output is open.
+        arguments: what whoever executes the request has made of its arrays; it comes back with them.
     """
 
-    __slots__ = ("_open", "_read", "_rooms", "_write", "inputs", "outputs")
+    __slots__ = ("_open", "_read", "_rooms", "_write", "arguments", "closed", "inputs", "outputs")
 
     def __init__(self) -> None:
+        self.arguments: Any = None
+        self.closed = True
         self.inputs: dict[int, NDArray[Any]] = {}
         self.outputs: dict[int, NDArray[Any] | None] = {}
         self._read: list[DeviceBuffer] = []
@@ -113,6 +118,63 @@ class BufferUse:
         self.close()
 
 
+class _ReadyUse(BufferUse):
+    """The use of a request without open outputs, made once and taken again while nothing about its buffers has changed."""
+
+    __slots__ = ("_held", "_lock", "_reads", "_shapes", "_writes")
+
+    def __init__(
+        self,
+        use: BufferUse,
+        lock: threading.RLock,
+        reads: tuple[tuple[DeviceBuffer, NDArray[np.uint8] | None, Dimensions], ...],
+        writes: tuple[tuple[DeviceBuffer, NDArray[np.uint8], tuple[int, ...]], ...],
+    ) -> None:
+        super().__init__()
+        self.inputs, self.outputs = use.inputs, use.outputs
+        self._lock = lock
+        self._reads = reads
+        self._writes = writes
+        self._shapes = {index: array.shape for index, array in use.outputs.items() if array is not None}
+        self._held = False
+
+    def take(self) -> bool:
+        """Hold the buffers, or change nothing: something is different, or in use. With the lock held."""
+        if self._held:
+            return False
+        for buffer, memory, dimensions in self._reads:
+            if buffer._written or not buffer._initialized or buffer._memory is not memory or buffer._dimensions != dimensions:
+                return False
+        for buffer, memory, _ in self._writes:
+            if buffer._written or buffer._readers or buffer._memory is not memory:
+                return False
+        for buffer, _, _ in self._reads:
+            buffer._readers += 1
+        for buffer, _, _ in self._writes:
+            buffer._written = True
+        self._held = True
+        return True
+
+    def succeed(self, computed: Mapping[int, NDArray[Any]] | None = None) -> dict[int, tuple[int, ...]]:
+        self._let_go(lambda buffer, memory, shape: buffer.end_writing(shape, memory))
+        return self._shapes
+
+    def withdraw(self) -> None:
+        self._let_go(lambda buffer, _memory, _shape: buffer.withdraw_writing())
+
+    def close(self) -> None:
+        self._let_go(lambda buffer, _memory, _shape: buffer.end_writing(None, None))
+
+    def _let_go(self, end: Callable[[DeviceBuffer, NDArray[np.uint8], tuple[int, ...]], None]) -> None:
+        if self._held:
+            with self._lock:
+                self._held = False
+                for buffer, _, _ in self._reads:
+                    buffer._readers -= 1
+                for buffer, memory, shape in self._writes:
+                    end(buffer, memory, shape)
+
+
 class DeviceBuffers:
     """The buffers of one driver, or of one client of it, by token."""
 
@@ -170,12 +232,15 @@ class DeviceBuffers:
     def free(self, token: int) -> None:
         """Forget a buffer. Executions that hold it keep its bytes until they end; an unknown token is no error."""
         with self._lock:
-            self._buffers.pop(token, None)
+            buffer = self._buffers.pop(token, None)
+            if buffer is not None:
+                buffer.forget_uses()
 
     def clear(self) -> None:
         """Forget all: their client is gone."""
         with self._lock:
-            self._buffers.clear()
+            for token in list(self._buffers):
+                self.free(token)
 
     def use(
         self, model_id: int, inputs: Sequence[RequestArgument], outputs: Sequence[RequestArgument], tokens: Sequence[int | None]
@@ -228,6 +293,7 @@ class BufferRequest:
         # What the last check has found: (index, token, dimensions that were right), (index, token, dimensions, their full shape).
         self._reads: tuple[tuple[int, int, Dimensions], ...] | None = None
         self._writes: tuple[tuple[int, int, Dimensions, tuple[int, ...] | None], ...] = ()
+        self._ready: _ReadyUse | None = None
 
     def use(self) -> BufferUse:
         """Hold all its buffers; see `DeviceBuffers.use`.
@@ -235,6 +301,11 @@ class BufferRequest:
         Raises:
             CallerError, ExecutionError, MemoryAllocationError: as `DeviceBuffers.use`, in the same order.
         """
+        ready = self._ready
+        if ready is not None:
+            with self._buffers._lock:
+                if self._ready is ready and ready.take():
+                    return ready
         use = BufferUse()
         if not self._tokens:
             return use
@@ -255,15 +326,39 @@ class BufferRequest:
                     use._write[index] = buffer
             for index, _, dimensions, filled in self._writes:  # outside the lock: reserving memory takes its time
                 if filled is None:
-                    use.outputs[index], use._open[index] = None, dimensions
+                    use.outputs[index], use._open[index], use.closed = None, dimensions, False
                 else:
                     buffer = use._write[index]
                     room = use._rooms[index] = buffer.room(filled)
                     use.outputs[index] = buffer.as_array(room, filled, writeable=True)
+            self._keep_ready(use, reads)
         except BaseException:
             use.withdraw()
             raise
         return use
+
+    def _keep_ready(self, use: BufferUse, reads: tuple[tuple[int, int, Dimensions], ...]) -> None:
+        """Make the next use of a buffer's present memory cheap."""
+        with self._buffers._lock:
+            writes = tuple((buffer, use._rooms.get(index), index) for index, buffer in use._write.items())
+            living = self._buffers._buffers
+            if not use.closed or any(room is None or room is not buffer._memory for buffer, room, _ in writes):
+                return
+            if any(token not in living for _, token in self._tokens):
+                return  # freed meanwhile
+            reading = tuple((buffer, buffer._memory, dimensions) for buffer, (_, _, dimensions) in zip(use._read, reads, strict=True))
+            writing = tuple(
+                (buffer, room, filled)
+                for (buffer, room, _), (_, _, _, filled) in zip(writes, self._writes, strict=True)
+                if room is not None and filled is not None
+            )
+            self._ready = _ReadyUse(use, self._buffers._lock, reading, writing)
+            for _, token in self._tokens:
+                living[token].keep_use(self)
+
+    def forget_use(self) -> None:
+        """A buffer has been freed, or has other memory: let go of all."""
+        self._ready = None
 
     def _still_right(self, reads: tuple[tuple[int, int, Dimensions], ...]) -> bool:
         living = self._buffers._buffers

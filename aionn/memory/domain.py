@@ -19,10 +19,11 @@ Invariants
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -148,6 +149,12 @@ def _as_bytes(buffer: Any) -> NDArray[np.uint8]:
         raise CallerError(f"a {type(buffer).__name__} cannot be copied as bytes: {error}; give a C-contiguous buffer") from None
 
 
+class KeepsUse(Protocol):
+    """A request that may keep memory of a buffer between its uses."""
+
+    def forget_use(self) -> None: ...
+
+
 class DeviceBuffer:
     """Memory in the driver. Made by `DeviceBuffers.allocate`; freed by `DeviceBuffers.free`.
 
@@ -176,6 +183,7 @@ class DeviceBuffer:
         self._shown: tuple[NDArray[np.uint8], tuple[int, ...], NDArray[Any], NDArray[Any]] | None = None
         self._initialized = False
         self._readers, self._written = 0, False
+        self._kept_by: weakref.WeakSet[KeepsUse] = weakref.WeakSet()
         if (shape := full_shape(initial_dimensions)) is not None:
             self._memory = self.room(shape)
 
@@ -313,11 +321,22 @@ class DeviceBuffer:
                 self._memory = memory
             if self._shown is not None and self._shown[0] is not self._memory:
                 self._shown = None  # it would keep memory that is no longer the buffer's
+                self.forget_uses()
 
     def withdraw_writing(self) -> None:
         """Let go of it without having begun: its state stays as it was."""
         with self._lock:
             self._written = False
+
+    def keep_use(self, request: KeepsUse) -> None:
+        """A request keeps a use of it ready, with its memory."""
+        self._kept_by.add(request)
+
+    def forget_uses(self) -> None:
+        """It is freed, or has other memory: requests let go of what they keep of it."""
+        for request in list(self._kept_by):
+            request.forget_use()
+        self._kept_by.clear()
 
     def check_initialized(self) -> None:
         """Raise GENERAL_FAILURE if there is nothing to read."""

@@ -7,7 +7,7 @@
     compilation     what an app holds; compiled_model: the stages behind it and the one that serves
     burst           a stream of executions; link: its connection to one driver; frame: memory for one request; stream: `map`
     arguments       what an app passes, checked and laid out in a frame; frames: the frames; placement: what lies elsewhere
-    device_memory   a tensor that stays in the driver
+    device_memory   a tensor that stays in the driver; recurrent: the short way of a stream that keeps its state there
     stages          better stages, one after the other; background: who compiles them; comparing: whether they are better;
                     moving: device memory to another driver; swapping: a new model in place of the old one
 

@@ -76,7 +76,7 @@ class DeviceMemory:
         self.fills = 0
         self.fresh = True
         self._uses = 0
-        self._settled = asyncio.Event()
+        self._settled: asyncio.Event | None = None  # made by who waits: most executions end with nobody waiting for that
         self._closed = False
         self._shape = roles.shape
         self.inputs = roles.inputs
@@ -114,11 +114,12 @@ class DeviceMemory:
         """Free it in the driver. Executions that use it finish first."""
         if self._closed:
             return
+        self._compilation._runtime._check_loop()
         self._closed = True
         self._finalizer.detach()
         try:
             while self._uses and self._ended_by() is None:
-                await self._settled.wait()
+                await self._next_end()
             for buffer in self._buffers:
                 await buffer.aclose()
         except AionnError as error:
@@ -129,6 +130,12 @@ class DeviceMemory:
 
     def _ended_by(self) -> BaseException | None:
         return self._prepared.device.connection.ended_by
+
+    async def _next_end(self) -> None:
+        """Until an execution that uses it has ended."""
+        if self._settled is None:
+            self._settled = asyncio.Event()
+        await self._settled.wait()
 
     def check_alive(self) -> None:
         """Raise if it can no longer be used.
@@ -152,9 +159,10 @@ class DeviceMemory:
             CallerError: as `check_alive`; or an execution that advances it is in flight, and somebody awaits that.
             DeviceMemoryLostError: its driver has ended.
         """
+        self._compilation._runtime._check_loop()
         self.check_alive()
         while self._advancing and self._caller_left:
-            await self._settled.wait()
+            await self._next_end()
             self.check_alive()
         self.check_free()
 
@@ -276,6 +284,10 @@ class DeviceMemory:
 
     # --- what an execution asks ---------------------------------------------------------------------------------------
 
+    def stands_for(self, prepared: RemotePreparedModel, name: str, roles: tuple[str, ...]) -> bool:
+        """Whether it may be that input or output of an execution now, where the driver is alive. `roles`: `inputs` or `outputs`."""
+        return self._prepared is prepared and not self._closed and not self._advancing and name in roles
+
     async def partner(self) -> None:
         """See that there is a second buffer, for executions that read and write the memory.
 
@@ -318,8 +330,9 @@ class DeviceMemory:
                 assert self._back is not None
                 self._front, self._back = self._back, self._front
         self._uses -= 1
-        settled, self._settled = self._settled, asyncio.Event()
-        settled.set()
+        if self._settled is not None:
+            settled, self._settled = self._settled, None
+            settled.set()
 
     def written(self, shape: tuple[int, ...]) -> None:
         """An execution has written it, in that shape."""

@@ -1,0 +1,215 @@
+"""The short way of a stream that keeps its state in the driver: the same arguments each time, all in arrays or device memories.
+
+`placement` takes whatever an app passes, and works out anew where it lies. A recurrent model's steps differ in nothing but the
+bytes and in which of two buffers is read: here that is looked at, and nothing is made that the step before has made.
+
+    RecurrentWay.of       after an execution on the long way: what the next one will look like; None where it has no short way
+    RecurrentWay.begin    whether this is such a step: its memories are in use and its frame is leased then
+    Step                  what is sent, and what is given back when it is over
+
+Invariants
+    `begin` refuses nothing and changes nothing where it returns None: the long way then says what is wrong, or does it.
+    It asks of each device memory, at each step, all that `place` asks: not closed, of this prepared model, in a role it was allocated
+    for, of the shape that the frame is laid out for, not in flight in an execution that advances it.
+    A request has the same bytes as on the long way, so that the driver knows it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aionn.burst import PoolReference, encode_request_body
+from aionn.errors import DeviceMemoryLostError, DriverDiedError
+from aionn.hal.types import DataLocation, ErrorStatus, Request, RequestArgument, Result
+from aionn.memory.pool import Frame, FramePool
+from aionn.runtime.arguments import Way
+from aionn.runtime.device_memory import DeviceMemory, lost_with
+from aionn.runtime.link import Link
+
+_REMEMBERED_BODIES = 64
+
+
+class RecurrentWay:
+    """What the steps of one stream have in common.
+
+    Attributes:
+        copied_bytes: of all its arrays together.
+    """
+
+    __slots__ = ("_arrays", "_inputs", "_outputs", "_outputs_key", "_pool", "_reads", "_way", "_writes", "copied_bytes")
+
+    def __init__(
+        self, way: Way, pool: FramePool, arrays: list[tuple[str, np.dtype[Any], tuple[int, ...]]], reads: list[int], writes: list[int]
+    ) -> None:
+        self._way = way
+        self._pool = pool
+        self._arrays = arrays
+        self._inputs = len(way.inputs)
+        self._reads = [(index, way.inputs[index][0], way.inputs[index][2]) for index in reads]
+        self._writes = [(index, way.outputs[index][0]) for index in writes]
+        self._outputs = [
+            (name, dtype, shape, offset)
+            for index, (name, dtype, shape, offset, _) in enumerate(way.outputs)
+            if index not in writes and shape is not None
+        ]
+        self._outputs_key = object()
+        self.copied_bytes = sum(dtype.itemsize * int(np.prod(shape)) for _, dtype, shape in arrays)
+
+    @classmethod
+    def of(cls, way: Way, pool: FramePool, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> RecurrentWay | None:
+        """The way of the executions that look like this one, which was right."""
+        if not way.known or any(type(memory) is not DeviceMemory for memory in outputs.values()):
+            return None
+        arrays, reads = [], []
+        for index, (name, dtype, shape, _) in enumerate(way.inputs):
+            value = inputs.get(name)
+            if type(value) is np.ndarray:
+                arrays.append((name, dtype, shape))
+            elif type(value) is DeviceMemory:
+                reads.append(index)
+            else:
+                return None
+        return cls(way, pool, arrays, reads, [index for index, output in enumerate(way.outputs) if output[0] in outputs])
+
+    def begin(self, link: Link, inputs: dict[str, Any], outputs: Mapping[str, Any]) -> Step | None:
+        """A step with these arguments; None: it needs the long way. The caller gives back the frame's lease (`Step.frame`).
+
+        Raises:
+            CallerError, MemoryAllocationError: as `FramePool.lease`.
+        """
+        prepared = link.prepared
+        if len(inputs) != self._inputs or len(outputs) != len(self._writes):
+            return None
+        for name, dtype, shape in self._arrays:
+            array = inputs.get(name)
+            if type(array) is not np.ndarray or array.shape != shape or array.dtype != dtype:
+                return None
+        used: dict[DeviceMemory, bool] = {}
+        written: list[DeviceMemory] = []
+        tokens = []
+        for _, name, shape in self._reads:
+            memory = inputs.get(name)
+            if type(memory) is not DeviceMemory or not memory.stands_for(prepared, name, memory.inputs) or memory._shape != shape:
+                return None
+            used[memory] = False
+            tokens.append(memory._front.token)
+        for _, name in self._writes:
+            memory = outputs.get(name)
+            if type(memory) is not DeviceMemory or not memory.stands_for(prepared, name, memory.outputs) or memory in written:
+                return None
+            buffer = memory._front
+            if memory in used:
+                if memory._back is None or memory._filling:
+                    return None
+                used[memory] = True
+                buffer = memory._back
+            else:
+                used[memory] = False
+            written.append(memory)
+            tokens.append(buffer.token)
+        frame = self._pool.lease()
+        # Nothing has been awaited since the first question was asked.
+        for memory, advances in used.items():
+            memory.begin(advance=advances)
+        return Step(self, link, frame, used, written, tuple(tokens))
+
+    def body(self, frame: Frame, tokens: tuple[int, ...], measure_timing: bool) -> bytes:
+        """The encoded request; each frame remembers those it has been used for."""
+        key = (self, measure_timing, tokens)
+        body: bytes | None = frame.bindings.get(key)
+        if body is None:
+            request = self._way.request(frame.offset)
+            numbers = {token: number for number, token in enumerate(dict.fromkeys(tokens), 1)}
+            inputs, outputs = list(request.inputs), list(request.outputs)
+            places = [(inputs, index) for index, _, _ in self._reads] + [(outputs, index) for index, _ in self._writes]
+            for (arguments, index), token in zip(places, tokens, strict=True):
+                arguments[index] = RequestArgument(DataLocation(numbers[token], 0, 0), ())
+            pools = (PoolReference(frame.slot), *(PoolReference(-1, token) for token in numbers))
+            body = encode_request_body(Request(tuple(inputs), tuple(outputs)), pools, measure_timing, framed=True)
+            if len(frame.bindings) >= _REMEMBERED_BODIES:
+                frame.bindings.clear()
+            frame.bindings[key] = body
+        return body
+
+    def fill(self, frame: Frame, inputs: Mapping[str, Any]) -> None:
+        """Copy the arrays into the frame."""
+        places = self._way.inputs_in(frame)
+        for name, _, _ in self._arrays:
+            places[name][...] = inputs[name]
+
+    def outputs_in(self, frame: Frame, result: Result) -> Mapping[str, NDArray[Any]]:
+        """The outputs that lie in the frame, by name.
+
+        Raises:
+            ExecutionError: what the driver told is none of this request's.
+        """
+        if result.output_shapes:
+            return self._way.outputs_in(frame, result.output_shapes, [name for _, name in self._writes])
+        return frame.arrays.get(self._outputs_key) or frame.cut(self._outputs_key, self._outputs)
+
+    def tell(self, written: list[DeviceMemory], result: Result) -> None:
+        """Tell the memories that an execution has written which shapes it has given them."""
+        if len(result.output_shapes) == len(self._way.outputs):  # or `outputs_in` refuses it
+            for (index, _), memory in zip(self._writes, written, strict=True):
+                memory.written(result.output_shapes[index].dimensions)
+
+
+class Step:
+    """One execution. From `begin` on its memories are in use, until it is called: by the driver's answer, its end, or `body`.
+
+    Attributes:
+        link: where to send it. frame: leased for it.
+    """
+
+    __slots__ = ("_tokens", "_used", "_written", "frame", "link", "way")
+
+    def __init__(
+        self,
+        way: RecurrentWay,
+        link: Link,
+        frame: Frame,
+        used: dict[DeviceMemory, bool],
+        written: list[DeviceMemory],
+        tokens: tuple[int, ...],
+    ) -> None:
+        """`used`: each memory once, and whether its two buffers change places after a success."""
+        self.way = way
+        self.link = link
+        self._used = used
+        self._written = written
+        self._tokens = tokens
+        self.frame = frame
+
+    def __call__(self, result: Result | None) -> None:
+        """The driver has answered, or never will (None): give back what the request held."""
+        self.frame.settled(result)
+        succeeded = result is not None and result.status is ErrorStatus.NONE
+        if succeeded and result is not None and result.output_shapes:
+            self.way.tell(self._written, result)
+        for memory, advances in self._used.items():
+            memory.end(advanced=succeeded if advances else None)
+
+    def body(self, inputs: Mapping[str, Any], measure_timing: bool) -> bytes:
+        """What to send, once: the frame is filled, and the step is called when it is over."""
+        self.frame.pins += 1
+        try:
+            self.way.fill(self.frame, inputs)
+            return self.way.body(self.frame, self._tokens, measure_timing)
+        except BaseException:
+            self(None)
+            raise
+
+    def leave(self, error: BaseException) -> None:
+        """The caller goes, by that error: its memories are for whoever comes next, once the driver has answered.
+
+        Raises:
+            DeviceMemoryLostError: the error is the driver's death, and theirs.
+        """
+        for memory in self._used:
+            memory.leave()
+        if isinstance(error, DriverDiedError) and not isinstance(error, DeviceMemoryLostError):
+            raise lost_with(error.device, error) from error
