@@ -24,6 +24,7 @@ from aionn.hal.types import CACHE_TOKEN_BYTES, MAX_CACHE_FILES, CacheFiles
 __all__ = [
     "FORMAT",
     "MAX_MANIFEST_BYTES",
+    "MAX_PARTS_BYTES",
     "Manifest",
     "StoredFile",
     "Wanted",
@@ -35,6 +36,7 @@ __all__ = [
 
 FORMAT = 1
 MAX_MANIFEST_BYTES = 64 * 1024
+MAX_PARTS_BYTES = 16 * 1024
 _HEAD = 65
 
 _Bytes32 = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
@@ -63,6 +65,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         created_ns: wall clock, since the epoch: for people, and never compared with a deadline.
         declined: the device said that it does not cache this model.
         detail: why it declined, or empty.
+        parts: what the key was made of (`encode_parts`), for those who ask why they missed; empty where that is not known.
     """
 
     format: int = FORMAT
@@ -79,6 +82,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     created_ns: _Count
     declined: bool = False
     detail: str = ""
+    parts: Annotated[bytes, msgspec.Meta(max_length=MAX_PARTS_BYTES)] = b""
 
     @property
     def files(self) -> tuple[StoredFile, ...]:
@@ -93,7 +97,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a lookup expects of an entry beyond its key; a publication records the same."""
+    """What a lookup expects of an entry beyond its key; a publication records the same.
+
+    `parts` explains a miss and decides nothing: what the key was made of, see `Manifest`.
+    """
 
     key: bytes
     family: bytes
@@ -101,6 +108,7 @@ class Wanted:
     device_version: str
     model_digest: bytes
     files: CacheFiles
+    parts: bytes = b""
 
 
 def file_names(files: CacheFiles) -> tuple[str, ...]:

@@ -53,10 +53,12 @@ class MissReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why something was not taken from, or not put into, a cache. `detail` names what was found and what was expected."""
+    """Why something was not taken from, or not put into, a cache. `detail` names what was found and what was expected; `differs`
+    as in `CacheOutcome`."""
 
     reason: MissReason
     detail: str = ""
+    differs: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.reason.value}: {self.detail}" if self.detail else self.reason.value
@@ -91,6 +93,8 @@ class CacheOutcome:
         waited_s: seconds spent waiting for another compiler or reader of the same entry.
         saved_s: seconds of compilation that a HIT spared, as measured when it was stored.
         save_failure: why the new artifact was not stored; None if it was, or if there was nothing to store.
+        differs: of a MISS while the same model is stored under another key: which parts of that key (`KeyParts`) are other ones
+            than now, as ("preference",). The stored key that differs least counts.
     """
 
     kind: CacheOutcomeKind
@@ -101,6 +105,7 @@ class CacheOutcome:
     waited_s: float = 0.0
     saved_s: float = 0.0
     save_failure: Refusal | None = None
+    differs: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if (self.kind is CacheOutcomeKind.MISS) is (self.reason is None):

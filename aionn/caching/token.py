@@ -32,7 +32,7 @@ from blake3 import blake3
 from aionn.errors import CallerError
 from aionn.hal.types import CACHE_TOKEN_BYTES, ExecutionPreference, Priority
 
-__all__ = ["KeyParts", "changed_parts", "decode_parts", "encode_parts", "entry_key", "family_key"]
+__all__ = ["KeyParts", "changed_parts", "decode_parts", "described_change", "encode_parts", "entry_key", "family_key"]
 
 _MAGIC = b"aionn.key\x01"
 _FAMILY_MAGIC = b"aionn.family\x01"
@@ -164,3 +164,22 @@ def family_key(parts: KeyParts) -> bytes:
 def changed_parts(before: KeyParts, after: KeyParts) -> tuple[str, ...]:
     """Names of the fields that make two keys differ, for those who ask why they missed."""
     return tuple(name for name in KeyParts.__slots__ if getattr(before, name) != getattr(after, name))
+
+
+def described_change(before: KeyParts, after: KeyParts) -> str:
+    """The same in words: "preference was LOW_POWER and is SUSTAINED_SPEED"."""
+    return ", ".join(
+        f"{name} was {_told(getattr(before, name))} and is {_told(getattr(after, name))}" for name in changed_parts(before, after)
+    )
+
+
+def _told(value: object) -> str:
+    match value:
+        case ExecutionPreference() | Priority():
+            return value.name
+        case bytes():
+            return value.hex()[:16]
+        case tuple():
+            return f"a list of {len(value)}"
+        case _:
+            return repr(value)

@@ -16,7 +16,7 @@ from aionn.errors import AionnError, CallerError
 
 INTERRUPTED = 130
 
-Json = Annotated[bool, Parameter(name="--json", negative="", help="Print one JSON value instead of a table.")]
+Json = Annotated[bool, Parameter(name="--json", negative="", show_default=False, help="Print one JSON value instead of a table.")]
 DeviceNames = Annotated[list[str] | None, Parameter(name="--device", negative="")]
 
 app = App(
@@ -75,7 +75,7 @@ def run(
     input: Annotated[list[str] | None, Parameter(name="--input", negative="")] = None,  # noqa: A002 -- the option's name
     device: str | None = None,
     repeat: int = 1,
-    burst: Annotated[bool, Parameter(negative="")] = False,
+    burst: Annotated[bool, Parameter(negative="", show_default=False)] = False,
     cache_dir: Annotated[str | None, Parameter(name="--cache-dir")] = None,
     json: Json = False,
     trace: str | None = None,
@@ -144,9 +144,13 @@ def prune(directory: str, /, *, max_bytes: Annotated[str | None, Parameter(name=
 
 
 def existing(directory: str) -> Path:
-    if not os.path.isdir(directory):
+    """A directory that is a cache, or is empty as a new one: nothing is to be made, or tidied up, in any other."""
+    path = Path(directory)
+    if not path.is_dir():
         raise UsageError(f"there is no cache directory {directory!r}")
-    return Path(directory)
+    if not all((path / part).is_dir() for part in ("entries", "locks")) and any(path.iterdir()):
+        raise UsageError(f"{directory!r} is no cache: there is something in it, but no entries; give the cache_dir of an app or of aionn compile")
+    return path
 
 
 def bytes_of(text: str) -> int:
@@ -174,7 +178,7 @@ def run_command(arguments: Sequence[str] | None) -> int:
             # Whoever read stdout has gone; Python would complain about it once more at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
-        return _failed(f"{error.strerror or error}: {error.filename!r}" if error.filename else str(error), 1)
+        return _failed(f"{error.strerror or error}: {error.filename!r}" if error.filename else f"{error.strerror or error}", 1)
     except KeyboardInterrupt:
         return _failed("interrupted", INTERRUPTED)
     return 0

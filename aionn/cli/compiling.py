@@ -24,14 +24,14 @@ _CALLS = {
     "PrepareModel": "compiling",
     "PrepareModelFromCache": "loading from the cache",
 }
-_SPANS = {"driver.start": "preparing", "cache.lookup": "waiting for its turn, another process may be compiling it"}
+_SPANS = {"driver.start": "preparing", "cache.lookup": "looked up in the cache (if another process is compiling it, this one waits)"}
 
 
 @contextmanager
 def progress(what: str) -> Iterator[None]:
     """Tell on stderr what is being done: a line that moves at a terminal, a line for each step elsewhere."""
     console = error_console()
-    if not console.is_terminal:
+    if not console.is_terminal or console.is_dumb_terminal:
         told = [""]
 
         def tell(event: trace.Span | trace.Counter) -> None:
@@ -70,6 +70,7 @@ def describe(outcome: CacheOutcome) -> dict[str, Any]:
         "outcome": outcome.kind.value,
         "reason": outcome.reason.value if outcome.reason is not None else None,
         "detail": outcome.detail,
+        "differs": list(outcome.differs),
         "key": outcome.key.hex(),
         "waited_s": outcome.waited_s,
         "saved_s": outcome.saved_s,
@@ -94,7 +95,7 @@ def compile_model(path: str, cache_dir: str, devices: Sequence[str] | None, as_j
                 (
                     one["device"],
                     one["outcome"],
-                    one["reason"] or "",
+                    (one["reason"] or "") + _differing(one["differs"]),
                     duration(one["took_s"]),
                     size(one["stored_bytes"]),
                     duration(one["compile_s"]),
@@ -107,6 +108,11 @@ def compile_model(path: str, cache_dir: str, devices: Sequence[str] | None, as_j
         if not one["stored"]:
             why = one["save_failure"] or one["detail"] or "the device does not cache this model"
             raise NotDoneError(f"nothing is stored for device {one['device']!r}: {why}")
+
+
+def _differing(parts: Sequence[str]) -> str:
+    # What is stored for another device is nothing that this one could have hit.
+    return "" if "device" in parts else "".join(f", other {part}" for part in parts)
 
 
 async def _compile(path: str, cache_dir: str, devices: Sequence[str] | None) -> list[dict[str, Any]]:

@@ -26,8 +26,11 @@ __all__ = [
     "size",
 ]
 
-_WIDE = 200
+_WIDE = 10_000
 """Columns of a table that goes into a file or a pipe: nothing is wrapped or cut there."""
+
+_PROSE = {"version", "reason", "state", "detail"}
+"""Columns that a narrow terminal may wrap. The others hold what is copied or compared, and are wrapped last."""
 
 
 class UsageError(Exception):
@@ -51,10 +54,16 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE)
     table = Table(title=title or None, title_justify="left", box=None, pad_edge=False, header_style="bold")
     for column in columns:
-        table.add_column(column.rstrip(">"), justify="right" if column.endswith(">") else "left", overflow="fold")
+        name = column.rstrip(">")
+        table.add_column(name, justify="right" if column.endswith(">") else "left", overflow="fold", no_wrap=name not in _PROSE)
     for row in rows:
         table.add_row(*(_plain(cell) for cell in row))
-    console.print(table)
+    if console.is_terminal:
+        console.print(table)
+        return
+    with console.capture() as printed:
+        console.print(table)
+    print("\n".join(line.rstrip() for line in printed.get().splitlines()))
 
 
 def _plain(text: str) -> Any:

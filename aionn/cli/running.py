@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 import aionn
 from aionn import trace
 from aionn.cli.compiling import describe, progress
-from aionn.cli.printing import UsageError, duration, error_console, print_json, print_table
+from aionn.cli.printing import NotDoneError, UsageError, duration, error_console, print_json, print_table
+from aionn.errors import ExecutionError
 
 __all__ = ["run_model"]
 
@@ -35,11 +36,14 @@ def run_model(
     """Run and print.
 
     Raises:
-        UsageError: `repeat` is not positive, or an input's file cannot be used.
+        UsageError: `repeat` is not positive, or a file cannot be used.
+        NotDoneError: the model does not run on inputs that were made up.
         AionnError: as `Runtime.compile` and `Compilation.compute`.
     """
     if repeat < 1:
         raise UsageError(f"--repeat {repeat}: a model runs at least once")
+    if trace_path is not None and not Path(trace_path).parent.is_dir():
+        raise UsageError(f"--trace {trace_path!r}: there is no such directory")
     recording = trace.record() if trace_path is not None else nullcontext(None)
     with recording as recorded:
         told = aionn.run(_run, path, _given(inputs), device, repeat, burst, cache_dir)
@@ -60,8 +64,10 @@ def _given(inputs: Sequence[str]) -> Arrays:
             raise UsageError(f"--input {text!r}: give NAME=FILE.npy")
         try:
             arrays[name] = np.load(file, allow_pickle=False)
-        except (OSError, ValueError) as error:
+        except OSError as error:
             raise UsageError(f"--input {name}: {file!r} cannot be read as a .npy file: {error}") from error
+        except ValueError as error:  # its words recommend to load pickled objects
+            raise UsageError(f"--input {name}: {file!r} cannot be read as a .npy file of numbers; write one with numpy.save") from error
         if not isinstance(arrays[name], np.ndarray):
             raise UsageError(f"--input {name}: {file!r} holds several arrays; give a .npy file with one")
     return arrays
@@ -100,11 +106,18 @@ async def _run(path: str, given: Arrays, device: str | None, repeat: int, burst:
                 token=None if cache_dir is None else model.token,
             )
         prepared_s = time.monotonic() - began
-        if burst:
-            async with compilation.burst() as stream:
-                outputs, times_s = await _repeat(stream, inputs, repeat)
-        else:
-            outputs, times_s = await _repeat(compilation, inputs, repeat)
+        try:
+            if burst:
+                async with compilation.burst() as stream:
+                    outputs, times_s = await _repeat(stream, inputs, repeat)
+            else:
+                outputs, times_s = await _repeat(compilation, inputs, repeat)
+        except ExecutionError as error:
+            made_up = [name for name in inputs if name not in given]
+            if not made_up:
+                raise
+            way_out = f"made up: {', '.join(made_up)}; the model may want other numbers or shapes, give --input {made_up[0]}=FILE.npy"
+            raise NotDoneError(f"{error} ({way_out})") from error
         return {
             "model": path,
             "device": compilation.device,

@@ -33,7 +33,7 @@ from anyio.abc import TaskGroup
 from blake3 import blake3
 
 from aionn import trace
-from aionn.caching import CacheOutcome, CacheOutcomeKind, KeyParts, MissReason, Refusal, Wanted, entry_key, family_key
+from aionn.caching import CacheOutcome, CacheOutcomeKind, KeyParts, MissReason, Refusal, Wanted, encode_parts, entry_key, family_key
 from aionn.caching.store import CacheStore, Declined, Hit, Miss, Publisher
 from aionn.errors import AionnError, CallerError, CompilationError, DeadlineError, DriverDiedError, DriverHungError
 from aionn.hal.interfaces import CacheHandles, PrepareOptions
@@ -101,30 +101,42 @@ async def _prepare(
             return await _compile(remote, model, options), CacheOutcome(CacheOutcomeKind.NO_CACHE, None, name, _why_not(remote))
         wanted = _wanted(remote, model, options, cache.token)
         found = await _open(devices, cache.store, wanted, options, refused)
+        prepared: RemotePreparedModel | None = None
+        outcome = found.outcome
         try:
             if isinstance(found, Miss):
-                return await _compile_and_publish(devices._tasks, remote, model, options, found, cache.store)
-            if isinstance(found, Declined):
+                prepared, outcome = await _compile_and_publish(devices._tasks, remote, model, options, found, cache.store)
+            elif isinstance(found, Declined):
                 _raise_if_unsupported(remote, model, found)
-                return await _compile(remote, model, options), found.outcome
-            try:
-                loaded = await _load(remote, model, options, found)
+                prepared = await _compile(remote, model, options)
+            else:
                 try:
-                    await found.leave()
-                except BaseException:
-                    loaded.release()  # nobody will have it
-                    raise
-                return loaded, found.outcome
-            except AionnError as error:
-                # What the deadline of the whole ends is the caller's; so is a runtime that closes.
-                if _left_s(options) == 0.0 or devices._closed:
-                    raise
-                refused = found, _refusal_of(error)
-                _tell_refusal(remote, refused[1], error)
+                    prepared = await _load(remote, model, options, found)
+                except AionnError as error:
+                    # What the deadline of the whole ends is the caller's; so is a runtime that closes.
+                    if _left_s(options) == 0.0 or devices._closed:
+                        raise
+                    refused = found, _refusal_of(error)
+                    _tell_refusal(remote, refused[1], error)
         finally:
-            await found.aclose()
+            await _leave(found, prepared)
+        if prepared is not None:
+            return prepared, outcome
         # The driver may have ended over it, and the next one may be of another version: it is asked, and looked up, anew.
         remote = await devices.get(name)
+
+
+async def _leave(found: _Opened, prepared: RemotePreparedModel | None) -> None:
+    """Done with the entry. Who is cancelled meanwhile gets no model, so it is released."""
+    try:
+        if isinstance(found, Hit) and prepared is not None:
+            await found.leave()
+        else:
+            await found.aclose()
+    except BaseException:
+        if prepared is not None:
+            prepared.release()
+        raise
 
 
 def bound(handles: CacheHandles, model: Model) -> CacheHandles:
@@ -143,7 +155,7 @@ def _wanted(remote: RemoteDevice, model: Model, options: PrepareOptions, token: 
     )
     key = entry_key(parts)
     assert key is not None
-    return Wanted(key, family_key(parts), remote.name, remote.version, model.token, remote.cache_files)
+    return Wanted(key, family_key(parts), remote.name, remote.version, model.token, remote.cache_files, encode_parts(parts))
 
 
 def _why_not(remote: RemoteDevice) -> str:

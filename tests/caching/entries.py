@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
-from aionn.caching import KeyParts, Wanted, entry_key, family_key
+from aionn.caching import KeyParts, Wanted, encode_parts, entry_key, family_key
 from aionn.caching.store import CacheStore, Hit, Miss, Publisher
 from aionn.hal.interfaces import CacheHandles
 from aionn.hal.types import CacheFiles
@@ -13,11 +14,11 @@ from aionn.hal.types import CacheFiles
 FILES = CacheFiles(model=2, data=1)
 
 
-def wanted(token: int = 0, *, version: str = "1.0", model: int = 7, files: CacheFiles = FILES, device: str = "fake") -> Wanted:
-    parts = KeyParts(app_token=token.to_bytes(32, "little"), device=device, device_version=version)
+def wanted(token: int = 0, *, version: str = "1.0", model: int = 7, files: CacheFiles = FILES, device: str = "fake", **more: Any) -> Wanted:
+    parts = KeyParts(app_token=token.to_bytes(32, "little"), device=device, device_version=version, **more)
     key = entry_key(parts)
     assert key is not None
-    return Wanted(key, family_key(parts), device, version, bytes([model]) * 32, files)
+    return Wanted(key, family_key(parts), device, version, bytes([model]) * 32, files, encode_parts(parts))
 
 
 def fill(handles: CacheHandles, content: bytes) -> None:

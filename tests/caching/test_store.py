@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import logging
 import os
@@ -10,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -18,7 +20,7 @@ from aionn import trace
 from aionn.caching import CacheOutcomeKind, MissReason, Refusal
 from aionn.caching.store import CacheStore, Declined, Hit, Miss, Publisher
 from aionn.errors import CallerError
-from aionn.hal.types import CacheFiles
+from aionn.hal.types import CacheFiles, ExecutionPreference, Priority
 from tests.caching.entries import FILES, contents, expected, fill, generations, miss, open_descriptors, read, stored, wanted
 
 pytestmark = pytest.mark.anyio
@@ -182,6 +184,45 @@ async def test_another_driver_version_is_told_from_a_cold_start_and_both_are_lis
         assert await read(store, wanted(version="B")) == expected(b"artifact")
         # A downgrade of the driver is a miss of its own, not a hit on what the newer one left.
         assert await reason_now(store, version="A") is MissReason.OTHER_DRIVER_VERSION
+
+
+SUSTAINED, LOW_POWER = ExecutionPreference.SUSTAINED_SPEED, ExecutionPreference.LOW_POWER
+
+
+@pytest.mark.parametrize(
+    ("change", "differs", "words"),
+    [
+        ({"preference": SUSTAINED}, ("preference",), "preference was LOW_POWER and is SUSTAINED_SPEED"),
+        ({"token": 2}, ("app_token",), f"app_token was {'01' + 14 * '0'} and is {'02' + 14 * '0'}"),
+        ({"priority": Priority.HIGH}, ("priority",), "priority was None and is HIGH"),
+        ({"operations": ((0, 1),)}, ("operations",), "operations was None and is a list of 1"),
+        ({"options": (("fast", b"1"),)}, ("options",), "options was a list of 0 and is a list of 1"),
+        ({"token": 2, "preference": SUSTAINED}, ("app_token", "preference"), "preference was LOW_POWER and is SUSTAINED_SPEED"),
+        ({"device": "other"}, ("device",), "device was 'fake' and is 'other'"),
+        ({"version": "2.0"}, ("device_version",), "stored by driver '1.0', now '2.0'"),
+        ({"model": 8, "preference": SUSTAINED}, (), ""),
+    ],
+)
+async def test_a_miss_names_what_differs_from_the_nearest_entry_of_the_model(
+    directory: Path, change: dict[str, Any], differs: tuple[str, ...], words: str
+) -> None:
+    async with CacheStore(directory) as store:
+        await stored(store, wanted(9, preference=ExecutionPreference.FAST_SINGLE_ANSWER, priority=Priority.LOW, device="far"))
+        await stored(store, wanted(1, preference=LOW_POWER))
+        async with await store.open(wanted(**{"token": 1, "preference": LOW_POWER, **change})) as found:
+            assert isinstance(found, Miss)
+            assert found.outcome.differs == differs
+            assert words in found.outcome.detail
+            expected_reason = MissReason.OTHER_DRIVER_VERSION if "version" in change else MissReason.ABSENT
+            assert found.outcome.reason is expected_reason
+
+
+async def test_a_manifest_that_lies_about_its_key_explains_nothing_and_breaks_nothing(directory: Path) -> None:
+    async with CacheStore(directory) as store:
+        await stored(store, dataclasses.replace(wanted(1), parts=b"no parts at all"))
+        await stored(store, dataclasses.replace(wanted(2), parts=bytes(100_000)))
+        async with await store.open(wanted(3)) as found:
+            assert (found.outcome.reason, found.outcome.differs) == (MissReason.ABSENT, ())
 
 
 async def test_old_versions_go_by_themselves_when_unused_for_long(directory: Path) -> None:

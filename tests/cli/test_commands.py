@@ -87,7 +87,18 @@ def test_compile_stores_what_later_starts_load_and_shows_its_steps(terminal: Ter
         ("openvino", "hit", True),
         ("onnxruntime", "hit", True),
     ]
-    assert all(one["stored_bytes"] > 0 and one["took_s"] > 0 for one in told["compilations"])
+    assert all(one["stored_bytes"] > 0 and one["took_s"] > 0 and one["differs"] == [] for one in told["compilations"])
+
+
+def test_compile_names_what_a_miss_differs_in_from_what_is_stored(fake: FakeDevice, terminal: Terminal) -> None:
+    fake.tell(version="A")
+    terminal.run("compile", "model.onnx", "--cache-dir", "cache", "--device", FAKE)
+    fake.tell(version="B")
+    (told,) = terminal.json("compile", "model.onnx", "--cache-dir", "cache", "--device", FAKE)["compilations"]
+    assert (told["outcome"], told["reason"], told["differs"]) == ("miss", "other_driver_version", ["device_version"])
+    fake.tell(version="C")
+    out, _ = terminal.run("compile", "model.onnx", "--cache-dir", "cache", "--device", FAKE)
+    assert "other_driver_version, other device_version" in out
 
 
 def test_the_cache_is_listed_verified_and_pruned(terminal: Terminal) -> None:

@@ -18,7 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 import anyio.to_thread
@@ -380,6 +380,20 @@ async def test_an_entry_of_another_model_is_never_taken_for_this_ones_even_with_
         factor, outcome = await factor_of(other)
         assert factor == 3
         assert (outcome.kind, outcome.reason) == (MISS, MissReason.WRONG_BYTES)  # of what it stored for the second model
+
+
+async def test_a_miss_names_the_part_of_the_key_that_changed(cache_dir: Path) -> None:
+    model = aionn.Model.from_onnx(identity_model())
+    told = []
+    async with aionn.Runtime() as runtime:
+        changes: list[tuple[Literal["low_power", "sustained_speed"], bytes]]
+        changes = [("low_power", model.token), ("sustained_speed", model.token), ("low_power", bytes(32))]
+        for preference, token in changes:
+            compilation = await runtime.compile(model, devices=("onnxruntime",), cache_dir=cache_dir, token=token, preference=preference)
+            told.append(compilation.outcomes[0])
+    assert [outcome.reason for outcome in told] == [MissReason.ABSENT] * 3
+    assert [outcome.differs for outcome in told] == [(), ("preference",), ("app_token",)]
+    assert "preference was LOW_POWER and is SUSTAINED_SPEED" in told[1].detail
 
 
 # --- drivers that change, and die ---------------------------------------------------------------------------------------

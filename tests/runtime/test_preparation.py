@@ -13,7 +13,7 @@ import pytest
 
 from aionn import trace
 from aionn.caching import CacheOutcomeKind, MissReason, Refusal
-from aionn.caching.store import CacheStore, Hit, Publisher
+from aionn.caching.store import CacheStore, Hit, Miss, Publisher
 from aionn.errors import (
     AionnError,
     CallerError,
@@ -216,6 +216,35 @@ async def test_a_failed_compilation_leaves_no_entry_and_the_next_may_compile(cac
         device.while_compiling = None
         _, outcome = await devices.prepare(some_model(), cache)
         assert (outcome.kind, outcome.save_failure) == (MISS, None)
+
+
+@pytest.mark.parametrize("act", ["publish", "decline", "aclose after a failed save", "leave"])
+async def test_a_model_whose_caller_is_cancelled_while_the_entry_is_closed_is_released(
+    cache: CacheChoice, monkeypatch: pytest.MonkeyPatch, act: str
+) -> None:
+    device, entered = ScriptedDevice(), anyio.Event()
+
+    async def hangs(*arguments: object, **options: object) -> None:
+        entered.set()
+        await anyio.sleep_forever()
+
+    if act == "leave":
+        device.loaded_model = await fill(cache)
+        monkeypatch.setattr(Hit, "leave", hangs)
+    elif act == "decline":
+        device.save_outcome = "declined"
+        monkeypatch.setattr(Publisher, "decline", hangs)
+    elif act == "publish":
+        monkeypatch.setattr(Publisher, "publish", hangs)
+    else:
+        device.save_outcome = "no_space: the disk is full"
+        monkeypatch.setattr(Miss, "aclose", hangs)
+    async with scripted(device) as devices, anyio.create_task_group() as app:
+        app.start_soon(devices.prepare, some_model(), cache)
+        await entered.wait()
+        assert [prepared.released for prepared in device.prepared] == [False]
+        app.cancel_scope.cancel()
+    assert [prepared.released for prepared in device.prepared] == [True]
 
 
 async def test_a_cancelled_compilation_leaves_no_entry_and_the_next_may_compile(cache: CacheChoice) -> None:

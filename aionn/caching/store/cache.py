@@ -242,6 +242,7 @@ class CacheStore:
             key=wanted.key,
             waited_s=time.monotonic() - started,
             save_failure=save_failure,
+            differs=why.differs,
         )
         return Miss(outcome, publisher)
 
@@ -290,11 +291,7 @@ class CacheStore:
         # A first look without the lock: most misses never need its file.
         found = directory.find(wanted.key)
         if isinstance(found, Refusal):
-            if found.reason is MissReason.ABSENT:
-                before = self._house.with_index(lambda index: index.other_version(wanted.family, wanted.device_version))
-                if before is not None:
-                    return Refusal(MissReason.OTHER_DRIVER_VERSION, f"stored by driver {before!r}, now {wanted.device_version!r}")
-            return found
+            return self._house.explained(directory, wanted, found) if found.reason is MissReason.ABSENT else found
         held = hold
         fds: list[int] = []
         kept = False

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from aionn import trace
-from aionn.caching.manifest import Manifest, Wanted
+from aionn.caching.manifest import MAX_PARTS_BYTES, Manifest, Wanted
 from aionn.caching.outcomes import CacheOutcome, MissReason, Refusal
 from aionn.caching.store.directory import CacheDirectory, Staged, close_all, refusal_of
 from aionn.caching.store.hop import hop
@@ -207,6 +207,7 @@ class Publisher(_Owned):
             created_ns=time.time_ns(),
             declined=declined is not None,
             detail=declined or "",
+            parts=self.wanted.parts if len(self.wanted.parts) <= MAX_PARTS_BYTES else b"",
         )
         hold = await wait_to_hold(directory.entry_lock(key), "write", _SWITCH_WAIT_S)
         if hold is None:

@@ -20,12 +20,14 @@ import aiofiles
 from blake3 import blake3
 
 from aionn import trace
-from aionn.caching.manifest import Manifest, file_names
+from aionn.caching.manifest import Manifest, Wanted, file_names
 from aionn.caching.outcomes import MissReason, Refusal
 from aionn.caching.store.directory import CacheDirectory, FoundEntry, close_all, refusal_of
 from aionn.caching.store.hop import hop
 from aionn.caching.store.index import Index
 from aionn.caching.store.locks import sole_holder
+from aionn.caching.token import KeyParts, changed_parts, decode_parts, described_change
+from aionn.errors import CallerError
 from aionn.hal.types import CacheFiles
 
 __all__ = ["BadEntry", "EntryInfo", "Housekeeping", "PruneReport"]
@@ -33,6 +35,7 @@ __all__ = ["BadEntry", "EntryInfo", "Housekeeping", "PruneReport"]
 T = TypeVar("T")
 _log = logging.getLogger("aionn.caching")
 _CHUNK_BYTES = 4 << 20
+_RELATIVES = 16  # so many entries of a model are looked at to explain a miss
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +155,29 @@ class Housekeeping:
         except sqlite3.Error as error:
             self.warn(Refusal(MissReason.IO_ERROR, f"index of sizes: {error}"))
             return None
+
+    def explained(self, directory: CacheDirectory, wanted: Wanted, absent: Refusal) -> Refusal:
+        """Why nothing is stored under a key, where something is under one that is like it. Blocking."""
+        before = self.with_index(lambda index: index.other_version(wanted.family, wanted.device_version))
+        if before is not None:
+            detail = f"stored by driver {before!r}, now {wanted.device_version!r}"
+            return Refusal(MissReason.OTHER_DRIVER_VERSION, detail, ("device_version",))
+        try:
+            now = decode_parts(wanted.parts)
+        except CallerError:
+            return absent
+        nearest: KeyParts | None = None
+        for key in self.with_index(lambda index: index.of_model(wanted.model_digest, _RELATIVES)) or []:
+            with suppress(OSError, CallerError):
+                manifest = directory.manifest(key)
+                if isinstance(manifest, Manifest) and not manifest.declined:
+                    parts = decode_parts(manifest.parts)
+                    if nearest is None or len(changed_parts(parts, now)) < len(changed_parts(nearest, now)):
+                        nearest = parts
+        if nearest is None:
+            return absent
+        detail = f"{absent.detail}, but for this model: {described_change(nearest, now)}"
+        return Refusal(absent.reason, detail, changed_parts(nearest, now))
 
     def replace(self, directory: CacheDirectory, manifest: Manifest, based_on: int) -> Refusal | None:
         """Switch an entry to a new generation and evict what no longer fits. Its compile and entry lock are held. Blocking."""

@@ -47,17 +47,18 @@ class Index:
     def _prepare(database: sqlite3.Connection) -> None:
         for statement in (
             "CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value) WITHOUT ROWID",
-            "CREATE TABLE IF NOT EXISTS entries (key BLOB PRIMARY KEY, family BLOB NOT NULL, version TEXT NOT NULL, size INTEGER NOT NULL, "
-            "worth REAL NOT NULL, score REAL NOT NULL, used_s REAL NOT NULL) WITHOUT ROWID",
+            "CREATE TABLE IF NOT EXISTS entries (key BLOB PRIMARY KEY, family BLOB NOT NULL, model BLOB NOT NULL, version TEXT NOT NULL, "
+            "size INTEGER NOT NULL, worth REAL NOT NULL, score REAL NOT NULL, used_s REAL NOT NULL) WITHOUT ROWID",
             "CREATE INDEX IF NOT EXISTS by_score ON entries (score, key)",
             "CREATE INDEX IF NOT EXISTS by_family ON entries (family)",
+            "CREATE INDEX IF NOT EXISTS by_model ON entries (model, used_s)",
             "CREATE TABLE IF NOT EXISTS staging (key BLOB PRIMARY KEY) WITHOUT ROWID",
             "INSERT OR IGNORE INTO facts VALUES ('total', 0), ('clock', 0.0), ('complete', 0)",
             "CREATE TRIGGER IF NOT EXISTS more AFTER INSERT ON entries "
             "BEGIN UPDATE facts SET value = value + new.size WHERE name = 'total'; END",
             "CREATE TRIGGER IF NOT EXISTS less AFTER DELETE ON entries "
             "BEGIN UPDATE facts SET value = value - old.size WHERE name = 'total'; END",
-            "SELECT key, family, version, size, worth, score, used_s FROM entries LIMIT 1",
+            "SELECT key, family, model, version, size, worth, score, used_s FROM entries LIMIT 1",
             "SELECT key FROM staging LIMIT 1",
             "SELECT name, value FROM facts LIMIT 1",
         ):
@@ -128,8 +129,8 @@ class Index:
             score = self._fact(database, "clock") + worth
             database.execute("DELETE FROM entries WHERE key = ?", (manifest.key,))
             database.execute(
-                "INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (manifest.key, manifest.family, manifest.device_version, size, worth, score, time.time()),
+                "INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                (manifest.key, manifest.family, manifest.model_digest, manifest.device_version, size, worth, score, time.time()),
             )
             if published:
                 database.execute(
@@ -190,6 +191,17 @@ class Index:
             ).fetchone()
         )
         return None if row is None else str(row[0])
+
+    def of_model(self, model_digest: bytes, at_most: int) -> list[bytes]:
+        """Keys under which that model is stored, the last used first."""
+        return self._transact(
+            lambda database: [
+                _key(key)
+                for (key,) in database.execute(
+                    "SELECT key FROM entries WHERE model = ? ORDER BY used_s DESC LIMIT ?", (model_digest, at_most)
+                )
+            ]
+        )
 
     def used_s(self) -> dict[bytes, float]:
         """Wall-clock second of each entry's last use."""
