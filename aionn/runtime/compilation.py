@@ -2,6 +2,13 @@
 
 It outlives its driver: when that dies, awaiting calls end with `DriverDiedError`, and the next use starts a new driver and
 prepares the model there again, once, whoever asks.
+
+JIT is the same with no driver to begin with: the first use prepares the model (`_live`). NNAPI has a driver keep the descriptors
+of cache files from `prepareModel` until the first execution. Here the app's side keeps the place instead, and opens the files
+when they are used. Entries are published by renaming, so a kept descriptor would write to a file that nobody finds any more; it
+would have to be locked for as long as the app pleases not to execute; and an artifact that another process has stored meanwhile
+would go unseen. What is kept until then is the entry's name, and what is promised holds: one compile however many wait, read and
+written under the entry's locks, through descriptors that the driver keeps until it is done.
 """
 
 from __future__ import annotations
@@ -101,6 +108,7 @@ class Compilation:
         """
         if self._closed:
             return
+        self._runtime._check_loop()
         self._closed = True
         self._finalizer.detach()
         self._compiled.abandon()

@@ -105,6 +105,11 @@ class Runtime:
         if running_loop() is not self._loop:
             raise CallerError("this runtime belongs to another event loop; a runtime is used in the loop that entered it")
 
+    def _check_loop(self) -> None:
+        """For what may still be done when the runtime has been left, such as closing."""
+        if self._loop is not None:
+            self._check_open()
+
     @property
     def devices(self) -> list[Device]:
         """Every device this runtime knows, best first: the installed ones and those asked for by class."""
@@ -223,7 +228,14 @@ class Runtime:
 
 
 def run(main: Callable[..., Awaitable[T]], *args: object) -> T:
-    """Run an async function to its end on uvloop: `anyio.run(main, *args)` with the fast loop."""
+    """Run an async function to its end on uvloop: `anyio.run(main, *args)` with the fast loop; what it returns or raises is handed on.
+
+    Where stdin, stdout or stderr is closed, as in some daemons, /dev/null takes its place: uvloop aborts the process over a file of its
+    own that got one of those numbers.
+    """
+    while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(opened)
     return anyio.run(main, *args, backend="asyncio", backend_options={"use_uvloop": True})
 
 

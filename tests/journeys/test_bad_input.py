@@ -231,17 +231,42 @@ async def test_a_frame_of_another_burst_is_refused(silero_path: Path) -> None:
 
 
 async def test_another_event_loop_is_refused(silero_path: Path, silero: aionn.Model) -> None:
-    async with still_working(silero_path) as (runtime, compilation):
+    async with (
+        still_working(silero_path) as (runtime, compilation),
+        compilation.burst() as burst,
+        burst.frame() as frame,
+        await compilation.allocate(inputs=("state",), outputs=("stateN",)) as state,
+    ):
+        await state.reset(1)
+        await burst.compute(good())
+        uses: list[Callable[[], Awaitable[object]]] = [
+            lambda: compilation.compute(good()),
+            lambda: runtime.compile(silero, devices=("onnxruntime",)),
+            lambda: compilation.burst().__aenter__(),
+            lambda: compilation.allocate(inputs=("state",)),
+            compilation.aclose,
+            lambda: burst.compute(good()),
+            lambda: burst.compute(frame),
+            lambda: burst.compute({**good(), "state": state}, outputs={"stateN": state}),
+            lambda: burst.frame().__aenter__(),
+            lambda: anext(burst.map([good()])),
+            burst.aclose,
+            state.reset,
+            state.snapshot,
+            state.aclose,
+        ]
 
         async def elsewhere() -> None:
-            with pytest.raises(CallerError) as caught:
-                await compilation.compute(good())
-            is_one_sentence(caught.value, "loop")
-            with pytest.raises(CallerError) as caught:
-                await runtime.compile(silero, devices=("onnxruntime",))
-            is_one_sentence(caught.value, "loop")
+            for use in uses:
+                with pytest.raises(CallerError) as caught:
+                    await use()
+                is_one_sentence(caught.value, "loop")
 
         await to_thread.run_sync(lambda: asyncio.run(elsewhere()))
+        with pytest.raises(CallerError) as without:
+            await to_thread.run_sync(lambda: burst.compute(good()).send(None))
+        is_one_sentence(without.value, "aionn.run")
+        np.testing.assert_array_equal(await state.snapshot(), np.ones((2, 1, 128), np.float32))
 
 
 def test_no_event_loop_at_all_is_refused(silero_path: Path) -> None:
