@@ -1,6 +1,6 @@
 """An app for `test_cache_journey`: compiles one model with a cache, runs it once, and tells what the cache did.
 
-    python -m tests.journeys.caching_app MODEL CACHE_DIR DEVICE
+    python -m tests.journeys.caching_app MODEL CACHE_DIR DEVICE [MODE]
 
 Prints one JSON line: pid, kind, reason, waited_s, save_failure, and the BLAKE3 of all outputs.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from typing import Literal
 
 import numpy as np
 from blake3 import blake3
@@ -18,10 +19,10 @@ import aionn
 from tests.real_models import some_input
 
 
-async def main(path: str, directory: str, device: str) -> None:
+async def main(path: str, directory: str, device: str, mode: Literal["eager", "jit"] = "eager") -> None:
     model = aionn.Model.from_onnx(path)
     async with aionn.Runtime() as runtime:
-        compilation = await runtime.compile(model, devices=(device,), cache_dir=directory, token=model.token)
+        compilation = await runtime.compile(model, devices=(device,), cache_dir=directory, token=model.token, mode=mode)
         outputs = await compilation.compute({name: some_input(operand) for name, operand in model.inputs.items()})
         (outcome,) = compilation.outcomes
     digest = blake3(b"".join(np.ascontiguousarray(array).tobytes() for array in outputs.values())).hexdigest()

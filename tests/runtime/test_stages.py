@@ -1,4 +1,4 @@
-"""Stages, JIT and swaps with fake devices; `test_stage_failures` has what may go wrong.
+"""Stages and swaps with fake devices; `test_stage_failures` has what may go wrong.
 
 The stream here is a task that computes without a pause; each answer is compared with what was asked. Nothing waits for
 time: the quick stage is told to be slow, so that the better one is faster beyond doubt.
@@ -202,58 +202,6 @@ async def test_a_swap_waits_for_a_reset_where_that_is_declared(quick: FakeDevice
             await state.reset(5)
             await compilation.wait_for_stage(best.name, timeout_s=30)
             np.testing.assert_array_equal(await state.snapshot(), np.full(SHAPE, 5, np.float32))
-
-
-# --- JIT ---------------------------------------------------------------------------------------------------------------
-
-
-async def test_jit_compiles_once_at_the_first_execution_and_outlives_its_first_caller(
-    quick: FakeDevice, model: aionn.Model, tmp_path: Path
-) -> None:
-    for kind in ("MISS", "HIT"):
-        with trace.record() as recording:
-            async with leak_check(), aionn.Runtime() as runtime:
-                compilation = await runtime.compile(model, devices=(quick.name,), mode="jit", cache_dir=tmp_path / "c", token=model.token)
-                assert (compilation.outcomes, runtime.devices[-1].pid) == ((), None)
-                answers: list[float] = []
-
-                async def call(number: int, compilation: aionn.Compilation = compilation, answers: list[float] = answers) -> None:
-                    answers.append(float((await compilation.compute(frame(number)))["y"][0, 0]))
-
-                quick.hang("compile" if kind == "MISS" else "load")
-                async with anyio.create_task_group() as tasks:
-                    async with anyio.create_task_group() as first:
-                        first.start_soon(call, -1)
-                        await quick.heard("compile" if kind == "MISS" else "load")
-                        first.cancel_scope.cancel()
-                    for number in range(3):
-                        tasks.start_soon(call, number)
-                    await anyio.wait_all_tasks_blocked()
-                    quick.behave()
-                assert sorted(answers) == [0, 1, 2]
-                assert [outcome.kind.name for outcome in compilation.outcomes] == [kind]
-        assert recording.total("compile.cache") == 1
-
-
-async def test_a_failed_jit_compile_reaches_every_caller_and_the_next_call_tries_again(quick: FakeDevice, model: aionn.Model) -> None:
-    async with leak_check(), aionn.Runtime() as runtime:
-        compilation = await runtime.compile(model, devices=(quick.name,), mode="jit")
-        quick.fail("not yet", "compile")
-        errors: list[str] = []
-
-        async def call() -> None:
-            try:
-                await compilation.compute(frame(0))
-            except aionn.CompilationError as error:
-                errors.append(str(error))
-
-        async with anyio.create_task_group() as tasks:
-            for _ in range(3):
-                tasks.start_soon(call)
-        assert len(errors) == 3
-        assert all("not yet" in error for error in errors)
-        quick.behave()
-        assert (await compilation.compute(frame(4)))["y"][0, 0] == 4
 
 
 # --- an app's own new version --------------------------------------------------------------------------------------------
