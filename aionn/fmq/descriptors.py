@@ -6,7 +6,24 @@ import fcntl
 import os
 
 from aionn.errors import CallerError
+from aionn.memory import limits
 from aionn.memory.region import Region
+
+
+def make_eventfds(count: int, queue_bytes: int) -> list[int]:
+    """New eventfds for a queue of so many bytes: all of them, or none.
+
+    Raises:
+        MemoryAllocationError: no descriptor is left.
+    """
+    made: list[int] = []
+    try:
+        while len(made) < count:
+            made.append(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+    except OSError as error:
+        let_go([], made)
+        raise limits.allocation_error(queue_bytes, error) from error
+    return made
 
 
 def check_eventfd(fd: int) -> None:

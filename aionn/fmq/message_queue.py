@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from aionn.errors import CallerError, DeadlineError, again
 from aionn.fmq import layout
 from aionn.fmq._ring import Ring
-from aionn.fmq.descriptors import check_eventfd, let_go
+from aionn.fmq.descriptors import check_eventfd, let_go, make_eventfds
 from aionn.fmq.errors import QueueClosedError, QueueCorruptedError
 from aionn.fmq.event_flag import EventFlag, deadline_after
 from aionn.fmq.layout import Element
@@ -127,7 +127,7 @@ class MessageQueue(Ring):
                 regions.append(Region.attach(buffer_fd, MemoryDescription(MemoryKind.ASHMEM, grantors[layout.DATA].extent)))
             descriptor = MQDescriptor(grantors, quantum, MQFlavor(flavor))
             if descriptor.flavor is MQFlavor.SYNCHRONIZED:
-                owned += [os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in range(layout.EVENT_FDS)]
+                owned += make_eventfds(layout.EVENT_FDS, header_bytes)
             fds = (*(region.fileno() for region in regions), *owned)
             queue = cls(MQDescriptor(grantors, quantum, descriptor.flavor, fds), regions, dtype)
         except BaseException:

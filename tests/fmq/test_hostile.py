@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import resource
 import signal
 import traceback
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from aionn.errors import CallerError
+from aionn.errors import CallerError, MemoryAllocationError
 from aionn.fmq import MessageQueue, MQDescriptor, MQFlavor, QueueClosedError, QueueCorruptedError, layout
 from aionn.hal.types import GrantorDescriptor
 from tests.fmq.queues import both_ends, duplicated, open_fds, words_of
@@ -117,6 +118,32 @@ def test_a_hostile_descriptor_is_refused_with_its_reason_and_leaks_nothing(twist
     assert open_fds() == before
     assert queue.write(bytes(8))
     queue.close()
+
+
+def is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("left", range(5))
+def test_a_queue_for_which_no_descriptor_is_left_is_told_and_leaks_nothing(left: int) -> None:
+    """It takes four: its memory, once more for the mapping, and two eventfds."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = open_fds()
+    unused = [fd for fd in range(left + len(before) + 1) if not is_open(fd)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (unused[left], hard))
+    try:
+        if left < 4:
+            with pytest.raises(MemoryAllocationError, match="none is left"):
+                MessageQueue.create(8, 16)
+        else:
+            MessageQueue.create(8, 16).close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert open_fds() == before
 
 
 def test_extra_grantors_are_ignored() -> None:
