@@ -53,8 +53,8 @@ def compile_(
         model: Path of an ONNX file.
         cache_dir: Directory of the cache; made if it is missing.
         device: Name of a device to compile for; give it again for more. Default: the best one that can run the model.
-        stages: Names of devices from quick to best, with commas: each stage is stored, so an app that asks for these stages with
-            this cache begins with the best one.
+        stages: Names of devices from quick to best, with commas. Each is stored and compared with the one before, on inputs that are
+            made up; an app that asks for these stages with this cache then begins with the best one that was found good.
     """
     from aionn.cli.compiling import compile_model
 
@@ -62,9 +62,9 @@ def compile_(
         if device:
             raise UsageError("--stages names the devices itself; leave out --device")
         device = [name.strip() for name in stages.split(",")]
-        if not all(device):
-            raise UsageError(f"--stages {stages!r}: give names of devices with commas between, as in onnxruntime,openvino")
-    compile_model(model, cache_dir, device, json)
+        if not all(device) or len(set(device)) < len(device):
+            raise UsageError(f"--stages {stages!r}: give names of devices with commas between, each once, as in onnxruntime,openvino")
+    compile_model(model, cache_dir, device, as_json=json, staged=stages is not None)
 
 
 @app.command
@@ -149,7 +149,7 @@ def existing(directory: str) -> Path:
     if not path.is_dir():
         raise UsageError(f"there is no cache directory {directory!r}")
     if not all((path / part).is_dir() for part in ("entries", "locks")) and any(path.iterdir()):
-        raise UsageError(f"{directory!r} is no cache: there is something in it, but no entries; give the cache_dir of an app or of aionn compile")
+        raise UsageError(f"{directory!r} is no cache: it is not empty and has no entries; give the cache_dir of an app or of aionn compile")
     return path
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,10 +64,11 @@ def _given(inputs: Sequence[str]) -> Arrays:
         if not equals or not name:
             raise UsageError(f"--input {text!r}: give NAME=FILE.npy")
         try:
-            arrays[name] = np.load(file, allow_pickle=False)
+            with open(file, "rb") as opened:
+                arrays[name] = np.load(opened, allow_pickle=False)
         except OSError as error:
             raise UsageError(f"--input {name}: {file!r} cannot be read as a .npy file: {error}") from error
-        except ValueError as error:  # its words recommend to load pickled objects
+        except (ValueError, EOFError, BadZipFile) as error:  # its words recommend to load pickled objects
             raise UsageError(f"--input {name}: {file!r} cannot be read as a .npy file of numbers; write one with numpy.save") from error
         if not isinstance(arrays[name], np.ndarray):
             raise UsageError(f"--input {name}: {file!r} holds several arrays; give a .npy file with one")
