@@ -173,9 +173,11 @@ class BoundExecution:
         """Run with buffers of the device's own: held from now until the run is over, their state following its outcome."""
         with domain.request.use() as use:
             if use.arguments is None:
-                inputs, outputs = dict(self._inputs), dict(self._outputs)
-                for index, array in use.inputs.items():
-                    inputs[domain.names[index]] = array
+                inputs, outputs = {}, dict(self._outputs)
+                for index, name in enumerate(domain.names):  # in the model's order, as always
+                    array = use.inputs.get(index, self._inputs.get(name))
+                    if array is not None:
+                        inputs[name] = array
                 for index, place in use.outputs.items():
                     if place is not None:
                         outputs[self._names[index]] = place
