@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -133,6 +134,17 @@ def test_no_room_is_called_nothing() -> None:
 def test_every_package_has_its_one_page_design() -> None:
     bare = [str(path.relative_to(HOUSE)) for path, tree in modules() if not ast.get_docstring(tree)]
     assert bare == []
+
+
+def test_every_room_is_named_in_the_design_of_its_package() -> None:
+    """A module that came later is in the one-page design too. The floors of `aionn` itself are the plan above."""
+    missing = []
+    for path, tree in modules():
+        if path.name == "__init__.py" and path.parent != HOUSE:
+            rooms = [room.stem for room in path.parent.glob("*.py")] + [room.parent.name for room in path.parent.glob("*/__init__.py")]
+            words = set(re.findall(r"\w+", ast.get_docstring(tree) or ""))
+            missing += [f"{path.relative_to(HOUSE)} does not name {room}" for room in sorted({*rooms} - words - {"__init__", "__main__"})]
+    assert missing == []
 
 
 def test_no_module_outgrows_a_reader() -> None:

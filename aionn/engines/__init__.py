@@ -11,6 +11,7 @@ is imported when a model is there to be read: it brings `onnx`, which a driver t
                   compiles in milliseconds, loads in fewer
     openvino      slower to compile, 1.3 to 4.7 times quicker on convolutions (x86): the second stage
     processor     what this machine's CPU gives and is: usable cores, instruction set, flushing of denormals
+    installed     which engines there are, by their entry points
 
 What all engines keep to
     Arrays given to `run` are used in place and never kept alive by an engine that can help it: the driver unmaps

@@ -8,6 +8,8 @@ The design on one page
     `message_queue`  `MessageQueue(Ring)`: making, attaching, waiting, ending, closing.
     `waiting`        the tasks that wait on one side of one queue; one persistent `add_reader` for all of them.
     `event_flag`     `EventFlag`: 32 bits with libfmq's semantics, for threads, libfmq peers and tasks.
+    `descriptors`    the file descriptors of both: what a peer's eventfd must be, and letting go of all, once.
+    `errors`         what a queue refuses with.
 
 Why it is fast: a commit is one store and one fence; a system call is made only if the other side sleeps.
 Why it is safe: a peer can be late, dead, broken or hostile. Descriptors are checked before anything is mapped, counters

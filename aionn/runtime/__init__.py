@@ -9,7 +9,8 @@
     arguments       what an app passes, checked and laid out in a frame; frames: the frames; placement: what lies elsewhere
     device_memory   a tensor that stays in the driver; recurrent: the short way of a stream that keeps its state there
     stages          better stages, one after the other; background: who compiles them; comparing: whether they are better;
-                    moving: device memory to another driver; swapping: a new model in place of the old one
+                    measuring: how long a run takes; verdicts: what was found, kept with the cache; moving: device memory to
+                    another driver; swapping: a new model in place of the old one
 
 Nobody here knows the driver's rooms.
 """
