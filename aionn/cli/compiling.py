@@ -1,10 +1,14 @@
-"""`aionn compile`: a model into a cache, for each device asked for; with progress on stderr while it lasts."""
+"""`aionn compile`: a model into a cache, for each device asked for; with progress on stderr while it lasts.
+
+With stages it is compiled for each of them first, so that each is stored whatever the comparison finds. Then a staged compilation loads
+and compares them as an app's would, and leaves its verdicts in the cache.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +62,8 @@ def progress(what: str) -> Iterator[None]:
 
 def _step(event: trace.Span | trace.Counter) -> str | None:
     if isinstance(event, trace.Counter):
+        if event.name == "stage.entered":
+            return f"stage {event.attributes['stage']!r} is {event.attributes['state']}"
         return _CALLS.get(event.attributes["call"]) if event.name == "control.call" else None
     if event.name == "prepare" and "error" not in event.attributes:
         return "compiled"
@@ -78,19 +84,19 @@ def describe(outcome: CacheOutcome) -> dict[str, Any]:
     }
 
 
-def compile_model(path: str, cache_dir: str, devices: Sequence[str] | None, as_json: bool) -> None:
-    """Compile and tell what was stored.
+def compile_model(path: str, cache_dir: str, devices: Sequence[str] | None, *, as_json: bool, staged: bool) -> None:
+    """Compile and tell what was stored; `staged`: and which of the devices is to serve, from quick to best.
 
     Raises:
         NotDoneError: nothing is stored for one of the devices.
     """
-    done = aionn.run(_compile, path, cache_dir, devices)
+    done = aionn.run(_compile, path, cache_dir, devices, staged)
     if as_json:
         print_json({"model": path, "cache_dir": cache_dir, "compilations": done})
     else:
         print_table(
             "",
-            ["device", "outcome", "reason", "took>", "stored>", "a hit saves>", "entry"],
+            ["device", "outcome", "reason", "took>", "stored>", "a hit saves>", "entry", *(["stage"] if staged else [])],
             [
                 (
                     one["device"],
@@ -100,6 +106,7 @@ def compile_model(path: str, cache_dir: str, devices: Sequence[str] | None, as_j
                     size(one["stored_bytes"]),
                     duration(one["compile_s"]),
                     one["key"][:16],
+                    *([": ".join(filter(None, (one["stage"]["state"], one["stage"]["reason"])))] if staged else []),
                 )
                 for one in done
             ],
@@ -115,7 +122,7 @@ def _differing(parts: Sequence[str]) -> str:
     return "" if "device" in parts else "".join(f", other {part}" for part in parts)
 
 
-async def _compile(path: str, cache_dir: str, devices: Sequence[str] | None) -> list[dict[str, Any]]:
+async def _compile(path: str, cache_dir: str, devices: Sequence[str] | None, staged: bool) -> list[dict[str, Any]]:
     model = aionn.Model.from_onnx(path)
     done = []
     names: Sequence[str | None] = devices or [None]
@@ -130,7 +137,26 @@ async def _compile(path: str, cache_dir: str, devices: Sequence[str] | None) -> 
             (outcome,) = compilation.outcomes
             done.append({"device": compilation.device, "took_s": took_s, **describe(outcome), **await _stored(cache_dir, outcome)})
             await compilation.aclose()
+        if staged and devices:
+            for one, stage in zip(done, await _stages(runtime, model, path, cache_dir, devices), strict=True):
+                one["stage"] = stage
     return done
+
+
+async def _stages(runtime: aionn.Runtime, model: aionn.Model, path: str, cache_dir: str, names: Sequence[str]) -> list[dict[str, Any]]:
+    """What became of each stage, as JSON."""
+    with progress(f"{Path(path).name} in stages"):
+        compilation = await runtime.compile(model, mode="staged", stages=names, cache_dir=cache_dir, token=model.token)
+        for name in names:
+            with suppress(aionn.StageRejected):  # its reason is told
+                await compilation.wait_for_stage(name)
+    told = []
+    for stage in compilation.stages:
+        found = stage.comparison
+        compared = None if found is None else {"before_s": found.before_s, "after_s": found.after_s, "worst": dict(found.worst)}
+        told.append({"state": stage.state, "reason": stage.reason, "times_s": stage.times_s, "comparison": compared})
+    await compilation.aclose()
+    return told
 
 
 async def _stored(cache_dir: str, outcome: CacheOutcome) -> dict[str, Any]:

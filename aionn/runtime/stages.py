@@ -146,6 +146,7 @@ class Stage:
             self.times_s[self.state] = self.times_s.get(self.state, 0.0) + (now_ns - self._since_ns) / 1e9
             trace.span_at(f"stage.{self.state}", self._since_ns, now_ns, stage=self.name)
             self._since_ns = now_ns
+            trace.count("stage.entered", stage=self.name, state=state)
         self.state, self.reason = state, reason
         if state in ("serving", "replaced", "rejected", "skipped"):
             self._settled.set()
