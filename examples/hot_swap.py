@@ -13,6 +13,7 @@ with the better stage.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -90,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--picture", type=Path, default=Path("latency.png"), help="where the picture is saved")
     parser.add_argument("--cache-dir", default=None, help="keep compilations there; a second run starts with the better stage")
     options = parser.parse_args(arguments)
-    if options.size % 32 or options.size <= 0 or options.fps <= 0 or options.seconds <= 0:
+    if options.size % 32 or options.size <= 0 or not 0 < options.fps < math.inf or not 0 < options.seconds < math.inf:
         parser.error("--size is a positive multiple of 32; --fps and --seconds are more than 0")
     try:
         found = aionn.run(watch, options)

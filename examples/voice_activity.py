@@ -7,8 +7,8 @@ answers how likely it is that somebody speaks, and hands back a state that goes 
 in the driver: per frame 2304 bytes of sound go in, 4 bytes of answer come out, and `state_bytes` is 0.
 `speech_probabilities` is what aionn is about; the rest is sound in and text out.
 
-Exit codes: 0 fine, 1 the runtime failed, 2 wrong usage (a missing or unreadable file, a package that is not installed),
-130 interrupted.
+Exit codes: 0 fine, 1 the runtime failed or nobody takes the answer, 2 wrong usage (a missing or unreadable file, a package
+that is not installed), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 import aionn
+from answers import print_answer
 from carriers import UsageError, packaged
 
 SAMPLE_RATE = 16_000
@@ -143,7 +144,11 @@ def load_recording(path: Path) -> NDArray[np.float32]:
     Raises:
         UsageError: there is no such file, or it holds no sound.
     """
-    if not path.is_file():
+    try:
+        found = path.is_file()
+    except OSError as error:
+        raise UsageError(f"{str(path)[:80]}: {error.strerror}; give the path of a sound file") from error
+    if not found:
         raise UsageError(f"{path}: there is no such file; give the path of a sound file")
     try:
         channels, rate = soundfile.read(path, dtype="float32", always_2d=True)
@@ -206,8 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130  # as shells count SIGINT; the driver has ended by now
     found = report(heard, len(samples))
-    print(json.dumps(found) if options.json else as_text(found))
-    return 0
+    return print_answer("voice_activity.py", json.dumps(found) if options.json else as_text(found))
 
 
 if __name__ == "__main__":

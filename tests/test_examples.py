@@ -139,6 +139,29 @@ def test_a_bad_recording_is_one_sentence_and_exit_code_2(tmp_path: Path, name: s
     assert sentence in ran.stderr
 
 
+def test_a_path_that_no_file_can_have_is_one_sentence_and_exit_code_2() -> None:
+    ran = example("voice_activity.py", "a" * 5000)
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert len(ran.stderr.splitlines()) == 1
+    assert "File name too long" in ran.stderr
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(("stdout", "told"), [("a pipe nobody reads", ""), ("/dev/full", "No space left on device")])
+def test_an_answer_that_cannot_be_written_is_exit_code_1_without_a_traceback(stdout: str, told: str, unbuffered: str) -> None:
+    if stdout == "/dev/full":
+        output = os.open(stdout, os.O_WRONLY)
+    else:
+        reading, output = os.pipe()
+        os.close(reading)
+    program = "import sys; from answers import print_answer; sys.exit(print_answer('example.py', 'found'))"
+    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES), "PYTHONUNBUFFERED": unbuffered}
+    ran = subprocess.run([sys.executable, "-c", program], stdout=output, stderr=subprocess.PIPE, text=True, timeout=60, env=environment)
+    os.close(output)
+    assert ran.returncode == 1
+    assert ran.stderr == (f"example.py: the answer cannot be written: {told}\n" if told else "")
+
+
 def test_a_recording_without_samples_or_with_nan_is_refused(tmp_path: Path) -> None:
     soundfile.write(tmp_path / "none.wav", np.zeros((0, 1)), 16_000)
     soundfile.write(tmp_path / "nan.wav", np.array([0.0, np.nan]), 16_000, subtype="FLOAT")
@@ -309,7 +332,8 @@ def test_hot_swap_answers_a_camera_and_draws_its_latency(tmp_path: Path) -> None
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_hot_swap_refuses_a_frame_that_the_model_cannot_take() -> None:
-    ran = example("hot_swap.py", "--size", "100")
+@pytest.mark.parametrize("arguments", [("--size", "100"), ("--seconds", "nan"), ("--fps", "inf")])
+def test_hot_swap_refuses_a_stream_that_cannot_be(arguments: tuple[str, str]) -> None:
+    ran = example("hot_swap.py", *arguments)
     assert (ran.returncode, ran.stdout) == (2, "")
     assert "multiple of 32" in ran.stderr
