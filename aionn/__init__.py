@@ -46,12 +46,14 @@ if _typing.TYPE_CHECKING:
     from aionn.memory import HardwareBuffer, Memory, PlaneLayout
     from aionn.runtime.arguments import Outputs
     from aionn.runtime.burst import Burst
+    from aionn.runtime.comparing import Comparison, Tolerance
     from aionn.runtime.compilation import Compilation
     from aionn.runtime.device_memory import DeviceMemory
     from aionn.runtime.devices import Device
     from aionn.runtime.frame import Frame
     from aionn.runtime.model import Model
     from aionn.runtime.runtime import Runtime, run
+    from aionn.runtime.stages import Stage, StagePolicy
     from aionn.runtime.stream import StreamResult
 
 # Silent unless the app asks to hear of it; a driver's own words reach the app over its control socket.
@@ -63,6 +65,7 @@ __all__ = [
     "CacheOutcome",
     "CacheOutcomeKind",
     "CallerError",
+    "Comparison",
     "Compilation",
     "CompilationError",
     "DeadlineError",
@@ -83,8 +86,11 @@ __all__ = [
     "Outputs",
     "PlaneLayout",
     "Runtime",
+    "Stage",
+    "StagePolicy",
     "StageRejected",
     "StreamResult",
+    "Tolerance",
     "run",
     "trace",
 ]
@@ -95,6 +101,7 @@ _HOMES = {
     "CacheOutcome": "aionn.caching.outcomes",
     "CacheOutcomeKind": "aionn.caching.outcomes",
     "CallerError": "aionn.errors",
+    "Comparison": "aionn.runtime.comparing",
     "Compilation": "aionn.runtime.compilation",
     "CompilationError": "aionn.errors",
     "DeadlineError": "aionn.errors",
@@ -115,8 +122,11 @@ _HOMES = {
     "Outputs": "aionn.runtime.arguments",
     "PlaneLayout": "aionn.memory",
     "Runtime": "aionn.runtime.runtime",
+    "Stage": "aionn.runtime.stages",
+    "StagePolicy": "aionn.runtime.stages",
     "StageRejected": "aionn.errors",
     "StreamResult": "aionn.runtime.stream",
+    "Tolerance": "aionn.runtime.comparing",
     "run": "aionn.runtime.runtime",
 }
 """Where each name is defined; `TYPE_CHECKING` says the same to a type checker."""

@@ -46,8 +46,8 @@ class Runtime:
     """Where models run. Use it in `async with`, in an asyncio or uvloop loop.
 
     Attributes:
-        stage_policy: when better stages are made, and what they must show, for later calls of `compile` with mode "staged"; a frozen
-            dataclass: `runtime.stage_policy = dataclasses.replace(runtime.stage_policy, executions=100)`.
+        stage_policy: a `StagePolicy`: when better stages are made, and what they must show, for later calls of `compile` with mode
+            "staged": `runtime.stage_policy = aionn.StagePolicy(executions=100, min_gain=0.2)`.
 
     Example:
         >>> async with aionn.Runtime() as runtime:
