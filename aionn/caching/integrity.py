@@ -108,7 +108,8 @@ class IntegrityStore:
             self._path = directory / f"integrity-{name}-{blake3(device.encode()).hexdigest()[:16]}.sqlite"
             self._database = open_database(self._path, self._prepare)
         except (OSError, sqlite3.Error) as error:
-            doing = f"integrity store of {device!r}"
+            where = "$XDG_STATE_HOME/aionn, else ~/.local/state/aionn" if state_directory is None else str(state_directory)
+            doing = f"integrity store of {device!r} (in {where})"
             if isinstance(error, UnsafeStateError):
                 self.unavailable = Refusal(MissReason.UNSAFE, f"{doing}: {error}")
             elif isinstance(error, OSError):

@@ -507,6 +507,7 @@ def unusable(tmp_path: Path, cache: Cache, reason: MissReason | None = None) -> 
     store = IntegrityStore("fake", "1.0", FILES, state_directory=tmp_path / "state")
     assert store.unavailable is not None
     assert reason is None or store.unavailable.reason is reason
+    assert f"(in {tmp_path / 'state'})" in store.unavailable.detail  # the way out: where it would have to be
     refused(store.save(cache.handles(), artifact()), store.unavailable.reason)
     refused(store.load(cache.handles()), store.unavailable.reason)
     store.close()
