@@ -154,7 +154,7 @@ class Memory:
         """
         return self.pool.view()[self.offset_bytes : self.offset_bytes + self.size_bytes]
 
-    def array(self, dtype: DTypeLike, shape: int | tuple[int, ...], offset: int = 0) -> NDArray[Any]:
+    def array(self, dtype: DTypeLike, shape: int | np.integer[Any] | tuple[int, ...], offset: int = 0) -> NDArray[Any]:
         """An array over its bytes, in place and C-contiguous; writable where the memory is.
 
         Args:
@@ -165,7 +165,7 @@ class Memory:
         Raises:
             CallerError: the array would reach beyond the memory, or the memory has been closed.
         """
-        element, extents = np.dtype(dtype), (shape,) if isinstance(shape, int) else tuple(shape)
+        element, extents = np.dtype(dtype), (int(shape),) if isinstance(shape, int | np.integer) else tuple(shape)
         if element.hasobject:
             raise CallerError(f"dtype {element}: shared memory holds plain numbers, not references to Python objects")
         needed = element.itemsize
@@ -219,6 +219,9 @@ class Memory:
         pool = self._living()
         if not isinstance(index, slice) or index.step not in (None, 1):
             raise CallerError(f"memory[{index!r}]: memory is cut in one piece, memory[begin:end]; use array() for single elements")
+        for end in (index.start, index.stop):
+            if end is not None and not isinstance(end, int | np.integer):
+                raise CallerError(f"memory[{index.start!r}:{index.stop!r}]: the ends of a slice are whole bytes")
         begin, end = (value if value is None or value >= 0 else value + self.size_bytes for value in (index.start, index.stop))
         begin, end = begin or 0, self.size_bytes if end is None else end
         if not 0 <= begin < end <= self.size_bytes:

@@ -257,6 +257,8 @@ class DeviceMemory:
         if shape is None or size is None:
             raise CallerError("this device memory's shape is open until something fills it; copy_from or compute into it first")
         if target is not None:
+            if not isinstance(target, Memory):
+                raise CallerError(f"copy_to a {type(target).__name__}: device memory is copied into a Memory; snapshot() gives an array")
             with target[:] as part, self._losing():  # a user of its own: the app may close the target meanwhile
                 await self._front.copy_to(part)
                 return part.array(self.type.dtype, shape)
@@ -269,9 +271,15 @@ class DeviceMemory:
         return await self.copy_to()
 
     async def reset(self, value: float = 0) -> None:
-        """Fill it with one value."""
+        """Fill it with one value, which its element type can hold: 2.5 is none for int8, and refused.
+
+        Raises:
+            CallerError, ExecutionError, DeviceMemoryLostError: as `copy_from`.
+        """
         if self._shape is None:
             raise CallerError("this device memory's shape is open; fill it once with copy_from(array)")
+        if not _holds(self.type.dtype, value):
+            raise CallerError(f"device memory of {self.type.value} cannot be filled with {value!r}; nothing is cast in silence")
         await self.copy_from(np.full(self._shape, value, self.type.dtype))
 
     @contextmanager
@@ -376,6 +384,18 @@ class DeviceRoles:
 
     async def allocate(self, prepared: RemotePreparedModel) -> RemoteBuffer:
         return await prepared.device.allocate(self._desc, [prepared], self._input_roles, self._output_roles)
+
+
+def _holds(dtype: np.dtype[Any], value: object) -> bool:
+    """Whether an element of that type can be this number: exactly, or for a float type rounded."""
+    if not isinstance(value, int | float | np.number | np.bool_):
+        return False
+    try:
+        with np.errstate(all="ignore"):
+            held = dtype.type(value)
+    except (OverflowError, ValueError):  # too large, or no number at all, for an integer
+        return False
+    return bool(np.isfinite(held) == np.isfinite(value)) if dtype.kind == "f" else bool(held == value)
 
 
 def lost_with(device: str, error: BaseException) -> DeviceMemoryLostError:

@@ -5,6 +5,9 @@ Partitions and fallback pools have none: a model runs whole on one device, and m
 
 from __future__ import annotations
 
+import warnings
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -66,3 +69,31 @@ async def test_dynamic_shape_of_a_memory_follows_what_was_written_last() -> None
                 shapes.append(memory.shape)
                 np.testing.assert_array_equal(await memory.snapshot(), np.arange(extent, dtype=np.float32))
             assert shapes == [None, (3,), (5,)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "wrong"),
+    [
+        ("float32", [0, -2.5, 1e30, np.inf, np.nan, np.float64(0.1)], ["1", None, [1], 1e300]),
+        ("float16", [0, -2.5, np.nan], [1e30, 70000]),
+        ("uint8", [0, 255, 3.0, np.int64(7)], [256, -1, 2.5, np.nan, 1e30]),
+        ("int8", [-128, 127], [128, -129, 0.1, np.inf]),
+    ],
+)
+async def test_memory_is_filled_with_a_value_that_it_can_hold(kind: str, values: list[Any], wrong: list[Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        async with leak_check(), aionn.Runtime() as runtime:
+            model = aionn.Model.from_onnx(identity_model({"x": (4,)}, np.dtype(kind)))
+            compilation = await runtime.compile(model, devices=("reference",))
+            async with await compilation.allocate(inputs=("x",)) as memory:
+                for value in values:
+                    await memory.reset(value)
+                    np.testing.assert_array_equal(await memory.snapshot(), np.full(4, value, kind))
+                for value in wrong:
+                    with pytest.raises(aionn.CallerError, match="nothing is cast in silence"):
+                        await memory.reset(value)
+                np.testing.assert_array_equal(await memory.snapshot(), np.full(4, values[-1], kind))
+                for target in (np.zeros(4, kind), memory):
+                    with pytest.raises(aionn.CallerError, match="copied into a Memory"):
+                        await memory.copy_to(target)  # type: ignore[arg-type]

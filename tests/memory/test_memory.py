@@ -204,6 +204,7 @@ def test_execution_set_input_from_memory_ranges_beyond_it_are_refused(operand_ty
         ):
             with pytest.raises(CallerError):
                 memory.array(operand_type.dtype, shape, offset)
+        assert memory.array(np.uint8, np.prod((2, 3))).shape == (6,)
         assert memory.array(operand_type.dtype, (), 64 - operand_type.element_bytes).shape == ()
         with pytest.raises(CallerError, match="Python objects"):
             memory.array(object, 1)
@@ -246,7 +247,19 @@ def test_slices_share_bytes_and_know_their_place() -> None:
 
 
 @pytest.mark.parametrize(
-    "index", [slice(0, 101), slice(100, None), slice(101, None), slice(5, 5), slice(7, 3), slice(-101, None), slice(None, None, 2), 3]
+    "index",
+    [
+        slice(0, 101),
+        slice(100, None),
+        slice(101, None),
+        slice(5, 5),
+        slice(7, 3),
+        slice(-101, None),
+        slice(None, None, 2),
+        3,
+        slice(1.5, 2),
+        slice(None, "3"),
+    ],
 )
 def test_a_slice_that_is_not_within_is_refused_and_not_clipped(index: Any) -> None:
     with Memory.allocate(100) as memory, pytest.raises(CallerError):
