@@ -27,13 +27,11 @@ import stat
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from blake3 import blake3
-from filelock import lock_descriptor
 
 from aionn import trace
 from aionn.caching.outcomes import MissReason, Refusal, refusal_of_os_error
@@ -201,6 +199,8 @@ class IntegrityStore:
             if refusal is not None:
                 return refusal
             own.extend(reopen(fd) for fd in (*handles.model, *handles.data))
+            from filelock import lock_descriptor  # 6 ms of a driver's first hit that only a save needs
+
             # One lock for the set: of two drivers that were given the same files, the later one's set stays, unmixed.
             given_up_at = time.monotonic() + _LOCK_WAIT_S
             while not lock_descriptor(own[0], blocking=False):
@@ -392,6 +392,8 @@ def _read_private(fd: int, length: int) -> tuple[bytes | memoryview, bytes]:
         while at < length and (count := os.preadv(fd, [buffer[at : at + _CHUNK_BYTES]], at)):
             at += count
         return buffer[:at], digest_of(buffer[:at])
+    from concurrent.futures import ThreadPoolExecutor
+
     # One thread copies while another hashes what was copied: the copy costs twice what the hash does, so the whole costs little more
     # than reading.
     hasher = blake3()

@@ -130,7 +130,7 @@ async def _leave(found: _Opened, prepared: RemotePreparedModel | None) -> None:
     """Done with the entry. Who is cancelled meanwhile gets no model, so it is released."""
     try:
         if isinstance(found, Hit) and prepared is not None:
-            await found.leave()
+            found.leave()
         else:
             await found.aclose()
     except BaseException:

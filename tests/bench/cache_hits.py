@@ -2,12 +2,14 @@
 
     python -m tests.bench cache_hits [--repeat 7] [--models NAME...] [--engines NAME...] [--directory DIR] [--json]
 
-All through the public face with a driver that is up; milliseconds, median of the repeats, which take turns. For each model and engine
+All through the public face with a driver that is up; milliseconds, median of the repeats. For each model and engine
     cold    runtime.compile into an empty cache: ask, compile, export, authenticate, write, sync, publish
     hit     runtime.compile from the cache: look up, lock, send descriptors, read, hash, compare, load
     first   the first such hit of a driver, whose memory is still the kernel's to give
     own     the engine's load of the same artifact from files by path, in a process of its own, with the same options: no check at all
     read    reading the artifact's bytes once; hash: BLAKE3 of them; load: the engine's load of those bytes; rest: hit less these three
+A hit and its rivals take turns: each hit is followed by one of each of the others in a second process, which like a driver waits for its
+next task meanwhile. The ratio is of each hit to its own turn's rivals (median), and of the least to the least.
 A hit is to cost at most 1.6 x (read + own), and to be 5 times faster than cold where `own` is 8 times faster than cold.
 """
 
@@ -26,6 +28,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import anyio.to_thread
 import numpy as np
 
 import aionn
@@ -37,6 +40,9 @@ from tests.real_models import carried
 
 MODELS = ("silero", "orientation", "detector", "magika", "resnet50")
 ENGINES = {"onnxruntime": "aionn.engines.onnxruntime:OnnxRuntimeEngine", "openvino": "aionn.engines.openvino:OpenVINOEngine"}
+RIVALS = ("read", "hash", "load", "own")
+WARM_UP = 3
+"""Turns that are not counted: the first pay for memory and code that later ones find in place, on both sides."""
 HIT_LIMIT, COLD_LIMIT, OWN_LIMIT = 1.6, 5.0, 8.0
 
 
@@ -66,12 +72,11 @@ def own_load(name: str, engine: Any, directory: Path) -> Any:
     return engine._core.import_model(engine._ov.Tensor(blob, shared_memory=True), "CPU", _settings(options))
 
 
-def parts(name: str, directory: Path, repeat: int) -> dict[str, list[float]]:
-    """Run in a process of its own: read, hash, load and own load, in turns."""
+def rivals(name: str, directory: Path) -> None:
+    """Run in a process of its own: at each line on stdin read, hash, load and own load; their milliseconds on stdout."""
     engine = engine_of(name)
     paths = [directory / "model", directory / "weights.bin"]
-    times: dict[str, list[float]] = {"read": [], "hash": [], "load": [], "own": []}
-    for turn in range(repeat + 1):
+    for _ in sys.stdin:
         began = time.perf_counter()
         contents = []
         for path in paths:
@@ -89,10 +94,8 @@ def parts(name: str, directory: Path, repeat: int) -> dict[str, list[float]]:
         own = own_load(name, engine, directory)
         after = time.perf_counter()
         del own
-        if turn:  # the first one pays for the engine's own start
-            for what, seconds in zip(times, (read - began, hashed - read, done - hashed, after - before), strict=True):
-                times[what].append(seconds * 1e3)
-    return times
+        seconds = (read - began, hashed - read, done - hashed, after - before)
+        print(json.dumps({what: spent * 1e3 for what, spent in zip(RIVALS, seconds, strict=True)}), flush=True)
 
 
 def artifact_of(name: str, model: aionn.Model, directory: Path) -> int:
@@ -110,12 +113,26 @@ async def cold_compiles(model: aionn.Model, engine: str, directory: Path, repeat
         return [await _compiled(runtime, model, engine, directory / f"cache{turn}", "MISS") for turn in range(repeat + 1)][1:]
 
 
-async def hits(model: aionn.Model, engine: str, directory: Path, repeat: int) -> list[float]:
-    """Milliseconds of each hit in a new driver that is up and has loaded another model; the first of them is another matter."""
-    async with aionn.Runtime() as runtime:
-        other = aionn.Model.from_onnx(identity_model())
-        await runtime.compile(other, devices=(engine,))
-        return [await _compiled(runtime, model, engine, directory / f"cache{repeat}", "HIT") for _ in range(repeat + 1)]
+async def hits(model: aionn.Model, engine: str, directory: Path, repeat: int) -> dict[str, list[float]]:
+    """Milliseconds of each hit in a new driver that is up and has loaded another model, and of its rivals after each."""
+    command = [sys.executable, "-m", "tests.bench.cache_hits", "--rivals", engine, str(directory)]
+    times: dict[str, list[float]] = {what: [] for what in ("hit", *RIVALS)}
+    with subprocess.Popen(  # noqa: ASYNC220 -- nothing else runs on this loop
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        async with aionn.Runtime() as runtime:
+            other = aionn.Model.from_onnx(identity_model())
+            await runtime.compile(other, devices=(engine,))
+            for _ in range(repeat + WARM_UP):
+                times["hit"].append(await _compiled(runtime, model, engine, directory / f"cache{repeat}", "HIT"))
+                process.stdin.write("\n")
+                process.stdin.flush()
+                for what, spent in json.loads(await anyio.to_thread.run_sync(process.stdout.readline)).items():
+                    times[what].append(spent)
+        process.stdin.close()
+    return times
 
 
 async def _compiled(runtime: aionn.Runtime, model: aionn.Model, engine: str, cache_dir: Path, kind: str) -> float:
@@ -131,16 +148,15 @@ def measure(name: str, engine: str, directory: Path, repeat: int) -> dict[str, A
     os.environ["XDG_STATE_HOME"] = str(directory / "state")
     model = aionn.Model.from_onnx(resnet50() if name == "resnet50" else carried(name))
     cold = aionn.run(cold_compiles, model, engine, directory, repeat)
-    first, *hit = aionn.run(hits, model, engine, directory, repeat)
     artifact_bytes = artifact_of(engine, model, directory)
-    command = [sys.executable, "-m", "tests.bench.cache_hits", "--parts", engine, str(directory), "--repeat", str(repeat)]
-    told = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
-    times = {"cold": cold, "hit": hit, **json.loads(told.stdout)}
-    row: dict[str, Any] = {"model": name, "engine": engine, "artifact_mb": artifact_bytes / 1e6, "first": first}
+    taken = aionn.run(hits, model, engine, directory, repeat)
+    times = {"cold": cold, **{what: values[WARM_UP:] for what, values in taken.items()}}
+    row: dict[str, Any] = {"model": name, "engine": engine, "artifact_mb": artifact_bytes / 1e6, "first": taken["hit"][0]}
     row.update({what: statistics.median(values) for what, values in times.items()})
     row["rest"] = row["hit"] - row["read"] - row["hash"] - row["load"]
-    row["hit_over_plain"] = row["hit"] / (row["read"] + row["own"])
-    row["hit_over_plain_least"] = min(hit) / (min(times["read"]) + min(times["own"]))
+    plain = [read + own for read, own in zip(times["read"], times["own"], strict=True)]
+    row["hit_over_plain"] = statistics.median(mine / theirs for mine, theirs in zip(times["hit"], plain, strict=True))
+    row["hit_over_plain_least"] = min(times["hit"]) / min(plain)
     row["cold_over_hit"] = row["cold"] / row["hit"]
     row["cold_over_own"] = row["cold"] / row["own"]
     return row
@@ -168,10 +184,10 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--engines", nargs="*", default=list(ENGINES), choices=list(ENGINES))
     parser.add_argument("--directory", default=tempfile.gettempdir())
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--parts", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--rivals", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    if options.parts:
-        print(json.dumps(parts(options.parts[0], Path(options.parts[1]), options.repeat)))
+    if options.rivals:
+        rivals(options.rivals[0], Path(options.rivals[1]))
         return
     rows = []
     for name in options.models:

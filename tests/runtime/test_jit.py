@@ -96,7 +96,7 @@ async def test_the_entry_is_locked_while_jit_writes_it_and_while_it_loads_it(
             with sole_holder(entry_lock, compile_lock) as free:
                 return free
         if (hold := hold_now(entry_lock, "write")) is not None:
-            hold.release_here()
+            hold.release()
         return hold is not None
 
     for act, forbidden in (("compile", "compile"), ("load", "write")):

@@ -218,7 +218,7 @@ async def test_a_failed_compilation_leaves_no_entry_and_the_next_may_compile(cac
         assert (outcome.kind, outcome.save_failure) == (MISS, None)
 
 
-@pytest.mark.parametrize("act", ["publish", "decline", "aclose after a failed save", "leave"])
+@pytest.mark.parametrize("act", ["publish", "decline", "aclose after a failed save"])
 async def test_a_model_whose_caller_is_cancelled_while_the_entry_is_closed_is_released(
     cache: CacheChoice, monkeypatch: pytest.MonkeyPatch, act: str
 ) -> None:
@@ -228,10 +228,7 @@ async def test_a_model_whose_caller_is_cancelled_while_the_entry_is_closed_is_re
         entered.set()
         await anyio.sleep_forever()
 
-    if act == "leave":
-        device.loaded_model = await fill(cache)
-        monkeypatch.setattr(Hit, "leave", hangs)
-    elif act == "decline":
+    if act == "decline":
         device.save_outcome = "declined"
         monkeypatch.setattr(Publisher, "decline", hangs)
     elif act == "publish":

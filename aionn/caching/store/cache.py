@@ -264,7 +264,7 @@ class CacheStore:
             kept = isinstance(found, Hit)
         finally:
             if not kept:
-                await hold.release()
+                hold.release()
         return found
 
     # --- in a thread -------------------------------------------------------------------------------------------------
@@ -330,7 +330,7 @@ class CacheStore:
             if not kept:
                 close_all(fds)
                 if hold is None and held is not None:
-                    held.release_here()
+                    held.release()
 
     async def _stage(self, directory: CacheDirectory, wanted: Wanted, flight: Flight, based_on: int | None = None) -> Publisher | Refusal:
         return await hop(self._stage_in_thread, directory, wanted, flight, based_on, undo=Publisher.drop_staging)

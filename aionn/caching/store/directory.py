@@ -5,6 +5,7 @@
             manifest                what the entry is; replaced by rename, the one act that switches generations
             <16 hex>/model0 data0   one generation; immutable once a manifest names it, staging before
         locks/<key>.entry           readers shared, the publisher exclusive (`locks`)
+        locks/<key>.entry.turn      held by a publisher who waits for readers
         locks/<key>.compile         held by the one who compiles
         trash/                      what is being deleted
         index.sqlite                derived: sizes and values for eviction; rebuilt from the manifests when lost
@@ -28,6 +29,7 @@ from blake3 import blake3
 
 from aionn.caching.manifest import MAX_MANIFEST_BYTES, Manifest, StoredFile, decode_manifest, encode_manifest, file_names
 from aionn.caching.outcomes import MissReason, Refusal, refusal_of_os_error
+from aionn.caching.store.locks import TURN
 from aionn.hal.types import CacheFiles
 
 __all__ = ["CacheDirectory", "FoundEntry", "Staged", "UnsafeFileError", "close_all", "refusal_of"]
@@ -331,7 +333,8 @@ class CacheDirectory:
         with suppress(FileNotFoundError):  # removed by another process, or by hand
             os.rename(key.hex(), name, src_dir_fd=self.entries, dst_dir_fd=self.trash)
             _remove_tree(name, self.trash)
-        for lock in (self.entry_lock(key), self.compile_lock(key)):
+        entry_lock = self.entry_lock(key)
+        for lock in (entry_lock, entry_lock + TURN, self.compile_lock(key)):
             with suppress(OSError):
                 os.unlink(lock)
 

@@ -83,11 +83,9 @@ class Hit(_Owned):
     async def aclose(self) -> None:
         await self._give_back(used=True)
 
-    async def leave(self) -> None:
+    def leave(self) -> None:
         """As `aclose`, but what has to be done for it is done behind the caller's back: a hit's answer need not wait for it."""
-        if self._hold.waited_for:
-            await self.aclose()
-        elif self._open:
+        if self._open:
             self._open = False
             self._store.later(self.close_here)
 
@@ -95,7 +93,6 @@ class Hit(_Owned):
         if self._open:
             self._open = False
             await hop(partial(self.close_here, used=used))
-            await self._hold.release()
 
     def close_here(self, *, used: bool = True) -> None:
         """The same, blocking, in a thread. The use is noted while the entry is still held, and so is still there."""
@@ -105,7 +102,7 @@ class Hit(_Owned):
             if used:
                 self._store.note_use(self.manifest)
         finally:
-            self._hold.release_here()
+            self._hold.release()
 
 
 class Declined(_Owned):
@@ -215,7 +212,7 @@ class Publisher(_Owned):
         try:
             return await hop(self._house.replace, directory, manifest, self.based_on)
         finally:
-            await hold.release()
+            hold.release()
 
     async def aclose(self) -> None:
         if not self._open:
