@@ -26,7 +26,7 @@ from functools import partial
 from typing import cast
 
 from aionn import trace
-from aionn.burst.awake import APP_WINDOW_NS, INLINE_NS, YIELD_NS, Awake, apart
+from aionn.burst.awake import APP_WINDOW_NS, INLINE_NS, SOON, YIELD_NS, Awake, apart
 from aionn.burst.packets import (
     DATUM_BYTES,
     PacketError,
@@ -145,6 +145,11 @@ class ExecutionBurstController:
             return cast("tuple[Result, int]", answer)
         self._in_flight[identity] = _InFlight(None, time.monotonic_ns() - INLINE_NS, self._sleeps)
         return identity
+
+    def soon(self) -> None:
+        """A request is about to come: a sleeping driver may wake up meanwhile."""
+        if self._awake.allowed:
+            self._caller.nudge(SOON)
 
     async def execute(
         self, body: bytes, settled: Settled | None = None, deadline_ns: int | None = None, sent: int | None = None

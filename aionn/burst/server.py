@@ -24,7 +24,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import anyio
 
 from aionn import trace
-from aionn.burst.awake import COMPANY_NS, DRIVER_WINDOW_NS, YIELD_NS, Awake
+from aionn.burst.awake import COMPANY_NS, DRIVER_WINDOW_NS, SOON, YIELD_NS, Awake
 from aionn.burst.packets import (
     DATUM_BYTES,
     PacketError,
@@ -212,11 +212,11 @@ class ExecutionBurstServer:
     # ---- listening ----------------------------------------------------------------------------------------------------
 
     async def _listen(self) -> None:
-        requests, awake = self._requests, self._awake
+        requests = self._requests
         yielded_ns = time.monotonic_ns()
         while True:
             looked_ns = 0
-            if awake.brisk and not trace.active:
+            if not trace.active:
                 yielded_ns = await self._serve_known(yielded_ns)
                 looked_ns = self._native.looked_ns
             available = requests.available_to_read()
@@ -235,13 +235,14 @@ class ExecutionBurstServer:
                     yielded_ns = time.monotonic_ns()
 
     async def _serve_known(self, yielded_ns: int) -> int:
-        """Serve requests that have come before, for as long as they come within the window and no other burst is served.
+        """Serve requests that have come before, while more come: within the window, if this end may stay awake for it.
 
         What then lies in the queue is for the general way. Returns when the loop last ran.
         """
         native, awake = self._native, self._awake
+        window_ns = awake.window_ns if awake.brisk else 0
         alone = _company.alone(self, time.monotonic_ns())
-        while (bound := native.next(awake.window_ns if alone else 0)) is not None:
+        while (bound := native.next(window_ns if alone else 0)) is not None:
             try:
                 result = bound.execution.execute_now(bound.measure_timing)
             except Exception as error:  # as in `_result_of`
@@ -268,16 +269,20 @@ class ExecutionBurstServer:
     async def _wait_for_request(self, looked_ns: int) -> bool:
         """Return when the client has written something, or may have; whether this task slept. `looked_ns`: since when it has
         looked for one already; 0: it has not."""
+        requests, awake = self._requests, self._awake
         began_ns = looked_ns or time.monotonic_ns()
         if not looked_ns and _company.alone(self, began_ns):
-            budget_ns = self._awake.budget_ns()
+            budget_ns = awake.budget_ns()
             # The queue knows where both ends run, and does not spin if that is the same CPU.
             # A closed queue ends the spin as well: only elements count as seen, or this task would never let go of the loop.
-            if budget_ns and self._requests.spin_until_readable(budget_ns) and self._requests.available_to_read():
-                self._awake.waited(time.monotonic_ns() - began_ns, slept=False)
+            if budget_ns and requests.spin_until_readable(budget_ns) and requests.available_to_read():
+                awake.waited(time.monotonic_ns() - began_ns, slept=False)
                 return False
-        await self._requests.wait_readable()
-        self._awake.waited(time.monotonic_ns() - began_ns, slept=True)
+        await requests.wait_readable(or_flag=SOON if awake.allowed else 0)
+        woken_ns = time.monotonic_ns()
+        awake.waited(woken_ns - began_ns, slept=True)
+        if awake.allowed and requests.take_flag(SOON) and _company.alone(self, woken_ns):
+            requests.spin_until_readable(awake.window_ns)
         return True
 
     async def _answer(self, packet: bytes) -> None:

@@ -232,6 +232,18 @@ static PyObject *caller_take(PyObject *object, PyObject *Py_UNUSED(none))
     return answers;
 }
 
+/* nudge(mask) */
+static PyObject *caller_nudge(PyObject *object, PyObject *number)
+{
+    struct ring *requests = ring_if_usable(((ExchangeObject *)object)->requests);
+    unsigned long mask = PyLong_AsUnsignedLong(number);
+    if (PyErr_Occurred())
+        return NULL;
+    if (requests)
+        ring_nudge_reader(requests, (uint32_t)mask);
+    Py_RETURN_NONE;
+}
+
 /* next(budget_ns) */
 static PyObject *listener_next(PyObject *object, PyObject *number)
 {
@@ -284,6 +296,7 @@ static PyMethodDef caller_methods[] = { /* documented in _ring.pyi */
     {"call", FAST(caller_call)},
     {"send", FAST(caller_send)},
     {"take", caller_take, METH_NOARGS, NULL},
+    {"nudge", caller_nudge, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
 

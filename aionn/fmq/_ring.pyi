@@ -147,6 +147,8 @@ class Caller:
         """Write a request, all or nothing. False: not written; no room, or the general way knows why."""
     def take(self) -> list[tuple[Any, int, int]]:
         """Take every known answer up to the first other packet: value, service time, identity."""
+    def nudge(self, mask: int, /) -> None:
+        """Set these event flag bits of the request queue if its reader sleeps and awaits one of them. A hint: it may be lost."""
 
 class Listener:
     """The driver's end: the same with requests read and answers written.

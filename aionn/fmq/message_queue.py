@@ -206,8 +206,8 @@ class MessageQueue(Ring):
 
     # ---- waiting: tasks ---------------------------------------------------------------------------------------------
 
-    async def wait_readable(self, count: int = 1, deadline_ns: int | None = None) -> None:
-        """Return when `count` elements can be read; takes nothing.
+    async def wait_readable(self, count: int = 1, deadline_ns: int | None = None, *, or_flag: int = 0) -> None:
+        """Return when `count` elements can be read, or a bit of `or_flag` is set in the event flag word; takes nothing.
 
         Raises:
             DeadlineError: CLOCK_MONOTONIC passed `deadline_ns`.
@@ -215,9 +215,10 @@ class MessageQueue(Ring):
             QueueCorruptedError: see there.
             CallerError: more than the capacity, another event loop, or a queue without eventfds.
         """
-        await self._room(self._readers, count).until(
-            lambda: self._may(lambda: self.available_to_read() >= count), count, deadline_ns=deadline_ns
-        )
+        def there() -> bool:
+            return self.available_to_read() >= count or bool(or_flag and self.peek_flag() & or_flag)
+
+        await self._room(self._readers, count).until(lambda: self._may(there), count, mask=or_flag, deadline_ns=deadline_ns)
 
     async def wait_writable(self, count: int = 1, deadline_ns: int | None = None) -> None:
         """Return when there is room for `count` elements; reserves nothing. Raises as `wait_readable`."""

@@ -191,6 +191,13 @@ static inline void ring_flag_wake(const struct ring *r, uint32_t bits)
     }
 }
 
+/* A hint, on which nothing rests: `bits` for a reader that sleeps and awaits one of them, nothing for any other. */
+static inline void ring_nudge_reader(const struct ring *r, uint32_t bits)
+{
+    if (r->control && (atomic_load_explicit(&r->control->reader_armed, memory_order_relaxed) & bits))
+        ring_flag_wake(r, bits);
+}
+
 /* libfmq: EventFlag::wait without retry. 0 with the bits taken, or ETIMEDOUT, EAGAIN (look again), EINTR. */
 static inline int ring_flag_wait(const struct ring *r, uint32_t mask, const struct timespec *deadline, uint32_t *taken)
 {

@@ -28,7 +28,7 @@ from aionn.remote.device import RemoteBuffer
 from aionn.runtime import stream
 from aionn.runtime.arguments import Outputs, Shapes, Way, check_mapping, failure_of
 from aionn.runtime.frame import Frame
-from aionn.runtime.frames import Frames, fill
+from aionn.runtime.frames import LARGE_BYTES, Frames, fill, fill_large
 from aionn.runtime.link import Link, open_link
 from aionn.runtime.placement import Placement, is_placed, place
 from aionn.runtime.recurrent import RecurrentWay, Step
@@ -205,10 +205,13 @@ class Burst:
         frame = pool.lease()
         try:
             arrays = frame.arrays
-            for name, place in (arrays.get(way) or way.inputs_in(frame)).items():
-                place[...] = inputs[name]
-            body = frame.bindings.get((way, measure_timing)) or self._body(way, frame, measure_timing)
             controller = link.controller
+            if way.input_bytes < LARGE_BYTES:
+                for name, place in (arrays.get(way) or way.inputs_in(frame)).items():
+                    place[...] = inputs[name]
+            else:
+                fill_large(frame, way, inputs, controller.soon)
+            body = frame.bindings.get((way, measure_timing)) or self._body(way, frame, measure_timing)
             answer = controller.at_once(body, deadline_ns)
             if not isinstance(answer, tuple):
                 frame.pins += 1
