@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from aionn import trace
 from aionn.burst import DATUM_BYTES, ExecutionBurstController, PacketError, PoolReference, ResultPacket, controller, encode_result
-from aionn.burst.awake import APP_WINDOW_NS, Awake
+from aionn.burst.awake import APP_WINDOW_NS, SOON, Awake
 from aionn.burst.packets import (
     encode_request_body,
     encode_result_body,
@@ -281,6 +281,14 @@ def test_an_exchange_takes_two_open_queues_of_datums_and_nothing_else() -> None:
         Caller(queues[0], queues[1])
 
 
+@contextmanager
+def two_cpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Awake also where the tests have one CPU."""
+    with monkeypatch.context() as patch:
+        patch.setattr("aionn.burst.awake.usable_cpus", lambda: 2)
+        yield
+
+
 # ---- the app's end ------------------------------------------------------------------------------------------------------
 
 
@@ -387,15 +395,64 @@ async def test_nothing_is_sent_at_once_where_that_may_not_be(monkeypatch: pytest
         assert burst.at_once(BODY) == 0
 
 
+async def test_a_nudge_wakes_a_reader_that_sleeps_and_awaits_it_and_no_other() -> None:
+    with exchange() as ends:
+        queue = ends.requests_read
+        ends.caller.nudge(SOON)  # nobody sleeps: nothing is left behind that would make anybody look later
+        assert queue.peek_flag() == 0
+        async with anyio.create_task_group() as app:
+            for flag in (0, SOON):
+                done = anyio.Event()
+
+                async def wait(flag: int = flag, done: anyio.Event = done) -> None:
+                    await queue.wait_readable(or_flag=flag)
+                    done.set()
+
+                app.start_soon(wait)
+                await anyio.wait_all_tasks_blocked()
+                ends.caller.nudge(SOON)
+                if flag:
+                    with anyio.fail_after(20):
+                        await done.wait()
+                    assert queue.take_flag(SOON) == SOON
+                else:
+                    assert queue.peek_flag() == 0
+                    await anyio.wait_all_tasks_blocked()
+                    assert not done.is_set()
+                    assert ends.requests.write(BODY)
+                    with anyio.fail_after(20):
+                        await done.wait()
+                    assert queue.read(len(BODY) // DATUM_BYTES) == BODY
+        ends.requests.close()
+        ends.caller.nudge(SOON)
+
+
+@pytest.mark.parametrize("low_power", [False, True])
+async def test_only_a_burst_that_may_stay_awake_nudges(low_power: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with two_cpus(monkeypatch):
+        async with raw_driver(low_power=low_power) as (burst, driver):
+            queue = driver.requests
+            assert queue.arm_reader(1, SOON)
+            burst.soon()
+            assert queue.take_flag(SOON) == (0 if low_power else SOON)
+            queue.disarm_reader()
+
+
+@pytest.mark.parametrize("low_power", [False, True])
+async def test_a_nudged_server_answers_what_comes_and_sleeps_when_nothing_does(low_power: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with two_cpus(monkeypatch):
+        async with raw_client(low_power=low_power) as client:
+            caller = Caller(client.requests, client.results)
+            for identity in range(1, 30):
+                for _ in range(identity % 5):  # asleep, or on its way there
+                    await anyio.lowlevel.checkpoint()
+                caller.nudge(SOON)
+                if identity % 2:
+                    assert (await client.answer_to(packet(identity=identity))).identity == identity
+            await anyio.wait_all_tasks_blocked()
+
+
 # ---- the driver's end -----------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def two_cpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Awake also where the tests have one CPU."""
-    with monkeypatch.context() as patch:
-        patch.setattr("aionn.burst.awake.usable_cpus", lambda: 2)
-        yield
 
 
 async def test_an_awake_server_never_reaches_the_memory_of_a_freed_slot(monkeypatch: pytest.MonkeyPatch) -> None:
