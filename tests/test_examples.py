@@ -1,4 +1,4 @@
-"""The examples as a person at a terminal meets them, and the README's own code.
+"""The examples as a person at a terminal meets them.
 
 What the driver answers over a burst is compared with ONNX Runtime called directly on the same windows.
 """
@@ -293,18 +293,7 @@ def test_frame_orientation_prints_one_line_a_frame_and_one_that_sums_up() -> Non
     ]
 
 
-# --- the README ------------------------------------------------------------------------------------------------------
-
-
-def test_the_code_in_the_readme_runs_as_it_stands(tmp_path: Path, silero_path: Path) -> None:
-    code = re.search(r"```python\n(import aionn.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    assert code is not None
-    (tmp_path / silero_path.name).symlink_to(silero_path)
-    ran = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code[1]], cwd=tmp_path, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL
-    )
-    assert (ran.returncode, ran.stderr) == (0, "")
-    assert len(re.findall(r"^speech: 0\.\d{4}$", ran.stdout, re.MULTILINE)) == 10
+# --- the carriers ----------------------------------------------------------------------------------------------------
 
 
 def test_a_carrier_that_is_not_installed_is_named_with_the_command_that_installs_it() -> None:

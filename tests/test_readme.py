@@ -1,0 +1,312 @@
+"""What README.md says, done: each of its code blocks runs as it stands, on real models and real driver processes.
+
+A block that needs names (a `burst`, a `camera`) gets them from the world that its section has here; a new block without a world fails.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import anyio
+import numpy as np
+import pytest
+
+import aionn
+from aionn.cli import main
+from aionn.testing import FakeDevice
+from tests.leaks import leak_check
+
+README = Path(__file__).parent.parent / "README.md"
+FRAMES = 4
+
+
+class Block(NamedTuple):
+    section: str
+    language: str
+    line: int
+    text: str
+
+
+def blocks() -> Iterator[Block]:
+    section, language, begun, lines = "", None, 0, list[str]()
+    for number, line in enumerate(README.read_text(encoding="utf-8").splitlines(), 1):
+        if line.startswith("```"):
+            if language is None:
+                language, begun, lines = line[3:], number, []
+            else:
+                yield Block(section, language, begun, "\n".join(lines) + "\n")
+                language = None
+        elif language is not None:
+            lines.append(line)
+        elif line.startswith("#"):
+            section = line.lstrip("# ")
+
+
+def the_block(section: str, language: str) -> Block:
+    (found,) = (block for block in blocks() if (block.section, block.language) == (section, language))
+    return found
+
+
+async def run_block(section: str, world: dict[str, Any]) -> None:
+    """Run the section's Python as the body of an async function whose names are `world`; faults are told with README's own lines."""
+    block = the_block(section, "python")
+    code = compile("\n" * block.line + block.text, str(README), "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    running = eval(code, world)
+    if inspect.iscoroutine(running):
+        await running
+
+
+WORLDS = {
+    "aionn",
+    "A frame without a copy",
+    "A cache that can be trusted",
+    "State that stays in the driver",
+    "Streams",
+    "First frame at once, faster frames later",
+    "When a driver dies",
+    "Testing your app",
+}
+
+
+def test_every_python_block_of_the_readme_is_run_here() -> None:
+    python = [block.section for block in blocks() if block.language == "python"]
+    assert len(python) == len(set(python))
+    assert set(python) == WORLDS
+
+
+def test_the_ten_lines_that_matter(tmp_path: Path, silero_path: Path) -> None:
+    (tmp_path / silero_path.name).symlink_to(silero_path)
+    command = [sys.executable, "-W", "error", "-c", the_block("aionn", "python").text]
+    with leak_check():
+        ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert len(re.findall(r"^speech: 0\.\d{4}$", ran.stdout, re.MULTILINE)) == 10
+
+
+def voice(number: int = 0) -> dict[str, np.ndarray[Any, Any]]:
+    samples = np.random.default_rng(number).uniform(-0.1, 0.1, (1, 576)).astype(np.float32)
+    return {"input": samples, "state": np.zeros((2, 1, 128), np.float32)}
+
+
+@pytest.fixture
+def anyio_backend() -> Any:
+    """One loop is enough to show that README tells the truth; the journeys have both."""
+    return ("asyncio", {"use_uvloop": True})
+
+
+@pytest.mark.anyio
+async def test_a_frame_without_a_copy(orientation_path: Path) -> None:
+    class Camera:
+        picture = np.random.default_rng(0).random((1, 3, 224, 224)).astype(np.float32)
+
+        def read_into(self, frame: np.ndarray[Any, Any]) -> None:
+            frame[...] = self.picture
+
+    async with aionn.Runtime() as runtime:
+        compilation = await runtime.compile(aionn.Model.from_onnx(orientation_path), devices=("onnxruntime",))
+        async with compilation.burst() as burst:
+            world: dict[str, Any] = {"burst": burst, "camera": Camera()}
+            await run_block("A frame without a copy", world)
+            (found,) = (array.copy() for array in world["outputs"].values())
+            assert burst.statistics()["copied_bytes"] == 0
+        (expected,) = (await compilation.compute({"x": Camera.picture})).values()
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+@pytest.mark.anyio
+async def test_a_cache_that_can_be_trusted(tmp_path: Path, silero_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    told: list[Any] = []
+    answers = []
+    cache_dir = tmp_path / "cache"
+    for start in ("cold", "warm", "one bit flipped"):
+        if start == "one bit flipped":
+            stored = max(cache_dir.glob("entries/*/*/*"), key=lambda path: path.stat().st_size)
+            content = bytearray(stored.read_bytes())
+            content[len(content) // 2] ^= 1
+            stored.write_bytes(content)
+        async with aionn.Runtime() as runtime:
+            model = aionn.Model.from_onnx(silero_path)
+            world: dict[str, Any] = {"runtime": runtime, "model": model, "cache_dir": cache_dir, "print": lambda found: told.append(found)}
+            await run_block("A cache that can be trusted", world)
+            answers.append(await world["compilation"].compute(voice()))
+    outcomes = [outcome for (outcome,) in told]
+    assert [outcome.kind.name for outcome in outcomes] == ["MISS", "HIT", "MISS"]
+    assert outcomes[2].reason is aionn.MissReason.WRONG_BYTES
+    for answer in answers[1:]:
+        np.testing.assert_array_equal(answer["output"], answers[0]["output"])
+    assert any((tmp_path / "state" / "aionn").iterdir())  # where README says that the digests are
+
+
+@pytest.mark.anyio
+async def test_state_that_stays_in_the_driver_is_saved_restored_and_lost_with_it(silero_path: Path) -> None:
+    async with aionn.Runtime() as runtime:
+        compilation = await runtime.compile(aionn.Model.from_onnx(silero_path), devices=("onnxruntime",))
+        async with compilation.burst() as burst:
+            world: dict[str, Any] = {"compilation": compilation, "burst": burst, "samples": voice()["input"]}
+            await run_block("State that stays in the driver", world)
+            assert list(world["outputs"]) == ["output"]
+            state = world["state"]
+            kept = await state.snapshot()
+            expected = (await compilation.compute(voice()))["stateN"]
+            np.testing.assert_allclose(kept, expected, atol=1e-6)
+
+            async def step() -> float:
+                inputs = {"input": world["samples"], "state": state}
+                return float((await burst.compute(inputs, outputs={"stateN": state}))["output"].item())
+
+            after = await step()
+            kill_driver(runtime)
+            with pytest.raises(aionn.DriverDiedError):
+                await step()
+            with pytest.raises(aionn.DeviceMemoryLostError):
+                await step()
+            state = await compilation.allocate(inputs=("state",), outputs=("stateN",))
+            await state.copy_from(kept)
+            assert await step() == pytest.approx(after, abs=1e-6)
+
+
+@pytest.mark.anyio
+async def test_a_stream_comes_in_order_and_what_was_dropped_is_counted(silero_path: Path) -> None:
+    async def camera() -> AsyncIterator[dict[str, Any]]:
+        for number in range(FRAMES):
+            yield voice(number)
+
+    drawn: list[float] = []
+
+    def draw(inputs: dict[str, Any], outputs: aionn.Outputs) -> None:
+        drawn.append(float(inputs["input"][0, 0]))
+        assert outputs["output"].shape == (1, 1)
+
+    async with aionn.Runtime() as runtime:
+        compilation = await runtime.compile(aionn.Model.from_onnx(silero_path), devices=("onnxruntime",))
+        async with compilation.burst() as burst:
+            await run_block("Streams", {"burst": burst, "camera": camera, "draw": draw})
+            assert len(drawn) + burst.statistics()["dropped"] == FRAMES
+    source = [float(voice(number)["input"][0, 0]) for number in range(FRAMES)]
+    assert drawn == [value for value in source if value in drawn]
+
+
+@pytest.mark.anyio
+async def test_first_frame_at_once(silero_path: Path) -> None:
+    async with aionn.Runtime() as runtime:
+        world: dict[str, Any] = {"runtime": runtime, "model": aionn.Model.from_onnx(silero_path)}
+        await run_block("First frame at once, faster frames later", world)
+        outputs = await world["compilation"].compute(voice())
+        assert outputs.stage == "onnxruntime"
+        assert [(stage.name, stage.reason) for stage in world["compilation"].stages] == [("onnxruntime", ""), ("openvino", "")]
+        assert isinstance(runtime.stage_policy, aionn.StagePolicy)
+
+
+def driver_of(runtime: aionn.Runtime) -> int:
+    (pid,) = (device.pid for device in runtime.devices if device.pid is not None)
+    return pid
+
+
+def kill_driver(runtime: aionn.Runtime) -> None:
+    os.kill(driver_of(runtime), signal.SIGKILL)
+
+
+@pytest.mark.anyio
+async def test_a_call_on_a_driver_that_dies_is_repeated_as_the_readme_says(silero_path: Path) -> None:
+    class Log:
+        def __init__(self) -> None:
+            self.lines: list[str] = []
+
+        def warning(self, form: str, *values: object) -> None:
+            self.lines.append(form % values)
+
+    log = Log()
+    async with AsyncExitStack() as stack:
+        runtime = await stack.enter_async_context(aionn.Runtime())
+        compilation = await runtime.compile(aionn.Model.from_onnx(silero_path), devices=("onnxruntime",))
+        expected = (await compilation.compute(voice()))["output"]
+        world: dict[str, Any] = {"compilation": compilation, "inputs": voice(), "log": log, "aionn": aionn}
+        os.kill(driver_of(runtime), signal.SIGSTOP)  # so that the call is there before the death is
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(run_block, "When a driver dies", world)
+            await anyio.wait_all_tasks_blocked()
+            kill_driver(runtime)
+    np.testing.assert_allclose(world["outputs"]["output"], expected, atol=1e-6)
+    assert log.lines == ["the driver process of device 'onnxruntime' ended by signal 9; the next use starts a new one"]
+
+
+@pytest.mark.anyio
+async def test_the_test_of_an_app_passes(fake_device: FakeDevice, silero_path: Path) -> None:
+    world: dict[str, Any] = {"aionn": aionn, "pytest": pytest, "model": aionn.Model.from_onnx(silero_path), "inputs": voice()}
+    await run_block("Testing your app", world)
+    await world["test_my_app_survives_a_crash"](fake_device)
+
+
+def test_each_command_at_a_terminal_works(
+    tmp_path: Path, silero_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    (tmp_path / "model.onnx").symlink_to(silero_path)
+    for line in the_block("At a terminal", "sh").text.splitlines():
+        program, *arguments = shlex.split(line, comments=True)
+        assert program == "aionn"
+        assert main(arguments) == 0, (line, capsys.readouterr().err)
+        capsys.readouterr()
+        assert main([*arguments, "--help"]) == 0
+        assert "--json" in capsys.readouterr().out
+
+
+def test_an_engine_that_a_package_declares_is_a_device(tmp_path: Path, silero_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The entry point of the README, as an installed package of its own has it; the engine is the NumPy reference by another name."""
+    declared = the_block("Writing a driver", "toml").text
+    group, name, package, engine = re.fullmatch(r'\[project\.entry-points\."(.+)"\]\n(\w+) = "(\w+):(\w+)"\n', declared).groups()  # type: ignore[union-attr]
+    facts = f"from aionn.engines.reference import ReferenceEngine\nclass {engine}(ReferenceEngine):\n    name = {name!r}\n"
+    (tmp_path / f"{package}.py").write_text(facts, encoding="utf-8")
+    (tmp_path / "driver-1.0.dist-info").mkdir()
+    (tmp_path / "driver-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: driver\nVersion: 1.0\n", encoding="utf-8")
+    (tmp_path / "driver-1.0.dist-info" / "entry_points.txt").write_text(f"[{group}]\n{name} = {package}:{engine}\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
+
+    async def speech() -> tuple[list[str], list[float]]:
+        found = []
+        async with aionn.Runtime() as runtime:
+            model = aionn.Model.from_onnx(silero_path)
+            for device in (name, f"{package}:{engine}"):
+                compilation = await runtime.compile(model, devices=(device,))
+                found.append(float((await compilation.compute(voice()))["output"].item()))
+            return [device.name for device in runtime.devices], found
+
+    names, found = aionn.run(speech)
+    assert name in names
+    assert found == pytest.approx([found[0]] * 2)
+    needed = re.search(r"A driver is a class with (.+?): the protocol", README.read_text(encoding="utf-8"), re.DOTALL)
+    assert needed is not None
+    public = {word for word in vars(aionn.hal.Engine) if not word.startswith("_")} | set(aionn.hal.Engine.__annotations__)
+    assert set(re.findall(r"`(\w+)`", needed[1])) == public
+
+
+def test_the_tree_of_errors_is_the_one_that_is_raised() -> None:
+    depth_of: dict[int, str] = {}
+    told: dict[str, set[str]] = {}
+    for line in the_block("Errors", "").text.splitlines():
+        branch, name, builtin, rest = re.fullmatch(r"([│├└─ ]*)(\w+)(?:\((\w+)\))?(.*)", line).groups()  # type: ignore[union-attr]
+        depth = len(branch) // 4
+        depth_of[depth] = name
+        error = getattr(aionn, name)
+        if depth:
+            assert issubclass(error, getattr(aionn, depth_of[depth - 1])), line
+        assert builtin is None or builtin in {base.__name__ for base in error.__mro__}, line
+        told[name] = set(re.findall(r"\.(\w+)", rest))
+        assert all(re.search(rf"\b{attribute}:", inspect.getdoc(error) or "") for attribute in told[name]), line
+    assert told.keys() == {
+        name for name in aionn.__all__ if isinstance(getattr(aionn, name), type) and issubclass(getattr(aionn, name), Exception)
+    }
