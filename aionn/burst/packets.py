@@ -124,7 +124,7 @@ def encode_request_body(request: Request, pools: Sequence[PoolReference], measur
             datums.append(_SIGNED.pack(5, pool.slot))
         else:
             raise PacketError(f"burst memory {pool}: a slot is 0 to {_I32_MAX}, a token 1 to {_U64_MAX}")
-    datums.append(_SIGNED.pack(6, measure_timing))
+    datums.append(_SIGNED.pack(6, bool(measure_timing)))
     datums[0] = _INFORMATION.pack(0, len(datums) + framed, len(request.inputs), len(request.outputs), len(pools))
     return b"".join(datums)
 

@@ -156,7 +156,7 @@ class BoundExecution:
         except MemoryError as error:
             return Result(ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT, message=f"the engine ran out of memory: {error}")
         except (Exception, SystemExit) as error:  # whatever an engine raises is this execution's failure and nothing else
-            return Result(ErrorStatus.GENERAL_FAILURE, message=f"{type(error).__name__}: {error}")
+            return Result(ErrorStatus.GENERAL_FAILURE, message=f"{type(error).__name__}: {' '.join(str(error).split())}")
         took_ns = time.monotonic_ns() - began_ns
         self._pace.ran(took_ns)
         if insufficient:

@@ -346,7 +346,7 @@ _UNREGISTERED = re.compile(r"Fatal error: ([^ ]*):([^ :(]+)\(-?\d+\) is not a re
 
 
 def _compilation_error(message: str, operations: Sequence[Operation]) -> CompilationError:
-    reason = re.sub(r"^\[ONNXRuntimeError\] : \d+ : [A-Z_]+ : ", "", message).strip()
+    reason = re.sub(r"^\[ONNXRuntimeError\] : \d+ : [A-Z_]+ : ", "", " ".join(message.split()))
     reason = _SOURCE_PLACE.sub("", reason)
     node = next((found.group(1) for pattern in _NAMES_A_NODE if (found := pattern.search(reason))), None)
     unregistered = _UNREGISTERED.search(reason)

@@ -138,6 +138,30 @@ async def test_bad_arguments_are_refused_on_both_paths_and_nothing_is_cast(siler
                 assert_same(await compute(good()), expected)
 
 
+@pytest.mark.parametrize("device", ["onnxruntime", "openvino", "reference"])
+async def test_a_model_that_declares_another_output_is_told_in_one_sentence(silero_path: Path, device: str) -> None:
+    x, y = helper.make_tensor_value_info("x", TensorProto.FLOAT, [3]), helper.make_tensor_value_info("y", TensorProto.FLOAT, [5])
+    graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "g", [x], [y])
+    contents = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8).SerializeToString()
+    async with (
+        still_working(silero_path) as (runtime, _),
+        await runtime.compile(aionn.Model.from_onnx(contents), devices=(device,)) as compilation,
+        compilation.burst() as burst,
+    ):
+        for compute in (compilation.compute, burst.compute):
+            with pytest.raises(aionn.ExecutionError) as caught:
+                await compute({"x": np.zeros(3, np.float32)})
+            is_one_sentence(caught.value, device, "3", "5")
+        del caught  # its traceback holds the frame
+
+
+async def test_timing_may_be_asked_for_by_any_truth(silero_path: Path) -> None:
+    async with still_working(silero_path) as (_, compilation), compilation.burst() as burst:
+        for truth in (np.True_, 1, "yes"):
+            for compute in (compilation.compute, burst.compute):
+                assert (await compute(good(), measure_timing=truth)).timing is not None  # type: ignore[arg-type]
+
+
 async def test_an_open_dimension_is_still_checked_for_its_rank_and_the_others(silero_path: Path, orientation: aionn.Model) -> None:
     async with still_working(silero_path) as (runtime, _):
         compilation = await runtime.compile(orientation, devices=("onnxruntime",))
