@@ -225,11 +225,10 @@ async def compare(
     if min_gain is None:
         return comparison("")
     with anyio.move_on_after(compare_s):
-        least_s = min(old_s for old_s, _ in warm)
         while not pairs.won and not pairs.lost:
             inputs = usable[pairs.count % len(usable)]
             try:
-                old = await meter.time(before, inputs, 2 * least_s)
+                old = await meter.time(before, inputs)
             except AionnError:
                 if not before.alive or len(usable) == 1:
                     raise
@@ -237,7 +236,6 @@ async def compare(
                 continue
             if old is None or old.late:
                 continue
-            least_s = min(least_s, old.seconds)
             timed = await meter.time(new, inputs, old.seconds)
             if timed is None:
                 continue

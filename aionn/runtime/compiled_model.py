@@ -16,6 +16,7 @@ Invariants
 
 from __future__ import annotations
 
+import statistics
 import time
 import weakref
 from collections import deque
@@ -52,6 +53,9 @@ LINK_S = 5.0
 
 MOVE_S = 1.0
 """How long executions are held back for what is left to do when none is in flight: copying device memory, mostly."""
+
+_IDLES = 15
+"""So many pauses between executions tell a stream's rhythm."""
 
 _DEADLINES = 32
 """So many executions with a deadline tell whether a stream has time to spare."""
@@ -93,14 +97,18 @@ class Serving:
 
     def enter(self) -> None:
         """An execution begins. `leave` must follow, once."""
+        if not self.users:
+            self.use.idle_ended()
         self.users += 1
 
     def leave(self) -> None:
         self.users -= 1
-        if not self.users and self._idle:
-            waiting, self._idle = self._idle, []
-            for event in waiting:
-                event.set()
+        if not self.users:
+            self.use.idle_began()
+            if self._idle:
+                waiting, self._idle = self._idle, []
+                for event in waiting:
+                    event.set()
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -146,11 +154,13 @@ class Use:
         executions: so many have begun. last_ns: CLOCK_MONOTONIC, when the last one did.
     """
 
-    __slots__ = ("_awaited", "_left_ns", "_reached", "executions", "last_ns")
+    __slots__ = ("_awaited", "_idle_ns", "_idle_since_ns", "_left_ns", "_reached", "executions", "last_ns")
 
     def __init__(self) -> None:
         self.executions = 0
         self.last_ns = 0
+        self._idle_since_ns = 0
+        self._idle_ns: deque[int] = deque(maxlen=_IDLES)
         self._left_ns: deque[int] = deque(maxlen=_DEADLINES)
         self._awaited = -1
         self._reached = anyio.Event()
@@ -160,6 +170,18 @@ class Use:
         self.last_ns = time.monotonic_ns()
         if self.executions == self._awaited:
             self._reached.set()
+
+    def idle_began(self) -> None:
+        self._idle_since_ns = time.monotonic_ns()
+
+    def idle_ended(self) -> None:
+        if self._idle_since_ns:
+            self._idle_ns.append(time.monotonic_ns() - self._idle_since_ns)
+
+    @property
+    def idle_s(self) -> float:
+        """The usual time between the end of an execution and the beginning of the next: the median of the last few; 0: unknown."""
+        return statistics.median(self._idle_ns) / 1e9 if self._idle_ns else 0.0
 
     def answered(self, deadline_ns: int) -> None:
         """An execution with that deadline has been answered, or will never be."""
@@ -187,12 +209,13 @@ class Gate:
         closed: whether it holds everybody back. Read it again after an await that followed `passed`.
     """
 
-    __slots__ = ("_turns", "closed", "shut")
+    __slots__ = ("_came", "_turns", "closed", "shut")
 
     def __init__(self) -> None:
         self.shut = False
         self.closed = False
         self._turns: deque[_Turn] = deque()
+        self._came = anyio.Event()
 
     def close(self) -> None:
         self.shut = self.closed = True
@@ -208,6 +231,12 @@ class Gate:
         else:
             self.shut = False
 
+    async def wait_for_arrival(self) -> None:
+        """Until somebody waits. One task at a time may ask."""
+        if not self._turns:
+            self._came = anyio.Event()
+            await self._came.wait()
+
     async def passed(self, deadline_ns: int | None) -> None:
         """Wait for it to open, and for those who came before. The next one passes after the caller's next await.
 
@@ -217,6 +246,7 @@ class Gate:
         seconds = None if deadline_ns is None else max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)
         turn = _Turn()
         self._turns.append(turn)
+        self._came.set()
         if not self.closed:
             self._next()
         try:

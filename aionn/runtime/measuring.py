@@ -2,12 +2,14 @@
 
 A run that shares the machine with the stream says more about the stream than about itself, and one in another process shares
 more of it than one that merely stands in the same queue. So each measured run has the machine to itself, as far as this
-compilation goes, right after another one of its own stage, and costs the stream as little as that can cost:
+compilation goes. And it keeps the stream's rhythm: an engine that has just run is quicker than one whose threads sleep, or slower
+where cores heat up; what counts is how it does in this stream. The old stage has run as the stream's last execution; the new one
+has made a run beside the stream that does not count. Either is then measured after a pause, and as cheaply as may be:
 
-    in a gap    A run begins right after an execution has ended, for then the next is farthest away. Nothing is held back. It counts
-                unless an execution came before it was over.
-    held        Where gaps have been too short or have not come (`_DISTURBED` times in a row), the stream is held for single runs:
-                the gate is closed, what is in flight ends, one run is made, the gate opens.
+    in a gap    Where pauses between executions are usually more than twice as long as a run, it begins in the middle of one. Nothing
+                is held back. It counts unless an execution came before it was over.
+    held        Where they are shorter, or do not come (`_DISTURBED` times in a row), the stream is held for single runs: the gate
+                is closed, what is in flight ends, the next execution comes and waits, one run is made in its place, the gate opens.
 
 The rule for holding, all of it
     How long    Never longer than one run of the stage that serves: for the new stage the time that this pair's run on the old one has
@@ -25,6 +27,7 @@ that it is not.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -88,42 +91,63 @@ class Meter:
         self._hold = hold
         self._disturbed = 0
         self._due = 0
+        self._least_s = math.inf
         self.holds = 0
         self.held_s = 0.0
+
+    @property
+    def _quiet(self) -> bool:
+        """Whether nobody uses the compilation."""
+        return not self._stream.users and time.monotonic_ns() - self._stream.use.last_ns > _QUIET_S * 1e9
 
     async def gap(self) -> bool:
         """Return right after an execution, or at once if there are none. False: the stream left no gap."""
         stream = self._stream
-        if not stream.users and time.monotonic_ns() - stream.use.last_ns > _QUIET_S * 1e9:
+        if self._quiet:
             return True
         with anyio.move_on_after(_GAP_S if stream.users else _QUIET_S):
             await stream.next_gap()
         return not stream.users
+
+    async def _middle_of_gap(self) -> bool:
+        """The same in the middle of a gap. False: it would be too short for a run, or there was none."""
+        use = self._stream.use
+        if self._quiet:
+            return True
+        pause_s = use.idle_s / 2
+        if pause_s < self._least_s or not await self.gap():
+            return False
+        began = use.executions
+        await anyio.sleep(min(pause_s, _QUIET_S))
+        return began == use.executions and not self._stream.users
 
     def may_hold(self, most_s: float) -> bool:
         """Whether the stream may be held for so long."""
         left_s = self._stream.use.least_left_s
         return self._hold and (left_s is None or left_s >= most_s)
 
-    async def time(self, serving: Serving, inputs: Inputs, most_s: float) -> Timed | None:
-        """Run once on either stage; `most_s`: for how long the stream may be held. None: there was no moment for it.
+    async def time(self, serving: Serving, inputs: Inputs, most_s: float | None = None) -> Timed | None:
+        """Run once on either stage. None: there was no moment for it.
+
+        `most_s`: for how long the stream may be held; None: for the stage that serves, as the rule says.
 
         Raises:
             AionnError: the run failed.
             DeadlineError: it took longer than `run_timeout_s`.
         """
+        if most_s is None:
+            most_s = 2 * self._least_s
         await self._spread()
-        if serving is not self._stream:
-            # The old stage has just run. The new one has not for long, and would pay for threads asleep and memory gone cold.
+        if serving is not self._stream or self._quiet:
             await self.beside(serving, inputs)
-        idle = await self.gap()
         if self._disturbed >= _DISTURBED and self.may_hold(most_s):
+            await self.gap()
             return await self._held(serving, inputs, most_s)
-        use = self._stream.use
-        began = use.executions
-        if not idle:
+        if not await self._middle_of_gap() and (self.may_hold(most_s) or not await self.gap()):
             self._disturbed += 1
             return None
+        use = self._stream.use
+        began = use.executions
         outputs, seconds = await self._once(serving, inputs)
         alone = began == use.executions
         self._disturbed = 0 if alone else self._disturbed + 1
@@ -142,6 +166,8 @@ class Meter:
         took_s = (time.monotonic_ns() - began_ns) / 1e9
         if took_s > self._run_timeout_s:
             raise DeadlineError(f"a run took {took_s:.3f} s, longer than {self._run_timeout_s} s")
+        if serving is self._stream:
+            self._least_s = min(self._least_s, took_s)
         return outputs, took_s
 
     async def _held(self, serving: Serving, inputs: Inputs, most_s: float) -> Timed | None:
@@ -156,6 +182,8 @@ class Meter:
                     over.set()
 
                 async with self._compiled.held(self._stream) as idle:
+                    with anyio.move_on_after(_GAP_S):
+                        await self._compiled.gate.wait_for_arrival()
                     began_ns = time.monotonic_ns()
                     if idle:
                         tasks.start_soon(once)
