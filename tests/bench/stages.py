@@ -1,6 +1,6 @@
 """What stages give: time to the first result, steady time of each stage, time to the swap, and what the background compile costs.
 
-    python -m tests.bench stages [--seconds 8] [--models detector,orientation,...]
+    python -m tests.bench stages [--seconds 12] [--models detector,orientation,...]
 
 Per model, in one run and beside each other: ONNX Runtime alone, OpenVINO alone, and both as stages. Each stream sends frame after frame
 at 20 fps through a burst. Times are milliseconds. A stage that is refused is told with its reason: where the gain is small, that
@@ -83,12 +83,18 @@ async def staged(model: aionn.Model, frame: Frame, seconds: float) -> str:
     during = [ms for at, _, ms in times if compile_from_s <= at <= compile_to_s]
     quiet = [ms for at, name, ms in times if name == "onnxruntime" and 0.3 < at < compile_from_s]
     cost = f"{np.percentile(during, 99):.2f} / {np.percentile(quiet, 99):.2f}" if during and quiet else "-"
-    line = f"first {first_ms:8.1f}   p99 during the compile / quiet {cost:>16}   worker {stage.times_s.get('compiling', 0.0):5.2f} s"
+    before = [ms for at, name, ms in times if name == "onnxruntime" and at > 0.5]
+    line = (
+        f"first {first_ms:8.1f}   p50 {np.percentile(before, 50):7.2f}   p99 during the compile / quiet {cost}"
+        f"   worker {stage.times_s.get('compiling', 0.0):.2f} s"
+    )
+    if (found := stage.comparison) is not None:
+        line += f"   compared {found.before_s * 1e3:.2f} with {found.after_s * 1e3:.2f} in {found.pairs} pairs and {found.holds} holds"
     swapped = [(at, ms) for at, name, ms in times if name == "openvino"]
     if swapped:
         after = [ms for at, ms in swapped if at > swapped[0][0] + 0.3]
-        steady = f"p50 {np.percentile(after, 50):7.2f}" if after else "too late for a steady time"
-        return f"{line}   swap after {swapped[0][0]:5.2f} s, then {steady}"
+        steady = f"p50 {np.percentile(after, 50):.2f} p99 {np.percentile(after, 99):.2f}" if after else "too late for a steady time"
+        return f"{line}   swap after {swapped[0][0]:.2f} s, then {steady}"
     return f"{line}   {stage.state}: {stage.reason or 'not done in this time'}"
 
 
@@ -106,7 +112,7 @@ async def bench(names: list[str], seconds: float) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench stages", description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--seconds", type=float, default=8.0)
+    parser.add_argument("--seconds", type=float, default=12.0)
     parser.add_argument("--models", default=",".join(MODELS))
     options = parser.parse_args(arguments)
     aionn.run(bench, options.models.split(","), options.seconds)
