@@ -229,12 +229,13 @@ class Connection:
                 if asked.answer_type is not None and not isinstance(body, Failure | asked.answer_type):
                     wanted, got = asked.answer_type.__name__, type(body).__name__
                     raise ControlError(f"the peer answered call {call_id} with {got}; {wanted} was expected")
-                calling = self._settle(call_id, body)
-                assert calling is not None
-                if calling.answer.settled:
-                    _discard(calling, body, descriptors)
-                else:
-                    calling.answer.set((body, descriptors))
+                try:
+                    self._settle(call_id, body)
+                finally:  # whatever becomes of what was lent: nobody waits for an answer that has come
+                    if asked.answer.settled:
+                        _discard(asked, body, descriptors)
+                    else:
+                        asked.answer.set((body, descriptors))
             case Call(id=call_id, body=body):
                 try:
                     self._on_call(call_id, body, descriptors)

@@ -91,6 +91,11 @@ class Way:
             )
         return Request(made[0], made[1])
 
+    def lacks_room(self, index: int, told: OutputShape) -> bool:
+        """Whether an output that is open may be of that shape, and has no room for it."""
+        _, dtype, shape, _, length = self.outputs[index]
+        return shape is None and min(told.dimensions, default=0) >= 0 and prod(told.dimensions) * dtype.itemsize > length
+
     def fits(self, inputs: Mapping[str, Any]) -> bool:
         """Whether these are plain arrays of exactly this way's shapes and dtypes: the check of a stream's every frame but the first."""
         if type(inputs) is not dict or len(inputs) != len(self.inputs):
@@ -118,20 +123,21 @@ class Way:
             return frame.arrays.get(self.outputs_key) or frame.cut(self.outputs_key, self._known_places())
         places = []
         if shapes and len(shapes) != len(self.outputs):
-            raise _false_shapes(f"{len(shapes)} shapes came for {len(self.outputs)} outputs")
+            raise false_shapes(f"{len(shapes)} shapes came for {len(self.outputs)} outputs")
         for index, (name, dtype, shape, offset, length) in enumerate(self.outputs):
             if name in elsewhere:
                 continue
             told = shapes[index].dimensions if shapes else shape
             if told is None:
-                raise _false_shapes(f"none came for output {name!r}")
-            if shape not in (None, told) or prod(told) * dtype.itemsize > length:
-                raise _false_shapes(f"output {name!r} of shape {told} has room for {shape or length}")
+                raise false_shapes(f"none came for output {name!r}")
+            if shape not in (None, told) or min(told, default=0) < 0 or prod(told) * dtype.itemsize > length:
+                raise false_shapes(f"output {name!r} of shape {told} has room for {shape or length}")
             places.append((name, dtype, told, offset))
         return frame.cut((self, *[place[2] for place in places], *[place[0] for place in places]), places)
 
 
-def _false_shapes(found: str) -> ExecutionError:
+def false_shapes(found: str) -> ExecutionError:
+    """A driver's answer that is none to the request that was sent."""
     return ExecutionError(f"the driver's answer contradicts the request: {found}", status=ErrorStatus.GENERAL_FAILURE)
 
 
@@ -231,11 +237,14 @@ class Arguments:
         self._ways[input_shapes] = way
 
     def may_retry(self, way: Way, result: Result, placed: Container[int] = ()) -> bool:
-        """Whether more room would help: the shapes are told, and something in the frame (not `placed`) did not fit."""
+        """Whether more room would help: the shapes are told, and something in the frame (not `placed`) did not fit.
+
+        A driver that calls too little what has room for the shape it tells would say so again, and for ever.
+        """
         if result.status is not ErrorStatus.OUTPUT_INSUFFICIENT_SIZE or len(result.output_shapes) != len(way.outputs):
             return False
         short = [index for index, shape in enumerate(result.output_shapes) if not shape.is_sufficient]
-        return bool(short) and not any(index in placed for index in short)
+        return bool(short) and all(index not in placed and way.lacks_room(index, result.output_shapes[index]) for index in short)
 
 
 def check_mapping(inputs: Any) -> None:

@@ -343,8 +343,9 @@ class DeviceMemory:
             settled.set()
 
     def written(self, shape: tuple[int, ...]) -> None:
-        """An execution has written it, in that shape."""
-        self._shape = shape
+        """An execution has written it, in that shape. One that it cannot have is a lie of the driver's, and no news."""
+        if self._roles.operand.accepts(shape) and min(shape, default=1) > 0:
+            self._shape = shape
 
 
 class DeviceRoles:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from aionn.memory.hardware_buffer import HardwareBuffer
 from aionn.memory.memory import Memory
 from aionn.memory.region import Access, Region
 from aionn.remote.device import RemoteBuffer, RemotePreparedModel
-from aionn.runtime.arguments import Way
+from aionn.runtime.arguments import Way, false_shapes
 from aionn.runtime.device_memory import DeviceMemory, lost_with
 
 Placed = Memory | HardwareBuffer | DeviceMemory
@@ -108,9 +109,10 @@ class Placement:
     def settled(self, result: Result | None) -> None:
         """The driver has answered (with that result), or never will (None)."""
         succeeded = result is not None and result.status is ErrorStatus.NONE
-        if succeeded and result is not None and result.output_shapes:
+        if succeeded and result is not None:
             for index, memory in self._written:
-                memory.written(result.output_shapes[index].dimensions)
+                if index < len(result.output_shapes):  # a driver that tells too few is refused by who reads the outputs
+                    memory.written(result.output_shapes[index].dimensions)
         self._end(succeeded=succeeded)
 
     def release(self) -> None:
@@ -126,12 +128,22 @@ class Placement:
             part.close()
 
     def arrays(self, model: Model, result: Result) -> list[tuple[str, NDArray[Any]]]:
-        """The outputs that lie in an app's own memory, by name."""
+        """The outputs that lie in an app's own memory, by name.
+
+        Raises:
+            ExecutionError: what the driver told is none of this request's.
+        """
+        told = result.output_shapes
+        if told and len(told) != len(model.outputs):
+            raise false_shapes(f"{len(told)} shapes came for {len(model.outputs)} outputs")
         found = []
         for index, (name, operand) in enumerate(model.outputs.items()):
             place = self.outputs.get(index)
             if place is not None and place.view is not None:
-                shape = result.output_shapes[index].dimensions if result.output_shapes else place.shape
+                shape = told[index].dimensions if told else place.shape
+                fits = operand.accepts(shape) and place.shape in ((), shape) and min(shape, default=0) >= 0
+                if not fits or prod(shape) * operand.type.element_bytes > place.length:
+                    raise false_shapes(f"output {name!r} of shape {shape} has room for {place.shape or place.length}")
                 found.append((name, np.ndarray(shape, operand.type.dtype, buffer=place.view)))
         return found
 

@@ -1,0 +1,211 @@
+"""A driver process that lies: an "engine" that takes the control socket for itself as soon as it is made.
+
+Asked for as "tests.runtime.hostile_driver:LIE" (the tests' root must be on PYTHONPATH): any attribute of this module is an engine
+that tells that lie, by its name in `GREETINGS`, `ANSWERS` or `RESULTS`, and the truth otherwise.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from aionn.burst.packets import DATUM_BYTES, decode_request, encode_result_body, result_identity_datum
+from aionn.errors import AionnError
+from aionn.fmq import MessageQueue
+from aionn.hal import CacheFiles, DeviceType, ErrorStatus, MQDescriptor, Operand, OperandType, OutputShape, Result, Timing
+from aionn.hal.types import MQFlavor
+from aionn.remote import control
+from aionn.remote.control import HEADER, PROTOCOL, Call, Ready, Reply, encode
+
+Frame = tuple[bytes, int]
+"""Bytes, and how many descriptors (of pipes) go with them."""
+
+READY = encode(Ready(PROTOCOL, "hostile", "1", DeviceType.CPU, CacheFiles()), 0)
+OTHER = (("else", Operand(OperandType.INT8, (7,))),)
+
+
+def reply(call: Call, body: Any, pipes: int = 0) -> Frame:
+    return encode(Reply(call.id, body), pipes), pipes
+
+
+def raw(value: object) -> Frame:
+    """A frame around any MessagePack value."""
+    body = msgspec.msgpack.encode(value)
+    return HEADER.pack(len(body), 0, 0) + body, 0
+
+
+GREETINGS: dict[str, list[Frame]] = {
+    "noise": [(b"\xff" * 100, 0)],
+    "text": [(b"HTTP/1.1 200 OK\r\n\r\n", 0)],
+    "endless": [(HEADER.pack(2**32 - 1, 0, 0), 0)],
+    "descriptors_that_never_come": [(HEADER.pack(len(READY) - HEADER.size, 9, 0) + READY[HEADER.size :], 0)],
+    "descriptors_nobody_spoke_of": [(READY, 5)],
+    "descriptors_without_end": [(READY[:1], 200), (READY[1:2], 200)],
+    "another_protocol": [(encode(Ready(PROTOCOL + 1, "hostile", "1", DeviceType.CPU, CacheFiles()), 0), 0)],
+    "two_greetings": [(READY, 0), (READY, 0)],
+    "an_answer_first": [(encode(Reply(1, control.Done()), 0), 0)],
+    "wrong_types": [raw(["Ready", "one", 2, 3, "four", [5]])],
+    "a_name_of_numbers": [raw(["Ready", PROTOCOL, [1, 2], "1", 2, [0, 0], False])],
+    "too_many_fields": [raw(["Ready", PROTOCOL, "hostile", "1", 2, [0, 0], False, 1, 2, 3])],
+    "half": [(READY[:-3], 0)],
+    "nothing": [],
+}
+
+ANSWERS: dict[str, tuple[str, Callable[[Call], list[Frame]]]] = {
+    "flags_too_few": ("GetSupportedOperations", lambda call: [reply(call, control.Flags(()))]),
+    "flags_too_many": ("GetSupportedOperations", lambda call: [reply(call, control.Flags((True,) * 1000))]),
+    "flags_of_text": ("GetSupportedOperations", lambda call: [raw(["Reply", call.id, ["Flags", ["yes"]]])]),
+    "another_answer": ("GetSupportedOperations", lambda call: [reply(call, control.Allocated(1))]),
+    "another_id": ("GetSupportedOperations", lambda call: [(encode(Reply(call.id + 7, control.Done()), 0), 0)]),
+    "twice": ("PrepareModel", lambda call: [prepared(call), prepared(call)]),
+    "half_an_answer": ("PrepareModel", lambda call: [(prepared(call)[0][:-5], 0)]),
+    "no_answer": ("PrepareModel", lambda call: []),
+    "other_operands": ("PrepareModel", lambda call: [reply(call, control.Prepared(1, OTHER, OTHER))]),
+    "no_operands": ("PrepareModel", lambda call: [reply(call, control.Prepared(1, (), ()))]),
+    "a_failure_of_nobody": ("PrepareModel", lambda call: [reply(call, control.Failure("SystemExit", "\0" * 99, status=4711))]),
+    "descriptors_and_an_error": ("PrepareModel", lambda call: [reply(call, control.Failure("CompilationError", "no"), 3)]),
+    "a_call_that_is_not_its": ("PrepareModel", lambda call: [(encode(Call(1, control.CloseBurst(1)), 0), 0), prepared(call)]),
+    "token_0": ("Allocate", lambda call: [reply(call, control.Allocated(0))]),
+    "token_negative": ("Allocate", lambda call: [reply(call, control.Allocated(-5))]),
+    "token_huge": ("Allocate", lambda call: [reply(call, control.Allocated(2**63))]),
+    "burst_of_text": ("ConfigureExecutionBurst", lambda call: [raw(["Reply", call.id, ["Configured", "one"]])]),
+}
+
+RESULTS: dict[str, Result] = {
+    "too_many_shapes": Result(ErrorStatus.NONE, (OutputShape((4,)),) * 9),
+    "too_few_shapes": Result(ErrorStatus.NONE, (OutputShape((4,)),)),
+    "a_shape_too_large": Result(ErrorStatus.NONE, (OutputShape((2**20, 2**10)),) * 2),
+    "a_negative_shape": Result(ErrorStatus.NONE, (OutputShape((-4,)),) * 2),
+    "too_little_room_for_ever": Result(ErrorStatus.OUTPUT_INSUFFICIENT_SIZE, (OutputShape((2**20,), False),) * 2),
+    "too_little_room_for_nothing": Result(ErrorStatus.OUTPUT_INSUFFICIENT_SIZE, (OutputShape((0,), False),) * 2),
+    "a_failure": Result(ErrorStatus.GENERAL_FAILURE, (), Timing(2**64 - 1, 0), "\0\x1b[31m" * 500),
+}
+"""Answers to an execution, over the control socket or a burst; the model has two outputs of shape (4,)."""
+
+QUEUES = ("garbage", "an_answer_to_nobody", "an_answer_twice", "counters", "cut", "silence")
+"""Lies told on a burst's result queue."""
+
+
+def prepared(call: Call) -> Frame:
+    model = getattr(call.body, "model", None)
+    return reply(call, control.Prepared(1, model.inputs, model.outputs) if model is not None else control.Done())
+
+
+class Hostile:
+    """Never becomes an engine: it serves the socket until that ends."""
+
+    def __init__(self, lie: str) -> None:
+        self._lie = lie
+        self._tokens = 0
+        self._socket = socket.socket(fileno=os.dup(int(sys.argv[2])))
+        self._socket.setblocking(True)
+        try:
+            self._serve()
+        finally:
+            os._exit(0)
+
+    def _send(self, frames: list[Frame]) -> None:
+        for data, pipes in frames:
+            ends = [fd for _ in range(-(-pipes // 2)) for fd in os.pipe()]
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", ends[:pipes]))] if pipes else []
+            self._socket.sendmsg([data], rights)
+            for fd in ends:
+                os.close(fd)
+
+    def _serve(self) -> None:
+        if self._lie in GREETINGS:
+            self._send(GREETINGS[self._lie])
+            if self._lie in ("half", "nothing"):
+                return
+        else:
+            self._send([(READY, 0)])
+        for call, fds in self._calls():
+            verb, lie = ANSWERS.get(self._lie, ("", None))
+            if lie is not None and type(call.body).__name__ == verb:
+                self._send(lie(call))
+                if self._lie in ("half_an_answer", "no_answer"):
+                    return
+            else:
+                self._send([self._honest(call, fds)])
+            for fd in fds:
+                os.close(fd)
+
+    def _calls(self) -> Iterator[tuple[Call, list[int]]]:
+        incoming, fds = b"", []
+        while True:
+            chunk, received, _, _ = socket.recv_fds(self._socket, 1 << 20, control.MAX_DESCRIPTORS)
+            fds += received
+            incoming += chunk
+            while len(incoming) >= HEADER.size and len(incoming) >= HEADER.size + HEADER.unpack_from(incoming)[0]:
+                length, count, _ = HEADER.unpack_from(incoming)
+                message = control.decode(incoming[HEADER.size : HEADER.size + length])
+                incoming = incoming[HEADER.size + length :]
+                taken, fds = fds[:count], fds[count:]
+                if isinstance(message, Call):
+                    yield message, taken
+            if not chunk:
+                return
+
+    def _honest(self, call: Call, fds: list[int]) -> Frame:
+        match call.body:
+            case control.GetSupportedOperations(model=model):
+                return reply(call, control.Flags((True,) * len(model.operations)))
+            case control.PrepareModel():
+                return prepared(call)
+            case control.Execute():
+                return reply(call, control.Executed(RESULTS.get(self._lie, Result(ErrorStatus.NONE))))
+            case control.Allocate():
+                self._tokens += 1
+                return reply(call, control.Allocated(self._tokens))
+            case control.ConfigureExecutionBurst():
+                self._burst(call.body, fds)
+                return reply(call, control.Configured(1))
+        return reply(call, control.Done())
+
+    def _burst(self, body: control.ConfigureExecutionBurst, fds: list[int]) -> None:
+        """Answer the burst's requests in a thread of its own, until it ends."""
+        channels = []
+        for message in (body.request_channel, body.result_channel):
+            own, fds[:] = fds[: message.fds], fds[message.fds :]
+            channels.append(MessageQueue.attach(MQDescriptor(message.grantors, message.quantum, MQFlavor(message.flavor), tuple(own))))
+        threading.Thread(target=self._answer, args=channels, daemon=True).start()
+
+    def _answer(self, requests: MessageQueue, results: MessageQueue) -> None:
+        while True:
+            try:
+                datums = requests.read_in_thread(1)  # the others of a request come with the first
+            except AionnError:
+                return  # the burst is over
+            datums += requests.read(requests.available_to_read()) or b""
+            identity = decode_request(datums).identity or 0
+            answer = encode_result_body(RESULTS.get(self._lie, Result(ErrorStatus.NONE)), framed=True)
+            match self._lie:
+                case "garbage":
+                    results.write(os.urandom(8 * DATUM_BYTES))
+                case "an_answer_to_nobody":
+                    results.write(answer + result_identity_datum(identity + 1000, 0))
+                case "an_answer_twice":
+                    results.write(2 * (answer + result_identity_datum(identity, 0)))
+                case "cut":
+                    results.write(answer)
+                case "counters":
+                    results._regions[0].view()[:128] = b"\xff" * 128
+                    os.eventfd_write(results.reader_fd, 1)
+                case "silence":
+                    pass
+                case _:
+                    results.write(answer + result_identity_datum(identity, 0))
+
+
+def __getattr__(name: str) -> Callable[[], Hostile]:
+    if name.startswith("_") or name not in {*GREETINGS, *ANSWERS, *RESULTS, *QUEUES, "honest"}:
+        raise AttributeError(name)
+    return partial(Hostile, name)

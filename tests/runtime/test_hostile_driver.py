@@ -1,0 +1,145 @@
+"""A driver process that lies, breaks off or is silent: its app gets a clear error, in time, and nothing else is harmed by it.
+
+Each lie is told by a real process (`hostile_driver`), beside an honest one that must not notice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+
+import aionn
+from aionn.testing import identity_model
+from tests.leaks import leak_check
+from tests.runtime import hostile_driver
+
+pytestmark = pytest.mark.anyio
+
+HONEST = "aionn.testing.fake_engine:FakeEngine"
+IN_TIME_S = 30.0
+ROLES: dict[str, Any] = {"inputs": ("x",), "outputs": ("a",)}
+
+
+@pytest.fixture(params=[pytest.param(("asyncio", {"use_uvloop": True}), id="uvloop")])
+def anyio_backend(request: pytest.FixtureRequest) -> Any:
+    """What a loop does with such a socket is tested below (`tests/remote`); here one is enough."""
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+
+
+def model() -> aionn.Model:
+    return aionn.Model.from_onnx(identity_model({"x": (4,), "z": (4,)}, outputs=["a", "b"]))
+
+
+def inputs() -> dict[str, Any]:
+    return {"x": np.arange(4, dtype=np.float32), "z": np.ones(4, np.float32)}
+
+
+def device(lie: str) -> str:
+    return f"{hostile_driver.__name__}:{lie}"
+
+
+@asynccontextmanager
+async def beside_an_honest_one() -> AsyncIterator[aionn.Runtime]:
+    """A runtime whose honest driver has opened a burst before and works as it did afterwards. Nothing is left, nothing hangs."""
+    with anyio.fail_after(IN_TIME_S):
+        async with leak_check(), aionn.Runtime() as runtime:
+            compilation = await runtime.compile(model(), devices=(HONEST,))
+            async with compilation.burst() as burst:
+                await burst.compute(inputs())
+                pid = next(one.pid for one in runtime.devices if one.name == HONEST)
+                yield runtime
+                outputs = await burst.compute(inputs())
+                np.testing.assert_array_equal(outputs["a"], inputs()["x"])
+                assert pid == next(one.pid for one in runtime.devices if one.name == HONEST)
+                assert burst.statistics()["connections"] == 1
+                del outputs
+
+
+async def test_an_honest_driver_by_hand_is_believed() -> None:
+    """Or the lies below would prove nothing."""
+    async with beside_an_honest_one() as runtime:
+        compilation = await runtime.compile(model(), devices=(device("honest"),))
+        assert set(await compilation.compute(inputs())) == {"a", "b"}
+        async with compilation.burst() as burst, await compilation.allocate(**ROLES) as state:
+            for _ in range(3):
+                assert set(await burst.compute(inputs())) == {"a", "b"}
+                assert set(await burst.compute({**inputs(), "x": state}, outputs={"a": state})) == {"b"}
+
+
+async def test_greetings_that_are_none() -> None:
+    async with beside_an_honest_one() as runtime:
+        for lie in hostile_driver.GREETINGS:
+            with pytest.raises((aionn.DriverDiedError, aionn.DeviceUnavailableError)) as told:
+                await runtime.compile(model(), devices=(device(lie),))
+            assert device(lie) in str(told.value), lie
+
+
+HARMLESS_ANSWERS = {"other_operands", "no_operands", "token_huge", "a_call_that_is_not_its"}
+"""The app goes by its own model; a token is the driver's own word for what it has."""
+
+
+async def test_answers_that_are_none() -> None:
+    async with beside_an_honest_one() as runtime:
+        for lie in hostile_driver.ANSWERS:
+            failed = False
+            try:
+                compilation = await runtime.compile(model(), devices=(device(lie),))
+                async with compilation.burst() as burst:
+                    await burst.compute(inputs())
+                    state = await compilation.allocate(**ROLES)
+                    for _ in range(2):
+                        await burst.compute({**inputs(), "x": state}, outputs={"a": state})
+            except aionn.AionnError as error:
+                failed = True
+                assert str(error), lie
+            assert failed == (lie not in HARMLESS_ANSWERS), lie
+
+
+@pytest.mark.parametrize("way", ["compute", "burst"])
+async def test_results_that_contradict_the_request(way: str) -> None:
+    """Also where outputs are to lie in an app's own memory, or in the driver: on the long way and on the short one."""
+    async with beside_an_honest_one() as runtime:
+        for lie in hostile_driver.RESULTS:
+            if way == "burst" and lie == "a_negative_shape":
+                continue  # a burst's datums have no sign
+            compilation = await runtime.compile(model(), devices=(device(lie),))
+            async with compilation.burst() as burst, aionn.Memory.allocate(16) as memory:
+                compute = burst.compute if way == "burst" else compilation.compute
+                with pytest.raises(aionn.AionnError):
+                    await compute(inputs())
+                with pytest.raises(aionn.AionnError):
+                    await compute(inputs(), outputs={"b": memory})
+                state = await compilation.allocate(inputs=("x",), outputs=("b",))
+                for _ in range(2):
+                    with pytest.raises(aionn.AionnError):
+                        await compute({**inputs(), "x": state}, outputs={"b": state})
+                assert state.shape == (4,), lie
+                assert burst.statistics()["in_flight"] == burst.statistics()["pinned_frames"] == 0, lie
+
+
+async def test_lies_on_a_bursts_queue() -> None:
+    async with beside_an_honest_one() as runtime:
+        for lie in hostile_driver.QUEUES:
+            compilation = await runtime.compile(model(), devices=(device(lie),))
+            async with compilation.burst() as burst:
+                failure = ""
+                try:
+                    for _ in range(3):  # what comes too much is seen by the next
+                        await burst.compute(inputs(), timeout_s=0.2)
+                except aionn.AionnError as error:
+                    failure = str(error)
+                # Twice the same answer: the first is the answer, and the burst goes on over new queues.
+                assert bool(failure) == (lie != "an_answer_twice"), lie
+                assert burst.statistics()["connections"] == (3 if lie == "an_answer_twice" else 1), lie
+                assert burst.statistics()["in_flight"] <= (lie == "silence")
