@@ -2,7 +2,8 @@
 
 The design on one page
     `layout`         where the shared words lie; what a peer's descriptor must be like. libfmq's layout, plus words of our own.
-    `ring.h`         the protocol in C11: counters, armed words, event flag word. No Python in it; tested natively.
+    `ring.h`         the protocol in C11: counters, armed words, event flag word. No Python in it; tested natively. `spin.h`:
+                     looking at a queue for a while without sleeping.
     `_ring`          `Ring`: ring.h for Python, one C call per operation.
     `exchange.h`     packets that come again, but for their last element; `Caller` and `Listener` are it for Python (`_exchange.c`).
     `message_queue`  `MessageQueue(Ring)`: making, attaching, waiting, ending, closing.

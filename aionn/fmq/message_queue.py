@@ -215,6 +215,7 @@ class MessageQueue(Ring):
             QueueCorruptedError: see there.
             CallerError: more than the capacity, another event loop, or a queue without eventfds.
         """
+
         def there() -> bool:
             return self.available_to_read() >= count or bool(or_flag and self.peek_flag() & or_flag)
 

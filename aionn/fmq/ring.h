@@ -433,7 +433,7 @@ static inline void ring_copy_out(const struct ring *r, const struct ring_span *s
     }
 }
 
-/* ---- end of life, spinning -------------------------------------------------------------------------------------- */
+/* ---- end of life ------------------------------------------------------------------------------------------------ */
 
 /* The shared end: both sides look again, however they sleep. Without control words there is no way to tell a peer. */
 static inline void ring_close(const struct ring *r)
@@ -459,45 +459,6 @@ static inline void ring_end(struct ring *r, bool threads)
     ring_signal(r->writer_fd);
     if (threads)
         ring_wake_threads(r, RING_FLIP_LOCAL);
-}
-
-static inline int64_t ring_now_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
-}
-
-static inline void ring_pause(void)
-{
-#if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ __volatile__("yield");
-#endif
-}
-
-/* Look for `bytes` until `deadline_ns`; true as soon as a sleeper would be woken. A peer on our own core cannot make
- * progress while we spin there, so then we look once only. */
-static inline bool ring_spin(const struct ring *r, bool reads, uint64_t bytes, int64_t deadline_ns)
-{
-    _Atomic uint32_t *mine = !r->control ? NULL : reads ? &r->control->reader_cpu : &r->control->writer_cpu;
-    _Atomic uint32_t *peers = !r->control ? NULL : reads ? &r->control->writer_cpu : &r->control->reader_cpu;
-    for (unsigned turn = 0;; turn++) {
-        uint64_t readable, writable;
-        if (ring_available(r, &readable, &writable) != RING_OK || (reads ? readable : writable) >= bytes || ring_is_closed(r))
-            return true;
-        if (turn % 32 == 0) {
-            if (mine) {
-                ring_publish_cpu(mine);
-                if (atomic_load_explicit(mine, memory_order_relaxed) == atomic_load_explicit(peers, memory_order_relaxed))
-                    return false;
-            }
-            if (ring_now_ns() >= deadline_ns)
-                return false;
-        }
-        ring_pause();
-    }
 }
 
 #endif

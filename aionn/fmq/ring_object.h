@@ -5,6 +5,7 @@
 #include <Python.h>
 
 #include "ring.h"
+#include "spin.h"
 
 enum part { READ, WRITTEN, DATA, FLAG, CONTROL, PARTS };
 

@@ -3,14 +3,16 @@
 App and driver process are pinned to two CPUs; the engine is empty (`empty_engine`), so what is measured is the way there and
 back. All lanes are run one after the other within each round, so that drift of the machine hits all alike. Unit: microseconds
 per round trip; shown is the median over the rounds of each round's p50 and p99, and the best round's p50, which is what a
-machine shared with others lets one compare. Rivals echo the same bytes and are told as missing where not installed.
+machine shared with others lets one compare. CPU: seconds of app and driver (or worker) together per 10,000 round trips, median of
+the rounds; who looks without sleeping is seen there. Rivals echo the same bytes and are told as missing where not installed.
 
     hot            64 B by `burst.compute`, both ends awake when that pays
     asleep         the same with preference "low_power": both ends always sleep (compare with python: shm + eventfd + add_reader)
     frame 64 B     `burst.frame()`, filled in place
     frame 6 MB     the same with 1080p RGB; filled in place once, as a decoder does, so nothing is copied
     copied 6 MB    `burst.compute` of an array: one copy; beside it memcpy of as much
-    rivals         to_thread, ProcessPoolExecutor, zmq.asyncio, grpc.aio, python (tests.bench.fmq's)
+    rivals         to_thread, ProcessPoolExecutor, zmq.asyncio, grpc.aio, iceoryx2 (its listener has no descriptor: a thread waits
+                   for it, see `rivals`), python (tests.bench.fmq's)
 Then: requests per second with 8 in flight, the spread of 64 bursts on one driver, and Silero against its engine's own time.
 """
 
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import os
 import platform
 import statistics
@@ -34,14 +37,14 @@ import uvloop
 import aionn
 from aionn.testing.models import identity_model
 from tests.bench.fmq import cpu_name, run_lane
-from tests.bench.rivals import RIVALS, ROOT
+from tests.bench.rivals import RIVALS, ROOT, cpu_seconds
 from tests.real_models import carried
 
 EMPTY = "tests.bench.empty_engine:EmptyEngine"
 BIG = (1, 1080, 1920, 3)
 SMALL = {"input": np.zeros((1, 16), np.float32)}
 PAYLOAD = bytes(64)
-Lane = dict[str, list[tuple[float, float]]]
+Lane = dict[str, list[tuple[float, float, float]]]
 
 
 async def trips(lane: Lane, name: str, trip: Callable[[], Awaitable[object]], count: int) -> None:
@@ -49,16 +52,18 @@ async def trips(lane: Lane, name: str, trip: Callable[[], Awaitable[object]], co
     for _ in range(max(20, count // 10)):
         await trip()
     taken = []
+    before_s = cpu_seconds()
     for _ in range(count):
         began = time.perf_counter_ns()
         await trip()
         taken.append(time.perf_counter_ns() - began)
-    note(lane, name, taken)
+    note(lane, name, taken, cpu_seconds() - before_s)
 
 
-def note(lane: Lane, name: str, taken: list[int]) -> None:
+def note(lane: Lane, name: str, taken: list[int], cpu_s: float = math.nan) -> None:
+    """`cpu_s`: of all processes, in all trips together."""
     cuts = statistics.quantiles(taken, n=100)
-    lane.setdefault(name, []).append((cuts[49] / 1e3, cuts[98] / 1e3))
+    lane.setdefault(name, []).append((cuts[49] / 1e3, cuts[98] / 1e3, cpu_s / len(taken) * 10_000))
 
 
 def pin_driver(runtime: aionn.Runtime, name: str, cpu: int) -> None:
@@ -146,13 +151,13 @@ async def silero(lane: Lane, runtime: aionn.Runtime, count: int, cpu: int) -> No
     async with compiled.burst() as burst:
         for _ in range(50):
             await burst.compute(inputs)
-        trip, busy = [], []
+        trip, busy, before_s = [], [], cpu_seconds()
         for _ in range(count):
             before, began = burst.statistics()["driver_busy_ns"], time.perf_counter_ns()
             await burst.compute(inputs)
             trip.append(time.perf_counter_ns() - began)
             busy.append(burst.statistics()["driver_busy_ns"] - before)
-        note(lane, "silero", trip)
+        note(lane, "silero", trip, cpu_seconds() - before_s)
         note(lane, "silero engine", busy)
 
 
@@ -179,13 +184,14 @@ async def measure(lane: Lane, options: argparse.Namespace, cpus: tuple[int, int]
 
 
 def show(lane: Lane, missing: dict[str, str]) -> None:
-    hot = statistics.median(p50 for p50, _ in lane["hot"])
-    best_hot = min(p50 for p50, _ in lane["hot"])
-    print(f"{'':22}{'p50 us':>10}{'p99 us':>10}{'best p50':>10}{'p50 / hot':>11}{'best / hot':>11}")
+    hot = statistics.median(p50 for p50, _, _ in lane["hot"])
+    best_hot = min(p50 for p50, _, _ in lane["hot"])
+    print(f"{'':22}{'p50 us':>10}{'p99 us':>10}{'best p50':>10}{'p50 / hot':>11}{'best / hot':>11}{'CPU s/10k':>11}")
     for name, rounds in lane.items():
-        p50, p99 = (statistics.median(column) for column in zip(*rounds, strict=True))
-        best = min(p50 for p50, _ in rounds)
-        print(f"{name:22}{p50:10.1f}{p99:10.1f}{best:10.1f}{p50 / hot:11.2f}{best / best_hot:11.2f}")
+        p50, p99, cpu_s = (statistics.median(column) for column in zip(*rounds, strict=True))
+        best = min(p50 for p50, _, _ in rounds)
+        cpu = "" if math.isnan(cpu_s) else f"{cpu_s:11.3f}"
+        print(f"{name:22}{p50:10.1f}{p99:10.1f}{best:10.1f}{p50 / hot:11.2f}{best / best_hot:11.2f}{cpu}")
     for name, why in missing.items():
         print(f"{name:22} not measured: {why}")
 
@@ -204,8 +210,8 @@ def main(argv: list[str]) -> None:
     print(f"app on CPU {cpus[0]}, driver on CPU {cpus[1]}, empty engine; {options.rounds} rounds of {options.trips} trips")
     os.environ["PYTHONPATH"] = str(ROOT)  # where the driver finds the empty engine
     os.sched_setaffinity(0, {cpus[0]})
-    python: list[Any] = [run_lane("python", "uvloop", list(cpus), max(500, options.trips // 5))[0] for _ in range(options.rounds)]
+    python: list[Any] = [run_lane("python", "uvloop", list(cpus), max(500, options.trips // 5)) for _ in range(options.rounds)]
     lane: Lane = {}
-    for taken in python:
-        note(lane, "python shm+eventfd", taken)
+    for taken, cpu_s in python:
+        note(lane, "python shm+eventfd", taken, cpu_s)
     uvloop.run(measure(lane, options, cpus))

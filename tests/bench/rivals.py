@@ -1,23 +1,43 @@
 """What the burst benchmark is compared with: each rival echoes bytes from a worker process pinned to another CPU.
 
 A rival that is not installed is told as such and left out. Workers are this module itself: `python -m tests.bench.rivals KIND ADDRESS CPU`.
+
+iceoryx2's listener has no file descriptor and no call that a loop could await: its lane waits in a thread of its own, blocked in
+`timed_wait`, that hands each element over with `call_soon_threadsafe`. Its worker is a plain thread that blocks in the same way.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 ROOT = Path(__file__).parents[2]
 Trip = Callable[[bytes], Awaitable[object]]
+ELEMENT_BYTES = 64
+
+
+class _Element(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_uint8 * ELEMENT_BYTES),)
+
+
+def cpu_seconds() -> float:
+    """CPU time of this process and of its children, of the threads that run now. From schedstat: `times` counts in 10 ms."""
+    me = psutil.Process()
+    files = [file for process in (me, *me.children()) for file in Path(f"/proc/{process.pid}/task").glob("*/schedstat")]
+    return sum(int(file.read_text().split()[0]) for file in files) / 1e9
 
 
 def echo(data: bytes) -> bytes:
@@ -88,6 +108,84 @@ async def grpc_aio(cpu: int) -> AsyncIterator[Trip]:
             yield channel.unary_unary("/bench/echo")
 
 
+class _Iceoryx2:
+    """One end of two channels, "KEY-there" and "KEY-back": elements through publish-subscribe, wake-ups through events."""
+
+    def __init__(self, key: str, sends: str, receives: str) -> None:
+        import iceoryx2
+
+        iceoryx2.set_log_level(iceoryx2.LogLevel.Error)
+        self._node = iceoryx2.NodeBuilder.new().create(iceoryx2.ServiceType.Ipc)
+        services = {}
+        for way in (sends, receives):
+            name = iceoryx2.ServiceName.new(f"aionn-bench-{key}-{way}")
+            elements = self._node.service_builder(name).publish_subscribe(_Element).open_or_create()
+            services[way] = (elements, self._node.service_builder(name).event().open_or_create())
+        self._publisher = services[sends][0].publisher_builder().create()
+        self._notifier = services[sends][1].notifier_builder().create()
+        self._subscriber = services[receives][0].subscriber_builder().create()
+        self._listener = services[receives][1].listener_builder().create()
+        self._patience = iceoryx2.Duration.from_millis(100)
+
+    def send(self, element: bytes) -> None:
+        self._publisher.loan_uninit().write_payload(_Element.from_buffer_copy(element)).send()
+        self._notifier.notify()
+
+    def receive(self) -> bytes | None:
+        """The next element; None: none came for a while."""
+        sample = self._subscriber.receive()
+        if sample is None:
+            self._listener.timed_wait(self._patience)
+            sample = self._subscriber.receive()
+        if sample is None:
+            return None
+        element = bytes(sample.payload().contents)
+        sample.delete()
+        return element
+
+
+@asynccontextmanager
+async def iceoryx2_thread(cpu: int) -> AsyncIterator[Trip]:
+    loop = asyncio.get_running_loop()
+    waiting: list[asyncio.Future[bytes]] = []
+    over = threading.Event()
+
+    def settle(element: bytes) -> None:
+        waiting.pop().set_result(element)
+
+    def listen(end: _Iceoryx2) -> None:
+        while not over.is_set():
+            element = end.receive()
+            if element is not None:
+                loop.call_soon_threadsafe(settle, element)
+
+    async with _worker("iceoryx2", cpu) as address:
+        end = _Iceoryx2(address.replace("/", "-"), "there", "back")
+        thread = threading.Thread(target=listen, args=(end,))
+        thread.start()
+
+        async def trip(data: bytes) -> object:
+            answer: asyncio.Future[bytes] = loop.create_future()
+            waiting.append(answer)
+            end.send(data)
+            return await answer
+
+        try:
+            yield trip
+        finally:
+            over.set()
+            thread.join()
+
+
+def _serve_iceoryx2(address: str) -> None:
+    end = _Iceoryx2(address.replace("/", "-"), "back", "there")
+    print("ready", flush=True)
+    while True:
+        element = end.receive()
+        if element is not None:
+            end.send(element)
+
+
 def _serve_zmq(address: str) -> None:
     import zmq
 
@@ -114,13 +212,21 @@ async def _serve_grpc(address: str) -> None:
     await server.wait_for_termination()
 
 
-RIVALS = {"to_thread": to_thread, "ProcessPoolExecutor": process_pool, "zmq.asyncio": zmq_asyncio, "grpc.aio": grpc_aio}
+RIVALS: dict[str, Callable[[int], Any]] = {
+    "to_thread": to_thread,
+    "ProcessPoolExecutor": process_pool,
+    "zmq.asyncio": zmq_asyncio,
+    "grpc.aio": grpc_aio,
+    "iceoryx2 + thread": iceoryx2_thread,
+}
 
 if __name__ == "__main__":
     kind, address, cpu = sys.argv[1:]
     _pin(int(cpu))
     if kind == "zmq":
         _serve_zmq(address)
+    elif kind == "iceoryx2":
+        _serve_iceoryx2(address)
     else:
         import uvloop
 

@@ -4,6 +4,7 @@
 
 #define _GNU_SOURCE
 #include "ring.h"
+#include "spin.h"
 
 #include <poll.h>
 #include <pthread.h>

@@ -1,0 +1,46 @@
+/* Looking at a ring for a bounded time without sleeping. When that pays is decided elsewhere (aionn/burst/awake.py). */
+#ifndef AIONN_FMQ_SPIN_H
+#define AIONN_FMQ_SPIN_H
+
+#include "ring.h"
+
+static inline int64_t ring_now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+static inline void ring_pause(void)
+{
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("yield");
+#endif
+}
+
+/* Look for `bytes` until `deadline_ns`; true as soon as a sleeper would be woken. A peer on our own core cannot make
+ * progress while we spin there, so then we look once only. */
+static inline bool ring_spin(const struct ring *r, bool reads, uint64_t bytes, int64_t deadline_ns)
+{
+    _Atomic uint32_t *mine = !r->control ? NULL : reads ? &r->control->reader_cpu : &r->control->writer_cpu;
+    _Atomic uint32_t *peers = !r->control ? NULL : reads ? &r->control->writer_cpu : &r->control->reader_cpu;
+    for (unsigned turn = 0;; turn++) {
+        uint64_t readable, writable;
+        if (ring_available(r, &readable, &writable) != RING_OK || (reads ? readable : writable) >= bytes || ring_is_closed(r))
+            return true;
+        if (turn % 32 == 0) {
+            if (mine) {
+                ring_publish_cpu(mine);
+                if (atomic_load_explicit(mine, memory_order_relaxed) == atomic_load_explicit(peers, memory_order_relaxed))
+                    return false;
+            }
+            if (ring_now_ns() >= deadline_ns)
+                return false;
+        }
+        ring_pause();
+    }
+}
+
+#endif
