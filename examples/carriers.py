@@ -1,15 +1,28 @@
-"""Files inside installed packages, found without importing the packages: the models and the recording of the examples."""
+"""What the examples need from other packages: modules of their own, and files of models, found without importing their packages."""
 
 from __future__ import annotations
 
 import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["UsageError", "packaged"]
+__all__ = ["UsageError", "packaged", "required"]
 
 
 class UsageError(Exception):
     """What the person at the terminal can put right; one sentence."""
+
+
+@contextmanager
+def required(program: str) -> Iterator[None]:
+    """End the program with one sentence and exit code 2 where a package that the body imports is not installed."""
+    try:
+        yield
+    except ImportError as error:
+        print(f"{program}: {error}; run pip install -e '.[examples]'", file=sys.stderr)
+        sys.exit(2)
 
 
 def packaged(package: str, file: str) -> Path:

@@ -19,11 +19,13 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw, ImageFont
 
 import aionn
 from answers import print_answer
-from carriers import UsageError, packaged
+from carriers import UsageError, packaged, required
+
+with required("frame_orientation.py"):
+    from PIL import Image, ImageDraw, ImageFont
 
 ORIENTATIONS = (0, 90, 180, 270)  # degrees clockwise, in the order of the model's four outputs
 PAGES = 25

