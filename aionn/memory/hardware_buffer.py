@@ -23,15 +23,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from types import MappingProxyType, TracebackType
-from typing import Any, Literal, Self
+from types import MappingProxyType
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aionn.errors import CallerError
 from aionn.hal.types import MemoryDescription, MemoryKind, Operand, OperandType
-from aionn.memory.memory import HasFileno, Memory
+from aionn.memory.memory import ClosedByWith, HasFileno, Memory
 from aionn.memory.region import PROT_READ, PROT_WRITE, Region
 
 __all__ = ["HardwareBuffer", "ImageFormat", "PlaneLayout"]
@@ -66,13 +66,13 @@ _PLANES: Mapping[str, tuple[tuple[str, int, int], ...]] = {
 }
 
 
-class HardwareBuffer:
+class HardwareBuffer(ClosedByWith):
     """An image, or a blob, in shared memory; may stand wherever an array may.
 
     Attributes:
         memory: its bytes. `buffer.memory.pool` is what is sent to a driver.
         width, height: in pixels; a blob has its size as width and the height 1.
-        format: see the module.
+        format: "blob", "gray8", "rgb_888", "rgba_8888", "nv12" or "yuv420"; `help(aionn.memory.hardware_buffer)` has their planes.
         layouts: per plane where it lies, by name.
     """
 
@@ -94,7 +94,7 @@ class HardwareBuffer:
 
         Args:
             width, height: in pixels; even for nv12 and yuv420. For a blob: its bytes, and 1.
-            format: see the module.
+            format: as above.
 
         Raises:
             CallerError: width, height or format is wrong.
@@ -252,18 +252,6 @@ class HardwareBuffer:
     def close(self) -> None:
         """This object can no longer be used; see `Memory.close`."""
         self.memory.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<HardwareBuffer {self.format} {self.width} x {self.height}{', closed' if self.closed else ''}>"

@@ -58,7 +58,26 @@ class _Pool:
             self.region.close()
 
 
-class Memory:
+class ClosedByWith:
+    """What `with` and `async with` close when their body ends. Closing never waits."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class Memory(ClosedByWith):
     """Shared memory that an app holds; may stand wherever an array may. A whole one satisfies `hal.IMemory`.
 
     Attributes:
@@ -151,8 +170,11 @@ class Memory:
 
         Raises:
             CallerError: it has been closed.
+            ExecutionError: it is a file that has been cut off meanwhile; touching its bytes would end this process (SIGBUS).
         """
-        return self.pool.view()[self.offset_bytes : self.offset_bytes + self.size_bytes]
+        pool = self.pool
+        pool.check_backing()
+        return pool.view()[self.offset_bytes : self.offset_bytes + self.size_bytes]
 
     def array(self, dtype: DTypeLike, shape: int | np.integer[Any] | tuple[int, ...], offset: int = 0) -> NDArray[Any]:
         """An array over its bytes, in place and C-contiguous; writable where the memory is.
@@ -270,18 +292,6 @@ class Memory:
     def __del__(self) -> None:
         if getattr(self, "_pool", None) is not None:
             self.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         state = "closed" if self._pool is None else self._pool.region.description.kind.value

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aionn.errors import CallerError
+from aionn.errors import CallerError, ExecutionError
 from aionn.hal import Constant, DataLocation, IMemory, MemoryDescription, MemoryKind, Model, Operand, OperandType
 from aionn.memory import Access, HardwareBuffer, Memory, Region
 from tests.leaks import leak_check
@@ -136,6 +136,18 @@ def test_from_fd_refuses_descriptors_that_are_no_memory(pool: Path) -> None:
                 Memory.from_fd(fd, 1)
         for fd in (read_end, write_end, unsealed, read_only):
             os.close(fd)
+
+
+def test_a_file_that_was_cut_off_is_refused_where_touching_it_would_end_the_process(pool: Path) -> None:
+    with open(pool, "r+b") as file, Memory.from_fd(file, 2 * PAGE) as memory, memory[PAGE:] as part:
+        memory.array(np.uint8, 2 * PAGE)[:] = 7
+        file.truncate(PAGE)
+        for look in (memory.view, part.view, lambda: memory.array(np.uint8, 1)):
+            with pytest.raises(ExecutionError, match="cut off"):
+                look()
+        file.truncate(2 * PAGE)
+        assert part.array(np.uint8, PAGE).sum() == 0
+        assert memory.array(np.uint8, PAGE)[0] == 7
 
 
 def test_holes_of_a_file_are_filled_before_it_is_written_to(tmp_path: Path) -> None:
