@@ -97,6 +97,11 @@ class DriverProcess:
         """Whether it may still become ready."""
         return not self._started.is_set()
 
+    @property
+    def failed(self) -> bool:
+        """Whether it will never become ready, or has ended."""
+        return self._start_error is not None or not self.alive
+
     async def ready(self) -> RemoteDevice:
         """The device, once the driver has greeted. A cancelled caller leaves it starting.
 
@@ -388,8 +393,8 @@ class Devices:
             try:
                 remote = await process.ready()
             except BaseException:
-                if process.starting:
-                    raise  # cancelled: the next caller finds the same process
+                if not process.failed:
+                    raise  # cancelled: the next caller finds the same process, and those it serves already keep it
                 await process.aclose()
                 device._last_exit_code, device._process = process.exit_code, None
                 raise
