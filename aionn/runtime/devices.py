@@ -381,13 +381,13 @@ class Devices:
         """
         device = self.find(name)
         async with device._starting:
-            if self._closed:
-                raise CallerError("the runtime was closed")
             process = device._process
+            if process is not None and not process.alive:
+                await process.wait_ended()
+                device._last_exit_code = process.exit_code
+            # No await from here to the start: `aclose` ends what it finds, and a process that is started after it would stay for ever.
+            self._check_open()
             if process is None or not process.alive:
-                if process is not None:
-                    await process.wait_ended()
-                    device._last_exit_code = process.exit_code
                 process = device._process = DriverProcess(name, self._tasks, home=self._homes.get(name, ""))
                 device._starts += 1
             try:
@@ -401,6 +401,10 @@ class Devices:
             device.version, device.type, device.cache_files = remote.version, remote.type, remote.cache_files
             return remote
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise CallerError("the runtime was closed")
+
     def start_worker(self, name: str, threads: int) -> DriverProcess:
         """One more driver process of that device, at the lowest priority and on so many CPUs. Whoever asked for it ends it.
 
@@ -408,8 +412,7 @@ class Devices:
             DeviceUnavailableError: there is no such device, or it cannot be started.
         """
         self.find(name)
-        if self._closed:
-            raise CallerError("the runtime was closed")
+        self._check_open()
         process = DriverProcess(name, self._tasks, threads, self._homes.get(name, ""))
         self._workers.add(process)
         return process

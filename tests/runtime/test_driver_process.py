@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,29 @@ async def test_a_runtime_that_closes_during_a_start_tells_so_and_ends_the_driver
                 tasks.start_soon(compile_it)
                 await until_a_driver_runs()
         assert told == ["the runtime was closed"]
+
+
+async def test_whoever_asks_for_a_dead_driver_while_the_runtime_closes_starts_none(model: aionn.Model) -> None:
+    async with leak_check():
+        with FakeDevice() as fake:
+            for steps in range(8):  # so many turns of the loop the asking is ahead of the closing
+                async with aionn.Runtime() as runtime:
+                    await runtime.compile(model, devices=(fake.name,))
+                    (device,) = (device for device in runtime.devices if device.pid is not None)
+                    assert device.pid is not None
+                    os.kill(device.pid, signal.SIGKILL)
+                    with anyio.fail_after(20):
+                        while device.pid is not None:
+                            await anyio.lowlevel.checkpoint()
+                    devices = runtime._devices
+
+                    async def ask(devices: Devices = devices) -> None:
+                        with suppress(CallerError, DriverDiedError):
+                            await devices.get(fake.name)
+
+                    runtime._tasks.start_soon(ask)
+                    for _ in range(steps):
+                        await anyio.lowlevel.checkpoint()
 
 
 async def test_a_driver_that_does_not_greet_in_time_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
