@@ -272,7 +272,7 @@ def test_what_is_no_file_is_refused_in_one_sentence(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo.onnx")
     for name, words in [
         ("missing.onnx", "there is no such file"),
-        ("", "this is not a file"),
+        ("", r"': this is not a file; give the path of an ONNX file \(\.onnx\)$"),
         ("fifo.onnx", "this is not a file"),
         ("empty.onnx", "it is empty"),
         ("nul\0", "cannot be read"),
@@ -280,6 +280,11 @@ def test_what_is_no_file_is_refused_in_one_sentence(tmp_path: Path) -> None:
         with pytest.raises(CallerError, match=words) as caught:
             read(tmp_path / name)
         assert "\n" not in str(caught.value)
+
+
+def test_what_is_neither_a_path_nor_bytes_is_refused() -> None:
+    with pytest.raises(CallerError, match="model of type int: give the path of an ONNX file"):
+        read(5)  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")

@@ -198,6 +198,8 @@ def _digest(digest: blake3.blake3, tag: bytes, content: bytes | memoryview) -> N
 def _content(source: str | os.PathLike[str] | bytes) -> tuple[memoryview, str, Path | None]:
     if isinstance(source, bytes | bytearray | memoryview):
         content, where, directory = memoryview(source).cast("B"), "the model given as bytes", None
+    elif not isinstance(source, str | os.PathLike):
+        raise CallerError(f"model of type {type(source).__name__}: give the path of an ONNX file (.onnx), or its contents as bytes")
     else:
         path = Path(source)
         where = f"model {os.fspath(path)!r}"
@@ -205,6 +207,8 @@ def _content(source: str | os.PathLike[str] | bytes) -> tuple[memoryview, str, P
             if not stat.S_ISREG(path.stat().st_mode):
                 raise CallerError(f"{where}: this is not a file; give the path of an ONNX file (.onnx)")
             content, directory = memoryview(path.read_bytes()), path.parent
+        except CallerError:  # which is a ValueError
+            raise
         except FileNotFoundError as error:
             raise CallerError(f"{where}: there is no such file; give the path of an ONNX file (.onnx)") from error
         except (OSError, ValueError) as error:

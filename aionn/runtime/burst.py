@@ -178,7 +178,7 @@ class Burst:
                 one that is also an input is advanced: a recurrent state) or a `Memory`.
             measure_timing: fill `.timing` of the result.
             timeout_s: seconds after which the call ends with `DeadlineError`; a driver that still gives no answer
-                `HANG_GRACE_S` later is killed.
+                `aionn.burst.HANG_GRACE_S` (1 second) later is killed: `DriverHungError` for all who wait for it then.
 
         Returns:
             One array per output, by name: views of the burst's memory, valid until the next `compute` on this burst.
@@ -188,7 +188,9 @@ class Burst:
             CallerError: a name, shape or dtype does not fit; nothing was sent.
             DeadlineError: no answer in time.
             ExecutionError: the driver answered that it failed.
-            DriverDiedError, DriverHungError: the driver is gone; the next call starts a new one.
+            MemoryAllocationError: there is no memory for frames of these shapes.
+            DriverDiedError, DriverHungError: the driver is gone; the next call starts a new one. `DeviceMemoryLostError` where a
+                `DeviceMemory` among the arguments went with it.
         """
         if _get_running_loop() is not self._loop:
             self._compilation._runtime._check_open()  # it says what is wrong

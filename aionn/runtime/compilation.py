@@ -128,7 +128,7 @@ class Compilation:
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """The stages, from quick to best, as they are now; empty outside mode "staged"."""
+        """One `aionn.Stage` each (state, reason, times), from quick to best, as they are now; empty outside mode "staged"."""
         return () if self._staging is None else self._staging.stages
 
     async def wait_for_stage(self, name: str, timeout_s: float | None = None) -> None:
@@ -288,7 +288,7 @@ class Compilation:
             inputs: one array per model input, by name. Shapes and dtypes as `Model.inputs` says.
             outputs: where outputs are to be written instead, by name, as for `Burst.compute`.
             measure_timing: fill `.timing` of the result.
-            timeout_s: seconds after which the call ends with `DeadlineError`.
+            timeout_s: as for `Burst.compute`.
 
         Returns:
             One array per output, by name, owned by the caller.
@@ -297,7 +297,8 @@ class Compilation:
             CallerError: a name, shape or dtype does not fit; nothing was sent.
             DeadlineError: no answer in time.
             ExecutionError: the driver answered that it failed.
-            DriverDiedError, DriverHungError: the driver is gone; the next call starts a new one.
+            MemoryAllocationError: there is no memory for arrays of these shapes.
+            DriverDiedError, DriverHungError: the driver is gone; the next call starts a new one. `DeviceMemoryLostError` as there.
 
         NNAPI: ANeuralNetworksExecution_compute.
         """

@@ -26,7 +26,8 @@ class Frame(Mapping[str, NDArray[Any]]):
     """Shared memory for one request's inputs, to be written in place. Got from `Burst.frame()`, used in `async with`.
 
     `frame["input"]` is a writable view with the input's dtype and shape; `burst.compute(frame)` sends it as it is. After
-    the `async with` block it is another request's: using it then is a `CallerError`.
+    the `async with` block it is another request's: using it then is a `CallerError`. It holds zeros, or what a request before has
+    left there: write all of each input.
     """
 
     def __init__(self, burst: Burst, shapes: Shapes) -> None:

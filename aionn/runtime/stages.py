@@ -114,7 +114,8 @@ class Stage:
 
     Attributes:
         name: of its device.
-        state: see the module.
+        state: "waiting", "compiling", "loading", "comparing", then "serving", "replaced" (by a better one) or "rejected"; "skipped"
+            where a better one was stored already and served from the start.
         reason: why it was rejected or skipped; empty otherwise.
         made_by: "cache", "worker" (compiled in the background) or "driver" (in its own driver, for its artifacts cannot be stored).
         times_s: seconds spent so far in each state that it has left.
