@@ -29,7 +29,7 @@ __all__ = [
 _WIDE = 10_000
 """Columns of a table that goes into a file or a pipe: nothing is wrapped or cut there."""
 
-_PROSE = {"version", "reason", "state", "detail"}
+_PROSE = {"version", "reason", "state", "stage", "detail"}
 """Columns that a narrow terminal may wrap. The others hold what is copied or compared, and are wrapped last."""
 
 
