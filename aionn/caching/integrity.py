@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import fcntl
 import hmac
+import io
 import logging
 import os
 import sqlite3
@@ -53,7 +54,7 @@ _log = logging.getLogger("aionn.caching")
 _CANDIDATES = 16  # the published set, one being published, two savers at once; and the same model in other cache directories
 _LOCK_WAIT_S = 5.0  # two drivers write the same files: the second waits for the first's write, which takes a fraction of a second
 _PARALLEL_BYTES = 2 << 20  # below this, starting BLAKE3's threads costs more than it gains
-_PIPELINED_BYTES = 32 << 20  # below this, BLAKE3's own threads over the whole are quicker than hashing while the rest is read
+_PIPELINED_BYTES = 16 << 20  # below this, BLAKE3's own threads over the whole are quicker than hashing while the rest is read
 _WRITABLE_BYTES = 64 << 10  # smaller ones are `bytes`: one system call and no array
 _CHUNK_BYTES = 4 << 20
 _WRITE_BYTES = 4 << 20  # a longer system call would keep a CPU from others on kernels that do not preempt, an event loop among them
@@ -385,13 +386,13 @@ def _read_private(fd: int, length: int) -> tuple[bytes | memoryview, bytes]:
     if length < _WRITABLE_BYTES:
         content = os.pread(fd, length, 0)
         return content, digest_of(content)
-    # Not a bytearray, which would be zeroed first.
+    if length < _PIPELINED_BYTES:
+        # Neither a bytearray, which would be zeroed first, nor an array: NumPy asks for huge pages, and having one cleared by the kernel
+        # takes longer than reading and hashing so few bytes. Nobody else has the bytes, so `BytesIO` does not copy them.
+        view = io.BytesIO(os.pread(fd, length, 0)).getbuffer()
+        return view, digest_of(view)
     buffer = np.empty(length, np.uint8).data
     at = 0
-    if length < _PIPELINED_BYTES:
-        while at < length and (count := os.preadv(fd, [buffer[at : at + _CHUNK_BYTES]], at)):
-            at += count
-        return buffer[:at], digest_of(buffer[:at])
     from concurrent.futures import ThreadPoolExecutor
 
     # One thread copies while another hashes what was copied: the copy costs twice what the hash does, so the whole costs little more
