@@ -7,6 +7,11 @@
     cannot be written to
     device never caches    the device's own driver compiles it; the stage that serves is in another process ("driver")
 
+A device without cache files has nothing that could be carried from one process to another, so a worker would be of no use to it. What it
+compiles, it compiles in its own driver, at the priority of the app: it cannot be lowered for the while, for an unprivileged process
+must not raise it again. The stage that serves runs in another process and is not stopped by it, but shares the CPUs with it. An
+engine whose compiles take long should export them; the only one here that does not, `reference`, compiles nothing.
+
 The worker is a driver like any other, with the same verbs; it gets SIGKILL when its time is over, its caller is cancelled or
 the app ends. What it leaves then is an unpublished file that the store sweeps. The serving driver verifies what it loads,
 as always.

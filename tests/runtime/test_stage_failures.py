@@ -141,6 +141,25 @@ async def test_hanging_before_it_runs(quick: FakeDevice, best: FakeDevice, tmp_p
             assert "did not make the stage within 2.0 s" in await here.rejection(partial(best.hang, act))
 
 
+async def test_a_stage_that_its_own_driver_compiles_fails_as_harmlessly(quick: FakeDevice, best: FakeDevice, tmp_path: Path) -> None:
+    async with app(quick, best, tmp_path, timeout_s=2.0) as here:
+        best.tell(cache_files=(0, 0))  # nothing can be stored, so no worker can make it
+        for failure, told in (
+            (partial(best.crash, "compile"), "ended by signal 9"),
+            (partial(best.fail, "no luck today", "compile"), "no luck today"),
+            (partial(best.hang, "compile"), "did not make the stage within 2.0 s"),
+        ):
+            assert told in await here.rejection(failure)
+            best.tell(cache_files=(0, 0))
+        compilation = await staged(here.runtime, here.model, quick, best)
+        async with compilation, streaming(compilation) as stream:
+            await compilation.wait_for_stage(best.name, timeout_s=60)
+            assert compilation.stages[1].made_by == "driver"
+            await stream.goes_on()
+            assert stream.stages == [quick.name, best.name]
+        best.behave()
+
+
 @REPEATED
 async def test_hanging_while_it_runs(quick: FakeDevice, best: FakeDevice, tmp_path: Path, times: int) -> None:
     async with app(quick, best, tmp_path, run_timeout_s=0.3) as here:
