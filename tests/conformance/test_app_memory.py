@@ -169,6 +169,49 @@ async def test_a_shared_memory(compute: Any) -> None:
         del given, wanted, memory, part
 
 
+@pytest.mark.parametrize("kind", ["float32", "float16", "uint8", "int8"])
+async def test_set_input_and_output_from_memory_of_every_type(runtime: aionn.Runtime, tmp_path: Path, kind: str) -> None:
+    """Shared memory, a file, a blob and memory in the driver, each as input and as output; and what does not fit."""
+    element = np.dtype(kind)
+    size = WIDTH * element.itemsize
+    x = (np.arange(WIDTH) - (WIDTH // 2 if kind != "uint8" else 0)).astype(element)
+    (tmp_path / "frames").write_bytes(x.tobytes() + bytes(size))
+    model = aionn.Model.from_onnx(identity_model({"x": (WIDTH,)}, element, outputs=["y"]))
+    with open(tmp_path / "frames", "r+b") as file:
+        mapped = aionn.Memory.from_fd(file, 2 * size)
+    async with (
+        await runtime.compile(model, devices=("onnxruntime",)) as compilation,
+        compilation.burst() as burst,
+        await compilation.allocate(inputs=("x",), outputs=("y",)) as state,
+    ):
+        with mapped, aionn.Memory.allocate(4 * size) as memory, aionn.HardwareBuffer.allocate(size) as blob:
+            memory.array(element, WIDTH)[:] = x
+            for compute in (compilation.compute, burst.compute):
+                for target in (memory[size : 2 * size], mapped[size:], blob):
+                    place = np.frombuffer(target.view(), element)
+                    place[:] = 0
+                    await compute({"x": memory[:size]}, outputs={"y": target})
+                    np.testing.assert_array_equal(place, x)
+                    np.testing.assert_array_equal((await compute({"x": target}))["y"], x)
+                await state.reset()
+                for _ in range(2):
+                    assert await compute({"x": mapped[:size]}, outputs={"y": state}) == {}
+                    assert await compute({"x": state}, outputs={"y": state}) == {}
+                    np.testing.assert_array_equal((await compute({"x": state}))["y"], x)
+                for wrong in (memory, memory[: size - element.itemsize], memory[: size + element.itemsize]):
+                    with pytest.raises(aionn.CallerError, match="same size"):
+                        await compute({"x": wrong})
+                    with pytest.raises(aionn.CallerError, match="same size"):
+                        await compute({"x": x}, outputs={"y": wrong})
+                with pytest.raises(aionn.CallerError, match="overlap"):
+                    await compute({"x": memory[:size]}, outputs={"y": memory[size // 2 : size // 2 + size]})
+                if element.itemsize > 1:
+                    with pytest.raises(aionn.CallerError, match="multiples of"):
+                        await compute({"x": memory[1 : 1 + size]})
+            np.testing.assert_array_equal(memory.array(element, WIDTH), x)
+    assert (tmp_path / "frames").read_bytes() == x.tobytes() * 2
+
+
 async def test_two_with_hardware_buffer_input(compute: Any) -> None:
     with aionn.HardwareBuffer.allocate(BYTES) as blob, aionn.HardwareBuffer.allocate(BYTES) as out:
         blob.planes["blob"][:] = X.view(np.uint8)
