@@ -163,6 +163,9 @@ def bytes_of(text: str) -> int:
 
 
 def run_command(arguments: Sequence[str] | None) -> int:
+    # Python has None where the descriptor was closed.
+    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 -- until the process ends
+    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 -- until the process ends
     show_warnings()
     try:
         app(arguments, exit_on_error=False, print_error=False, result_action="return_none")

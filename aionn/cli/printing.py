@@ -30,7 +30,11 @@ _WIDE = 10_000
 """Columns of a table that goes into a file or a pipe: nothing is wrapped or cut there."""
 
 _PROSE = {"version", "reason", "state", "stage", "detail"}
-"""Columns that a narrow terminal may wrap. The others hold what is copied or compared, and are wrapped last."""
+"""Columns that a narrow terminal may wrap. The others hold what is copied or compared: they are never cut, and where even they do not
+fit, the terminal itself wraps the lines."""
+
+_PROSE_LEAST = 12
+"""Columns of a terminal that prose is given at least."""
 
 
 class UsageError(Exception):
@@ -59,6 +63,11 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     for row in rows:
         table.add_row(*(_plain(cell) for cell in row))
     if console.is_terminal:
+        least = 0
+        for number, column in enumerate(columns):
+            widest = max(len(text) for text in (column.rstrip(">"), *(row[number] for row in rows)))
+            least += 2 + (min(widest, _PROSE_LEAST) if column in _PROSE else widest)
+        console.width = max(console.width, least)
         console.print(table)
         return
     with console.capture() as printed:

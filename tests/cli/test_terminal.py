@@ -49,6 +49,19 @@ def test_a_narrow_terminal_wraps_prose_and_leaves_whole_what_is_copied(monkeypat
     assert max(len(line) for line in lines if "\x1b" not in line) <= 80
     assert all(any(whole in line for line in lines) for whole in (KEY, "onnxruntime", "10.0 MB", "1 min ago"))
     assert len(lines) > 2  # the version is what gave way
+    shown.truncate(0)
+    monkeypatch.setenv("COLUMNS", "20")
+    print_table("", ["entry", "device", "version"], [(KEY, "onnxruntime", version)])
+    assert f"{KEY}  onnxruntime  " in shown.getvalue()  # nothing is cut
+
+
+def test_a_command_whose_output_is_closed_does_its_work(tmp_path: Path) -> None:
+    (tmp_path / "model.onnx").write_bytes(identity_model({"x": (2,)}))
+    command = [sys.executable, "-m", "aionn", "run", "model.onnx", "--device", "reference", "--trace", "t.json"]
+    ran = subprocess.run(["sh", "-c", 'exec "$@" <&- >&-', "sh", *command], cwd=tmp_path, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert ran.returncode == 0
+    assert "Traceback" not in ran.stderr
+    assert (tmp_path / "t.json").exists()
 
 
 def test_no_command_of_the_cache_touches_a_directory_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
