@@ -147,9 +147,10 @@ class ExecutionBurstController:
         return identity
 
     def soon(self) -> None:
-        """A request is about to come: a sleeping driver may wake up meanwhile."""
+        """A request is about to come: a sleeping driver may wake up meanwhile. Its caller has let the loop run just before."""
         if self._awake.allowed:
             self._caller.nudge(SOON)
+            self._yield_by_ns = time.monotonic_ns() + 2 * YIELD_NS  # what is left to copy takes that long at most
 
     async def execute(
         self, body: bytes, settled: Settled | None = None, deadline_ns: int | None = None, sent: int | None = None

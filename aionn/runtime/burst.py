@@ -10,6 +10,7 @@ Invariants
 
 from __future__ import annotations
 
+import asyncio
 from asyncio import _get_running_loop  # the public one raises where there is no loop, and is then caught at every call
 from collections.abc import AsyncGenerator, Callable, Container, Coroutine, Mapping, Sequence
 from functools import partial
@@ -196,6 +197,10 @@ class Burst:
             self._compilation._runtime._check_open()  # it says what is wrong
         deadline_ns = None if timeout_s is None else deadline_of(timeout_s)
         way, pool = self._last
+        if way is not None and way.input_bytes >= LARGE_BYTES:
+            # The copy holds the loop up for long: it runs before each, so that the answer may be had at once after it.
+            await asyncio.sleep(0)
+            way, pool = self._last
         link = self._link
         if way is None or pool is None or outputs or link is None or link.controller.ended_by is not None or not way.fits(inputs):
             if self._recurrent is not None and type(inputs) is dict:

@@ -436,6 +436,7 @@ async def test_only_a_burst_that_may_stay_awake_nudges(low_power: bool, monkeypa
             burst.soon()
             assert queue.take_flag(SOON) == (0 if low_power else SOON)
             queue.disarm_reader()
+            assert (burst.at_once(BODY) == 0) == low_power  # the loop has just run
 
 
 @pytest.mark.parametrize("low_power", [False, True])

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import anyio
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+import aionn
 from aionn.errors import CallerError
 from aionn.runtime import frames
 from aionn.runtime.arguments import Arguments
@@ -50,3 +52,28 @@ def test_large_inputs_arrive_whole(shapes: list[tuple[int, ...]], layout: str, m
     pool.close()
     with pytest.raises(CallerError):
         pool.lease()
+
+
+@pytest.mark.anyio
+async def test_a_stream_of_large_inputs_lets_the_loop_run_before_each() -> None:
+    turns = 0
+
+    async def other_task() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await anyio.lowlevel.checkpoint()
+
+    picture = np.zeros((1, frames.LARGE_BYTES), np.uint8)
+    model = Model.from_onnx(identity_model({"input": picture.shape}, np.uint8))
+    async with aionn.Runtime() as runtime, anyio.create_task_group() as app:
+        compiled = await runtime.compile(model, devices=("reference",))
+        async with compiled.burst() as burst:
+            app.start_soon(other_task)
+            for value in range(30):
+                picture[...] = value
+                before = turns
+                outputs = await burst.compute({"input": picture})
+                assert outputs["input_out"][0, -1] == outputs["input_out"][0, 0] == value
+                assert turns > before
+            app.cancel_scope.cancel()
