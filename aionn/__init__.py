@@ -131,7 +131,7 @@ _HOMES = {
 }
 """Where each name is defined; `TYPE_CHECKING` says the same to a type checker."""
 
-_FACES = {name: f"aionn.{name}" for name in ("errors", "hal", "testing", "trace")}
+_FACES = {name: f"aionn.{name}" for name in ("caching", "errors", "fmq", "hal", "testing", "trace")}
 """Modules that are faces of their own."""
 
 if not _typing.TYPE_CHECKING:  # a type checker would take any name for an attribute

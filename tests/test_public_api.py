@@ -133,7 +133,7 @@ def test_the_face_is_what_is_written_here() -> None:
     public = {name for name, value in vars(aionn).items() if not name.startswith("_") and not inspect.ismodule(value)}
     assert public - FACE == set()
     assert set(dir(aionn)) >= FACE
-    assert inspect.ismodule(aionn.hal)
+    assert all(inspect.ismodule(getattr(aionn, name)) for name in ("caching", "errors", "fmq", "hal", "testing", "trace"))
     with pytest.raises(AttributeError, match="module 'aionn' has no attribute 'Runtimes'"):
         aionn.Runtimes  # type: ignore[attr-defined]  # noqa: B018
 
