@@ -238,6 +238,9 @@ class RemoteBurstContext:
             self._device.forget_burst(self._number)
 
 
+Settled = Callable[[object], None]
+
+
 class RemoteBuffer:
     """A buffer in the driver process. Satisfies `IBuffer`."""
 
@@ -246,14 +249,17 @@ class RemoteBuffer:
         self.token = token
         self._closed = False
 
-    async def copy_from(self, source: IMemory, dimensions: tuple[int, ...]) -> None:
+    async def copy_from(self, source: IMemory, dimensions: tuple[int, ...], settled: Settled | None = None) -> None:
+        """`settled`: as for `Connection.call`."""
         pool, offset = _place_of(source)
         body = CopyFrom(self.token, pool.description, dimensions, offset, source.size_bytes)
-        await self.device.connection.call(body, Done, [pool.fileno()])
+        await self.device.connection.call(body, Done, [pool.fileno()], settled)
 
-    async def copy_to(self, target: IMemory) -> None:
+    async def copy_to(self, target: IMemory, settled: Settled | None = None) -> None:
+        """`settled`: as for `Connection.call`."""
         pool, offset = _place_of(target)
-        await self.device.connection.call(CopyTo(self.token, pool.description, offset, target.size_bytes), Done, [pool.fileno()])
+        body = CopyTo(self.token, pool.description, offset, target.size_bytes)
+        await self.device.connection.call(body, Done, [pool.fileno()], settled)
 
     async def aclose(self) -> None:
         if not self._closed and self.device.connection.ended_by is None:

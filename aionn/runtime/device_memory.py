@@ -10,13 +10,14 @@ Invariants
     While such an execution is in flight (`_advancing`) nothing else may use the memory: it would see the state before, or
     be lost when the two change places. While it is being filled (`_filling`) it cannot be advanced, for the same reason.
     `_uses` counts the executions that may still be touching it, also those whose callers have left; only `settled` ends one.
+    `_left_copies` counts the copies that the driver may still be busy with and whose callers have left; `ready` waits for them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import prod
 from types import TracebackType
@@ -33,6 +34,7 @@ from aionn.memory.domain import Dimensions, combine_dimensions, full_shape, give
 from aionn.memory.hardware_buffer import HardwareBuffer
 from aionn.memory.memory import Memory
 from aionn.memory.region import Region
+from aionn.remote.control import Done
 from aionn.remote.device import RemoteBuffer, RemotePreparedModel
 
 if TYPE_CHECKING:
@@ -73,6 +75,7 @@ class DeviceMemory:
         self._advancing = False
         self._caller_left = False
         self._filling = 0
+        self._left_copies = 0
         self.fills = 0
         self.fresh = True
         self._uses = 0
@@ -132,7 +135,7 @@ class DeviceMemory:
         return self._prepared.device.connection.ended_by
 
     async def _next_end(self) -> None:
-        """Until an execution that uses it has ended."""
+        """Until an execution or a copy that uses it has ended."""
         if self._settled is None:
             self._settled = asyncio.Event()
         await self._settled.wait()
@@ -153,7 +156,7 @@ class DeviceMemory:
             raise lost_with(self._prepared.device.name, ended_by) from ended_by
 
     async def ready(self) -> None:
-        """Return when it can be used; wait for nothing but an execution whose caller has left.
+        """Return when it can be used; wait for nothing but executions and copies whose callers have left.
 
         Raises:
             CallerError: as `check_alive`; or an execution that advances it is in flight, and somebody awaits that.
@@ -161,7 +164,7 @@ class DeviceMemory:
         """
         self._compilation._runtime._check_loop()
         self.check_alive()
-        while self._advancing and self._caller_left:
+        while self._left_copies or (self._advancing and self._caller_left):
             await self._next_end()
             self.check_alive()
         self.check_free()
@@ -230,16 +233,17 @@ class DeviceMemory:
             await self._fill(memory, found)
 
     async def _fill(self, source: Memory, shape: tuple[int, ...]) -> None:
+        def over(filled: bool) -> None:
+            self._filling -= 1
+            if filled:  # also where nobody waits for it any more
+                self._shape = shape
+                self.fresh = True
+                self._compilation._compiled.memory_filled()
+
         self._filling += 1
         self.fills += 1
-        try:
-            with self._losing():
-                await self._front.copy_from(source, shape)
-        finally:
-            self._filling -= 1
-        self._shape = shape
-        self.fresh = True
-        self._compilation._compiled.memory_filled()
+        with self._copying(over) as settled:
+            await self._front.copy_from(source, shape, settled)
 
     async def copy_to(self, target: Memory | None = None) -> NDArray[Any]:
         """Its contents: into `target`, or into a new array.
@@ -259,11 +263,11 @@ class DeviceMemory:
         if target is not None:
             if not isinstance(target, Memory):
                 raise CallerError(f"copy_to a {type(target).__name__}: device memory is copied into a Memory; snapshot() gives an array")
-            with target[:] as part, self._losing():  # a user of its own: the app may close the target meanwhile
-                await self._front.copy_to(part)
+            with target[:] as part, self._copying() as settled:  # a user of its own: the app may close the target meanwhile
+                await self._front.copy_to(part, settled)
                 return part.array(self.type.dtype, shape)
-        with Memory(Region.allocate(size)) as memory, self._losing():
-            await self._front.copy_to(memory)
+        with Memory(Region.allocate(size)) as memory, self._copying() as settled:
+            await self._front.copy_to(memory, settled)
             return memory.array(self.type.dtype, shape).copy()
 
     async def snapshot(self) -> NDArray[Any]:
@@ -283,6 +287,33 @@ class DeviceMemory:
         await self.copy_from(np.full(self._shape, value, self.type.dtype))
 
     @contextmanager
+    def _copying(self, over: Callable[[bool], None] | None = None) -> Iterator[Callable[[object], None]]:
+        """A copy that the driver makes; it gets what is yielded as `settled`. `over` is told whether it was made, once it is over."""
+        answered = left = False
+
+        def settled(answer: object) -> None:
+            nonlocal answered
+            if answered:
+                return
+            answered = True
+            if over is not None:
+                over(isinstance(answer, Done))
+            if left:
+                self._left_copies -= 1
+                self._tell()
+
+        try:
+            with self._losing():
+                yield settled
+        except Exception:
+            settled(None)  # unless the driver has answered, nothing was sent
+            raise
+        finally:
+            if not answered:  # the caller has been cancelled; the driver goes on
+                left = True
+                self._left_copies += 1
+
+    @contextmanager
     def _losing(self) -> Iterator[None]:
         """The end of the driver is the loss of this memory."""
         try:
@@ -294,7 +325,8 @@ class DeviceMemory:
 
     def stands_for(self, prepared: RemotePreparedModel, name: str, roles: tuple[str, ...]) -> bool:
         """Whether it may be that input or output of an execution now, where the driver is alive. `roles`: `inputs` or `outputs`."""
-        return self._prepared is prepared and not self._closed and not self._advancing and name in roles
+        busy = self._advancing or self._left_copies
+        return self._prepared is prepared and not self._closed and not busy and name in roles
 
     async def partner(self) -> None:
         """See that there is a second buffer, for executions that read and write the memory.
@@ -338,6 +370,10 @@ class DeviceMemory:
                 assert self._back is not None
                 self._front, self._back = self._back, self._front
         self._uses -= 1
+        self._tell()
+
+    def _tell(self) -> None:
+        """An execution or a copy has ended: to all who wait for that."""
         if self._settled is not None:
             settled, self._settled = self._settled, None
             settled.set()

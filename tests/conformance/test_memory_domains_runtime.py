@@ -5,15 +5,19 @@ Partitions and fallback pools have none: a model runs whole on one device, and m
 
 from __future__ import annotations
 
+import os
+import signal
 import warnings
+from collections.abc import Callable, Coroutine
 from typing import Any
 
+import anyio
 import numpy as np
 import pytest
 
 import aionn
 from aionn.testing import FakeDevice, identity_model
-from tests.leaks import leak_check
+from tests.leaks import driver_pids, leak_check
 
 pytestmark = pytest.mark.anyio
 
@@ -44,6 +48,38 @@ async def test_single_partition_gives_memory_of_the_device_for_an_input_and_an_o
             await memory.copy_from(np.arange(4, dtype=np.float32))
             assert await compilation.compute({"x": memory}, outputs={"x_out": memory}) == {}
             np.testing.assert_array_equal(await memory.snapshot(), np.arange(4, dtype=np.float32))
+
+
+async def test_a_use_after_a_cancelled_copy_waits_for_the_driver() -> None:
+    async with leak_check(), aionn.Runtime() as runtime:
+        compilation = await runtime.compile(aionn.Model.from_onnx(identity_model({"x": (4,)})), devices=("onnxruntime",))
+        (device,) = (device for device in runtime.devices if device.pid is not None)
+        (pid,) = driver_pids()
+
+        async def cancelled(copy: Callable[[], Coroutine[Any, Any, object]]) -> None:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(copy)
+                await anyio.wait_all_tasks_blocked()
+                tasks.cancel_scope.cancel()
+
+        async with await compilation.allocate(inputs=("x",), outputs=("x_out",)) as memory:
+            await memory.reset(1)
+            for copy in (lambda: memory.reset(2), memory.snapshot):
+                os.kill(pid, signal.SIGSTOP)
+                await cancelled(copy)
+                assert device.statistics()["calls_in_flight"] == 1
+                found: list[Any] = []
+
+                async def use(found: list[Any] = found) -> None:
+                    await compilation.compute({"x": memory}, outputs={"x_out": memory})
+                    found.append(await memory.snapshot())
+
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(use)
+                    await anyio.wait_all_tasks_blocked()
+                    assert device.statistics()["calls_in_flight"] == 1, "it did not wait for the copy"
+                    os.kill(pid, signal.SIGCONT)
+                np.testing.assert_array_equal(found[0], np.full(4, 2, np.float32))
 
 
 async def test_a_device_that_fails_answers_with_an_error_and_never_with_a_fallback() -> None:
