@@ -24,8 +24,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 from tests.real_models import carried  # after that line: it may be asked for a file while modules are collected
 
 
-def pytest_collection_finish() -> None:
-    """What is there before the first test is never garbage: the collections of thousands of leak checks need not look at it again."""
+@pytest.fixture(scope="module", autouse=True)
+def what_is_there_already_is_no_garbage() -> None:
+    """The collections of thousands of leak checks need not look again at all that earlier modules have imported."""
     gc.collect()
     gc.freeze()
 
