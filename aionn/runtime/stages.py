@@ -380,8 +380,13 @@ class Staging:
     async def _known_verdict(self, stage: Stage) -> str | None:
         if self._cache is None or (base := self._base(stage)) is None:
             return None
-        remote = await self._devices.get(stage.name)
-        return await verdicts.known(self._cache, remote, self._model, self._options, base)
+        timeout_s = self.policy.timeout_s
+        with anyio.move_on_after(timeout_s):
+            remote = await self._devices.get(stage.name)
+            return await verdicts.known(self._cache, remote, self._model, self._options, base)
+        raise DeadlineError(
+            f"device {stage.name!r} did not make the stage within {timeout_s} s: its driver does not start, or its cache is slow"
+        )
 
     async def _remember(self, stage: Stage, better: Serving, verdict: str) -> None:
         if self._cache is not None and (base := self._base(stage)) is not None:

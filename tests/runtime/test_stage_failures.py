@@ -134,7 +134,7 @@ SOAK = [pytest.mark.soak, pytest.mark.timeout(1800)]
 @pytest.mark.parametrize(
     ("act", "times"),
     # One timeout ends them all; the quick run waits for it where the engine's own code may really take for ever.
-    [("compile", 1), *[pytest.param(act, 20, marks=SOAK) for act, _ in BEFORE_RUNS]],
+    [("start", 1), ("compile", 1), *[pytest.param(act, 20, marks=SOAK) for act, _ in BEFORE_RUNS]],
 )
 async def test_hanging_before_it_runs(quick: FakeDevice, best: FakeDevice, tmp_path: Path, act: str, times: int) -> None:
     async with app(quick, best, tmp_path, timeout_s=2.0) as here:
