@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As in a shell's background job: apps that the tests start and interrupt would inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+from aionn.testing import FakeDevice
+from aionn.testing.fake_engine import SecondFakeEngine
 from tests.real_models import carried  # after that line: it may be asked for a file while modules are collected
 
 
@@ -40,6 +43,21 @@ def what_is_there_already_is_no_garbage() -> None:
 def anyio_backend(request: pytest.FixtureRequest) -> Any:
     """Every async test runs on asyncio's own loop and on uvloop."""
     return request.param
+
+
+@pytest.fixture
+def quick() -> Iterator[FakeDevice]:
+    """A stage that serves at once, 10 ms a run."""
+    with FakeDevice() as device:
+        device.delay(0.01)
+        yield device
+
+
+@pytest.fixture
+def best() -> Iterator[FakeDevice]:
+    """A better stage: another engine, with an answer at once."""
+    with FakeDevice(SecondFakeEngine) as device:
+        yield device
 
 
 @pytest.fixture

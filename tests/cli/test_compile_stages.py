@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 
 import aionn
 from aionn.testing import FakeDevice, identity_model
-from aionn.testing.fake_engine import SecondFakeEngine
 from tests.real_models import carried
 
 
@@ -21,19 +19,6 @@ from tests.real_models import carried
 def state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("COLUMNS", "250")
-
-
-@pytest.fixture
-def quick() -> Iterator[FakeDevice]:
-    with FakeDevice() as device:
-        device.delay(0.01)
-        yield device
-
-
-@pytest.fixture
-def best() -> Iterator[FakeDevice]:
-    with FakeDevice(SecondFakeEngine) as device:
-        yield device
 
 
 def aionn_compile(*arguments: str, code: int = 0) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,6 @@ from aionn.hal.types import ErrorStatus
 from aionn.runtime import compiled_model
 from aionn.runtime.compiled_model import CompiledModel, Serving
 from aionn.testing import FakeDevice, identity_model
-from aionn.testing.fake_engine import SecondFakeEngine
 from tests.leaks import leak_check
 from tests.runtime.staged_streams import SHAPE, rejected, staged, streaming
 
@@ -44,19 +43,6 @@ BEFORE_RUNS = (("start", 0), ("supported", 0), ("compile", 0), ("export", 0), ("
 @pytest.fixture
 def anyio_backend() -> Any:
     return ("asyncio", {"use_uvloop": True})
-
-
-@pytest.fixture
-def quick() -> Iterator[FakeDevice]:
-    with FakeDevice() as device:
-        device.delay(0.01)
-        yield device
-
-
-@pytest.fixture
-def best() -> Iterator[FakeDevice]:
-    with FakeDevice(SecondFakeEngine) as device:
-        yield device
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ import pytest
 import aionn
 from aionn import trace
 from aionn.testing import FakeDevice, identity_model
-from aionn.testing.fake_engine import SecondFakeEngine
 from aionn.testing.models import scaled_model
 from tests.leaks import leak_check
 from tests.runtime.staged_streams import SHAPE, frame, rejected, staged, streaming
@@ -31,19 +30,6 @@ pytestmark = pytest.mark.anyio
 def anyio_backend() -> Any:
     """uvloop alone: nothing here depends on the loop, and each test starts three processes."""
     return ("asyncio", {"use_uvloop": True})
-
-
-@pytest.fixture
-def quick() -> Iterator[FakeDevice]:
-    with FakeDevice() as device:
-        device.delay(0.01)
-        yield device
-
-
-@pytest.fixture
-def best() -> Iterator[FakeDevice]:
-    with FakeDevice(SecondFakeEngine) as device:
-        yield device
 
 
 @pytest.fixture(autouse=True)
