@@ -19,7 +19,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from aionn.errors import CallerError, CompilationError
 from aionn.graph import ReadGraph, constant_arrays, embed_constants, read_onnx, resolve_shapes
-from aionn.graph.wire import WireError, excise, input_shapes
+from aionn.graph.wire import WireError, excise
 from aionn.hal import CONSTANT_COPY_BYTES, IMemory, MemoryDescription, MemoryKind, Model, Operand, OperandType
 from aionn.testing.models import identity_model
 from tests.engines.onnx_graphs import attribute, branching, identity, matmul, model_of, returning_constants, value, weights
@@ -523,32 +523,3 @@ def test_a_name_that_is_no_text_is_refused(name: bytes) -> None:
     assert name in content
     with pytest.raises(CallerError, match="not UTF-8"):
         read(content.replace(name, b"\xff" + name[1:]))
-
-
-def shapes_by_onnx(graph: bytes) -> list[tuple[int, ...]]:
-    values = onnx.ModelProto.FromString(graph).graph.input
-    return [tuple(axis.dim_value for axis in value.type.tensor_type.shape.dim) for value in values]
-
-
-@pytest.mark.parametrize("name", sorted(name for name in FILES if FILES[name][1].endswith(".onnx")))
-def test_the_shapes_of_inputs_are_read_without_onnx_as_onnx_reads_them(name: str) -> None:
-    graph = read(carried(name)).graph
-    assert input_shapes(memoryview(graph)) == shapes_by_onnx(graph)
-    assert input_shapes(memoryview(graph))
-
-
-def test_an_open_axis_is_0_and_a_scalar_or_an_open_rank_has_none() -> None:
-    inputs = [value("a", ["batch", 300, 70_000]), value("c", []), value("d", None)]
-    content = model_of([helper.make_node("Relu", ["a"], ["b"])], inputs, [value("b", None)]).SerializeToString()
-    assert input_shapes(memoryview(content)) == [(0, 300, 70_000), (), ()] == shapes_by_onnx(content)
-
-
-@given(st.data())
-def test_shapes_of_a_graph_that_is_cut_or_no_graph_are_refused_or_read(data: st.DataObject) -> None:
-    content = bytearray(identity_model({"a": (3, "n"), "b": (1, 2, 500)}))
-    cut = data.draw(st.integers(0, len(content)))
-    for _ in range(data.draw(st.integers(0, 3))):
-        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
-    with suppress(WireError):
-        found = input_shapes(memoryview(bytes(content[:cut])))
-        assert all(isinstance(extent, int) and extent >= 0 for shape in found for extent in shape)

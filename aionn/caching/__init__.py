@@ -21,7 +21,7 @@ This module is the face for `runtime`; drivers import `integrity` and `blob_cach
 
 from aionn.caching.manifest import Wanted
 from aionn.caching.outcomes import CacheOutcome, CacheOutcomeKind, MissReason, Refusal
-from aionn.caching.token import KeyParts, changed_parts, encode_parts, entry_key, family_key
+from aionn.caching.token import KeyParts, changed_parts, encode_parts, encoded_keys, entry_key, family_key
 
 __all__ = [
     "CacheOutcome",
@@ -32,6 +32,7 @@ __all__ = [
     "Wanted",
     "changed_parts",
     "encode_parts",
+    "encoded_keys",
     "entry_key",
     "family_key",
 ]

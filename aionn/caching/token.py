@@ -32,7 +32,7 @@ from blake3 import blake3
 from aionn.errors import CallerError
 from aionn.hal.types import CACHE_TOKEN_BYTES, ExecutionPreference, Priority
 
-__all__ = ["KeyParts", "changed_parts", "decode_parts", "described_change", "encode_parts", "entry_key", "family_key"]
+__all__ = ["KeyParts", "changed_parts", "decode_parts", "described_change", "encode_parts", "encoded_keys", "entry_key", "family_key"]
 
 _MAGIC = b"aionn.key\x01"
 _FAMILY_MAGIC = b"aionn.family\x01"
@@ -156,9 +156,18 @@ def entry_key(parts: KeyParts | None) -> bytes | None:
 
 def family_key(parts: KeyParts) -> bytes:
     """32 bytes that all versions of one device share: tells an update of the driver from a model never seen, and finds its orphans."""
-    encoded = encode_parts(parts)
+    return _family_of(encode_parts(parts))
+
+
+def _family_of(encoded: bytes) -> bytes:
     without_version = b"".join(_field(tag, payload) for tag, payload in _fields(encoded) if tag != _VERSION)
     return blake3(_FAMILY_MAGIC + without_version).digest()
+
+
+def encoded_keys(parts: KeyParts) -> tuple[bytes, bytes, bytes]:
+    """`encode_parts`, `entry_key` and `family_key` of the same parts, encoded once."""
+    encoded = encode_parts(parts)
+    return encoded, blake3(encoded).digest(), _family_of(encoded)
 
 
 def changed_parts(before: KeyParts, after: KeyParts) -> tuple[str, ...]:

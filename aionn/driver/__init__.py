@@ -1,9 +1,9 @@
 """A driver's process: everything a device needs that no engine should write.
 
 `registry` finds engines, `device` makes an `IDevice` of any of them, `execution` runs requests (one thread per prepared
-model, tiny ones on the loop), `artifacts` stores what was compiled and gives it back verified, and `process` is what
-`python -m aionn.driver NAME` does: bind its life to its parent's, greet, serve. Engines see arrays; clients see HAL
-calls; nobody here knows the runtime.
+model, tiny ones on the loop), `threads` has the threads for that and for compiling, `artifacts` stores what was compiled and
+gives it back verified, and `process` is what `python -m aionn.driver NAME` does: bind its life to its parent's, greet, serve.
+Engines see arrays; clients see HAL calls; nobody here knows the runtime.
 
 The names here are imported when they are asked for: `__main__` has settings to make before NumPy is loaded, and Python
 imports this package before it.

@@ -24,7 +24,8 @@ from aionn import trace
 from aionn.burst import ExecutionBurstServer, PoolReference, result_of
 from aionn.caching.outcomes import MissReason, Refusal
 from aionn.driver.artifacts import Artifacts, LentHandles
-from aionn.driver.execution import BoundExecution, BoundModel, BoundPool, ExecutionThread, Pace, bind
+from aionn.driver.execution import BoundExecution, BoundModel, BoundPool, Pace, bind
+from aionn.driver.threads import SerialThread, Threads
 from aionn.errors import AionnError, CallerError, CompilationError, DeadlineError
 from aionn.hal.interfaces import (
     CacheHandles,
@@ -73,7 +74,7 @@ class EngineDevice:
     def __init__(self, engine: Engine, tasks: TaskGroup) -> None:
         self._engine = engine
         self._tasks = tasks
-        self._compiling = anyio.CapacityLimiter(_COMPILES_AT_ONCE)
+        self._threads = Threads(f"{engine.name} compilation", _COMPILES_AT_ONCE)
         self._artifacts = Artifacts(engine)
         self.buffers = DeviceBuffers(reserve)
         self.name = engine.name
@@ -82,7 +83,7 @@ class EngineDevice:
         self.priority_matters: bool = getattr(engine, "priority_matters", False)
 
     async def get_supported_operations(self, model: Model) -> Sequence[bool]:
-        supported = await anyio.to_thread.run_sync(self._judge, model, abandon_on_cancel=True, limiter=self._compiling)
+        supported = await self._threads.run(lambda: self._judge(model))
         found, wanted = len(supported), len(model.operations)
         if found != wanted:
             raise CompilationError(f"device {self.name!r} judged {found} operations of a model that has {wanted}; its engine is at fault")
@@ -155,12 +156,8 @@ class EngineDevice:
                 )
         finally:
             lent.give_up()
-        # Behind the answer, which waits for nothing of it.
-        self._tasks.start_soon(self._note_uses, name="note uses")
+        self._threads.behind(self._artifacts.note_uses)  # the answer waits for nothing of it
         return EnginePreparedModel(self, executable, dict(stored.inputs), dict(stored.outputs), options)
-
-    async def _note_uses(self) -> None:
-        await anyio.to_thread.run_sync(self._artifacts.note_uses, abandon_on_cancel=True)
 
     async def allocate(
         self,
@@ -176,10 +173,11 @@ class EngineDevice:
 
     async def _blocking(self, work: Callable[[], T], flag: CancelFlag, deadline_ns: int | None) -> T:
         """Run an engine's blocking call; give up, and tell the engine so, when cancelled or late."""
-        seconds = None if deadline_ns is None else max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)
         try:
-            with anyio.fail_after(seconds):
-                return await anyio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=self._compiling)
+            if deadline_ns is None:
+                return await self._threads.run(work)
+            with anyio.fail_after(max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)):
+                return await self._threads.run(work)
         except TimeoutError:
             flag.set()
             if deadline_ns is None or time.monotonic_ns() < deadline_ns:
@@ -192,6 +190,7 @@ class EngineDevice:
     def close(self) -> None:
         """Close the store of digests; later preparations neither save nor load."""
         self._artifacts.close()
+        self._threads.close()
 
     def serve(self, server: ExecutionBurstServer, ended: Callable[[ExecutionBurstServer], None]) -> None:
         """Run a burst's listener; `ended` is called when it is over. Whatever goes wrong in it ends that burst and nothing else."""
@@ -227,7 +226,7 @@ class EnginePreparedModel:
         self.save_outcome = save_outcome
         number = next(_prepared_numbers)
         self.info = ModelInfo(number, tuple(inputs.values()), tuple(outputs.values()))
-        self._thread = ExecutionThread(f"{device.name} execution")
+        self._thread = SerialThread(f"{device.name} execution")
         self._bound = BoundModel(number, list(inputs.items()), list(outputs.items()), self._thread, Pace(), device.buffers, constants)
         self._bursts: set[ExecutionBurstServer] = set()
 

@@ -8,11 +8,8 @@ Invariants
 
 from __future__ import annotations
 
-import asyncio
-import queue
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aionn.burst import result_of
+from aionn.driver.threads import SerialThread
 from aionn.errors import AionnError, CallerError
 from aionn.hal.interfaces import Executable, ExecutionReport
 from aionn.hal.types import ErrorStatus, Operand, OutputShape, Request, RequestArgument, Result, Timing
 from aionn.memory.device_buffers import BufferRequest, DeviceBuffers
 from aionn.memory.region import Region
 from aionn.memory.requests import Extent, check_homes, check_request, input_shape, output_shape
-from aionn.tasks import Answer
 
 INLINE_RUN_NS = 500_000
 """A model whose runs are shorter than this may run on the loop: a thread's two wake-ups cost 30 to 60 us here, the run itself
@@ -36,50 +33,6 @@ _QUALIFYING_RUNS = 8
 """So many short runs in a row before the loop may run it; one long run and it must qualify again."""
 
 _DONE = Result(ErrorStatus.NONE)
-
-
-class ExecutionThread:
-    """Runs one thing after the other, in order. Started at the first submission; a daemon, since an engine may never return."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], Result], Answer[Result], asyncio.AbstractEventLoop] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._pending = 0
-
-    @property
-    def idle(self) -> bool:
-        """Whether nothing is submitted and unanswered. Asked on the loop."""
-        return self._pending == 0
-
-    async def run(self, job: Callable[[], Result]) -> Result:
-        """Run `job`, which must not raise. A cancelled caller leaves; the job runs on."""
-        loop = asyncio.get_running_loop()
-        answer: Answer[Result] = Answer(loop)
-        self._pending += 1
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-            self._thread.start()
-        self._jobs.put((job, answer, loop))
-        return await answer.wait()
-
-    def _work(self) -> None:
-        while (item := self._jobs.get()) is not None:
-            job, answer, loop = item
-            result = job()
-            try:
-                loop.call_soon_threadsafe(self._done, answer, result)
-            except RuntimeError:
-                return  # the loop is closed: the process is on its way out
-            del item, job, answer, loop, result  # or the last request's memories would stay mapped until the next
-
-    def _done(self, answer: Answer[Result], result: Result) -> None:
-        self._pending -= 1
-        answer.set(result)
-
-    def close(self) -> None:
-        """Let the thread end when it has done what was submitted."""
-        self._jobs.put(None)
 
 
 class Pace:
@@ -108,7 +61,7 @@ class BoundExecution:
         outputs: Mapping[str, NDArray[Any]],
         open_outputs: Mapping[str, NDArray[np.uint8]],
         names: Sequence[str],
-        thread: ExecutionThread,
+        thread: SerialThread,
         pace: Pace,
         domain: DomainUse | None = None,
         files: Sequence[Region] = (),
@@ -307,7 +260,7 @@ class BoundModel:
     id: int
     inputs: Sequence[tuple[str, Operand]]
     outputs: Sequence[tuple[str, Operand]]
-    thread: ExecutionThread
+    thread: SerialThread
     pace: Pace
     buffers: DeviceBuffers
     constants: Sequence[Extent] = ()

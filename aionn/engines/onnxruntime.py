@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import os
 import re
+import struct
 import tempfile
 import time
 import weakref
@@ -30,14 +31,15 @@ from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
+import msgspec
 from numpy.typing import NDArray
 
 from aionn.engines.processor import Flushing, instruction_set, usable_cpus
 from aionn.errors import CallerError, CompilationError, DeviceUnavailableError
-from aionn.graph.wire import WireError, input_shapes
+from aionn.graph.arrays import arrays_over, constant_arrays
 from aionn.hal.interfaces import Artifact, CompileOptions, Executable, ExecutionReport
-from aionn.hal.model import Model, Operation
-from aionn.hal.types import CONSTANT_COPY_BYTES, CacheFiles, ExecutionPreference
+from aionn.hal.model import Constant, Model, Operation
+from aionn.hal.types import CacheFiles, ExecutionPreference
 
 __all__ = ["OnnxRuntimeEngine", "OnnxRuntimeExecutable"]
 
@@ -49,13 +51,32 @@ saves in so short a run: silero (2.6e8) 0.08 ms on one thread, 0.14 on two. The 
 TABLE_BYTES = 1 << 20
 """From this size on a table is worth the look at the graph (a millisecond) that finds out who reads it."""
 
+OUTSIDE_BYTES = 64 << 10
+"""In an artifact, weights from this size on are used where they lie, the others are parts of the graph. To hand one over costs 20 us,
+as much as ORT's copies of so many bytes; in models at hand a fifth of the weights are larger, and have 19 of 20 bytes."""
+
 _REMEMBERED_BINDINGS = 16
 """So many sets of arrays are remembered: the frames of a burst that take turns, each with a state that has two places in turn."""
 
-_ARTIFACT_FORMAT = 1
+_ARTIFACT_FORMAT = 2
+_NOTES_LENGTH = struct.Struct("<Q")
 _WEIGHTS_FILE = "weights.bin"
 _NO_WEIGHTS = b"aionn: this graph has no weights outside"  # an empty cache file would look like one never written
 _FATAL_ONLY = 4  # every error is raised as well; a driver's stderr is for what nobody else says
+
+
+class _Notes(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a load would else have to look for in the graph. Ends the model file: graph, notes (MessagePack), their length u64.
+
+    Attributes:
+        work: see `_most_work`.
+        weights: the constants in the data file.
+        complete: whether these are all there are in it.
+    """
+
+    work: int
+    weights: tuple[Constant, ...]
+    complete: bool
 
 
 class OnnxRuntimeEngine:
@@ -92,11 +113,11 @@ class OnnxRuntimeEngine:
 
     def compile(self, model: Model, options: CompileOptions) -> OnnxRuntimeExecutable:
         """Optimise fully (it costs 0 to 130 ms more than not at all) and, if it may be exported, write the artifact down."""
-        from aionn.graph import constant_arrays, gather_tables
+        from aionn.graph import gather_tables
 
-        elements = sum(prod(constant.operand.dimensions or ()) for constant in model.constants)
-        shapes = [operand.dimensions for operand in model.inputs.values()]
-        settings = self._settings(options, _threads(options, shapes, elements))
+        weights = sum(prod(constant.operand.dimensions or ()) for constant in model.constants)
+        work = _most_work([operand.dimensions for operand in model.inputs.values()], weights)
+        settings = self._settings(options, _threads(options, work))
         arrays = constant_arrays(model)
         if arrays:
             values = {name: self._ort.OrtValue.ortvalue_from_numpy(array) for name, array in arrays.items()}
@@ -111,9 +132,9 @@ class OnnxRuntimeEngine:
             graph_path = os.path.join(directory, "graph.onnx")
             settings.optimized_model_filepath = graph_path
             settings.add_session_config_entry("session.optimized_model_external_initializers_file_name", _WEIGHTS_FILE)
-            settings.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", str(CONSTANT_COPY_BYTES))
+            settings.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", str(OUTSIDE_BYTES))
             session = self._session(model.graph, settings, options, model.operations)
-            written = _Written(graph_path, os.path.join(directory, _WEIGHTS_FILE))
+            written = _Written(graph_path, os.path.join(directory, _WEIGHTS_FILE), work)
         return OnnxRuntimeExecutable(session, (model, arrays), written.artifact)
 
     def export(self, executable: Executable) -> Artifact | None:
@@ -131,19 +152,24 @@ class OnnxRuntimeEngine:
         if (len(artifact.model), len(artifact.data)) != (1, 1):
             found = f"{len(artifact.model)} model and {len(artifact.data)} data files"
             raise CompilationError(f"an artifact of {found} was given; onnxruntime's has one of each")
-        graph, weights = bytes(artifact.model[0]), memoryview(artifact.data[0]).cast("B")
-        has_weights = weights != _NO_WEIGHTS
-        settings = self._settings(options, 1)
+        weights = memoryview(artifact.data[0]).cast("B")
         try:
-            shapes = input_shapes(memoryview(graph))  # without `onnx`: a driver that only loads never imports it
-        except WireError as error:
-            raise CompilationError(f"the artifact's graph cannot be parsed: {error}") from error
-        settings.intra_op_num_threads = _threads(options, shapes, len(weights) // 4 if has_weights else 0)
+            graph, notes = _without_notes(memoryview(artifact.model[0]).cast("B"))
+            arrays = arrays_over([weights], notes.weights)
+        except (ValueError, IndexError, msgspec.MsgspecError) as error:
+            raise CompilationError(f"the artifact is not of this release's onnxruntime engine: {error}") from error
+        settings = self._settings(options, _threads(options, notes.work))
         settings.graph_optimization_level = self._ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-        if has_weights:
+        values = {name: self._ort.OrtValue.ortvalue_from_numpy(array) for name, array in arrays.items()}
+        if values:
+            # The first for whoever reads a value while the session is made; the second has the kernels use it where it lies.
+            settings.add_external_initializers(list(values), list(values.values()))
+            for name, value in values.items():
+                settings.add_initializer(name, value)
+        if not notes.complete:
             settings.add_external_initializers_from_files_in_memory([_WEIGHTS_FILE], [weights], [len(weights)])
         session = self._session(graph, settings, options, ())
-        return OnnxRuntimeExecutable(session, (graph, weights), lambda: artifact)
+        return OnnxRuntimeExecutable(session, (weights, values), lambda: artifact)
 
     def _settings(self, options: CompileOptions, threads: int) -> Any:
         settings = self._ort.SessionOptions()
@@ -289,18 +315,38 @@ class _Binding:
 class _Written:
     """The two files ORT wrote, held open: their directory is gone at once, so nothing is left behind by a driver that dies."""
 
-    def __init__(self, graph_path: str, weights_path: str) -> None:
+    def __init__(self, graph_path: str, weights_path: str, work: int) -> None:
+        self._work = work
         self._graph = open(graph_path, "rb")  # noqa: SIM115 -- lives as long as the executable
         self._weights = open(weights_path, "rb") if os.path.exists(weights_path) else None  # noqa: SIM115
         self._finalizer = weakref.finalize(self, _close, self._graph, self._weights)
 
     def artifact(self) -> Artifact:
-        from aionn.graph import inline_nested_constants
+        from aionn.graph import settle_external
 
         graph, weights = _read(self._graph), _NO_WEIGHTS if self._weights is None else _read(self._weights)
         self._finalizer()
         # ORT does not look for the weights of nested graphs in memory, so those go back into the graph.
-        return Artifact((inline_nested_constants(graph, _WEIGHTS_FILE, weights),), (weights,))
+        graph, constants, complete = settle_external(graph, _WEIGHTS_FILE, weights)
+        return Artifact((_with_notes(graph, _Notes(self._work, constants, complete)),), (weights,))
+
+
+def _with_notes(graph: bytes, notes: _Notes) -> bytes:
+    packed = msgspec.msgpack.encode(notes)
+    return b"".join((graph, packed, _NOTES_LENGTH.pack(len(packed))))
+
+
+def _without_notes(model: memoryview) -> tuple[bytes, _Notes]:
+    """The graph and the notes of a model file.
+
+    Raises:
+        ValueError, msgspec.MsgspecError: it has no such notes.
+    """
+    end = len(model) - _NOTES_LENGTH.size
+    length = _NOTES_LENGTH.unpack_from(model, end)[0] if end >= 0 else 0
+    if not 0 < length <= end:
+        raise ValueError(f"a model file of {len(model)} bytes that does not end with its notes")
+    return bytes(model[: end - length]), msgspec.msgpack.decode(model[end - length : end], type=_Notes)
 
 
 def _read(file: Any) -> bytes:
@@ -319,19 +365,23 @@ def _address(array: NDArray[Any]) -> int:
     return address
 
 
-def _threads(options: CompileOptions, input_shapes: Sequence[tuple[int, ...] | None], weights: int) -> int:
+def _most_work(input_shapes: Sequence[tuple[int, ...] | None], weights: int) -> int:
+    """Weights times input elements, an open batch taken for 1; -1 where any other axis is open and says nothing about the work."""
+    elements = 0
+    for shape in input_shapes:
+        if shape is None or 0 in shape[1:]:
+            return -1
+        elements += prod(extent or 1 for extent in shape)
+    return weights * elements
+
+
+def _threads(options: CompileOptions, work: int) -> int:
     """The caller's number, or this machine's usable CPUs; one for LOW_POWER and for tiny models."""
     if options.threads:
         return options.threads
     if options.preference is ExecutionPreference.LOW_POWER:
         return 1
-    elements = 0
-    for shape in input_shapes:
-        # An open batch is taken for 1; any other open axis says nothing about the work.
-        if shape is None or 0 in shape[1:]:
-            return usable_cpus()
-        elements += prod(extent or 1 for extent in shape)
-    return 1 if weights * elements <= TINY_WORK else usable_cpus()
+    return 1 if 0 <= work <= TINY_WORK else usable_cpus()
 
 
 _NAMES_A_NODE = (

@@ -4,8 +4,8 @@
 more than `CONSTANT_COPY_BYTES`; the `onnx` package then parses a few kilobytes, and each weight is copied once, from the
 source into the pool. So a model needs its own size twice for a moment (source and pool), not four times (source,
 message, Python bytes, pool). `constants` takes the large ones out of the graph and puts them back (`embed_constants`);
-`checking` says what is wrong with a graph, node by node; `support` asks an engine operator by operator; `shapes` resolves open
-dimensions; `reading` joins them.
+`arrays` shows constants as arrays where they lie; `checking` says what is wrong with a graph, node by node; `support` asks an
+engine operator by operator; `shapes` resolves open dimensions; `reading` joins them.
 
 What changes in the graph, and nothing else does
     Every large constant is an EXTERNAL initializer of the main graph (location "pool:0", offset, length); those of
@@ -16,8 +16,8 @@ What changes in the graph, and nothing else does
     An initializer is no graph input, and the IR version is at least 4: a constant has one value for good.
     Constants whose element type `OperandType` cannot name (int4, bfloat16, string) stay inline.
 
-Used by runtime.model (reading) and the engines (`constant_arrays`, `embed_constants`, `resolve_shapes`). Names are imported when
-they are asked for: `onnx` costs 50 ms, and who only walks the wire does without.
+Used by runtime.model (reading) and the engines (`constant_arrays`, `embed_constants`, `settle_external`, `resolve_shapes`). Names are
+imported when they are asked for: `onnx` costs 50 ms, and who only looks at arrays does without.
 """
 
 import typing as _typing
@@ -25,7 +25,8 @@ import typing as _typing
 from aionn.lazy import imported_when_asked as _imported_when_asked
 
 if _typing.TYPE_CHECKING:
-    from aionn.graph.constants import constant_arrays, embed_constants, inline_nested_constants
+    from aionn.graph.arrays import arrays_over, constant_arrays
+    from aionn.graph.constants import embed_constants, settle_external
     from aionn.graph.reading import Home, ReadGraph, read_onnx
     from aionn.graph.shapes import resolve_shapes
     from aionn.graph.support import gather_tables, supported_operations
@@ -33,12 +34,13 @@ if _typing.TYPE_CHECKING:
 __all__ = [
     "Home",
     "ReadGraph",
+    "arrays_over",
     "constant_arrays",
     "embed_constants",
     "gather_tables",
-    "inline_nested_constants",
     "read_onnx",
     "resolve_shapes",
+    "settle_external",
     "supported_operations",
 ]
 
@@ -46,12 +48,13 @@ if not _typing.TYPE_CHECKING:
     _HOMES = {
         "Home": "aionn.graph.reading",
         "ReadGraph": "aionn.graph.reading",
-        "constant_arrays": "aionn.graph.constants",
+        "arrays_over": "aionn.graph.arrays",
+        "constant_arrays": "aionn.graph.arrays",
         "embed_constants": "aionn.graph.constants",
         "gather_tables": "aionn.graph.support",
-        "inline_nested_constants": "aionn.graph.constants",
         "read_onnx": "aionn.graph.reading",
         "resolve_shapes": "aionn.graph.shapes",
+        "settle_external": "aionn.graph.constants",
         "supported_operations": "aionn.graph.support",
     }
     __getattr__ = _imported_when_asked(__name__, _HOMES)

@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 import onnx
-from numpy.typing import NDArray
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from aionn.errors import CompilationError
+from aionn.graph.arrays import constant_arrays
 from aionn.graph.checking import TYPES, nested_graphs
-from aionn.hal.model import Model
-from aionn.hal.types import CONSTANT_COPY_BYTES, Operand
+from aionn.hal.model import Constant, Model
+from aionn.hal.types import CONSTANT_COPY_BYTES, DataLocation, Operand
 
 Fill = Callable[[memoryview], None]
 Payload = tuple[int, Fill]
@@ -232,20 +232,6 @@ def _inline(tensor: TensorProto, payload_of: PayloadOf) -> None:
     tensor.raw_data = bytes(content)
 
 
-def constant_arrays(model: Model) -> dict[str, NDArray[Any]]:
-    """The large constants as arrays over the model's pools, by name: no copy; read-only where the pool is.
-
-    They keep the pools' mappings alive, not the pools.
-    """
-    views = [pool.view() for pool in model.pools]
-    arrays: dict[str, NDArray[Any]] = {}
-    for constant in model.constants:
-        place = constant.location
-        content = np.frombuffer(views[place.pool_index], np.uint8, place.length, place.offset)
-        arrays[constant.name] = content.view(constant.operand.type.dtype).reshape(constant.operand.dimensions or ())
-    return arrays
-
-
 def embed_constants(model: Model) -> ModelProto:
     """The whole ONNX model again, constants inside: for engines that cannot take them by reference. Costs a copy of each.
 
@@ -270,26 +256,40 @@ def embed_constants(model: Model) -> ModelProto:
     return whole
 
 
-def inline_nested_constants(graph: bytes, location: str, content: bytes | memoryview) -> bytes:
-    """Put EXTERNAL constants of nested graphs back inside; those of the main graph stay where they are.
+def settle_external(graph: bytes, location: str, content: bytes | memoryview) -> tuple[bytes, tuple[Constant, ...], bool]:
+    """Put EXTERNAL constants of nested graphs back inside, and tell where those of the main graph lie.
 
     Args:
         graph: a serialized ModelProto.
         location: the file name that its external constants give.
         content: that file.
+
+    Returns:
+        The graph; the main graph's constants in that file, with pool 0 for it; and whether these are all, or some have an element
+        type that `OperandType` cannot name.
     """
     whole: ModelProto = onnx.ModelProto.FromString(graph)
     bodies = [body for node in whole.graph.node for body in nested_graphs(node)]
-    if not bodies:
-        return graph
     for body in bodies:
         bodies.extend(inner for node in body.node for inner in nested_graphs(node))  # the list grows under the loop: every depth
         for tensor in body.initializer:
-            entries = {entry.key: entry.value for entry in tensor.external_data}
-            if entries.get("location") == location:
-                start = int(entries.get("offset", "0"))
+            place = _place_in(tensor, location)
+            if place is not None:
                 tensor.ClearField("external_data")
                 tensor.ClearField("data_location")
-                tensor.raw_data = bytes(content[start : start + int(entries["length"])])
-    inlined: bytes = whole.SerializeToString()
-    return inlined
+                tensor.raw_data = bytes(content[place.offset : place.offset + place.length])
+    outside = [(tensor, place) for tensor in whole.graph.initializer if (place := _place_in(tensor, location)) is not None]
+    constants = tuple(
+        Constant(tensor.name, Operand(TYPES[tensor.data_type], tuple(tensor.dims)), place)
+        for tensor, place in outside
+        if tensor.data_type in TYPES
+    )
+    return whole.SerializeToString() if bodies else graph, constants, len(constants) == len(outside)
+
+
+def _place_in(tensor: TensorProto, location: str) -> DataLocation | None:
+    """Where a tensor's bytes lie in the file of that name; None: not there."""
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    if entries.get("location") != location:
+        return None
+    return DataLocation(0, int(entries.get("offset", "0")), int(entries["length"]))

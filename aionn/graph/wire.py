@@ -1,4 +1,4 @@
-"""Protobuf's wire format, as far as it takes to leave large tensors unparsed and to read inputs' shapes. No I/O, no protobuf library.
+"""Protobuf's wire format, as far as it takes to leave large tensors unparsed. No I/O, no protobuf library.
 
     field   tag varint (number << 3 | type), then by type: 0 varint, 1 eight bytes, 2 length varint + bytes, 5 four bytes
 
@@ -6,15 +6,11 @@ Only these fields are entered (onnx.proto): ModelProto.graph 7; GraphProto.node 
 AttributeProto.t 5, .g 6, .graphs 11. Within a TensorProto .raw_data 9 is left out when it is large, and one
 .external_data 13 entry stands in its place: {key: a word made for this one walk, value: which span}. The word is
 random, so a file cannot carry it and point into bytes of its choice.
-
-The way to an input's extents: ModelProto.graph 7, GraphProto.input 11, ValueInfoProto.type 2, TypeProto.tensor_type 1, Tensor.shape 2,
-TensorShapeProto.dim 1, Dimension.dim_value 1.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 _ENTERED: dict[str, dict[int, str]] = {
@@ -59,46 +55,6 @@ def excise(source: memoryview, larger_than_bytes: int) -> Excision:
     shortened = _shorten(source, 0, len(source), "model", 0, larger_than_bytes, excision)
     excision.message = bytes(source) if shortened is None else shortened
     return excision
-
-
-def input_shapes(source: memoryview) -> list[tuple[int, ...]]:
-    """The extents of each input of a serialized ModelProto's main graph, 0 where one is open; () also where not even a rank is told.
-
-    For graphs that our own engines have written: of a field that is there twice the last counts, where protobuf merges them.
-
-    Raises:
-        WireError: the bytes cannot be a protobuf message.
-    """
-    shapes = []
-    for place in _messages(source, _message(source, (0, len(source)), 7), 11):
-        for number in (2, 1, 2):
-            place = _message(source, place, number)
-        shapes.append(tuple(_extent(source, axis) for axis in _messages(source, place, 1)))
-    return shapes
-
-
-def _messages(source: memoryview, place: tuple[int, int], number: int) -> Iterator[tuple[int, int]]:
-    """[start, end) of each field of that number with a length, in the message at [start, end)."""
-    at, end = place
-    while at < end:
-        found, wire_type, content, at = _field_at(source, at, end)
-        if found == number and wire_type == 2:
-            yield content, at
-
-
-def _message(source: memoryview, place: tuple[int, int], number: int) -> tuple[int, int]:
-    found = list(_messages(source, place, number))
-    return found[-1] if found else (0, 0)
-
-
-def _extent(source: memoryview, place: tuple[int, int]) -> int:
-    at, end = place
-    extent = 0
-    while at < end:
-        number, wire_type, value, at = _field_at(source, at, end)
-        if (number, wire_type) == (1, 0):
-            extent = value
-    return extent
 
 
 def _shorten(source: memoryview, at: int, end: int, kind: str, depth: int, larger_than_bytes: int, excision: Excision) -> bytes | None:

@@ -33,7 +33,7 @@ from anyio.abc import TaskGroup
 from blake3 import blake3
 
 from aionn import trace
-from aionn.caching import CacheOutcome, CacheOutcomeKind, KeyParts, MissReason, Refusal, Wanted, encode_parts, entry_key, family_key
+from aionn.caching import CacheOutcome, CacheOutcomeKind, KeyParts, MissReason, Refusal, Wanted, encoded_keys
 from aionn.caching.store import CacheStore, Declined, Hit, Miss, Publisher
 from aionn.errors import AionnError, CallerError, CompilationError, DeadlineError, DriverDiedError, DriverHungError
 from aionn.hal.interfaces import CacheHandles, PrepareOptions
@@ -114,7 +114,7 @@ async def _prepare(
                     prepared = await _load(remote, model, options, found)
                 except AionnError as error:
                     # What the deadline of the whole ends is the caller's; so is a runtime that closes.
-                    if _left_s(options) == 0.0 or devices._closed:
+                    if _left_s(options) == 0.0 or devices.closed:
                         raise
                     refused = found, _refusal_of(error)
                     _tell_refusal(remote, refused[1], error)
@@ -153,9 +153,8 @@ def _wanted(remote: RemoteDevice, model: Model, options: PrepareOptions, token: 
         preference=options.preference,
         priority=options.priority if remote.priority_matters else None,
     )
-    key = entry_key(parts)
-    assert key is not None
-    return Wanted(key, family_key(parts), remote.name, remote.version, model.token, remote.cache_files, encode_parts(parts))
+    encoded, key, family = encoded_keys(parts)
+    return Wanted(key, family, remote.name, remote.version, model.token, remote.cache_files, encoded)
 
 
 def _why_not(remote: RemoteDevice) -> str:
@@ -175,25 +174,42 @@ async def _open(
 ) -> _Opened:
     left_s = _left_s(options)
     patience_s = None if left_s is None else left_s * _CACHE_SHARE
-    # A little less for waiting, so that a store in good health says BUSY itself.
-    wait_s = store.wait_s if patience_s is None else min(store.wait_s, patience_s * 0.9)
-    found = await _in_time(devices._tasks, lambda: _open_refused(store, wanted, refused, wait_s), patience_s, _give_back)
-    if found is not None or patience_s is None:
-        assert found is not None
-        return found
+    give_up_ns = None if patience_s is None else time.monotonic_ns() + int(patience_s * 1e9)
+    if refused is None:
+        there = await _glance(store, wanted, patience_s)
+        if there is not None:
+            return there
+        devices.check_open()
+    more_s = None if give_up_ns is None else (give_up_ns - time.monotonic_ns()) / 1e9
+    if more_s is None or more_s > 0:
+        # A little less for waiting, so that a store in good health says BUSY itself.
+        wait_s = store.wait_s if more_s is None else min(store.wait_s, more_s * 0.9)
+        found = await _in_time(devices._tasks, lambda: _open_refused(store, wanted, refused, wait_s), more_s, _give_back)
+        if found is not None or more_s is None:
+            assert found is not None
+            return found
     slow = Refusal(MissReason.TOO_SLOW, f"the cache directory did not answer within {patience_s:.3f} s of the deadline")
     store.warn(slow)
-    missed = CacheOutcome(CacheOutcomeKind.MISS, slow.reason, wanted.device, slow.detail, wanted.key, patience_s, save_failure=slow)
+    missed = CacheOutcome(CacheOutcomeKind.MISS, slow.reason, wanted.device, slow.detail, wanted.key, patience_s or 0.0, save_failure=slow)
     return Miss(missed, None)
 
 
+async def _glance(store: CacheStore, wanted: Wanted, seconds: float | None) -> Hit | Declined | None:
+    if seconds is None:
+        return await store.glance(wanted)
+    with anyio.move_on_after(seconds):
+        return await store.glance(wanted)
+    return None
+
+
 async def _open_refused(store: CacheStore, wanted: Wanted, refused: tuple[Hit, Refusal] | None, wait_s: float) -> _Opened:
-    if refused is None:
+    with store.in_use():  # whoever waits for this may leave before it ends
+        if refused is None:
+            return await store.open(wanted, wait_s=wait_s)
+        hit, refusal = refused
+        if hit.manifest.key == wanted.key:
+            return await hit.refuse(refusal, wait_s=wait_s)
         return await store.open(wanted, wait_s=wait_s)
-    hit, refusal = refused
-    if hit.manifest.key == wanted.key:
-        return await hit.refuse(refusal, wait_s=wait_s)
-    return await store.open(wanted, wait_s=wait_s)
 
 
 async def _load(remote: RemoteDevice, model: Model, options: PrepareOptions, hit: Hit) -> RemotePreparedModel:

@@ -240,20 +240,23 @@ def run(main: Callable[..., Awaitable[T]], *args: object) -> T:
 
 
 async def _within(timeout_s: float | None, deadline_ns: int | None, work: Awaitable[T]) -> T:
-    with anyio.move_on_after(None if deadline_ns is None else (deadline_ns - time.monotonic_ns()) / 1e9):
+    if deadline_ns is None:
+        return await work
+    with anyio.move_on_after((deadline_ns - time.monotonic_ns()) / 1e9):
         return await work
     raise DeadlineError(f"the model was not prepared within {timeout_s} s; the compile has been cancelled")
 
 
+_PREFERENCES = {member.name.lower(): member for member in ExecutionPreference}
+_PRIORITIES = {member.name.lower(): member for member in Priority}
+
+
 def _options(preference: str, priority: str, timeout_s: float | None) -> PrepareOptions:
-    preferences = {member.name.lower(): member for member in ExecutionPreference}
-    priorities = {member.name.lower(): member for member in Priority}
-    if not isinstance(preference, str) or preference not in preferences:
-        raise CallerError(f"preference {preference!r}: it is one of {sorted(preferences)}")
-    if not isinstance(priority, str) or priority not in priorities:
-        raise CallerError(f"priority {priority!r}: it is one of {sorted(priorities)}")
-    deadline_ns = deadline_of(timeout_s)
-    return PrepareOptions(preferences[preference], priorities[priority], deadline_ns)
+    if not isinstance(preference, str) or preference not in _PREFERENCES:
+        raise CallerError(f"preference {preference!r}: it is one of {sorted(_PREFERENCES)}")
+    if not isinstance(priority, str) or priority not in _PRIORITIES:
+        raise CallerError(f"priority {priority!r}: it is one of {sorted(_PRIORITIES)}")
+    return PrepareOptions(_PREFERENCES[preference], _PRIORITIES[priority], deadline_of(timeout_s))
 
 
 def _check_modes(

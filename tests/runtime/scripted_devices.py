@@ -12,7 +12,7 @@ from anyio.abc import TaskGroup
 
 import aionn
 from aionn.caching import CacheOutcome
-from aionn.errors import AionnError, DeviceUnavailableError
+from aionn.errors import AionnError, CallerError, DeviceUnavailableError
 from aionn.hal import CacheFiles, CacheHandles, Model, PrepareOptions
 from aionn.runtime.devices import Devices
 from aionn.runtime.preparation import CacheChoice, prepare
@@ -104,7 +104,11 @@ class ScriptedDevices:
     """What `preparation` uses of `Devices`: `get` hands out the next of the list, the last one for ever."""
 
     def __init__(self, tasks: TaskGroup, *devices: ScriptedDevice, unavailable: bool = False) -> None:
-        self._tasks, self._closed, self._devices, self._unavailable = tasks, False, list(devices), unavailable
+        self._tasks, self.closed, self._devices, self._unavailable = tasks, False, list(devices), unavailable
+
+    def check_open(self) -> None:
+        if self.closed:
+            raise CallerError("the runtime was closed")
 
     async def get(self, name: str) -> ScriptedDevice:
         if self._unavailable:

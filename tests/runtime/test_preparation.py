@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.lowlevel
+import anyio.to_thread
 import pytest
 
 from aionn import trace
-from aionn.caching import CacheOutcomeKind, MissReason, Refusal
+from aionn.caching import CacheOutcomeKind, MissReason, Refusal, Wanted
 from aionn.caching.store import CacheStore, Hit, Miss, Publisher
+from aionn.caching.store.directory import CacheDirectory
+from aionn.caching.store.locks import Flight, Flights
 from aionn.errors import (
     AionnError,
     CallerError,
@@ -326,33 +332,54 @@ async def test_loading_gets_all_of_the_time_where_compiling_would_not_make_it(ca
     assert device.deadlines_ns == [options.deadline_ns]
 
 
+class SlowDisk:
+    """Look-ups in any cache directory hang, as on a network that does not answer, until `answer`. Tells when a late hit was given back."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked, self._answers, self.given_back = threading.Event(), threading.Event(), threading.Event()
+        find, close = CacheDirectory.find, Hit.close_here
+
+        def slow(directory: CacheDirectory, key: bytes) -> Any:
+            self.asked.set()
+            assert self._answers.wait(60)
+            return find(directory, key)
+
+        def watched(hit: Hit, *, used: bool = True) -> None:
+            close(hit, used=used)
+            self.given_back.set()
+
+        monkeypatch.setattr(CacheDirectory, "find", slow)
+        monkeypatch.setattr(Hit, "close_here", watched)
+
+    async def answer(self) -> None:
+        self._answers.set()
+        assert await anyio.to_thread.run_sync(self.given_back.wait, 5)
+
+
+@pytest.fixture(params=["at the first look", "when the first look told nothing"])
+def slow_disk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[], SlowDisk]:
+    """Called, it makes the disk slow."""
+    if request.param != "at the first look":
+
+        async def nothing(self: CacheStore, wanted: Wanted) -> None:
+            await anyio.lowlevel.checkpoint()
+
+        monkeypatch.setattr(CacheStore, "glance", nothing)
+    return lambda: SlowDisk(monkeypatch)
+
+
 async def test_a_directory_that_does_not_answer_leaves_half_of_the_time(
-    cache: CacheChoice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    cache: CacheChoice, slow_disk: Callable[[], SlowDisk], caplog: pytest.LogCaptureFixture
 ) -> None:
     model = await fill(cache)
-    disk_answers, given_back = anyio.Event(), anyio.Event()
-    opened, closed = CacheStore.open, Hit.aclose
-
-    async def slow(self: CacheStore, *arguments: Any, **options: Any) -> Any:
-        with anyio.CancelScope(shield=True):  # as a thread that reads a disk
-            await disk_answers.wait()
-        return await opened(self, *arguments, **options)
-
-    async def watched(self: Hit) -> None:
-        await closed(self)
-        given_back.set()
-
-    monkeypatch.setattr(CacheStore, "open", slow)
-    monkeypatch.setattr(Hit, "aclose", watched)
+    disk = slow_disk()
     device = ScriptedDevice()
     async with scripted(device) as devices:
         _, outcome = await devices.prepare(model, cache, within(0.4))
         assert (outcome.kind, outcome.reason) == (MISS, MissReason.TOO_SLOW)
         assert outcome.save_failure is not None
         assert device.calls == ["supported", "prepare"]
-        disk_answers.set()
-        with anyio.fail_after(5):
-            await given_back.wait()  # what it found too late holds no lock
+        await disk.answer()  # what it found too late holds no lock
     assert len(warnings(caplog)) == 1
 
 
@@ -401,38 +428,43 @@ async def test_waiting_for_another_compiler_leaves_half_of_the_time(cache: Cache
         go.set()
 
 
-async def test_a_caller_cancelled_while_the_directory_is_slow_holds_nothing(cache: CacheChoice, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("natively", [False, True], ids=["by its scope", "by its task"])
+async def test_a_caller_cancelled_while_the_directory_is_slow_leaves_at_once_and_holds_nothing(
+    cache: CacheChoice, slow_disk: Callable[[], SlowDisk], natively: bool
+) -> None:
     model = await fill(cache)
-    asked, disk_answers, given_back = anyio.Event(), anyio.Event(), anyio.Event()
-    opened, closed = CacheStore.open, Hit.aclose
-
-    async def slow(self: CacheStore, *arguments: Any, **options: Any) -> Any:
-        asked.set()
-        with anyio.CancelScope(shield=True):  # as a thread that reads a disk
-            await disk_answers.wait()
-        return await opened(self, *arguments, **options)
-
-    async def watched(self: Hit) -> None:
-        await closed(self)
-        given_back.set()
-
-    monkeypatch.setattr(CacheStore, "open", slow)
-    monkeypatch.setattr(Hit, "aclose", watched)
+    disk = slow_disk()
     async with scripted(ScriptedDevice()) as devices:
-        async with anyio.create_task_group() as app:
-            app.start_soon(devices.prepare, model, cache, within(60))
-            await asked.wait()
-            app.cancel_scope.cancel()
-        disk_answers.set()
-        with anyio.fail_after(5):
-            await given_back.wait()
+        if natively:
+            app = asyncio.get_running_loop().create_task(devices.prepare(model, cache))
+            await anyio.to_thread.run_sync(disk.asked.wait, 5)
+            app.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await app
+        else:
+            async with anyio.create_task_group() as apps:
+                apps.start_soon(devices.prepare, model, cache, within(60))
+                await anyio.to_thread.run_sync(disk.asked.wait, 5)
+                apps.cancel_scope.cancel()
+        assert not disk.given_back.is_set()
+        await disk.answer()
 
 
 # --- a runtime that closes -----------------------------------------------------------------------------------------------
 
 
-async def test_whoever_waits_for_another_compiler_is_told_when_the_runtime_closes(cache: CacheChoice) -> None:
-    compiling, go = anyio.Event(), anyio.Event()
+async def test_whoever_waits_for_another_compiler_is_told_when_the_runtime_closes(
+    cache: CacheChoice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiling, go, queued = anyio.Event(), anyio.Event(), anyio.Event()
+    board = Flights.board
+
+    async def boarding(flights: Flights, path: str, wait_s: float) -> Flight | None:
+        if compiling.is_set():
+            queued.set()
+        return await board(flights, path, wait_s)
+
+    monkeypatch.setattr(Flights, "board", boarding)
     told: list[bool] = []
 
     async def wait() -> None:
@@ -453,11 +485,38 @@ async def test_whoever_waits_for_another_compiler_is_told_when_the_runtime_close
         await compiling.wait()
         async with scripted(ScriptedDevice()) as other:
             apps.start_soon(waiting)
+            await queued.wait()
             await anyio.wait_all_tasks_blocked()
         await anyio.wait_all_tasks_blocked()
         assert told == [True]
         go.set()
         await anyio.wait_all_tasks_blocked()
+
+
+async def test_whoever_looks_into_a_directory_that_hangs_is_told_when_its_store_closes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with CacheStore(tmp_path / "cache") as store:
+        model = await fill(CacheChoice(store, TOKEN))
+    store = CacheStore(tmp_path / "cache")
+    disk = SlowDisk(monkeypatch)
+    told = anyio.Event()
+
+    async def waiting() -> None:
+        with pytest.raises(CallerError, match="the cache store was closed"):
+            await devices.prepare(model, CacheChoice(store, TOKEN))
+        told.set()
+
+    async with anyio.create_task_group() as apps, scripted(ScriptedDevice()) as devices:
+        apps.start_soon(waiting)
+        await anyio.to_thread.run_sync(disk.asked.wait, 5)
+        with anyio.move_on_after(0.05) as patience:
+            await store.aclose()
+        assert patience.cancelled_caught
+        with anyio.fail_after(5):
+            await told.wait()
+        await disk.answer()
+        await store.aclose()
 
 
 async def test_a_store_is_closed_only_when_nobody_works_in_its_directory(tmp_path: Path) -> None:

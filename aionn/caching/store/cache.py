@@ -12,8 +12,9 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import anyio
 
@@ -26,7 +27,7 @@ from aionn.caching.store.hop import hop
 from aionn.caching.store.housekeeping import BadEntry, EntryInfo, Housekeeping, PruneReport
 from aionn.caching.store.locks import EntryHold, Flight, Flights, hold_now, wait_to_hold
 from aionn.errors import CallerError
-from aionn.tasks import running_loop
+from aionn.tasks import Answer, running_loop
 
 __all__ = ["DEFAULT_MAX_BYTES", "CacheStore"]
 
@@ -65,21 +66,37 @@ class CacheStore:
         self._house = Housekeeping(path, max_bytes, old_versions_kept_s)
         self._flights = Flights()
         self._users: set[anyio.Event] = set()
-        self._behind: set[asyncio.Future[None]] = set()
+        self._behind: set[asyncio.Future[Any]] = set()
+        self._glancing: set[Answer[Hit | Declined | None]] = set()
 
     async def aclose(self) -> None:
         """Give back descriptors and the index's database, once all that `in_use` holds has ended. What `open` handed out otherwise must
-        be closed before."""
-        while self._users:
-            await next(iter(self._users)).wait()
-        await self._settled()
-        await hop(self._house.close)
+        be closed before. Whoever still waits for a `glance` when this ends, however it ends, gets `CallerError`."""
+        try:
+            while self._users:
+                await next(iter(self._users)).wait()
+            await self._settled()
+            await hop(self._house.close)
+        finally:
+            for waiting in self._glancing:
+                waiting.fail(CallerError("the cache store was closed"))
 
     def later(self, act: Callable[[], None]) -> None:
         """Run `act` in a thread, behind the caller's back. The store waits for it before it closes, lists or prunes."""
-        future = running_loop().run_in_executor(None, act)
-        self._behind.add(future)
-        future.add_done_callback(self._behind.discard)
+        loop = running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+        self._behind.add(done)
+
+        def begin() -> None:
+            loop.run_in_executor(None, act).add_done_callback(end)
+
+        def end(acted: asyncio.Future[None]) -> None:
+            self._behind.discard(done)
+            done.set_result(None)
+            acted.result()  # the loop's exception handler tells of what nobody else can
+
+        # Not at once: the thread would take the interpreter from the caller whose answer is not to wait for it.
+        loop.call_soon(begin)
 
     async def _settled(self) -> None:
         while self._behind:
@@ -147,6 +164,42 @@ class CacheStore:
         self._house.with_index(lambda index: index.put(manifest, published=False))
 
     # --- opening an entry --------------------------------------------------------------------------------------------
+
+    async def glance(self, wanted: Wanted) -> Hit | Declined | None:
+        """The entry if it is there, whole, and not being published now; None: `open` says why not. To be closed, as what `open` gives.
+
+        Waits for nobody but the disk, and who is cancelled does not wait for that: what the thread finds then is given back behind his
+        back. So most hits do with one thread's work and no task of their own.
+        """
+        looking = running_loop().run_in_executor(None, self._look_in_thread, wanted, None, None, None)
+        waiting: Answer[Hit | Declined | None] = Answer(running_loop())
+
+        def looked(_: object) -> None:
+            self._behind.discard(looking)
+            try:
+                found = looking.result()
+            except BaseException as error:
+                waiting.fail(error)
+                return
+            if not waiting.settled:
+                waiting.set(None if isinstance(found, Refusal) else found)
+            elif isinstance(found, Hit):
+                self.later(partial(found.close_here, used=False))
+
+        self._behind.add(looking)
+        self._glancing.add(waiting)
+        looking.add_done_callback(looked)
+        try:
+            with trace.span("cache.glance", device=wanted.device):
+                found = await waiting.wait()
+        except BaseException:
+            if isinstance(waiting.result, Hit):  # it came together with the cancellation
+                self.later(partial(waiting.result.close_here, used=False))
+            waiting.abandon()
+            raise
+        finally:
+            self._glancing.discard(waiting)
+        return None if found is None else self._told(found)
 
     async def open(
         self, wanted: Wanted, *, wait_s: float | None = None, refused: tuple[str, Refusal] | None = None

@@ -1,0 +1,157 @@
+"""Where a driver's blocking calls run: their answers, their threads, and callers who leave."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sys
+import threading
+import weakref
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from aionn.driver.threads import SerialThread, Threads
+
+pytestmark = pytest.mark.anyio
+
+
+async def until(event: threading.Event) -> None:
+    assert await anyio.to_thread.run_sync(event.wait, 10)
+
+
+async def test_a_call_gives_what_it_returns_or_raises() -> None:
+    threads = Threads("test", 2)
+
+    def fail() -> None:
+        raise ValueError("no")
+
+    def stop() -> None:
+        raise StopIteration
+
+    assert await threads.run(lambda: 7) == 7
+    with pytest.raises(ValueError, match="no"):
+        await threads.run(fail)
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await threads.run(stop)
+    with pytest.raises(SystemExit):
+        await threads.run(sys.exit)
+    assert await threads.run(threading.get_ident) != threading.get_ident()
+    threads.close()
+
+
+async def test_the_thread_that_was_last_done_is_the_next_to_work() -> None:
+    threads = Threads("test", 4)
+    first = await threads.run(threading.get_ident)
+    assert [await threads.run(threading.get_ident) for _ in range(5)] == [first] * 5
+    threads.close()
+
+
+async def test_no_more_run_at_once_than_somebody_may_wait_for_and_a_caller_who_left_holds_nobody_up() -> None:
+    threads = Threads("test", 2)
+    begun, go = threading.Semaphore(0), threading.Event()
+    running: list[int] = []
+    most: list[int] = []
+    lock = threading.Lock()
+
+    def work() -> None:
+        with lock:
+            running.append(1)
+            most.append(len(running))
+        begun.release()
+        assert go.wait(10)
+        with lock:
+            running.pop()
+
+    async with anyio.create_task_group() as callers:
+        for _ in range(2):
+            callers.start_soon(threads.run, work)
+        for _ in range(2):
+            assert await anyio.to_thread.run_sync(begun.acquire, True, 10)
+        async with anyio.create_task_group() as waiting:
+            waiting.start_soon(threads.run, work)
+            await anyio.wait_all_tasks_blocked()
+            assert len(running) == 2  # the third waits for its turn, and never has it
+            waiting.cancel_scope.cancel()
+        callers.cancel_scope.cancel()
+    # Both threads are still at work for nobody; others do not wait for them.
+    assert await threads.run(lambda: len(running)) == 2
+    assert max(most) == 2
+    go.set()
+    threads.close()
+
+
+async def test_what_nobody_waits_for_begins_once_its_caller_is_done() -> None:
+    threads = Threads("test", 1)
+    done = threading.Event()
+    threads.behind(done.set)
+    assert not done.wait(0.05)  # the loop is ours until we await
+    await until(done)
+    threads.close()
+
+
+async def test_threads_end_when_they_are_closed_those_at_work_when_they_are_done() -> None:
+    threads = Threads("test", 2)
+    begun, go = threading.Event(), threading.Event()
+    idle = await threads.run(threading.current_thread)
+
+    def work() -> threading.Thread:
+        begun.set()
+        assert go.wait(10)
+        return threading.current_thread()
+
+    busy: list[threading.Thread] = []
+
+    async def call() -> None:
+        busy.append(await threads.run(work))
+
+    async with anyio.create_task_group() as callers:
+        callers.start_soon(threads.run, lambda: go.wait(10))
+        callers.start_soon(call)
+        await until(begun)
+        threads.close()
+        go.set()
+    for thread in (idle, *busy):
+        await anyio.to_thread.run_sync(thread.join, 10)
+        assert not thread.is_alive()
+
+
+async def test_jobs_of_one_thread_keep_their_order_also_when_their_callers_leave() -> None:
+    thread = SerialThread("test")
+    seen: list[int] = []
+    go = threading.Event()
+    idle = [thread.idle]
+
+    async def call(number: int) -> None:
+        def job() -> None:
+            go.wait(10)
+            seen.append(number)
+
+        await thread.run(job)
+
+    tasks = [asyncio.get_running_loop().create_task(call(number)) for number in range(4)]
+    await anyio.wait_all_tasks_blocked()
+    idle.append(thread.idle)
+    tasks[1].cancel()
+    go.set()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert seen == [0, 1, 2, 3]
+    assert [*idle, thread.idle] == [True, False, True]
+    thread.close()
+
+
+async def test_nothing_of_a_job_is_kept_once_it_is_done() -> None:
+    class Large:
+        pass
+
+    thread = SerialThread("test")
+    large: Any = Large()
+    gone = weakref.ref(large)
+    assert await thread.run(lambda held=large: type(held)) is Large  # type: ignore[misc]
+    del large
+    await thread.run(lambda: None)  # the thread has come round
+    gc.collect()
+    assert gone() is None
+    thread.close()
