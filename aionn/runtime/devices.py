@@ -50,12 +50,6 @@ START_S = 60.0
 
 _SOCKET_FD = 3
 
-_MEMORY = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(64 << 20)}
-"""A driver that loads one model after another uses the memory of the last for the next, instead of having the kernel take it back and
-clear it anew: orientation's 6.7 MB load in 11 ms instead of 19. The limits are those at which glibc's own adjusting ends; but
-that goes by the largest block freed so far, so a model's weights are just too large when they come again, and with more arenas
-another thread's are elsewhere."""
-
 
 class DriverProcess:
     """One driver process and the connection to it."""
@@ -303,8 +297,6 @@ def _environment() -> dict[str, str]:
     environment = dict(os.environ)
     # Buffered prints of an engine would be lost when its driver is killed.
     environment["PYTHONUNBUFFERED"] = "1"
-    for variable, value in _MEMORY.items():
-        environment.setdefault(variable, value)
     return environment
 
 
