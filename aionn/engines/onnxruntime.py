@@ -60,7 +60,10 @@ _REMEMBERED_BINDINGS = 16
 
 _ARTIFACT_FORMAT = 2
 _NOTES_LENGTH = struct.Struct("<Q")
-_WEIGHTS_FILE = "weights.bin"
+_WEIGHTS_DIRECTORY, _WEIGHTS_FILE = "/dev", "null"
+"""Where an artifact's graph says that its weights lie. ORT looks whether that file is there and, having been given each weight by name,
+does not read it. Should it read one after all, this file fails where any other would be taken for weights."""
+
 _NO_WEIGHTS = b"aionn: this graph has no weights outside"  # an empty cache file would look like one never written
 _FATAL_ONLY = 4  # every error is raised as well; a driver's stderr is for what nobody else says
 
@@ -160,16 +163,15 @@ class OnnxRuntimeEngine:
             raise CompilationError(f"the artifact is not of this release's onnxruntime engine: {error}") from error
         settings = self._settings(options, _threads(options, notes.work))
         settings.graph_optimization_level = self._ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-        values = {name: self._ort.OrtValue.ortvalue_from_numpy(array) for name, array in arrays.items()}
-        if values:
-            # The first for whoever reads a value while the session is made; the second has the kernels use it where it lies.
-            settings.add_external_initializers(list(values), list(values.values()))
+        if arrays and notes.complete:
+            settings.add_session_config_entry("session.model_external_initializers_file_folder_path", _WEIGHTS_DIRECTORY)
+            values = {name: self._ort.OrtValue.ortvalue_from_numpy(array) for name, array in arrays.items()}
             for name, value in values.items():
                 settings.add_initializer(name, value)
+            return OnnxRuntimeExecutable(self._session(graph, settings, options, ()), (weights, values), lambda: artifact)
         if not notes.complete:
-            settings.add_external_initializers_from_files_in_memory([_WEIGHTS_FILE], [weights], [len(weights)])
-        session = self._session(graph, settings, options, ())
-        return OnnxRuntimeExecutable(session, (weights, values), lambda: artifact)
+            settings.add_external_initializers_from_files_in_memory([_WEIGHTS_FILE], [weights], [len(weights)])  # copied, twice
+        return OnnxRuntimeExecutable(self._session(graph, settings, options, ()), (weights,), lambda: artifact)
 
     def _settings(self, options: CompileOptions, threads: int) -> Any:
         settings = self._ort.SessionOptions()

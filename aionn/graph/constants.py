@@ -272,6 +272,11 @@ def settle_external(graph: bytes, location: str, content: bytes | memoryview) ->
     bodies = [body for node in whole.graph.node for body in nested_graphs(node)]
     for body in bodies:
         bodies.extend(inner for node in body.node for inner in nested_graphs(node))  # the list grows under the loop: every depth
+        # ONNX Runtime before 1.31 writes each of them twice, and then does not read that.
+        named = {tensor.name: index for index, tensor in enumerate(body.initializer)}
+        for index in reversed(range(len(body.initializer))):
+            if named[body.initializer[index].name] != index:
+                del body.initializer[index]
         for tensor in body.initializer:
             place = _place_in(tensor, location)
             if place is not None:
