@@ -1,8 +1,9 @@
 """Which device runs a model: the first, best first, that can run every node of it.
 
-A device that was asked for by name and is not there is an error, never a silent fallback. Without names every installed
-device is a candidate; one whose package is missing is passed over, and the trace says so. The plan is kept with the cache:
-what a device could not run is remembered there, so a second start neither asks it nor sends it the model.
+A device that was asked for by name and is not there, or fails, is an error, never a silent fallback. Without names every installed
+device is a candidate: one whose package is missing is passed over, and so is one that cannot prepare the model or dies over it. The
+log warns of either, the trace counts it, and `Compilation.device` tells which one it became. The plan is kept with the cache: what
+a device could not run is remembered there, so a second start neither asks it nor sends it the model.
 """
 
 from __future__ import annotations
@@ -12,7 +13,15 @@ from collections.abc import Iterable, Sequence
 
 from aionn import trace
 from aionn.caching import CacheOutcome
-from aionn.errors import CallerError, CompilationError, DeviceUnavailableError
+from aionn.errors import (
+    AionnError,
+    CallerError,
+    CompilationError,
+    DeviceUnavailableError,
+    DriverDiedError,
+    DriverHungError,
+    MemoryAllocationError,
+)
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model
 from aionn.remote.device import RemotePreparedModel
@@ -30,7 +39,9 @@ async def prepare_on_best(
     Raises:
         CallerError: `names` is empty.
         DeviceUnavailableError: a named device is not there; or none at all is.
-        CompilationError: no candidate can run every node; the first missing one is `.node`. Or the one that can fails.
+        CompilationError: no candidate can run every node; the first missing one is `.node`.
+        CompilationError, MemoryAllocationError, DriverDiedError, DriverHungError: the best that can run every node failed; without
+            `names` all the others, too, and notes tell of them.
     """
     if names is not None:
         if isinstance(names, str | bytes) or not isinstance(names, Iterable) or not (names := list(names)):
@@ -40,6 +51,7 @@ async def prepare_on_best(
     candidates = list(names) if names is not None else devices.installed
     shortfalls: list[UnsupportedOperationError] = []
     unavailable: list[DeviceUnavailableError] = []
+    failures: list[AionnError] = []
     for name in candidates:
         try:
             return await prepare(devices, name, model, options, cache)
@@ -52,6 +64,16 @@ async def prepare_on_best(
         except UnsupportedOperationError as error:
             shortfalls.append(error)
             trace.count("plan.device_cannot", device=name)
+        except (CompilationError, MemoryAllocationError, DriverDiedError, DriverHungError) as error:
+            if names is not None or devices.closed:
+                raise
+            failures.append(error)
+            logger.warning("device %r failed to prepare the model and is passed over: %s", name, error)
+            trace.count("plan.device_failed", device=name, error=type(error).__name__)
+    if failures:
+        for other in (*failures[1:], *shortfalls, *unavailable):
+            failures[0].add_note(str(other))
+        raise failures[0]
     if not shortfalls:
         why = "; ".join(map(str, unavailable)) or "no package offers an engine (entry points of the group aionn.engines)"
         raise DeviceUnavailableError("", f"no device is there that could run a model: {why}")

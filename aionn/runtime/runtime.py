@@ -133,7 +133,8 @@ class Runtime:
 
         Args:
             model: from `Model.from_onnx`.
-            devices: names of the devices that may be used, best first; None: every installed device. Explicit devices forbid
+            devices: names of the devices that may be used, best first; None: every installed device, and if one fails to prepare the
+                model the next is tried, with a warning in the log (`compilation.device` tells which it became). Explicit devices forbid
                 any fallback. "package.module:Class" names an engine that is not installed as an entry point.
             preference: "sustained_speed" for streams, "low_power" never stays awake waiting.
             priority: "low", "medium" or "high", told to the device.

@@ -1,4 +1,4 @@
-"""The pytest plugin: the fixture `fake_device`. Needs pytest and nothing else; no inference engine.
+"""The pytest plugin: the fixture `fake_device`. Needs pytest and no inference engine.
 
 `fake_device` is a `FakeDevice`. When the test is over it looks at what the process holds of aionn's kinds and did not hold
 before: child processes, descriptors (memfds, pidfds, eventfds, sockets, FIFOs) and mappings of shared memory. What is left
@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
+import uvloop
 
 from aionn.testing.fake_device import FakeDevice
 
@@ -57,6 +58,8 @@ def fake_device() -> Iterator[FakeDevice]:
         ...         with pytest.raises(aionn.DriverDiedError):
         ...             await compilation.compute(inputs)
     """
+    # libuv makes one pipe for signals with the first loop of a process and keeps it for ever: it is to be there before we count.
+    uvloop.new_event_loop().close()
     before = _Held.now()
     with FakeDevice() as device:
         yield device

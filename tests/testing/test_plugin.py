@@ -9,6 +9,7 @@ from pathlib import Path
 PROJECT = """
 import asyncio, os
 import numpy as np
+import pytest
 import aionn
 from aionn.testing import identity_model
 
@@ -17,8 +18,16 @@ async def use(fake_device):
         compilation = await runtime.compile(aionn.Model.from_onnx(identity_model()), devices=(fake_device.name,))
         await compilation.compute({"input": np.zeros((1, 16), np.float32)})
 
+def test_clean_on_uvloop(fake_device):
+    aionn.run(use, fake_device)
+
 def test_clean(fake_device):
     asyncio.run(use(fake_device))
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio", ("asyncio", {"use_uvloop": True})])
+async def test_clean_in_a_loop_of_pytests(fake_device, anyio_backend):
+    await use(fake_device)
 
 def test_leaky(fake_device):
     global kept
@@ -30,5 +39,5 @@ def test_a_clean_test_passes_and_a_leak_is_named(tmp_path: Path) -> None:
     (tmp_path / "test_app.py").write_text(PROJECT)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_app.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert "2 passed, 1 error" in done.stdout, done.stdout
+    assert "5 passed, 1 error" in done.stdout, done.stdout
     assert "the test left behind: 1 descriptor(s) of" in done.stdout

@@ -1,0 +1,79 @@
+"""Which device a model gets when not all are well: real driver processes, the fake device first and the reference behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+import aionn
+from aionn import trace
+from aionn.errors import CompilationError, DriverDiedError
+from aionn.runtime.devices import Devices
+from aionn.runtime.runtime import Mode
+from aionn.testing import FakeDevice, identity_model
+from aionn.testing.fake_engine import SecondFakeEngine
+
+pytestmark = pytest.mark.anyio
+REFERENCE = "reference"
+TROUBLES: dict[str, tuple[Callable[[FakeDevice], None], type[Exception]]] = {
+    "fails": (lambda fake: fake.fail("out of luck", "compile"), CompilationError),
+    "dies": (lambda fake: fake.crash("compile"), DriverDiedError),
+}
+
+
+@pytest.fixture
+def model() -> aionn.Model:
+    return aionn.Model.from_onnx(identity_model())
+
+
+@pytest.fixture
+def fake(fake_device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+    """The best of two installed devices."""
+    monkeypatch.setattr(Devices, "installed", property(lambda _: [fake_device.name, REFERENCE]))
+    return fake_device
+
+
+@pytest.mark.parametrize("trouble", TROUBLES)
+@pytest.mark.parametrize("mode", ["eager", "jit"])
+async def test_without_names_the_next_device_takes_over_and_that_is_told(
+    fake: FakeDevice, model: aionn.Model, trouble: str, mode: Mode, caplog: pytest.LogCaptureFixture
+) -> None:
+    bring, kind = TROUBLES[trouble]
+    bring(fake)
+    x = np.arange(16, dtype=np.float32).reshape(1, 16)
+    async with aionn.Runtime() as runtime:
+        with trace.record() as told:
+            compilation = await runtime.compile(model, mode=mode)
+            outputs = await compilation.compute({"input": x})
+        np.testing.assert_array_equal(outputs["input_out"], x)
+        assert compilation.device == compilation.outcomes[0].device == REFERENCE
+    failed = [event.attributes for event in told.counters if event.name == "plan.device_failed"]
+    assert failed == [{"device": fake.name, "error": kind.__name__}]
+    (warned,) = (record.getMessage() for record in caplog.records if record.name == "aionn.runtime")
+    assert f"device '{fake.name}' failed to prepare the model and is passed over" in warned
+
+
+@pytest.mark.parametrize("trouble", TROUBLES)
+async def test_a_device_that_was_asked_for_by_name_fails_for_its_caller(fake: FakeDevice, model: aionn.Model, trouble: str) -> None:
+    bring, kind = TROUBLES[trouble]
+    bring(fake)
+    async with aionn.Runtime() as runtime:
+        with pytest.raises(kind):
+            await runtime.compile(model, devices=(fake.name, REFERENCE))
+
+
+async def test_where_every_device_fails_the_error_of_the_best_comes_with_notes_of_the_others(
+    fake_device: FakeDevice, model: aionn.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FakeDevice(SecondFakeEngine) as second:
+        monkeypatch.setattr(Devices, "installed", property(lambda _: [fake_device.name, second.name]))
+        fake_device.fail("out of luck", "compile")
+        second.fail("out of order", "compile")
+        async with aionn.Runtime() as runtime:
+            with pytest.raises(CompilationError, match="out of luck") as caught:
+                await runtime.compile(model)
+            assert ["out of order" in note for note in caught.value.__notes__] == [True]
+            fake_device.behave()
+            assert (await runtime.compile(model)).device == fake_device.name
