@@ -37,7 +37,7 @@ __all__ = ["Inventory", "LeakError", "driver_pids", "ended", "leak_check", "proc
 Key = TypeVar("Key")
 
 # The pools of worker threads of anyio, asyncio and uvloop live as long as the event loop and are reused by everybody on it.
-LOOP_THREADS = ("AnyIO worker thread", "asyncio_", "uvloop_")
+LOOP_THREADS = ("AnyIO worker thread", "asyncio_", "uvloop_", "ThreadPoolExecutor-")  # the last: uvloop before 0.22
 # libuv makes one pipe for signals with the first loop of a process and keeps it for ever: it is there before we count.
 uvloop.new_event_loop().close()
 

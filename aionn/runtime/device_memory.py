@@ -427,11 +427,15 @@ def _holds(dtype: np.dtype[Any], value: object) -> bool:
     """Whether an element of that type can be this number: exactly, or for a float type rounded."""
     if not isinstance(value, int | float | np.number | np.bool_):
         return False
-    try:
-        with np.errstate(all="ignore"):
-            held = dtype.type(value)
-    except (OverflowError, ValueError):  # too large, or no number at all, for an integer
-        return False
+    if dtype.kind in "iu":
+        try:
+            whole = int(value)
+        except (OverflowError, ValueError):  # infinite, or no number at all
+            return False
+        limits = np.iinfo(dtype)
+        return bool(whole == value and limits.min <= whole <= limits.max)
+    with np.errstate(all="ignore"):
+        held = dtype.type(value)
     return bool(np.isfinite(held) == np.isfinite(value)) if dtype.kind == "f" else bool(held == value)
 
 

@@ -1,7 +1,7 @@
 """One model on one device: from the cache if it can be, compiled if it must be; with the outcome as a value.
 
     NO_CACHE  no directory was given, or the device does not cache        prepare_model(model)
-    HIT       store.open gave files, the driver took them                 prepare_model_from_cache(handles): the model is not sent
+    HIT       the store gave files, the driver took them                  prepare_model_from_cache(handles): the model is not sent
     MISS      nothing there, or refused: by the store or by the driver    prepare_model(model, handles), then the entry is published
     DECLINED  remembered: the device does not cache this model            prepare_model(model)
 
@@ -195,6 +195,7 @@ async def _open(
 
 
 async def _glance(store: CacheStore, wanted: Wanted, seconds: float | None) -> Hit | Declined | None:
+    # The usual case, a whole entry that nobody is publishing, without `_in_time` and its task.
     if seconds is None:
         return await store.glance(wanted)
     with anyio.move_on_after(seconds):
