@@ -1,0 +1,109 @@
+"""Weights of an artifact, used where they were verified: every way in which a graph may use them, again and again, changes none of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from onnx import ModelProto, TensorProto, helper
+
+import aionn.engines.onnxruntime as engine_module
+from aionn.engines.onnxruntime import OnnxRuntimeEngine
+from aionn.hal import Artifact, CompileOptions
+from aionn.runtime.model import Model
+from tests.engines.onnx_graphs import model_of, value
+
+Arrays = dict[str, NDArray[Any]]
+N = 50_000
+
+
+def random(*shape: int) -> NDArray[np.float32]:
+    return np.random.default_rng(sum(shape)).standard_normal(shape).astype(np.float32)
+
+
+def an_output_itself() -> tuple[ModelProto, Arrays]:
+    nodes = [helper.make_node("Add", ["x", "c"], ["y"]), helper.make_node("Identity", ["c"], ["z"])]
+    outputs = [value("y", [N]), value("z", [N]), value("c", [N])]
+    return model_of(nodes, [value("x", [1])], outputs, {"c": random(N)}), {"x": random(1)}
+
+
+def reshaped() -> tuple[ModelProto, Arrays]:
+    nodes = [helper.make_node("Reshape", ["c", "shape"], ["z"]), helper.make_node("Mul", ["x", "z"], ["y"])]
+    return model_of(nodes, [value("x", [1])], [value("y", [2, N // 2])], {"c": random(N), "shape": np.array([2, -1])}), {"x": random(1)}
+
+
+def lstm() -> tuple[ModelProto, Arrays]:
+    node = helper.make_node("LSTM", ["x", "w", "r"], ["y"], hidden_size=64)
+    weights = {"w": random(1, 256, 64), "r": random(1, 256, 64)}
+    return model_of([node], [value("x", [5, 1, 64])], [value("y", [5, 1, 1, 64])], weights), {"x": random(5, 1, 64)}
+
+
+def shared_by_two_convolutions() -> tuple[ModelProto, Arrays]:
+    nodes = [helper.make_node("Conv", ["x", "k"], ["a"], pads=[1, 1, 1, 1]), helper.make_node("ConvTranspose", ["a", "k"], ["y"])]
+    inputs, outputs = [value("x", [1, 64, 8, 8])], [value("y", [1, 64, 10, 10])]
+    return model_of(nodes, inputs, outputs, {"k": random(64, 64, 3, 3)}), {"x": random(1, 64, 8, 8)}
+
+
+def integers() -> tuple[ModelProto, Arrays]:
+    weights = np.random.default_rng(0).integers(-128, 127, (512, 512)).astype(np.int8)
+    inputs, outputs = [value("x", [1, 512], TensorProto.INT8)], [value("y", [1, 512], TensorProto.INT32)]
+    return model_of([helper.make_node("MatMulInteger", ["x", "q"], ["y"])], inputs, outputs, {"q": weights}), {"x": weights[:1]}
+
+
+def half_precision() -> tuple[ModelProto, Arrays]:
+    nodes = [
+        helper.make_node("Cast", ["x"], ["a"], to=TensorProto.FLOAT16),
+        helper.make_node("MatMul", ["a", "h"], ["b"]),
+        helper.make_node("Cast", ["b"], ["y"], to=TensorProto.FLOAT),
+    ]
+    weights = {"h": random(512, 512).astype(np.float16)}
+    return model_of(nodes, [value("x", [1, 512])], [value("y", [1, 512])], weights), {"x": random(1, 512)}
+
+
+def transposed_and_looked_up() -> tuple[ModelProto, Arrays]:
+    nodes = [
+        helper.make_node("Gather", ["t", "rows"], ["g"]),
+        helper.make_node("Transpose", ["t"], ["u"], perm=[1, 0]),
+        helper.make_node("MatMul", ["g", "u"], ["y"]),
+    ]
+    inputs = [value("rows", [2], TensorProto.INT64)]
+    return model_of(nodes, inputs, [value("y", [2, 1000])], {"t": random(1000, 256)}), {"rows": np.array([3, 999])}
+
+
+USES: list[Callable[[], tuple[ModelProto, Arrays]]] = [
+    an_output_itself,
+    reshaped,
+    lstm,
+    shared_by_two_convolutions,
+    integers,
+    half_precision,
+    transposed_and_looked_up,
+]
+
+
+@pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
+def test_weights_give_what_the_compiled_model_gives_and_stay_what_they_are(use: Callable[[], tuple[ModelProto, Arrays]]) -> None:
+    content, inputs = use()
+    engine = OnnxRuntimeEngine()
+    compiled = engine.compile(Model.from_onnx(content.SerializeToString()), CompileOptions())
+    expected = dict(compiled.run(inputs, {}, False).outputs)
+    artifact = engine.export(compiled)
+    assert artifact is not None
+    _, notes = engine_module._without_notes(memoryview(artifact.model[0]))
+    assert notes.weights
+    assert notes.complete
+    # Writable, as the driver's own copy is: whatever wrote into it would be seen.
+    weights = bytearray(artifact.data[0])
+    loaded = engine.load(Artifact(artifact.model, (weights,)), CompileOptions())
+    for _ in range(3):
+        made = dict(loaded.run(inputs, {}, False).outputs)
+        into = {name: np.full_like(array, 7) for name, array in expected.items()}
+        loaded.run(inputs, into, False)
+        for name, array in expected.items():
+            np.testing.assert_array_equal(made[name], array)
+            np.testing.assert_array_equal(into[name], array)
+            made[name][...] = 3  # the caller's own
+    assert weights == artifact.data[0]
