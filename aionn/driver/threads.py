@@ -9,6 +9,7 @@ All are daemons. Nothing here is used from a second thread: jobs are submitted, 
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 import threading
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from typing import Any, TypeVar
 import anyio
 
 from aionn.tasks import Answer
+
+logger = logging.getLogger("aionn.driver")
 
 T = TypeVar("T")
 _Job = tuple[Callable[[], Any], Answer[Any], Callable[[], object] | None, asyncio.AbstractEventLoop]
@@ -44,10 +47,11 @@ class SerialThread:
         """As `run`, for whoever waits later or not at all. `done` is called on the loop when the job is over, however it ended."""
         loop = asyncio.get_running_loop()
         answer: Answer[T] = Answer(loop)
-        self._pending += 1
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            thread.start()  # raises where there may be no more threads; the next caller tries again
+            self._thread = thread
+        self._pending += 1
         self._jobs.put((job, answer, done, loop))
         return answer
 
@@ -100,8 +104,15 @@ class Threads:
             return await self._submit(job).wait()
 
     def behind(self, job: Callable[[], None]) -> None:
-        """Run `job`, which raises nothing, once the caller is done with what it does now; nobody waits for it."""
-        asyncio.get_running_loop().call_soon(self._submit, job)
+        """Run `job` once the caller is done with what it does now. Nobody waits for it, and the log has what it raises."""
+
+        def logged() -> None:
+            try:
+                job()
+            except Exception:
+                logger.exception("%s: what was to be done behind an answer failed", self._name)
+
+        asyncio.get_running_loop().call_soon(self._submit, logged)
 
     def _submit(self, job: Callable[[], T]) -> Answer[T]:
         thread = self._idle.pop() if self._idle else SerialThread(self._name)

@@ -74,12 +74,12 @@ class _Notes(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     Attributes:
         work: see `_most_work`.
         weights: the constants in the data file.
-        complete: whether these are all there are in it.
+        by_name: whether they, and nothing else, are what ORT will look for by these names; it does so in nested graphs too.
     """
 
     work: int
     weights: tuple[Constant, ...]
-    complete: bool
+    by_name: bool
 
 
 class OnnxRuntimeEngine:
@@ -163,13 +163,13 @@ class OnnxRuntimeEngine:
             raise CompilationError(f"the artifact is not of this release's onnxruntime engine: {error}") from error
         settings = self._settings(options, _threads(options, notes.work))
         settings.graph_optimization_level = self._ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-        if arrays and notes.complete:
+        if arrays and notes.by_name:
             settings.add_session_config_entry("session.model_external_initializers_file_folder_path", _WEIGHTS_DIRECTORY)
             values = {name: self._ort.OrtValue.ortvalue_from_numpy(array) for name, array in arrays.items()}
             for name, value in values.items():
                 settings.add_initializer(name, value)
             return OnnxRuntimeExecutable(self._session(graph, settings, options, ()), (weights, values), lambda: artifact)
-        if not notes.complete:
+        if not notes.by_name:
             settings.add_external_initializers_from_files_in_memory([_WEIGHTS_FILE], [weights], [len(weights)])  # copied, twice
         return OnnxRuntimeExecutable(self._session(graph, settings, options, ()), (weights,), lambda: artifact)
 
@@ -329,8 +329,8 @@ class _Written:
         graph, weights = _read(self._graph), _NO_WEIGHTS if self._weights is None else _read(self._weights)
         self._finalizer()
         # ORT does not look for the weights of nested graphs in memory, so those go back into the graph.
-        graph, constants, complete = settle_external(graph, _WEIGHTS_FILE, weights)
-        return Artifact((_with_notes(graph, _Notes(self._work, constants, complete)),), (weights,))
+        graph, constants, by_name = settle_external(graph, _WEIGHTS_FILE, weights)
+        return Artifact((_with_notes(graph, _Notes(self._work, constants, by_name)),), (weights,))
 
 
 def _with_notes(graph: bytes, notes: _Notes) -> bytes:
@@ -368,13 +368,14 @@ def _address(array: NDArray[Any]) -> int:
 
 
 def _most_work(input_shapes: Sequence[tuple[int, ...] | None], weights: int) -> int:
-    """Weights times input elements, an open batch taken for 1; -1 where any other axis is open and says nothing about the work."""
+    """Weights times input elements, an open batch taken for 1, as far as it matters; -1 where any other axis is open and says nothing
+    about the work."""
     elements = 0
     for shape in input_shapes:
         if shape is None or 0 in shape[1:]:
             return -1
         elements += prod(extent or 1 for extent in shape)
-    return weights * elements
+    return min(weights * elements, TINY_WORK + 1)
 
 
 def _threads(options: CompileOptions, work: int) -> int:

@@ -265,15 +265,17 @@ def settle_external(graph: bytes, location: str, content: bytes | memoryview) ->
         content: that file.
 
     Returns:
-        The graph; the main graph's constants in that file, with pool 0 for it; and whether these are all, or some have an element
-        type that `OperandType` cannot name.
+        The graph; the main graph's constants in that file, with pool 0 for it; and whether they can be handed over by name: not if some
+        have an element type that `OperandType` cannot name, or a nested graph has a constant of its own of the same name.
     """
     whole: ModelProto = onnx.ModelProto.FromString(graph)
     bodies = [body for node in whole.graph.node for body in nested_graphs(node)]
+    nested: set[str] = set()
     for body in bodies:
         bodies.extend(inner for node in body.node for inner in nested_graphs(node))  # the list grows under the loop: every depth
         # ONNX Runtime before 1.31 writes each of them twice, and then does not read that.
         named = {tensor.name: index for index, tensor in enumerate(body.initializer)}
+        nested.update(named)
         for index in reversed(range(len(body.initializer))):
             if named[body.initializer[index].name] != index:
                 del body.initializer[index]
@@ -289,7 +291,8 @@ def settle_external(graph: bytes, location: str, content: bytes | memoryview) ->
         for tensor, place in outside
         if tensor.data_type in TYPES
     )
-    return whole.SerializeToString() if bodies else graph, constants, len(constants) == len(outside)
+    by_name = len(constants) == len(outside) and nested.isdisjoint(constant.name for constant in constants)
+    return whole.SerializeToString() if bodies else graph, constants, by_name
 
 
 def _place_in(tensor: TensorProto, location: str) -> DataLocation | None:

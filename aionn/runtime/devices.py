@@ -324,6 +324,11 @@ class Device:
     def __repr__(self) -> str:
         return f"Device(name={self.name!r}, version={self.version!r}, pid={self.pid})"
 
+    def introduced(self, remote: RemoteDevice) -> RemoteDevice:
+        """Note what its driver has told of itself."""
+        self.version, self.type, self.cache_files = remote.version, remote.type, remote.cache_files
+        return remote
+
     @property
     def pid(self) -> int | None:
         return self._process.pid if self._process is not None and self._process.alive else None
@@ -388,7 +393,7 @@ class Devices:
         process = device._process
         if process is not None and process.serving is not None:
             self.check_open()
-            return process.serving
+            return device.introduced(process.serving)
         async with device._starting:
             process = device._process
             if process is not None and not process.alive:
@@ -407,8 +412,7 @@ class Devices:
                 await process.aclose()
                 device._last_exit_code, device._process = process.exit_code, None
                 raise
-            device.version, device.type, device.cache_files = remote.version, remote.type, remote.cache_files
-            return remote
+            return device.introduced(remote)
 
     def check_open(self) -> None:
         """Refuse what can no longer be done.

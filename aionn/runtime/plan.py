@@ -48,35 +48,46 @@ async def prepare_on_best(
             raise CallerError(f"devices={names!r}: give a sequence of device names, as in ('onnxruntime',), or None for every device")
         for name in names:
             devices.find(name)
-    candidates = list(names) if names is not None else devices.installed
     shortfalls: list[UnsupportedOperationError] = []
     unavailable: list[DeviceUnavailableError] = []
     failures: list[AionnError] = []
-    for name in candidates:
-        try:
-            return await prepare(devices, name, model, options, cache)
-        except DeviceUnavailableError as error:
-            if names is not None:
-                raise
-            unavailable.append(error)
-            logger.warning("device %r is passed over: %s", name, error)
-            trace.count("plan.device_unavailable", device=name)
-        except UnsupportedOperationError as error:
-            shortfalls.append(error)
-            trace.count("plan.device_cannot", device=name)
-        except (CompilationError, MemoryAllocationError, DriverDiedError, DriverHungError) as error:
-            if names is not None or devices.closed:
-                raise
-            failures.append(error)
-            logger.warning("device %r failed to prepare the model and is passed over: %s", name, error)
-            trace.count("plan.device_failed", device=name, error=type(error).__name__)
+    try:
+        for name in names if names is not None else devices.installed:
+            try:
+                return await prepare(devices, name, model, options, cache)
+            except DeviceUnavailableError as error:
+                if names is not None:
+                    raise
+                unavailable.append(error)
+                logger.warning("device %r is passed over: %s", name, error)
+                trace.count("plan.device_unavailable", device=name)
+            except UnsupportedOperationError as error:
+                shortfalls.append(error)
+                trace.count("plan.device_cannot", device=name)
+            except (CompilationError, MemoryAllocationError, DriverDiedError, DriverHungError) as error:
+                if names is not None or devices.closed:
+                    raise
+                failures.append(error)
+                logger.warning("device %r failed to prepare the model and is passed over: %s", name, error)
+                trace.count("plan.device_failed", device=name, error=type(error).__name__)
+        raise _why_none(shortfalls, unavailable, failures)
+    finally:
+        # Each error's traceback has this call in it: with these lists the model would be kept until a collection.
+        shortfalls.clear()
+        unavailable.clear()
+        failures.clear()
+
+
+def _why_none(
+    shortfalls: Sequence[UnsupportedOperationError], unavailable: Sequence[DeviceUnavailableError], failures: Sequence[AionnError]
+) -> AionnError:
     if failures:
         for other in (*failures[1:], *shortfalls, *unavailable):
             failures[0].add_note(str(other))
-        raise failures[0]
+        return failures[0]
     if not shortfalls:
         why = "; ".join(map(str, unavailable)) or "no package offers an engine (entry points of the group aionn.engines)"
-        raise DeviceUnavailableError("", f"no device is there that could run a model: {why}")
+        return DeviceUnavailableError("", f"no device is there that could run a model: {why}")
     first = shortfalls[0]
     told = "; ".join(map(str, shortfalls))
-    raise CompilationError(f"no device can run every node of the model: {told}", node=first.node, reason=first.reason)
+    return CompilationError(f"no device can run every node of the model: {told}", node=first.node, reason=first.reason)

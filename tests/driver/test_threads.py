@@ -10,6 +10,7 @@ import weakref
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 import pytest
 
@@ -90,6 +91,33 @@ async def test_what_nobody_waits_for_begins_once_its_caller_is_done() -> None:
     assert not done.wait(0.05)  # the loop is ours until we await
     await until(done)
     threads.close()
+
+
+async def test_what_fails_behind_an_answer_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    threads = Threads("test", 1)
+
+    def fail() -> None:
+        raise ValueError("nobody waits for this")
+
+    threads.behind(fail)
+    await anyio.lowlevel.checkpoint()
+    await threads.run(lambda: None)  # on the same thread, after it
+    assert "nobody waits for this" in caplog.text
+    threads.close()
+
+
+async def test_a_thread_that_could_not_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    thread = SerialThread("test")
+    with monkeypatch.context() as limits:
+        limits.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            await thread.run(lambda: 1)
+    assert thread.idle
+    assert await thread.run(lambda: 2) == 2
+    thread.close()
 
 
 async def test_threads_end_when_they_are_closed_those_at_work_when_they_are_done() -> None:

@@ -142,7 +142,7 @@ def test_weights_of_an_element_type_that_has_no_name_here_are_loaded_too() -> No
     artifact = engine.export(engine.compile(Model.from_onnx(model.SerializeToString()), CompileOptions()))
     assert artifact is not None
     _, notes = engine_module._without_notes(memoryview(artifact.model[0]))
-    assert ([constant.name for constant in notes.weights], notes.complete) == (["usual"], False)
+    assert ([constant.name for constant in notes.weights], notes.by_name) == (["usual"], False)
     found = engine.load(artifact, CompileOptions()).run({"rows": np.array([0x3F80, 0x4000])}, {}, False).outputs["y"]
     np.testing.assert_array_equal(found, np.array([1, 2, 0x3F80, 0x4000], np.float32))
 

@@ -14,7 +14,7 @@ import aionn.engines.onnxruntime as engine_module
 from aionn.engines.onnxruntime import OnnxRuntimeEngine
 from aionn.hal import Artifact, CompileOptions
 from aionn.runtime.model import Model
-from tests.engines.onnx_graphs import model_of, value
+from tests.engines.onnx_graphs import body, model_of, value
 
 Arrays = dict[str, NDArray[Any]]
 N = 50_000
@@ -73,6 +73,28 @@ def transposed_and_looked_up() -> tuple[ModelProto, Arrays]:
     return model_of(nodes, inputs, [value("y", [2, 1000])], {"t": random(1000, 256)}), {"rows": np.array([3, 999])}
 
 
+@pytest.mark.parametrize("elements", [20_000, 400_000], ids=["weight", "table"])
+def test_a_branch_has_its_own_constant_of_a_weights_name(elements: int) -> None:
+    """ONNX Runtime would take what is handed over for a name in nested graphs too, where it is another's: 0, 1, 2 and not 100s."""
+    then = body("then", [helper.make_node("Gather", ["w", "i"], ["t"])], "t", {"w": np.full(20, 100, np.float32)})
+    other = body("else", [helper.make_node("Gather", ["x", "i"], ["e"])], "e")
+    nodes = [
+        helper.make_node("If", ["c"], ["y"], then_branch=then, else_branch=other),
+        helper.make_node("Gather", ["w", "i"], ["z"]),
+    ]
+    inputs = [value("x", ["N"]), value("c", [], TensorProto.BOOL), value("i", ["K"], TensorProto.INT64)]
+    content = model_of(nodes, inputs, [value("y", ["K"]), value("z", ["K"])], {"w": np.arange(elements, dtype=np.float32)})
+    engine = OnnxRuntimeEngine()
+    compiled = engine.compile(Model.from_onnx(content.SerializeToString()), CompileOptions())
+    artifact = engine.export(compiled)
+    assert artifact is not None
+    given = {"x": np.zeros(3, np.float32), "c": np.array(True), "i": np.arange(3)}
+    for executable in (compiled, engine.load(artifact, CompileOptions())):
+        found = executable.run(given, {}, False).outputs
+        np.testing.assert_array_equal(found["y"], np.full(3, 100, np.float32))
+        np.testing.assert_array_equal(found["z"], np.arange(3, dtype=np.float32))
+
+
 USES: list[Callable[[], tuple[ModelProto, Arrays]]] = [
     an_output_itself,
     reshaped,
@@ -94,7 +116,7 @@ def test_weights_give_what_the_compiled_model_gives_and_stay_what_they_are(use: 
     assert artifact is not None
     _, notes = engine_module._without_notes(memoryview(artifact.model[0]))
     assert notes.weights
-    assert notes.complete
+    assert notes.by_name
     # Writable, as the driver's own copy is: whatever wrote into it would be seen.
     weights = bytearray(artifact.data[0])
     loaded = engine.load(Artifact(artifact.model, (weights,)), CompileOptions())

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 
+import anyio
 import numpy as np
 import pytest
 
@@ -62,6 +65,42 @@ async def test_a_device_that_was_asked_for_by_name_fails_for_its_caller(fake: Fa
     async with aionn.Runtime() as runtime:
         with pytest.raises(kind):
             await runtime.compile(model, devices=(fake.name, REFERENCE))
+
+
+@pytest.mark.parametrize("named", [False, True])
+async def test_a_model_that_could_not_be_prepared_goes_with_its_last_reference(
+    fake_device: FakeDevice, named: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Devices, "installed", property(lambda _: [fake_device.name]))
+    fake_device.fail("out of luck", "compile")
+    async with aionn.Runtime() as runtime:
+        gc.collect()
+        gc.disable()
+        try:
+            bad = aionn.Model.from_onnx(identity_model())
+            gone = weakref.ref(bad)
+            with pytest.raises(CompilationError):
+                await runtime.compile(bad, devices=(fake_device.name,) if named else None)
+            del bad
+            await anyio.wait_all_tasks_blocked()
+            assert gone() is None
+        finally:
+            gc.enable()
+
+
+async def test_a_device_whose_start_nobody_waited_for_is_listed_once_it_serves(fake_device: FakeDevice, model: aionn.Model) -> None:
+    async with aionn.Runtime() as runtime:
+        with anyio.CancelScope() as impatient:
+            impatient.cancel()
+            await runtime.compile(model, devices=(fake_device.name,))
+        with anyio.move_on_after(0.01):
+            await runtime.compile(model, devices=(fake_device.name,))
+        process = runtime._devices.find(fake_device.name)._process
+        if process is not None:
+            await process.ready()
+        await runtime.compile(model, devices=(fake_device.name,))
+        (device,) = (device for device in runtime.devices if device.name == fake_device.name)
+        assert (device.version, device.type, device.cache_files) != (None, None, None)
 
 
 async def test_where_every_device_fails_the_error_of_the_best_comes_with_notes_of_the_others(

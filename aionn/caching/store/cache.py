@@ -88,12 +88,17 @@ class CacheStore:
         self._behind.add(done)
 
         def begin() -> None:
-            loop.run_in_executor(None, act).add_done_callback(end)
+            try:
+                loop.run_in_executor(None, act).add_done_callback(end)
+            except RuntimeError:  # the loop ends and takes no more threads: better here than never
+                end(None)
+                act()
 
-        def end(acted: asyncio.Future[None]) -> None:
+        def end(acted: asyncio.Future[None] | None) -> None:
             self._behind.discard(done)
             done.set_result(None)
-            acted.result()  # the loop's exception handler tells of what nobody else can
+            if acted is not None:
+                acted.result()  # the loop's exception handler tells of what nobody else can
 
         # Not at once: the thread would take the interpreter from the caller whose answer is not to wait for it.
         loop.call_soon(begin)
