@@ -68,7 +68,9 @@ async def prepare_on_best(
                 if names is not None or devices.closed:
                     raise
                 failures.append(error)
-                logger.warning("device %r failed to prepare the model and is passed over: %s", name, error)
+                logger.warning(
+                    "device %r failed to prepare the model and is passed over: %s", name, str(error)
+                )  # its text: records are kept
                 trace.count("plan.device_failed", device=name, error=type(error).__name__)
         raise _why_none(shortfalls, unavailable, failures)
     finally:

@@ -700,3 +700,15 @@ async def test_each_outcome_is_a_counter_and_each_step_a_span(directory: Path) -
     ]
     assert {"cache.lookup", "cache.publish"} <= {span.name for span in recording.spans}
     assert FILES.supported
+
+
+def test_what_is_to_be_done_behind_a_caller_is_done_though_the_loop_takes_no_more_threads(tmp_path: Path) -> None:
+    async def main() -> list[int]:
+        store, done = CacheStore(tmp_path / "cache"), list[int]()
+        await asyncio.get_running_loop().shutdown_default_executor()
+        store.later(lambda: done.append(1))
+        with anyio.fail_after(5):
+            await store._settled()
+        return done
+
+    assert asyncio.run(main()) == [1]

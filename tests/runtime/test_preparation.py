@@ -15,6 +15,7 @@ import anyio.lowlevel
 import anyio.to_thread
 import pytest
 
+import aionn
 from aionn import trace
 from aionn.caching import CacheOutcomeKind, MissReason, Refusal, Wanted
 from aionn.caching.store import CacheStore, Hit, Miss, Publisher
@@ -30,6 +31,7 @@ from aionn.errors import (
 )
 from aionn.hal import CacheFiles, PrepareOptions
 from aionn.runtime.preparation import CacheChoice, UnsupportedOperationError, refusal_from
+from aionn.testing import FakeDevice, identity_model
 from tests.runtime.scripted_devices import ScriptedDevice, scripted, some_model
 
 pytestmark = pytest.mark.anyio
@@ -517,6 +519,42 @@ async def test_whoever_looks_into_a_directory_that_hangs_is_told_when_its_store_
             await told.wait()
         await disk.answer()
         await store.aclose()
+
+
+async def test_all_who_look_into_directories_that_hang_are_told_when_the_runtime_closes(
+    tmp_path: Path, fake_device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aionn.runtime.runtime.CLOSE_STORES_S", 0.05)
+    asked, answers = threading.Semaphore(0), threading.Event()
+    find = CacheDirectory.find
+
+    def slow(directory: CacheDirectory, key: bytes) -> Any:
+        asked.release()
+        assert answers.wait(60)
+        return find(directory, key)
+
+    monkeypatch.setattr(CacheDirectory, "find", slow)
+    model = aionn.Model.from_onnx(identity_model())
+    told: list[str] = []
+
+    async def compile_in(cache_dir: Path) -> None:
+        with pytest.raises(CallerError, match="was closed"):
+            await runtime.compile(model, devices=(fake_device.name,), cache_dir=cache_dir, token=model.token)
+        told.append(cache_dir.name)
+
+    try:
+        async with anyio.create_task_group() as apps:
+            async with aionn.Runtime() as runtime:
+                for name in ("one", "other"):
+                    apps.start_soon(compile_in, tmp_path / name)
+                for _ in range(2):
+                    assert await anyio.to_thread.run_sync(asked.acquire, True, 10)
+            with anyio.fail_after(5):
+                while len(told) < 2:
+                    await anyio.lowlevel.checkpoint()
+    finally:
+        answers.set()
+        await asyncio.get_running_loop().shutdown_default_executor()
 
 
 async def test_a_store_is_closed_only_when_nobody_works_in_its_directory(tmp_path: Path) -> None:
