@@ -12,7 +12,7 @@ place the digest of every buffer it ever stored, copies a file before it checks 
 somebody else wrote to can cost a compilation, and nothing more. A cache that fails is a `Refusal`, and on `compilation.outcomes` a
 `CacheOutcome`; never an exception.
 
-A hit:    store.open -> Hit -> prepare_model_from_cache(hit.handles) -> integrity.load -> engine.load(verified bytes)
+A hit:    store.glance -> Hit -> prepare_model_from_cache(hit.handles) -> integrity.load -> engine.load(verified bytes)
 A miss:   store.open -> Miss -> prepare_model(model, publisher.handles) -> integrity.save -> publisher.publish()
 Refused:  hit.refuse(why) -> Miss, as above.     Later (JIT, stages):  store.publisher(...) -> as a miss.
 

@@ -68,9 +68,8 @@ async def prepare_on_best(
                 if names is not None or devices.closed:
                     raise
                 failures.append(error)
-                logger.warning(
-                    "device %r failed to prepare the model and is passed over: %s", name, str(error)
-                )  # its text: records are kept
+                # Its text alone: who keeps log records would keep the model with the error's traceback.
+                logger.warning("device %r failed to prepare the model and is passed over: %s", name, str(error))
                 trace.count("plan.device_failed", device=name, error=type(error).__name__)
         raise _why_none(shortfalls, unavailable, failures)
     finally:

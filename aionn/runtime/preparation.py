@@ -185,12 +185,12 @@ async def _open(
         # A little less for waiting, so that a store in good health says BUSY itself.
         wait_s = store.wait_s if more_s is None else min(store.wait_s, more_s * 0.9)
         found = await _in_time(devices._tasks, lambda: _open_refused(store, wanted, refused, wait_s), more_s, _give_back)
-        if found is not None or more_s is None:
-            assert found is not None
+        if found is not None:
             return found
+    assert patience_s is not None  # without a deadline nothing is given up
     slow = Refusal(MissReason.TOO_SLOW, f"the cache directory did not answer within {patience_s:.3f} s of the deadline")
     store.warn(slow)
-    missed = CacheOutcome(CacheOutcomeKind.MISS, slow.reason, wanted.device, slow.detail, wanted.key, patience_s or 0.0, save_failure=slow)
+    missed = CacheOutcome(CacheOutcomeKind.MISS, slow.reason, wanted.device, slow.detail, wanted.key, patience_s, save_failure=slow)
     return Miss(missed, None)
 
 

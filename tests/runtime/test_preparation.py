@@ -338,12 +338,12 @@ class SlowDisk:
     """Look-ups in any cache directory hang, as on a network that does not answer, until `answer`. Tells when a late hit was given back."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.asked, self._answers, self.given_back = threading.Event(), threading.Event(), threading.Event()
+        self._asked, self.answers, self.given_back = threading.Semaphore(0), threading.Event(), threading.Event()
         find, close = CacheDirectory.find, Hit.close_here
 
         def slow(directory: CacheDirectory, key: bytes) -> Any:
-            self.asked.set()
-            assert self._answers.wait(60)
+            self._asked.release()
+            assert self.answers.wait(60)
             return find(directory, key)
 
         def watched(hit: Hit, *, used: bool = True) -> None:
@@ -353,8 +353,12 @@ class SlowDisk:
         monkeypatch.setattr(CacheDirectory, "find", slow)
         monkeypatch.setattr(Hit, "close_here", watched)
 
+    async def was_asked(self) -> None:
+        """By one caller more than were waited for here before."""
+        assert await anyio.to_thread.run_sync(self._asked.acquire, True, 10)
+
     async def answer(self) -> None:
-        self._answers.set()
+        self.answers.set()
         assert await anyio.to_thread.run_sync(self.given_back.wait, 5)
 
 
@@ -439,14 +443,14 @@ async def test_a_caller_cancelled_while_the_directory_is_slow_leaves_at_once_and
     async with scripted(ScriptedDevice()) as devices:
         if natively:
             app = asyncio.get_running_loop().create_task(devices.prepare(model, cache))
-            await anyio.to_thread.run_sync(disk.asked.wait, 5)
+            await disk.was_asked()
             app.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await app
         else:
             async with anyio.create_task_group() as apps:
                 apps.start_soon(devices.prepare, model, cache, within(60))
-                await anyio.to_thread.run_sync(disk.asked.wait, 5)
+                await disk.was_asked()
                 apps.cancel_scope.cancel()
         assert not disk.given_back.is_set()
         await disk.answer()
@@ -511,7 +515,7 @@ async def test_whoever_looks_into_a_directory_that_hangs_is_told_when_its_store_
 
     async with anyio.create_task_group() as apps, scripted(ScriptedDevice()) as devices:
         apps.start_soon(waiting)
-        await anyio.to_thread.run_sync(disk.asked.wait, 5)
+        await disk.was_asked()
         with anyio.move_on_after(0.05) as patience:
             await store.aclose()
         assert patience.cancelled_caught
@@ -525,15 +529,7 @@ async def test_all_who_look_into_directories_that_hang_are_told_when_the_runtime
     tmp_path: Path, fake_device: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("aionn.runtime.runtime.CLOSE_STORES_S", 0.05)
-    asked, answers = threading.Semaphore(0), threading.Event()
-    find = CacheDirectory.find
-
-    def slow(directory: CacheDirectory, key: bytes) -> Any:
-        asked.release()
-        assert answers.wait(60)
-        return find(directory, key)
-
-    monkeypatch.setattr(CacheDirectory, "find", slow)
+    disk = SlowDisk(monkeypatch)
     model = aionn.Model.from_onnx(identity_model())
     told: list[str] = []
 
@@ -548,12 +544,12 @@ async def test_all_who_look_into_directories_that_hang_are_told_when_the_runtime
                 for name in ("one", "other"):
                     apps.start_soon(compile_in, tmp_path / name)
                 for _ in range(2):
-                    assert await anyio.to_thread.run_sync(asked.acquire, True, 10)
+                    await disk.was_asked()
             with anyio.fail_after(5):
                 while len(told) < 2:
                     await anyio.lowlevel.checkpoint()
     finally:
-        answers.set()
+        disk.answers.set()
         await asyncio.get_running_loop().shutdown_default_executor()
 
 
