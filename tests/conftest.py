@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,12 @@ import pytest
 os.environ.setdefault("AIONN_REQUIRE_MODELS", "1")
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # the tests' own use of ONNX Runtime leaves no files either
 
+_bytecode: str | None = None
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+    # Processes by the thousand start in these tests; without bytecode each would compile aionn anew, a third of its start. Theirs is
+    # kept elsewhere, since somebody wants none here.
+    _bytecode = os.environ["PYTHONPYCACHEPREFIX"] = tempfile.mkdtemp(prefix="aionn-tests-bytecode-")
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As in a shell's background job: apps that the tests start and interrupt would inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -25,6 +33,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 from aionn.testing import FakeDevice
 from aionn.testing.fake_engine import SecondFakeEngine
 from tests.real_models import carried  # after that line: it may be asked for a file while modules are collected
+
+
+def pytest_unconfigure() -> None:
+    if _bytecode is not None:
+        shutil.rmtree(_bytecode, ignore_errors=True)
 
 
 @pytest.fixture(scope="module", autouse=True)
