@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -18,7 +19,7 @@ import pytest
 import aionn
 from aionn.driver.artifacts import Artifacts, LentHandles
 from aionn.driver.device import EngineDevice
-from aionn.errors import CallerError, CompilationError
+from aionn.errors import CallerError, CompilationError, DeadlineError
 from aionn.hal import Artifact, CacheFiles, CacheHandles, CompileOptions, Executable, Model, PrepareOptions
 from aionn.testing.fake_engine import FakeEngine
 from aionn.testing.models import scaled_model
@@ -203,6 +204,23 @@ async def test_an_engine_that_compiles_only_without_its_artifact_compiles(
     assert "No space left" in prepared.save_outcome
     with pytest.raises(CompilationError):
         await device.prepare_model_from_cache(PrepareOptions(), handles)
+
+
+async def test_the_deadline_of_a_preparation_is_told_as_such_however_early_the_timer(
+    opened: Opened, model: aionn.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, device = opened
+    gate = Gate()
+    engine.compiling = lambda options: gate.pass_through()
+    now_ns = time.monotonic_ns()
+    # A loop's timer may go off while the clock still stands before the deadline: here it always does.
+    monkeypatch.setattr("aionn.driver.device.time", SimpleNamespace(monotonic_ns=lambda: now_ns))
+    try:
+        with pytest.raises(DeadlineError, match="had not prepared the model by the deadline"):
+            await device.prepare_model(model, PrepareOptions(deadline_ns=now_ns + 50_000_000))
+        assert engine.compiled_with[0].cancelled.is_set()
+    finally:
+        gate.open()
 
 
 async def test_a_model_that_cannot_be_compiled_is_told_once(opened: Opened, model: aionn.Model, handles: CacheHandles) -> None:
