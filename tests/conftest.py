@@ -20,12 +20,6 @@ import pytest
 os.environ.setdefault("AIONN_REQUIRE_MODELS", "1")
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # the tests' own use of ONNX Runtime leaves no files either
 
-_bytecode: str | None = None
-if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
-    # Processes by the thousand start in these tests; without bytecode each would compile aionn anew, a third of its start. Theirs is
-    # kept elsewhere, since somebody wants none here.
-    _bytecode = os.environ["PYTHONPYCACHEPREFIX"] = tempfile.mkdtemp(prefix="aionn-tests-bytecode-")
-
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As in a shell's background job: apps that the tests start and interrupt would inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -35,9 +29,12 @@ from aionn.testing.fake_engine import SecondFakeEngine
 from tests.real_models import carried  # after that line: it may be asked for a file while modules are collected
 
 
-def pytest_unconfigure() -> None:
-    if _bytecode is not None:
-        shutil.rmtree(_bytecode, ignore_errors=True)
+def pytest_configure(config: pytest.Config) -> None:
+    if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+        # Processes by the thousand start in these tests; without bytecode each would compile aionn anew, a third of its start.
+        # Theirs is kept elsewhere, since somebody wants none here.
+        os.environ["PYTHONPYCACHEPREFIX"] = bytecode = tempfile.mkdtemp(prefix="aionn-tests-bytecode-")
+        config.add_cleanup(lambda: shutil.rmtree(bytecode, ignore_errors=True))
 
 
 @pytest.fixture(scope="module", autouse=True)
