@@ -16,6 +16,7 @@ Invariants
 from __future__ import annotations
 
 import fcntl
+import operator
 import threading
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -35,6 +36,13 @@ class HasFileno(Protocol):
     """Anything with a descriptor: an open file, a socket, a `Memory`."""
 
     def fileno(self) -> int: ...
+
+
+def _whole(name: str, value: int) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise CallerError(f"{name}={value!r}: it is a whole number of bytes, as an int") from None
 
 
 class _Pool:
@@ -105,9 +113,10 @@ class Memory(ClosedByWith):
             size: bytes, at least 1.
 
         Raises:
+            CallerError: that is no number of bytes.
             MemoryAllocationError: the memory cannot be had now; it says which limit leaves how much.
         """
-        return cls(Region.allocate(size))
+        return cls(Region.allocate(_whole("size", size)))
 
     @classmethod
     def from_fd(cls, fd: int | HasFileno, size: int, prot: int = PROT_READ | PROT_WRITE, offset: int = 0) -> Memory:
@@ -129,6 +138,9 @@ class Memory(ClosedByWith):
         """
         if prot not in (PROT_READ, PROT_READ | PROT_WRITE):
             raise CallerError(f"protection {prot}: memory is mapped with PROT_READ ({PROT_READ}) or PROT_READ | PROT_WRITE (3)")
+        size, offset = _whole("size", size), _whole("offset", offset)
+        if not isinstance(fd, int) and not hasattr(fd, "fileno"):
+            raise CallerError(f"a {type(fd).__name__} is no descriptor: give its number, or an open file")
         number = fd if isinstance(fd, int) else fd.fileno()
         try:
             own = fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, 0)

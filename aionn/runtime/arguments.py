@@ -259,6 +259,8 @@ def check_mapping(inputs: Any) -> None:
 
 def _as_array(name: str, value: Any) -> NDArray[Any]:
     """NumPy's own scalars and whatever offers an array without a copy; plain Python numbers have no dtype to check."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise CallerError(f"input {name!r}: a model knows no mask; pass {name}.filled(value), or {name}.data for what lies under it")
     if isinstance(value, np.ndarray | np.generic) or hasattr(value, "__array_interface__"):
         return np.asarray(value)
     raise CallerError(f"input {name!r}: {type(value).__name__} is no NumPy array; pass np.asarray(value, dtype=...)")

@@ -119,6 +119,7 @@ BAD_INPUTS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "objects": (lambda: {**good(), "input": np.full((1, 576), None)}, ("input", "object")),
     "no array": (lambda: {**good(), "input": "hello"}, ("input",)),
     "a list": (lambda: {**good(), "input": [[0.0] * 576]}, ("input",)),
+    "masked": (lambda: {**good(), "input": np.ma.masked_less(next(windows(1)), 0)}, ("input", "mask", "filled")),
     "no mapping": (lambda: [1, 2, 3], ()),
 }
 

@@ -138,6 +138,24 @@ def test_from_fd_refuses_descriptors_that_are_no_memory(pool: Path) -> None:
             os.close(fd)
 
 
+@pytest.mark.parametrize("size", ["16", 16.0, None], ids=repr)
+def test_a_size_that_is_no_whole_number_is_told_in_one_sentence(pool: Path, size: Any) -> None:
+    told = "it is a whole number of bytes"
+    with leak_check(), open(pool, "r+b") as file:
+        with pytest.raises(CallerError, match=told):
+            Memory.allocate(size)
+        with pytest.raises(CallerError, match=told):
+            Memory.from_fd(file, size)
+        with pytest.raises(CallerError, match=told):
+            Memory.from_fd(file, 16, offset=size)
+
+
+@pytest.mark.parametrize("fd", ["pool", None, 3.0], ids=repr)
+def test_what_has_no_descriptor_is_told_in_one_sentence(fd: Any) -> None:
+    with leak_check(), pytest.raises(CallerError, match="is no descriptor: give its number, or an open file"):
+        Memory.from_fd(fd, 16)
+
+
 def test_a_file_that_was_cut_off_is_refused_where_touching_it_would_end_the_process(pool: Path) -> None:
     with open(pool, "r+b") as file, Memory.from_fd(file, 2 * PAGE) as memory, memory[PAGE:] as part:
         memory.array(np.uint8, 2 * PAGE)[:] = 7
