@@ -324,12 +324,12 @@ class _Written:
         self._finalizer = weakref.finalize(self, _close, self._graph, self._weights)
 
     def artifact(self) -> Artifact:
-        from aionn.graph import settle_external
+        from aionn.graph import settle_exported
 
         graph, weights = _read(self._graph), _NO_WEIGHTS if self._weights is None else _read(self._weights)
         self._finalizer()
-        # ORT does not look for the weights of nested graphs in memory, so those go back into the graph.
-        graph, constants, by_name = settle_external(graph, _WEIGHTS_FILE, weights)
+        # Weights of nested graphs ORT does not look for in memory, and names that it made twice it does not read.
+        graph, constants, by_name = settle_exported(graph, _WEIGHTS_FILE, weights)
         return Artifact((_with_notes(graph, _Notes(self._work, constants, by_name)),), (weights,))
 
 

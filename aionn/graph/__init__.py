@@ -16,7 +16,7 @@ What changes in the graph, and nothing else does
     An initializer is no graph input, and the IR version is at least 4: a constant has one value for good.
     Constants whose element type `OperandType` cannot name (int4, bfloat16, string) stay inline.
 
-Used by runtime.model (reading) and the engines (`constant_arrays`, `embed_constants`, `settle_external`, `resolve_shapes`). Names are
+Used by runtime.model (reading) and the engines (`constant_arrays`, `embed_constants`, `settle_exported`, `resolve_shapes`). Names are
 imported when they are asked for: `onnx` costs 50 ms, and who only looks at arrays does without.
 """
 
@@ -26,7 +26,7 @@ from aionn.lazy import imported_when_asked as _imported_when_asked
 
 if _typing.TYPE_CHECKING:
     from aionn.graph.arrays import arrays_over, constant_arrays
-    from aionn.graph.constants import embed_constants, settle_external
+    from aionn.graph.constants import embed_constants, settle_exported
     from aionn.graph.reading import Home, ReadGraph, read_onnx
     from aionn.graph.shapes import resolve_shapes
     from aionn.graph.support import gather_tables, supported_operations
@@ -40,7 +40,7 @@ __all__ = [
     "gather_tables",
     "read_onnx",
     "resolve_shapes",
-    "settle_external",
+    "settle_exported",
     "supported_operations",
 ]
 
@@ -54,7 +54,7 @@ if not _typing.TYPE_CHECKING:
         "gather_tables": "aionn.graph.support",
         "read_onnx": "aionn.graph.reading",
         "resolve_shapes": "aionn.graph.shapes",
-        "settle_external": "aionn.graph.constants",
+        "settle_exported": "aionn.graph.constants",
         "supported_operations": "aionn.graph.support",
     }
     __getattr__ = _imported_when_asked(__name__, _HOMES)

@@ -127,11 +127,16 @@ def _replace(repeated: Any, messages: list[Any]) -> None:
     repeated.extend(copies)
 
 
+def _made(graph: GraphProto) -> set[str]:
+    """The names that a graph itself makes: parameters, constants, outputs of its nodes."""
+    names = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
+    names.update(name for node in graph.node for name in node.output if name)
+    return names
+
+
 def _count_names(graph: GraphProto, scopes: Counter[str]) -> None:
     """In how many graphs each name is made."""
-    names = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
-    names.update(name for node in graph.node for name in node.output)
-    scopes.update(names)
+    scopes.update(_made(graph))
     for node in graph.node:
         for body in nested_graphs(node):
             _count_names(body, scopes)
@@ -159,8 +164,7 @@ def _rename(graph: GraphProto, renames: dict[str, str]) -> None:
             if name in renames:
                 node.input[index] = renames[name]
         for body in nested_graphs(node):
-            own = {value.name for value in body.input} | {tensor.name for tensor in body.initializer}
-            own.update(name for inner in body.node for name in inner.output)
+            own = _made(body)
             _rename(body, {old: new for old, new in renames.items() if old not in own})
 
 
@@ -256,8 +260,11 @@ def embed_constants(model: Model) -> ModelProto:
     return whole
 
 
-def settle_external(graph: bytes, location: str, content: bytes | memoryview) -> tuple[bytes, tuple[Constant, ...], bool]:
-    """Put EXTERNAL constants of nested graphs back inside, and tell where those of the main graph lie.
+def settle_exported(graph: bytes, location: str, content: bytes | memoryview) -> tuple[bytes, tuple[Constant, ...], bool]:
+    """A graph that ONNX Runtime wrote, as it reads it: external constants of nested graphs inside, and no name made twice on one way in.
+
+    ONNX Runtime numbers what it adds to each graph by itself ("reorder_token_0"), and then refuses a nested graph that makes a name
+    of those around it; constants handed over by name it takes for nested ones of that name too.
 
     Args:
         graph: a serialized ModelProto.
@@ -266,16 +273,14 @@ def settle_external(graph: bytes, location: str, content: bytes | memoryview) ->
 
     Returns:
         The graph; the main graph's constants in that file, with pool 0 for it; and whether they can be handed over by name: not if some
-        have an element type that `OperandType` cannot name, or a nested graph has a constant of its own of the same name.
+        have an element type that `OperandType` cannot name.
     """
     whole: ModelProto = onnx.ModelProto.FromString(graph)
     bodies = [body for node in whole.graph.node for body in nested_graphs(node)]
-    nested: set[str] = set()
     for body in bodies:
         bodies.extend(inner for node in body.node for inner in nested_graphs(node))  # the list grows under the loop: every depth
         # ONNX Runtime before 1.31 writes each of them twice, and then does not read that.
         named = {tensor.name: index for index, tensor in enumerate(body.initializer)}
-        nested.update(named)
         for index in reversed(range(len(body.initializer))):
             if named[body.initializer[index].name] != index:
                 del body.initializer[index]
@@ -285,14 +290,33 @@ def settle_external(graph: bytes, location: str, content: bytes | memoryview) ->
                 tensor.ClearField("external_data")
                 tensor.ClearField("data_location")
                 tensor.raw_data = bytes(content[place.offset : place.offset + place.length])
+    if bodies:
+        scopes: Counter[str] = Counter()
+        _count_names(whole.graph, scopes)
+        _name_apart(whole.graph, set(), scopes)
     outside = [(tensor, place) for tensor in whole.graph.initializer if (place := _place_in(tensor, location)) is not None]
     constants = tuple(
         Constant(tensor.name, Operand(TYPES[tensor.data_type], tuple(tensor.dims)), place)
         for tensor, place in outside
         if tensor.data_type in TYPES
     )
-    by_name = len(constants) == len(outside) and nested.isdisjoint(constant.name for constant in constants)
-    return whole.SerializeToString() if bodies else graph, constants, by_name
+    return whole.SerializeToString() if bodies else graph, constants, len(constants) == len(outside)
+
+
+def _name_apart(graph: GraphProto, above: set[str], scopes: Counter[str]) -> None:
+    """Give all that nested graphs make under a name from above a name of its own. `above`: what is made around `graph`."""
+    visible = above | _made(graph)
+    for node in graph.node:
+        for body in nested_graphs(node):
+            renames = {name: _fresh(name, scopes) for name in sorted(_made(body) & visible)}
+            if renames:
+                for named in (*body.input, *body.initializer, *body.output, *body.value_info):
+                    named.name = renames.get(named.name, named.name)
+                for inner in body.node:
+                    for index, name in enumerate(inner.output):
+                        inner.output[index] = renames.get(name, name)
+                _rename(body, renames)
+            _name_apart(body, visible, scopes)
 
 
 def _place_in(tensor: TensorProto, location: str) -> DataLocation | None:
