@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 os.environ.setdefault("AIONN_REQUIRE_MODELS", "1")
@@ -27,6 +28,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 from aionn.testing import FakeDevice
 from aionn.testing.fake_engine import SecondFakeEngine
 from tests.real_models import carried  # after that line: it may be asked for a file while modules are collected
+
+# How fast examples are made and run is the machine's business, and no failure.
+hypothesis.settings.register_profile("aionn", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("aionn")
 
 
 def pytest_configure(config: pytest.Config) -> None:

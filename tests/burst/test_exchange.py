@@ -89,7 +89,7 @@ def pieces(bodies: list[bytes], stamp: Any) -> st.SearchStrategy[bytes]:
     return st.one_of(whole, whole, mutated, cut, junk)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(pieces(REQUESTS, identity_datum), max_size=8), st.integers(0, 3), st.booleans())
 def test_the_listener_takes_the_requests_that_python_would_take(written: list[bytes], known: int, one_by_one: bool) -> None:
     """In the same order, with the same identities and deadlines; what is left over is what Python then cuts into the same packets."""
@@ -116,7 +116,7 @@ def test_the_listener_takes_the_requests_that_python_would_take(written: list[by
         assert found == expected
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(pieces(RESULTS, result_identity_datum), max_size=8), st.integers(0, 3))
 def test_the_caller_takes_the_answers_that_python_would_take(written: list[bytes], known: int) -> None:
     datums = b"".join(written)

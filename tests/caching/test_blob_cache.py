@@ -371,7 +371,7 @@ def test_many_threads_share_one_cache(open_cache: Open) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=st.lists(st.tuples(st.sampled_from("sgd"), st.binary(max_size=7), st.binary(max_size=9)), max_size=30))
 def test_the_cache_is_a_map_that_may_forget(open_cache: Open, policy: Policy, steps: list[tuple[str, bytes, bytes]]) -> None:
     cache = open_cache(policy)

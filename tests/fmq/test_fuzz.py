@@ -23,7 +23,7 @@ grantors = st.builds(GrantorDescriptor, st.one_of(st.integers(-1, 3), numbers), 
 
 
 @given(st.lists(grantors, max_size=7), numbers, st.sampled_from(list(MQFlavor)), st.booleans())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_any_descriptor_is_attached_or_refused_and_leaks_nothing(
     parts: list[GrantorDescriptor], quantum: int, flavor: MQFlavor, with_events: bool
 ) -> None:
@@ -41,7 +41,7 @@ def test_any_descriptor_is_attached_or_refused_and_leaks_nothing(
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_a_valid_descriptor_with_one_number_changed_never_harms(data: st.DataObject) -> None:
     queue = MessageQueue.create(8, 64)
     descriptor = duplicated(queue.descriptor())
@@ -104,7 +104,7 @@ def poked(chance: random.Random, mutations: int) -> None:
 
 
 @given(st.integers(0, 2**64))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_poked_words_never_harm(seed: int) -> None:
     poked(random.Random(seed), 100)
 

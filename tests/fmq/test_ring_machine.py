@@ -184,4 +184,4 @@ class UnsynchronizedMachine(QueueMachine):
 
 TestSynchronized = SynchronizedMachine.TestCase
 TestUnsynchronized = UnsynchronizedMachine.TestCase
-TestSynchronized.settings = TestUnsynchronized.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestSynchronized.settings = TestUnsynchronized.settings = settings(max_examples=60, stateful_step_count=40)

@@ -157,4 +157,4 @@ class DeviceBufferStates(RuleBasedStateMachine):
 
 
 TestDeviceBufferStates = DeviceBufferStates.TestCase
-TestDeviceBufferStates.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestDeviceBufferStates.settings = settings(max_examples=80, stateful_step_count=30)

@@ -278,7 +278,7 @@ def may_run(inputs: list[Operand], outputs: list[Operand], request: Request, poo
 
 
 @given(cases())
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 def test_it_never_accepts_an_access_out_of_range_nor_refuses_one_in_range(
     case: tuple[list[Operand], list[Operand], Request, list[int]],
 ) -> None:

@@ -138,7 +138,7 @@ async def test_an_error_of_the_one_who_handles_a_message_ends_the_channel() -> N
     ear.close()
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(
         st.one_of(st.binary(max_size=64), st.just(FRAME), st.binary(max_size=40).map(lambda b: HEADER.pack(len(b), 0, 0) + b)), max_size=6
