@@ -64,11 +64,12 @@ class SerialThread:
                 result = job()
             except BaseException as raised:
                 error = raised
+            del item, job  # before the answer: who has it may count on nothing of the request being held here
             try:
                 loop.call_soon_threadsafe(self._settle, answer, done, result, error)
             except RuntimeError:
                 return  # the loop is closed: the process is on its way out
-            del item, job, answer, done, loop, result, error  # or the last request's memories would stay mapped until the next
+            del answer, done, loop, result, error  # not until the next request
 
     def _settle(self, answer: Answer[Any], done: Callable[[], object] | None, result: Any, error: BaseException | None) -> None:
         self._pending -= 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
+import math
 import os
 import random
 import shutil
@@ -636,21 +637,14 @@ class LagProbe:
             self.worst_s = max(self.worst_s, anyio.current_time() - due)
 
 
-async def test_the_loop_goes_on_while_a_hundred_megabytes_are_stored_and_loaded(cache_dir: Path, tmp_path: Path) -> None:
-    """The bound is a fraction of what the same bytes cost in one piece on this machine now: writing, syncing and hashing them."""
+async def test_the_loop_goes_on_while_a_hundred_megabytes_are_stored_and_loaded(tmp_path: Path) -> None:
+    """The bound is a fraction of what the same bytes cost in one piece on this machine now: writing, syncing and hashing them.
+
+    A machine may not run the loop for longer than that; but not three times in a row, as it would be if the loop did such work itself.
+    """
     factor = np.random.default_rng(0).random((25_000_000,)).astype(np.float32)
     model = await anyio.to_thread.run_sync(aionn.Model.from_onnx, scaled_model(factor))
-    probe = LagProbe()
-    async with aionn.Runtime() as runtime:
-        await runtime.compile(aionn.Model.from_onnx(identity_model()), devices=("onnxruntime",))  # the driver is up
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(probe.watch)
-            for kind in (MISS, HIT):
-                compilation = await runtime.compile(model, devices=("onnxruntime",), cache_dir=cache_dir, token=model.token)
-                assert compilation.outcomes[0].kind is kind, compilation.outcomes
-                await compilation.aclose()
-            tasks.cancel_scope.cancel()
-    assert sum(path.stat().st_size for path in artifacts(cache_dir)) > 100_000_000
+    least_s = math.inf
     began = anyio.current_time()
     content = factor.tobytes()
     with (tmp_path / "plain").open("wb") as file:
@@ -658,6 +652,22 @@ async def test_the_loop_goes_on_while_a_hundred_megabytes_are_stored_and_loaded(
         file.flush()
         os.fsync(file.fileno())
     blake3(content)
-    in_one_piece_s = anyio.current_time() - began
-    print(f"worst lag {probe.worst_s * 1e3:.1f} ms; in one piece {in_one_piece_s * 1e3:.1f} ms")
-    assert probe.worst_s < max(in_one_piece_s / 2, 0.05)
+    bound_s = max((anyio.current_time() - began) / 2, 0.05)
+    async with aionn.Runtime() as runtime:
+        await runtime.compile(aionn.Model.from_onnx(identity_model()), devices=("onnxruntime",))  # the driver is up
+        for attempt in range(3):
+            probe = LagProbe()
+            own = tmp_path / f"cache{attempt}"
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(probe.watch)
+                for kind in (MISS, HIT):
+                    compilation = await runtime.compile(model, devices=("onnxruntime",), cache_dir=own, token=model.token)
+                    assert compilation.outcomes[0].kind is kind, compilation.outcomes
+                    await compilation.aclose()
+                tasks.cancel_scope.cancel()
+            assert sum(path.stat().st_size for path in artifacts(own)) > 100_000_000
+            least_s = min(least_s, probe.worst_s)
+            if least_s < bound_s:
+                break
+    print(f"worst lag {least_s * 1e3:.1f} ms; allowed {bound_s * 1e3:.1f} ms")
+    assert least_s < bound_s
