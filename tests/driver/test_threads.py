@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import sys
 import threading
 import weakref
+from functools import partial
 from typing import Any
 
 import anyio
@@ -190,7 +190,7 @@ async def test_nothing_of_a_job_is_kept_once_it_is_answered() -> None:
     for _ in range(300):  # the thread has no time to let go of anything afterwards
         large: Any = Large()
         gone = weakref.ref(large)
-        answer: Any = thread.submit(lambda held=large: type(held))
+        answer = thread.submit(partial(type, large))
         del large
         assert await answer.wait() is Large
         assert gone() is None
