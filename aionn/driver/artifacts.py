@@ -100,10 +100,13 @@ class Artifacts:
         self.files: CacheFiles = engine.cache_files
         self._lock = threading.Lock()
         self._store: IntegrityStore | None = None
+        self._closed = False
 
-    def _integrity(self) -> IntegrityStore:
+    def _integrity(self) -> IntegrityStore | Refusal:
         # Opened at the first use: a driver that never caches touches no state directory.
         with self._lock:
+            if self._closed:  # an engine may be done with an export that nobody waits for long after
+                return Refusal(MissReason.IO_ERROR, "the device is closed")
             if self._store is None:
                 from aionn.caching.integrity import IntegrityStore  # a database and locks: for those that cache
 
@@ -126,7 +129,8 @@ class Artifacts:
             described = _with_description(artifact, model)
         except (TypeError, ValueError, MemoryError) as error:
             return str(Refusal(MissReason.IO_ERROR, f"the engine's artifact is not made of bytes: {error}"))
-        refusal = self._integrity().save(handles, described)
+        store = self._integrity()
+        refusal = store if isinstance(store, Refusal) else store.save(handles, described)
         return "saved" if refusal is None else str(refusal)
 
     def load(self, handles: CacheHandles, options: CompileOptions) -> tuple[Executable, Description]:
@@ -140,7 +144,8 @@ class Artifacts:
             raise _refused(Refusal(MissReason.WRONG_FILES, f"device {self._engine.name!r} does not cache"))
         if refusal := self._wrong_number(handles):
             raise CallerError(refusal.detail)
-        loaded = self._integrity().load(handles)
+        store = self._integrity()
+        loaded = store if isinstance(store, Refusal) else store.load(handles)
         if isinstance(loaded, Refusal):
             raise _refused(loaded)
         try:
@@ -169,7 +174,9 @@ class Artifacts:
             store.note_uses()
 
     def close(self) -> None:
+        """Later saves and loads are refused."""
         with self._lock:
+            self._closed = True
             if self._store is not None:
                 self._store.close()
                 self._store = None

@@ -41,7 +41,7 @@ from aionn.hal.model import Model, Operation
 from aionn.hal.types import MAX_CACHE_FILES
 from aionn.remote.device import RemoteDevice, RemotePreparedModel
 from aionn.runtime.devices import Devices
-from aionn.tasks import Answer, bounded_shield, running_loop
+from aionn.tasks import Answer, running_loop
 
 logger = logging.getLogger("aionn.runtime")
 
@@ -54,9 +54,6 @@ _CACHE_SHARE = 0.5
 
 _PUBLISH_SHARE = 0.8
 """Of the time that is left after compiling, how long the caller waits for the entry to be published."""
-
-_GIVE_BACK_S = 10.0
-"""Closing an entry that came too late: descriptors and locks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,8 +347,7 @@ def _left_s(options: PrepareOptions) -> float | None:
 
 
 async def _give_back(found: _Opened) -> None:
-    with bounded_shield(_GIVE_BACK_S):
-        await found.aclose()
+    await found.aclose()  # to its end, though the task is cancelled: what it opened is nobody else's to close
 
 
 async def _in_time(

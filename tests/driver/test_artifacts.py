@@ -161,6 +161,17 @@ async def test_an_abandoned_save_never_writes_into_a_file_that_took_its_descript
         os.close(fd)
 
 
+async def test_what_comes_after_the_closing_is_refused_and_opens_nothing(model: aionn.Model, handles: CacheHandles, tmp_path: Path) -> None:
+    engine = FakeEngine()
+    executable = engine.compile(model, CompileOptions(may_export=True))
+    artifacts = Artifacts(engine)
+    artifacts.close()
+    assert artifacts.save(executable, model, handles) == "io_error: the device is closed"
+    with pytest.raises(CompilationError, match="the device is closed"):
+        artifacts.load(handles, CompileOptions())
+    assert not (tmp_path / "state").exists()
+
+
 def wait_until(true: Callable[[], bool]) -> None:
     """Wait, in a thread, for what another thread does to a file."""
     give_up_at = time.monotonic() + 10

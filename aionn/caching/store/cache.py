@@ -68,18 +68,32 @@ class CacheStore:
         self._users: set[anyio.Event] = set()
         self._behind: set[asyncio.Future[Any]] = set()
         self._glancing: set[Answer[Hit | Declined | None]] = set()
+        self._given_up = False
 
     async def aclose(self) -> None:
         """Give back descriptors and the index's database, once all that `in_use` holds has ended. What `open` handed out otherwise must
-        be closed before. Whoever still waits for a `glance` when this ends, however it ends, gets `CallerError`."""
+        be closed before. Whoever still waits for a `glance` when this ends, however it ends, gets `CallerError`. Who is cancelled leaves
+        the closing to what is still at work in the directory, whenever the disk lets that end.
+        """
         try:
             while self._users:
                 await next(iter(self._users)).wait()
             await self._settled()
             await hop(self._house.close)
+        except BaseException:
+            self._given_up = True
+            self._close_if_given_up()
+            raise
         finally:
             for waiting in self._glancing:
                 waiting.fail(CallerError("the cache store was closed"))
+
+    def _close_if_given_up(self) -> None:
+        if self._given_up and not self._users and not self._behind:
+            try:
+                running_loop().run_in_executor(None, self._house.close)
+            except RuntimeError:  # as in `later`
+                self._house.close()
 
     def later(self, act: Callable[[], None]) -> None:
         """Run `act` in a thread, behind the caller's back. The store waits for it before it closes, lists or prunes."""
@@ -97,6 +111,7 @@ class CacheStore:
         def end(acted: asyncio.Future[None] | None) -> None:
             self._behind.discard(done)
             done.set_result(None)
+            self._close_if_given_up()
             if acted is not None:
                 acted.result()  # the loop's exception handler tells of what nobody else can
 
@@ -117,6 +132,7 @@ class CacheStore:
         finally:
             self._users.discard(ended)
             ended.set()
+            self._close_if_given_up()
 
     async def __aenter__(self) -> CacheStore:
         return self
@@ -185,11 +201,12 @@ class CacheStore:
                 found = looking.result()
             except BaseException as error:
                 waiting.fail(error)
-                return
-            if not waiting.settled:
-                waiting.set(None if isinstance(found, Refusal) else found)
-            elif isinstance(found, Hit):
-                self.later(partial(found.close_here, used=False))
+            else:
+                if not waiting.settled:
+                    waiting.set(None if isinstance(found, Refusal) else found)
+                elif isinstance(found, Hit):
+                    self.later(partial(found.close_here, used=False))
+            self._close_if_given_up()
 
         self._behind.add(looking)
         self._glancing.add(waiting)

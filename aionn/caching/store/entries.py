@@ -21,14 +21,12 @@ from aionn.caching.store.housekeeping import Housekeeping
 from aionn.caching.store.locks import EntryHold, Flight, wait_to_hold
 from aionn.errors import CallerError
 from aionn.hal.interfaces import CacheHandles
-from aionn.tasks import bounded_shield
 
 if TYPE_CHECKING:
     from aionn.caching.store.cache import CacheStore
 
 __all__ = ["Declined", "Hit", "Miss", "Publisher"]
 
-_CLEANUP_S = 10.0  # removing staging, giving locks back
 _SWITCH_WAIT_S = 30.0  # readers hold an entry while a driver copies its files: well below a second
 
 
@@ -220,9 +218,8 @@ class Publisher(_Owned):
         self._open = False
         close_all(self._staged.fds)
         try:
-            # Shielded, or a cancelled compilation would leave its rubbish and, worse, its lock. Bounded, for a disk may hang.
-            with bounded_shield(_CLEANUP_S):
-                await hop(self._house.finish_staging, self._directory, self.wanted.key)
+            # Done though the caller is cancelled (see `hop`), or it would leave its rubbish and, worse, its lock.
+            await hop(self._house.finish_staging, self._directory, self.wanted.key)
         finally:
             await self._flight.land()
 
