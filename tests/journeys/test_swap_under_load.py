@@ -58,7 +58,7 @@ async def stream(side: int, min_gain: float | None, seconds: float | None = None
     model = aionn.Model.from_onnx(carried("detector"))
     random = np.random.default_rng(0)
     pictures = [random.random((1, 3, side, side)).astype(np.float32) for _ in range(4)]
-    seen, decided = Seen(), anyio.Event()
+    seen = Seen()
     async with leak_check(grace_s=10), aionn.Runtime() as runtime:
         runtime.stage_policy = dataclasses.replace(runtime.stage_policy, min_gain=min_gain)
         alone = await runtime.compile(model, devices=("onnxruntime",))
@@ -76,10 +76,9 @@ async def stream(side: int, min_gain: float | None, seconds: float | None = None
                 seen.stages.append(result.stage)
                 seen.ages_s.append(result.age_s)
                 seen.arrived_s.append(time.monotonic())
-                if not decided.is_set() and compilation.stages[1].state in ("serving", "rejected"):
+                if not seen.decided_s and compilation.stages[1].state in ("serving", "rejected"):
                     seen.decided_s = time.monotonic()
-                    decided.set()
-                seen.after_decision += decided.is_set()
+                seen.after_decision += seen.decided_s > 0
                 output = next(iter(result.outputs.values()))
                 seen.worst = max(seen.worst, float(np.abs(output - expected[result.seq % len(expected)]).max()))
                 del result, output

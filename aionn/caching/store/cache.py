@@ -90,10 +90,8 @@ class CacheStore:
 
     def _close_if_given_up(self) -> None:
         if self._given_up and not self._users and not self._behind:
-            try:
-                running_loop().run_in_executor(None, self._house.close)
-            except RuntimeError:  # as in `later`
-                self._house.close()
+            self._given_up = False
+            self.later(self._house.close)
 
     def later(self, act: Callable[[], None]) -> None:
         """Run `act` in a thread, behind the caller's back. The store waits for it before it closes, lists or prunes."""
