@@ -315,7 +315,10 @@ class _Binding:
 
 
 class _Written:
-    """The two files ORT wrote, held open: their directory is gone at once, so nothing is left behind by a driver that dies."""
+    """The two files ORT wrote, held open: their directory is gone as soon as they are, and later nothing is left by a driver that dies.
+
+    One that is killed while it compiles leaves the directory, for ORT writes by path.
+    """
 
     def __init__(self, graph_path: str, weights_path: str, work: int) -> None:
         self._work = work
