@@ -96,7 +96,7 @@ class IBurstContext(Protocol):
     """The driver's end of a burst (HAL 1.2: IBurstContext). `aclose` ends the listener and frees all it holds."""
 
     async def free_memory(self, slot: int) -> None:
-        """Forget the memory cached under `slot`. An unknown slot is no error. When this returns the slot may be reused."""
+        """Forget the memory cached under `slot`. An unknown slot is ignored. When this returns the slot may be reused."""
         ...
 
     async def aclose(self) -> None: ...
@@ -214,12 +214,12 @@ class CancelFlag:
 
 @dataclass(frozen=True, slots=True)
 class CompileOptions:
-    """What an engine is told when it compiles or loads.
+    """What an engine gets when it compiles or loads.
 
     Attributes:
         preference, priority: as the app chose them.
-        threads: how many threads the engine may use; 0: its own choice for this machine.
-        cancelled: set when nobody waits for the result any more.
+        threads: how many threads the engine may use; 0 leaves the choice to the engine.
+        cancelled: set when the caller no longer waits for the result.
         may_export: whether `export` may be called on the result. An engine that can write its artifact only while it
             compiles may leave that out if not, and `export` then declines.
     """
@@ -246,7 +246,7 @@ class Artifact:
 
 @dataclass(frozen=True, slots=True)
 class ExecutionReport:
-    """What `Executable.run` tells.
+    """What `Executable.run` returns.
 
     Attributes:
         outputs: arrays of exactly those outputs that had no array to be written into, because their shape was open.
@@ -283,7 +283,7 @@ class Engine(Protocol):
     Attributes:
         name: the device's name.
         version: of the engine *and* of what its artifacts depend on (library, ISA, options).
-        cache_files: how many files `export` fills; (0, 0): it does not cache.
+        cache_files: how many files `export` fills. (0, 0) means that the engine does not cache.
 
     Optional attributes: `device_type` (`DeviceType`, default CPU) and `priority_matters` (whether artifacts of different
     priority differ, default False).

@@ -1,12 +1,12 @@
 """`Model`: an ONNX graph with its constants taken out; frozen, checked once.
 
-The graph stays the standard's own protobuf. A constant of more than `CONSTANT_COPY_BYTES` is not in it: its
-initializer is marked EXTERNAL (location "pool:<index>", offset, length) and its bytes lie in `pools`
-(NNAPI: CONSTANT_REFERENCE). Smaller ones are inside the graph (CONSTANT_COPY).
+The graph stays the standard's own protobuf. A constant of more than `CONSTANT_COPY_BYTES` is not in it. Its
+initializer is marked EXTERNAL (location "pool:<index>", offset, length) and its bytes lie in `pools`.
+NNAPI calls that CONSTANT_REFERENCE. Smaller constants are inside the graph (CONSTANT_COPY).
 
 Invariants, checked here because a model also comes in over a socket
     Each constant's location lies within its pool, and its length is exactly the operand's size. No pool of one is an image.
-    `inputs` and `outputs` keep the graph's order; an initializer is no input.
+    `inputs` and `outputs` keep the graph's order. Initializers are left out of `inputs`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Model:
         for constant in self.constants:
             place = constant.location
             if not 0 <= place.pool_index < len(self.pools):
-                raise CallerError(f"constant {constant.name!r}: pool {place.pool_index} of {len(self.pools)}; there is no such pool")
+                raise CallerError(f"constant {constant.name!r} names pool {place.pool_index}, but the model has {len(self.pools)} pools")
             if self.pools[place.pool_index].description.kind is MemoryKind.HARDWARE_BUFFER:
                 raise CallerError(
                     f"constant {constant.name!r}: pool {place.pool_index} is an image (hardware_buffer), which enters executions only; "

@@ -20,7 +20,7 @@ from numpy.typing import DTypeLike
 from aionn.errors import CallerError
 
 CONSTANT_COPY_BYTES = 128
-"""Constants up to this size travel in the model message; larger ones by reference into a pool (NNAPI: setOperandValue)."""
+"""Constants up to this size travel in the model message, larger ones by reference into a pool (as NNAPI's setOperandValue does)."""
 
 MAX_CACHE_FILES = 32
 """A driver that asks for more cache files of one kind is not given a cache (HAL 1.2: Constant.MAX_NUMBER_OF_CACHE_FILES)."""
@@ -77,9 +77,9 @@ class Operand:
 
     Attributes:
         type: element type.
-        dimensions: extents; 0 is not known until execution; the whole is None while even the rank is not known.
+        dimensions: the extents. An extent of 0 is open until execution. None means that even the rank is open.
             () is a scalar.
-        symbols: per axis ONNX's name of an open dimension ("N", "height"), or None; empty where there are none.
+        symbols: per axis ONNX's name of an open dimension ("N", "height"), or None. Empty where the model gives no names.
             Two axes of one model with the same symbol have the same extent in one execution.
     """
 
@@ -176,7 +176,7 @@ class OutputShape:
 class Result:
     """The answer to one execution.
 
-    Invariant (HAL 1.2): `output_shapes` is empty unless status is NONE or OUTPUT_INSUFFICIENT_SIZE, and `timing` is
+    Invariants (HAL 1.2): `output_shapes` is empty unless status is NONE or OUTPUT_INSUFFICIENT_SIZE. `timing` is
     NO_TIMING unless status is NONE and timing was asked for. `message` says why in the driver's words.
     """
 
@@ -281,7 +281,7 @@ class BufferRole:
 
 @dataclass(frozen=True, slots=True)
 class BufferDesc:
-    """What is asked of `IDevice.allocate`: extents to combine with the roles' (0: open; (): none given)."""
+    """What is asked of `IDevice.allocate`: extents to combine with those of the roles. 0 is an open extent, () gives no extents."""
 
     dimensions: tuple[int, ...] = ()
 

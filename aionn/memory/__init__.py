@@ -12,13 +12,13 @@
 
 Design
     One mapping per memory, shared by all slices of it and released with the last user. Nothing has a name in
-    /dev/shm: memory is a memfd, and goes with its last descriptor and mapping, whoever dies.
+    /dev/shm: memory is a memfd, so the kernel frees it with its last descriptor and mapping.
     Allocation never lies: what cgroups, resource limits and the machine leave is asked first, then the pages are
     reserved. Too little is a `MemoryAllocationError` that names need and have; never SIGBUS or a killed process later.
     What another process sent is checked before it is mapped, and what it asks for before it is touched: sizes are
     sealed, sums cannot wrap, an output overlaps nothing.
-    Errors have two phases. The shape of a request is the caller's (`CallerError`, INVALID_ARGUMENT) and is told before
-    anything is mapped; what cannot be mapped after that is a `MappingError` (GENERAL_FAILURE).
+    Errors have two phases. A request of the wrong shape is a `CallerError` (INVALID_ARGUMENT), raised before anything
+    is mapped. What cannot be mapped after that is a `MappingError` (GENERAL_FAILURE).
 """
 
 from aionn.memory.device_buffers import BufferRequest, BufferUse, DeviceBuffers

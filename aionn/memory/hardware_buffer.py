@@ -1,7 +1,7 @@
 """Image-format buffers: planes, strides, tensor views. What a camera writes and a model reads, without a copy between.
 
-A `HardwareBuffer` is a `Memory` that knows what its bytes are: a format, a width and height in pixels, and for each plane
-where it begins and how far its rows and pixels lie apart. Nothing is locked and nothing is converted here.
+A `HardwareBuffer` is a `Memory` that knows what its bytes are. It has a format, a width and a height in pixels. Of each plane it knows
+the offset and how far rows and pixels lie apart. Nothing is locked and nothing is converted here.
 
     format      planes (name, shape of its array, uint8)                              as one tensor
     blob        "blob" (width,)                                                       any operand of that many bytes
@@ -170,13 +170,13 @@ class HardwareBuffer(ClosedByWith):
     def as_tensor(self, operand: Operand, *, plane: str | None = None, layout: TensorLayout | None = None) -> NDArray[Any]:
         """The image as the tensor the operand wants: an array over the buffer's own bytes, C-contiguous, never a copy.
 
-        Images are uint8. A plane of c channels is NHWC: (1, height, width, c), or (height, width, c) for an operand of
-        rank 3; where c is 1 also NCHW (1, 1, height, width), and (height, width) for rank 2. nv12 and yuv420 as a whole
-        are one channel of height*3/2 rows. A blob takes any type and shape of its size (`Memory.locate`).
+        Images are uint8. A plane of c channels is NHWC, (1, height, width, c), or (height, width, c) for an operand of
+        rank 3. A plane of one channel also fits NCHW (1, 1, height, width) and, at rank 2, (height, width). All of an nv12
+        or yuv420 image is one channel of height*3/2 rows. A blob takes any type and shape of its size (`Memory.locate`).
 
         Args:
             operand: what the model wants. Which axis is the channels must be plain from its shape, or said in `layout`.
-            plane: one plane by name; None: the whole image.
+            plane: one plane by name; None means the whole image.
             layout: for an operand whose dimensions do not tell; an error where they say otherwise.
 
         Raises:
@@ -266,7 +266,7 @@ def _extents(width: int, height: int, format: str) -> dict[str, tuple[int, int, 
     """Rows, columns and channels of each plane."""
     planes = _PLANES.get(format)
     if planes is None:
-        raise CallerError(f"format {format!r} is none of {', '.join(_PLANES)}")
+        raise CallerError(f"unknown format {format!r}; choose one of {', '.join(_PLANES)}")
     if width < 1 or height < 1 or (format == "blob" and height != 1):
         raise CallerError(f"a {format} buffer of {width} x {height}; both are at least 1, and the height of a blob is 1")
     if any(divisor > 1 and (width % divisor or height % divisor) for _, _, divisor in planes):

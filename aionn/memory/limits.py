@@ -13,7 +13,7 @@ full. As in the kernel's own MemAvailable, half of the active file pages are tak
 si_mem_available). Swap is not counted: a frame that has to be paged in is late.
 
 Everything is read anew at each question: a process can be moved, and limits change. `root` is where /proc and the
-cgroup mounts are looked for, so tests can lay out a machine of their own.
+cgroup mounts are looked for, so tests can lay out another machine.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Limit:
 
 
 def limits(root: Path = _ROOT) -> Iterator[Limit]:
-    """Every limit that is set for this process. A file that cannot be read tells nothing and is left out."""
+    """Every limit that is set for this process. A file that cannot be read is left out."""
     yield from _resource_limits(root)
     yield from _cgroup_limits(root)
     for line in _lines(root / "proc/meminfo"):
@@ -118,8 +118,8 @@ def _cgroup_limits(root: Path) -> Iterator[Limit]:
 
 
 def _hierarchy(mount_point: Path, mount_root: str, path: str, limit_file: str, usage_file: str, prefix: str) -> Iterator[Limit]:
-    # A container without a cgroup namespace is told the host's path, but sees only its own part of the tree: the
-    # mount's root tells which. Where the two do not meet, what is mounted is all there is to see.
+    # A container without a cgroup namespace reads the host's path, but sees only its own part of the tree. The root of
+    # the mount says which part. Where the two do not meet, only what is mounted can be seen.
     prefix_path = mount_root.rstrip("/")
     inside = path[len(prefix_path) :] if path == prefix_path or path.startswith(prefix_path + "/") else "/"
     parts = [part for part in inside.split("/") if part and part != ".."]

@@ -1,12 +1,12 @@
 """`Memory`: shared memory as an app holds it, for what must not be copied on its way to a driver.
 
 An app makes it (`allocate`) or wraps what it has (`from_fd`), and lets it, or a slice of it, stand wherever an array
-may. The whole lies in one pool (`Region`), mapped once. A slice is a `Memory` of its own over the same pool.
+may. The whole lies in one pool (`Region`), mapped once. A slice is another `Memory` over the same pool.
 
 Lifetime. Every `Memory`, the first one and each slice, is one user of the pool, from its making to its `close` (or its
 end as an object). Descriptor and mapping go with the last user; views and arrays keep the bytes mapped even longer,
-so nothing is ever unmapped under a reader. Whoever needs the pool beyond the app's own `close`, as an execution in
-flight does, takes a slice: `memory[:]`.
+so nothing is ever unmapped under a reader. Code that needs the pool beyond the app's own `close` takes a slice,
+`memory[:]`, as an execution in flight does.
 
 Invariants
     pool.users is the number of open `Memory` objects over it; the region is closed  <=>  it is 0.
@@ -91,7 +91,7 @@ class Memory(ClosedByWith):
     Attributes:
         offset_bytes: where it begins within its pool (0 for a whole one).
         size_bytes: how long it is.
-        shape: of the tensor it holds, where `shaped` said one; None: follows from the operand it stands for.
+        shape: of the tensor it holds, if `shaped` gave one. None: the operand decides.
     """
 
     def __init__(self, region: Region) -> None:
@@ -113,7 +113,7 @@ class Memory(ClosedByWith):
             size: bytes, at least 1.
 
         Raises:
-            CallerError: that is no number of bytes.
+            CallerError: `size` is not a positive whole number.
             MemoryAllocationError: the memory cannot be had now; it says which limit leaves how much.
         """
         return cls(Region.allocate(_whole("size", size)))
@@ -174,7 +174,7 @@ class Memory(ClosedByWith):
     def _whole(self) -> Region:
         region = self.pool
         if (self.offset_bytes, self.size_bytes) != (0, region.size_bytes):
-            raise CallerError(f"a slice of {self.size_bytes} bytes is no pool of its own; send `.pool` and the slice's place in it")
+            raise CallerError(f"a slice of {self.size_bytes} bytes cannot be sent as a pool; send `.pool` and the slice's place in it")
         return region
 
     def view(self) -> memoryview:
@@ -243,7 +243,7 @@ class Memory(ClosedByWith):
         return self[:], found
 
     def __getitem__(self, index: slice) -> Memory:
-        """A slice that shares the bytes, as a `Memory` of its own: `memory[begin:end]`, in bytes.
+        """Return another `Memory` over a part of the bytes: `memory[begin:end]`, in bytes.
 
         It keeps the mapping alive; close it, or let it go out of scope. Unlike a list's, its ends are not clipped.
 
@@ -252,7 +252,7 @@ class Memory(ClosedByWith):
         """
         pool = self._living()
         if not isinstance(index, slice) or index.step not in (None, 1):
-            raise CallerError(f"memory[{index!r}]: memory is cut in one piece, memory[begin:end]; use array() for single elements")
+            raise CallerError(f"memory[{index!r}] is not a plain slice; use memory[begin:end], or array() for single elements")
         for end in (index.start, index.stop):
             if end is not None and not isinstance(end, int | np.integer):
                 raise CallerError(f"memory[{index.start!r}:{index.stop!r}]: the ends of a slice are whole bytes")
@@ -265,14 +265,14 @@ class Memory(ClosedByWith):
         return part
 
     def whole(self) -> Memory:
-        """All of the pool this lies in, as a `Memory` of its own."""
+        """Return another `Memory` over the whole pool."""
         pool = self._living()
         all_of_it = Memory.__new__(Memory)
         all_of_it._open(pool, 0, pool.region.size_bytes)
         return all_of_it
 
     def shaped(self, shape: tuple[int, ...]) -> Memory:
-        """The same bytes as a tensor of that shape, for operands with several open dimensions; a `Memory` of its own.
+        """Return another `Memory` over the same bytes, as a tensor of that shape: for operands with several open dimensions.
 
         Raises:
             CallerError: an extent is below 1, or the memory has been closed. Whether type and size fit is seen at the use.

@@ -1,13 +1,13 @@
 """Frames: equal pieces of shared regions, where an app's inputs are written and a driver's outputs appear.
 
-`lease` hands out a frame, `pin` keeps it from being handed out again. An app's lease is one pin; a request in flight is
-another, given back by the driver's answer or its death, so a cancelled caller can leave at once while the driver may still
-be writing. Nothing here waits for a driver. A frame whose arrays somebody still holds is not handed out either: results
+`lease` hands out a frame, `pin` keeps it from being handed out again. An app's lease is one pin. A request in flight is
+another, which ends with the driver's answer or its death. So a cancelled caller can leave at once while the driver may
+still be writing. Nothing here waits for a driver. A frame whose arrays somebody still holds is not handed out either: results
 are never overwritten under their reader, the pool grows instead, up to `MAX_FRAMES`.
 
 Invariants
     A frame is in `_free`  <=>  its `pins` is 0 and its pool is open.
-    `generation` grows by one each time the frame returns to `_free`: a stale lease is told from a live one.
+    `generation` grows by one each time the frame returns to `_free`, so a stale lease differs from a live one.
     Regions only come: each is cached by the driver under its own slot, and goes with the pool.
 """
 
@@ -28,7 +28,7 @@ from aionn.errors import CallerError, MemoryAllocationError
 from aionn.memory.region import Region
 
 ALIGNMENT_BYTES = 64
-"""Each argument begins on a cache line of its own (AIDL NNAPI: preferred alignment)."""
+"""Each argument begins on another cache line (AIDL NNAPI: preferred alignment)."""
 
 MAX_FRAMES = 256
 FRAMES_PER_REGION = 4
@@ -111,7 +111,7 @@ class Frame:
 
 
 def _measure_held_above() -> int:
-    """References that `held` sees on an array nobody else has, on this interpreter."""
+    """Count the references that `held` sees on an array without other holders, on this interpreter."""
     groups = {0: {0: np.zeros(1)}}
     for group in groups.values():
         for array in group.values():
@@ -156,7 +156,7 @@ class FramePool:
         return [slot for slot, _ in self._regions]
 
     def lease(self) -> Frame:
-        """A frame that nobody uses and nobody looks at, pinned once.
+        """Return a frame without users and without readers, pinned once.
 
         Raises:
             CallerError: the app holds on to the arrays of too many results.
@@ -209,7 +209,7 @@ class FramePool:
             self._free.append(frame)
 
     def close(self) -> None:
-        """Let go of every region. Arrays that still live keep their bytes."""
+        """Release every region. Arrays that still live keep their bytes."""
         self._closed = True
         self._free.clear()
         for frame in self._frames:

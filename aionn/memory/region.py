@@ -1,16 +1,16 @@
 """One sealed memfd, or a checked foreign descriptor, mapped. Only this file calls mmap.
 
-A region is reserved when it is made: what cgroups and resource limits leave is asked first (`limits`), then
-`posix_fallocate` takes it, so too little memory is an error at allocation and never a SIGBUS or a killed process later.
-Its size is sealed before anyone else sees it, and a descriptor that comes from a peer is mapped only after it has
-been checked (`descriptors`): a peer that can shrink a file under us could kill us with SIGBUS.
+A region is reserved when it is made: `limits` asks what cgroups and resource limits leave, then `posix_fallocate`
+takes it. So too little memory is an error at allocation and never a SIGBUS or a killed process later. Its size is
+sealed before anyone else sees it. A descriptor from a peer is checked before it is mapped (`descriptors`), because a
+peer that can shrink a file under us could kill us with SIGBUS.
 
 Errors come in two phases. What is wrong with a description or a descriptor is found before anything is mapped and is a
 `CallerError` (HAL: INVALID_ARGUMENT). What mmap itself refuses is a `MappingError` (GENERAL_FAILURE).
 
 Invariants
-    The mapping lives as long as any view of it: `close` drops this object's own reference and descriptor, and the
-    kernel unmaps when the last `memoryview` or array over it is gone. Nothing is ever unmapped under a reader.
+    The mapping lives as long as any view of it. `close` drops this object's own reference and descriptor. The kernel
+    unmaps when the last `memoryview` or array over it is gone, so nothing is ever unmapped under a reader.
     A region owns its descriptor from construction on, also when construction fails.
 
 Used by memory (what apps hold), fmq (queues), runtime (frames, constants) and driver (what the app sent).
@@ -44,8 +44,8 @@ __all__ = ["PROT_READ", "PROT_WRITE", "Access", "MappingError", "Region", "attac
 PROT_READ = mmap.PROT_READ
 PROT_WRITE = mmap.PROT_WRITE
 
-# Between two steps of a large reservation the limits are asked again: another process may be taking memory, too, and a
-# cgroup that runs full in the midst of posix_fallocate is answered by the out-of-memory killer, not by an error.
+# Between two steps of a large reservation the limits are asked again, because another process may be taking memory too.
+# If a cgroup runs full within posix_fallocate, the out-of-memory killer answers, not an error.
 _STEP_BYTES = 64 * 2**20
 
 
@@ -145,7 +145,7 @@ class Region:
         return cls(fd, mapping, description, access)
 
     def freeze(self) -> None:
-        """From now on nobody can get a new writable mapping; this one stays writable. For constants, once filled."""
+        """Forbid new writable mappings; this one stays writable. For constants, once filled."""
         fcntl.fcntl(self.fileno(), F_ADD_SEALS, F_SEAL_FUTURE_WRITE | F_SEAL_SEAL)
         self.description = MemoryDescription(self.description.kind, self.size_bytes, writable=False)
 
@@ -220,7 +220,7 @@ class Region:
         return self._fd < 0
 
     def close(self) -> None:
-        """Let go of descriptor and mapping. Views that still live keep the bytes mapped until they are gone."""
+        """Release descriptor and mapping. Views that still live keep the bytes mapped until they are gone."""
         with self._lock:
             self._mapping = None
             fd, self._fd = self._fd, -1

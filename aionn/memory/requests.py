@@ -1,12 +1,12 @@
 """Whether a request may touch the bytes it names: asked before anything is mapped. Pure; no I/O.
 
-A request comes from another process and is not trusted to be sane. `check_request` holds it against the model's
-operands and the sizes of the pools that came beside it, and answers with the first violation as one sentence (the
-caller makes it INVALID_ARGUMENT), or None. Whoever maps a pool of the size it was checked with, and touches only
+A request comes from another process and is not trusted to be sane. `check_request` compares it with the model's
+operands and the sizes of the pools that came beside it. It returns None or the first violation as one sentence, which
+the caller makes INVALID_ARGUMENT. A reader that maps a pool of the checked size, and touches only
 [offset, offset + length) of each argument, stays inside the pool.
 
-The rules are those of NNAPI's validateRequest, with its holes closed: sums cannot wrap, an input is exactly as
-long as its shape says (the reference reads a short one past its end), a known output fits, and an output overlaps
+The rules are those of NNAPI's validateRequest, with its holes closed. Sums cannot wrap. An input is exactly as
+long as its shape says (the reference reads a short one past its end). A known output fits. An output overlaps
 nothing else in its pool.
 
 A token (memory in the driver) is a pool without bytes here, of size 0. An argument in it is the whole of it, so its
@@ -24,7 +24,7 @@ from aionn.hal.types import Operand, Request, RequestArgument
 __all__ = ["Extent", "check_homes", "check_request", "input_shape", "output_shape"]
 
 Extent = tuple[Hashable, int, int]
-"""Bytes [begin, end) of a file, whoever has it mapped where: (device and inode, begin, end)."""
+"""Bytes [begin, end) of a file, wherever it is mapped: (device and inode, begin, end)."""
 
 
 def check_request(
@@ -35,7 +35,7 @@ def check_request(
     *,
     open_outputs: bool = True,
 ) -> str | None:
-    """Hold a request against the model it is for; None: every access it asks for is in range.
+    """Check a request against its model. Return None if every access that it asks for is in range.
 
     Args:
         inputs, outputs: names and operands of the model, in its order.
@@ -72,11 +72,11 @@ def check_homes(
 
     Args:
         inputs, outputs, request: as `check_request`, which has passed them.
-        homes: of each pool, where its bytes really are; None: not known, or memory in the driver.
+        homes: of each pool, where its bytes really are; None where that is unknown or in the driver.
         constants: where those of the model are that lie in memory that others may have, too.
 
     Returns:
-        One sentence that names the output, as `check_request`; None: nothing overlaps.
+        One sentence that names the output, as `check_request`. None if nothing overlaps.
     """
     files = {home[0] for home in homes if home is not None}
     shared = len(files) < sum(home is not None for home in homes)
@@ -96,7 +96,7 @@ def check_homes(
 def input_shape(operand: Operand, argument: RequestArgument) -> tuple[int, ...]:
     """The shape of an input that lies in a pool of bytes and has passed `check_request`: always known.
 
-    Where neither the model nor the request tells even a rank it is a scalar, and `check_request` has seen that its
+    Where neither the model nor the request gives a rank, the input is a scalar, and `check_request` has seen that its
     length is one element's. An input that is used in place (a token) asks its buffer instead: `DeviceBuffers.use`.
     """
     return _merged(operand, argument) or ()
@@ -109,7 +109,7 @@ def output_shape(operand: Operand, argument: RequestArgument) -> tuple[int, ...]
 
 
 def _merged(operand: Operand, argument: RequestArgument) -> tuple[int, ...] | None:
-    """The argument's extents where it gives them, else the model's; 0: open, None: not even a rank."""
+    """Return the argument's extents where it gives them, else the model's. 0 is open, None lacks even a rank."""
     own, given = operand.dimensions, argument.dimensions
     if not given or own is None:
         return given or own
@@ -184,8 +184,8 @@ def _ranges(inputs: Sequence[tuple[str, Operand]], outputs: Sequence[tuple[str, 
 def _overlap(ranges: list[_Range]) -> str | None:
     """The first output that shares bytes with an input or with another output. Inputs may share bytes.
 
-    One pass over the ranges in order of where they begin: a range overlaps an earlier one exactly if it begins
-    before the furthest end so far; two furthest ends are kept, of outputs and of all, since two inputs may overlap.
+    One pass over the ranges in order of where they begin. A range overlaps an earlier one exactly if it begins
+    before the furthest end so far. Two furthest ends are kept, of outputs and of all, since two inputs may overlap.
     """
     ranges.sort()
     pool = -1
