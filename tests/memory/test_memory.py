@@ -204,7 +204,7 @@ def test_model_set_operand_value(operand_type: OperandType, blob: bool) -> None:
             with pytest.raises(CallerError):
                 with_constant(memory, operand, offset, length)
         for index in (1, 999, -1):
-            with pytest.raises(CallerError, match="no such pool"):
+            with pytest.raises(CallerError, match="the model has 1 pools"):
                 with_constant(memory, operand, 0, size, index)
 
 
