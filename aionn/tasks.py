@@ -1,7 +1,7 @@
-"""Task groups inside, plain exceptions outside; bounded shields; one-shot answers.
+"""Task groups inside and plain exceptions outside, bounded shields, one-shot answers.
 
-Whoever enters one of aionn's `async with` blocks has started no task and must be able to write `except DriverDiedError`:
-`ungrouped` undoes anyio's wrapping. `Answer` is what a callback sets and one task awaits.
+A caller who enters one of aionn's `async with` blocks has started no task and must be able to write `except DriverDiedError`.
+So `ungrouped` undoes anyio's wrapping. `Answer` is what a callback sets and one task awaits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def ungrouped() -> Iterator[None]:
         try:
             raise only
         finally:
-            only.__context__ = context  # not "during handling of" a group that nobody is to see
+            only.__context__ = context  # not "during handling of" a group that the caller must not see
 
 
 @contextmanager
@@ -50,7 +50,7 @@ def running_loop() -> asyncio.AbstractEventLoop:
     """The asyncio or uvloop loop of this task.
 
     Raises:
-        CallerError: there is none, or the task runs under another async library.
+        CallerError: no loop runs, or the task runs under another async library.
     """
     try:
         return asyncio.get_running_loop()
@@ -59,7 +59,7 @@ def running_loop() -> asyncio.AbstractEventLoop:
 
 
 def deadline_of(timeout_s: float | None) -> int | None:
-    """A timeout from now on as CLOCK_MONOTONIC nanoseconds that fit into 63 bits; None and infinity: no deadline.
+    """Return now plus a timeout, in CLOCK_MONOTONIC nanoseconds that fit into 63 bits. None and infinity give None.
 
     Raises:
         CallerError: it is not a positive number of seconds.
@@ -95,7 +95,7 @@ class Answer(Generic[T]):
     def fail(self, error: BaseException) -> None:
         if not self._future.done():
             self._future.set_exception(error)
-            # A caller that has left must not make the loop report an error nobody can act on.
+            # If the caller has left, the loop must not report an error without a reader.
             self._future.exception()
 
     def abandon(self) -> None:

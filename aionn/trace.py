@@ -1,4 +1,4 @@
-"""Spans and counters in monotonic nanoseconds; free when nobody listens.
+"""Spans and counters in monotonic nanoseconds; free without a listener.
 
 `listen(callback)` gets every finished span and every counter change of this process. Without a listener `span` hands
 out one shared object that does nothing, and code on the frame path asks `active` first, so a disabled trace costs one
@@ -57,7 +57,7 @@ active = False
 
 
 class _Silent(AbstractContextManager["_Silent"]):
-    """What `span` returns while nobody listens."""
+    """What `span` returns while there is no listener."""
 
     def __enter__(self) -> _Silent:
         return self

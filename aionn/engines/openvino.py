@@ -1,8 +1,8 @@
 """OpenVINO on a CPU: slower to compile than ONNX Runtime, quicker to run convolutions. Extra: aionn[openvino].
 
-An artifact is OpenVINO's exported blob (model file) and the names of the inputs and outputs in their order (data file):
-OpenVINO merges names of tensors that it finds to be the same. From a writable buffer (a private mapping) the blob's
-weights are used in place, 3 times quicker than from bytes; a read-only buffer is copied, as OpenVINO refuses it.
+An artifact is OpenVINO's exported blob (model file) and the names of the inputs and outputs in their order (data file).
+The names are needed because OpenVINO merges names of tensors that it finds to be the same. From a writable buffer (a
+private mapping) the blob's weights are used in place, 3 times quicker than from bytes. OpenVINO copies a read-only buffer.
 OpenVINO takes a graph only whole, so compiling costs a passing copy of the constants; it then keeps its own.
 
 What is set, and why
@@ -77,7 +77,7 @@ class OpenVINOEngine:
             self._core.read_model(self._whole(model))
         except CompilationError:
             raise
-        except Exception as error:  # OpenVINO raises RuntimeError and subclasses of its own for everything
+        except Exception as error:  # OpenVINO raises RuntimeError or its subclasses for everything
             refused = _refused_operators(str(error))
             return tuple(operation.op_type not in refused for operation in model.operations)
         return (True,) * len(model.operations)
@@ -210,7 +210,7 @@ class OpenVINOExecutable:
 
 def _openvino() -> Any:
     """The package, without its converter of other formats: that costs 30 ms at each start, and brings a module that reports to its
-    maker. The package takes the lack of it for an installation that has none; whoever imports it later gets it."""
+    maker. The package works without it, and a later import finds it."""
     if "openvino" not in sys.modules and _CONVERTER not in sys.modules:
         sys.modules[_CONVERTER] = None  # type: ignore[assignment]  # to Python: this import fails
         try:
@@ -232,7 +232,7 @@ def _writable(array: NDArray[Any]) -> NDArray[Any] | None:
         return array
     alias = array.view()
     try:
-        alias.flags.writeable = True  # NumPy refuses unless whoever owns the memory lets it be written to
+        alias.flags.writeable = True  # NumPy refuses if the owner of the memory forbids writing
     except ValueError:
         return None
     return alias
@@ -251,7 +251,7 @@ def _settings(options: CompileOptions) -> dict[str, Any]:
 
 def _check_wanted(options: CompileOptions) -> None:
     if options.cancelled.is_set():
-        raise CompilationError("the compilation was cancelled: nobody waits for it", reason="cancelled")
+        raise CompilationError("the compilation was cancelled because its caller stopped waiting", reason="cancelled")
 
 
 def _check_ports(compiled: Any, names: _Names) -> None:
@@ -259,7 +259,7 @@ def _check_ports(compiled: Any, names: _Names) -> None:
     for side, ports, wanted in (("input", compiled.inputs, names.inputs), ("output", compiled.outputs, names.outputs)):
         if len(ports) != len(wanted) or any(name not in port.names for port, name in zip(ports, wanted, strict=True)):
             found = [sorted(port.names) for port in ports]
-            raise CompilationError(f"OpenVINO has the {side}s {found}, the model {list(wanted)}; they cannot be told apart")
+            raise CompilationError(f"OpenVINO has the {side}s {found}, the model {list(wanted)}; expected one of these per place")
 
 
 _NO_RULE = re.compile(r"No conversion rule found for operations: ([^\n]+)")

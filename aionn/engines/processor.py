@@ -1,9 +1,9 @@
 """What this machine's CPU gives and is: usable cores, instruction set, flushing of denormals.
 
-Denormal floats (below 1e-38) cost a CPU a hundred times a normal operation; PP-OCRv6's detector makes so many that it
+Denormal floats (below 1e-38) cost a CPU a hundred times a normal operation. PP-OCRv6's detector makes so many that it
 runs 4 times slower (26 against 100 ms, 2 cores, 320 x 320). Flushing them to zero is a flag *of a thread*. ONNX Runtime sets it for
-its own pool, and once per process for the thread that makes the first of all sessions, so the thread that runs a model may
-well be without. `Flushing` sets it around one call and puts it back: nobody else's floats change.
+its own pool, and once per process for the thread that makes the first session. So the thread that runs a model may lack
+it. `Flushing` sets it around one call and restores it, so the floats of other code stay as they are.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class ReferenceEngine:
         from aionn.graph import embed_constants
 
         if options.cancelled.is_set():
-            raise CompilationError("the compilation was cancelled: nobody waits for it", reason="cancelled")
+            raise CompilationError("the compilation was cancelled because its caller stopped waiting", reason="cancelled")
         missing = next((o for o, known in zip(model.operations, self.supported_operations(model), strict=True) if not known), None)
         if missing is not None:
             reason = f"onnx has no reference implementation of {missing.op_type!r} in domain {missing.domain!r}"
@@ -76,7 +76,7 @@ class ReferenceEngine:
     def _has_implementation(self, domain: str, operator: str, opset: int) -> bool:
         try:
             self._load_op(domain, operator, opset)
-        except Exception:  # the registry tells of a missing operator by ValueError, ImportError or its own errors
+        except Exception:  # for a missing operator the registry raises ValueError, ImportError or its own errors
             return False
         return True
 

@@ -39,13 +39,13 @@ def check_eventfd(fd: int) -> None:
     except OSError as error:
         raise CallerError(f"queue descriptor: eventfd {fd} is not open") from error
     if kind != "anon_inode:[eventfd]":
-        raise CallerError("queue descriptor: one of its last two descriptors is no eventfd; memory comes first, then both eventfds")
+        raise CallerError("queue descriptor: its last two descriptors must be eventfds, after the memory; one of them is something else")
     os.set_inheritable(fd, False)
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_NONBLOCK)
 
 
 def let_go(regions: list[Region], fds: list[int]) -> None:
-    """Let go of everything, once; a number that is no open descriptor is the caller's mistake and already told."""
+    """Release everything, once. A closed descriptor number is skipped, because its error has been raised already."""
     for region in regions:
         region.close()
     regions.clear()

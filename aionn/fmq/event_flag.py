@@ -1,6 +1,6 @@
 """The event flag word of a queue: 32 bits that one side sets and another consumes, with libfmq's semantics.
 
-`wake(mask)` sets bits; if one of them was not set yet, everybody who waits for it is woken: threads and libfmq peers
+`wake(mask)` sets bits. If one of them was not set yet, all its waiters are woken. Threads and libfmq peers
 sleep on the word itself (futex), asyncio tasks on their side's eventfd, armed with the bits they await. `wait` takes the
 bits it finds. Bits NOT_FULL and NOT_EMPTY belong to the queue: once anybody has waited for them by futex, each commit
 sets them (`MessageQueue.read_in_thread`). The two highest wake threads at the queue's end; the other 28 are free.
@@ -50,7 +50,7 @@ class EventFlag:
 
         Raises:
             DeadlineError: none came in `timeout_s` seconds.
-            QueueClosedError, or what `end` was given: nobody will set one any more.
+            QueueClosedError, or what `end` was given: the queue is over, so no bit will come.
             CallerError: the mask has no bit or a reserved one, or the queue has no event flag word or is closed here.
         """
         _check(mask)

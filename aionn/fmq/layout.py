@@ -7,9 +7,9 @@
        192    320     4     aionn's control words      see `ring_control` in ring.h; libfmq peers ignore this grantor
        512      D     2     the elements               D = capacity * quantum; all of it usable, no element straddles the end
 
-Counters, data and event flag word are libfmq's, each on cache lines of its own, so a libfmq peer can attach through the
-descriptor. A libfmq descriptor (grantors 0 to 2 or 3, any offsets that are multiples of 8, one or two memory
-descriptors) can be attached too; without grantor 4 such a queue can be waited for by threads only.
+Counters, data and event flag word are libfmq's, each on separate cache lines, so a libfmq peer can attach through the
+descriptor. A libfmq descriptor can be attached too: grantors 0 to 2 or 3, any offsets that are multiples of 8, one or two
+memory descriptors. Without grantor 4 only threads can wait for such a queue.
 
 Mirrored by `_Static_assert` in ring.h; tests/fmq/test_layout.py compares the two.
 """
@@ -72,7 +72,7 @@ def element_of(element: Element) -> tuple[int, np.dtype[Any] | None]:
     """Bytes of one element, and its dtype, or None for plain bytes.
 
     Raises:
-        CallerError: it is no plain old data, or has no bytes.
+        CallerError: the element is not plain old data, or has no bytes.
     """
     if isinstance(element, int):
         if not 1 <= element <= MAX_REGION_BYTES:
@@ -121,7 +121,7 @@ def event_fds_of(descriptor: MQDescriptor) -> int:
 def memory_bytes_of(descriptor: MQDescriptor) -> tuple[int, ...]:
     """Bytes that each memory descriptor must have for every part to lie inside it.
 
-    All that can be told without touching the descriptors is checked here, before anything is mapped.
+    Everything that can be known without touching the descriptors is checked here, before anything is mapped.
 
     Raises:
         CallerError: the descriptor cannot be a queue's; the message says why.
@@ -143,7 +143,7 @@ def memory_bytes_of(descriptor: MQDescriptor) -> tuple[int, ...]:
         _check_grantor(index, part, memories)
         needed[part.fd_index] = max(needed[part.fd_index], part.offset + part.extent)
     if grantors[DATA].extent % quantum:
-        raise CallerError(f"queue descriptor: {grantors[DATA].extent} bytes of data are no whole number of elements of {quantum} bytes")
+        raise CallerError(f"queue descriptor: {grantors[DATA].extent} bytes of data; expected a multiple of the quantum of {quantum} bytes")
     _check_apart(grantors[: CONTROL + 1])
     if 0 in needed:
         raise CallerError("queue descriptor: a memory descriptor that no grantor uses; send only what the queue needs")

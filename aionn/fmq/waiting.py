@@ -5,8 +5,8 @@ the attempt that succeeds and its return, so a cancelled task has taken nothing.
 first come, first served: only the first may take, and hands on when it leaves, however it leaves.
 
 Invariant
-    While a waiter whose turn it is sleeps, the side is armed for it, or a token is in the eventfd, or the callback that
-    looks for it is about to run. `_settle` re-establishes it after each change: a waiter comes, leaves or is woken.
+    While a waiter whose turn it is sleeps, one of three holds. The side is armed for it, or a token is in the eventfd, or
+    the callback that looks for it is about to run. `_settle` re-establishes it after each change: a waiter comes, leaves or is woken.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class WaitingRoom:
                     if result is not None:
                         return result
                 if waiter.late:
-                    raise DeadlineError(f"{count} of {self._what} did not come before the deadline; the peer may be busy: try again later")
+                    raise DeadlineError(f"{count} of {self._what} did not come before the deadline; the peer may be busy, try again later")
                 waiter.future = loop.create_future()
         finally:
             if timer is not None:
@@ -137,7 +137,7 @@ class WaitingRoom:
     def _on_event(self) -> None:
         if self._closed:
             return
-        self._armed = False  # whoever wrote the eventfd has swapped the word; a stale token only makes us arm once more
+        self._armed = False  # the writer of the eventfd has swapped the word; a stale token only makes us arm once more
         self._clear_event()
         if len(self._waiters) == 1:
             self._waiters[0].wake()  # it looks itself, and comes back to `_settle` if there is nothing

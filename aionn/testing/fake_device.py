@@ -1,7 +1,7 @@
 """Steers the fake engine from a test: `hang`, `crash`, `delay`, `fail`, and waits for what it does.
 
-Acts are "run", "compile", "export", "load", "supported" (asked what it can run) and "start". Each method adds to what was
-told before; `behave` takes it all back. Whatever was heard before the last change is forgotten by it: `fake.hang()`, a call,
+Acts are "run", "compile", "export", "load", "supported" (asked what it can run) and "start". Each method adds to the
+orders before; `behave` takes them all back. What was heard before the last change is forgotten by it: `fake.hang()`, a call,
 `await fake.heard("run")` waits for that call and not for one before.
 """
 
@@ -88,7 +88,7 @@ class FakeDevice:
         self._write(Behaviour())
 
     def hang(self, act: str = "run", *, with_gil: bool = False, after: int = 0) -> None:
-        """Hang in that act until told otherwise; `with_gil`: without ever giving the GIL away, so that the whole driver stands still.
+        """Hang in that act until the next order. `with_gil` keeps the GIL meanwhile, so that the whole driver stands still.
 
         `after`, here and below: so many acts of that kind go well in each driver process first.
         """

@@ -1,7 +1,7 @@
 """An engine that computes nothing of worth and misbehaves on demand, in a real driver process.
 
-Each output repeats the input at its own place (cyclically, in the output's shape and type), so frames can be told apart.
-What it is told stands in the file that AIONN_FAKE_DEVICE names; it is read before each act, and while hanging. Each act is
+Each output repeats the input at its own place (cyclically, in the output's shape and type), so frames can be distinguished.
+Its orders stand in the file that AIONN_FAKE_DEVICE names. They are read before each act, and while hanging. Each act is
 announced in the FIFO beside it. Without the variable it behaves.
 """
 
@@ -26,13 +26,13 @@ from aionn.hal import Artifact, CacheFiles, CompileOptions, Executable, Executio
 VARIABLE = "AIONN_FAKE_DEVICE"
 EVENTS_SUFFIX = ".events"
 _LOOK_S = 0.005
-"""How often a hanging or waiting fake looks whether it may go on; nobody but a test waits for it."""
+"""How often a hanging or waiting fake looks whether it may go on. Only a test waits for it."""
 
 
 class Behaviour(msgspec.Struct, frozen=True):
     """What the fake is to do, per act ("start", "supported", "compile", "export", "load", "run").
 
-    `after`: so many acts of a kind go well in each driver process, before what is told for that kind begins.
+    `after`: so many acts of a kind go well in each driver process, before the orders for that kind begin.
     """
 
     after: dict[str, int] = {}
@@ -69,7 +69,7 @@ class FakeEngine:
         try:
             told = self._path.read_bytes()
         except FileNotFoundError:
-            return Behaviour()  # the test that told it is over
+            return Behaviour()  # the test is over
         return msgspec.json.decode(told, type=Behaviour)
 
     def announce(self, event: str) -> None:
@@ -82,12 +82,12 @@ class FakeEngine:
         try:
             os.write(fifo, f"{event} {os.getpid()}\n".encode())
         except BlockingIOError:
-            return  # thousands of acts that nobody asked about; `tell` makes room
+            return  # thousands of acts that no test has read; `tell` makes room
         finally:
             os.close(fifo)
 
     def act(self, kind: str, options: CompileOptions | None = None) -> Behaviour:
-        """Announce an act, then do what was told for it."""
+        """Announce an act, then follow the orders for it."""
         behaviour = self.behaviour()
         self._acts[kind] = self._acts.get(kind, 0) + 1
         self.announce(kind)

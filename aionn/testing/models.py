@@ -25,7 +25,7 @@ def identity_model(
     Args:
         shapes: shape by input name; a string is an open dimension. Default: one input "input" of shape (1, 16).
         dtype: element type of all.
-        outputs: their names; default: the inputs' with "_out" behind.
+        outputs: their names. By default those of the inputs with "_out" behind.
     """
     from onnx import helper
 

@@ -48,7 +48,7 @@ class _Held:
 
 @pytest.fixture
 def fake_device() -> Iterator[FakeDevice]:
-    """A device that behaves as the test tells it; fails the test if it leaves a process, a descriptor or a mapping behind.
+    """A device that follows the test's orders. The test fails if it leaves a process, a descriptor or a mapping behind.
 
     Example:
         >>> async def test_my_app_survives_a_crash(fake_device):
@@ -58,7 +58,7 @@ def fake_device() -> Iterator[FakeDevice]:
         ...         with pytest.raises(aionn.DriverDiedError):
         ...             await compilation.compute(inputs)
     """
-    # libuv makes one pipe for signals with the first loop of a process and keeps it for ever: it is to be there before we count.
+    # libuv makes one pipe for signals with the first loop of a process and keeps it. It must be there before we count.
     uvloop.new_event_loop().close()
     before = _Held.now()
     with FakeDevice() as device:

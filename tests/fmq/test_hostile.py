@@ -84,7 +84,7 @@ HOSTILE: dict[str, tuple[Twist, str]] = {
     "short flag": (with_part(layout.EVENT_FLAG, extent=3), "3 bytes"),
     "short control words": (with_part(layout.CONTROL, extent=319), "319 bytes"),
     "no data": (with_part(layout.DATA, extent=0), "0 bytes"),
-    "data that no element divides": (with_part(layout.DATA, extent=8 * 63 + 1), "no whole number of elements"),
+    "data that no element divides": (with_part(layout.DATA, extent=8 * 63 + 1), "expected a multiple of the quantum of 8 bytes"),
     "data past the memory": (with_part(layout.DATA, extent=8 * 4096), "of a file of"),
     "data past 2 GiB": (with_part(layout.DATA, extent=2**31), "a queue ends before"),
     "an extent of 2^64": (with_part(layout.DATA, extent=2**64), "a queue ends before"),
@@ -99,7 +99,7 @@ HOSTILE: dict[str, tuple[Twist, str]] = {
     "no eventfds": (dropping(2), "1 file descriptors, 2 of them eventfds"),
     "one eventfd": (dropping(1), "2 file descriptors, 2 of them eventfds"),
     "no descriptors": (dropping(3), "0 file descriptors"),
-    "a pipe as eventfd": (with_last_fd(pipe_end), "no eventfd"),
+    "a pipe as eventfd": (with_last_fd(pipe_end), "must be eventfds"),
     "an eventfd that is not open": (with_last_fd(lambda: 10**6), "not open"),
     "one descriptor twice": (lambda d: replace(dropping(1)(d), fds=(*d.fds[:2], d.fds[1])), "twice"),
     "memory that nothing uses": (
