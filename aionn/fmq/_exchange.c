@@ -30,32 +30,34 @@ typedef struct {
     long long waits, waited_ns;  /* looks that ended with a packet, and how long they took in all */
 } ExchangeObject;
 
-static int exchange_init(PyObject *object, PyObject *args, PyObject *kwargs)
+/* All of it in `new`, and no `init`: so there is no object without its two queues. */
+static PyObject *exchange_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    ExchangeObject *self = (ExchangeObject *)object;
+    struct module_state *module = PyType_GetModuleState(type);
     PyObject *requests, *results;
-    if ((kwargs && PyDict_Size(kwargs)) || self->requests) {
-        PyErr_SetString(PyExc_TypeError, "(requests, results), once");
-        return -1;
+    if (kwargs && PyDict_Size(kwargs)) {
+        PyErr_SetString(PyExc_TypeError, "(requests, results) are positional");
+        return NULL;
     }
-    PyObject *module = PyType_GetModule(Py_TYPE(object));
-    PyObject *ring = module ? PyObject_GetAttrString(module, "Ring") : NULL;
-    int fits = ring && PyArg_ParseTuple(args, "OO", &requests, &results) ? PyObject_IsInstance(requests, ring) : -1;
-    fits = fits > 0 ? PyObject_IsInstance(results, ring) : fits;
-    Py_XDECREF(ring);
-    if (fits < 0)
-        return -1;
+    if (!module || !PyArg_ParseTuple(args, "OO", &requests, &results))
+        return NULL;
+    /* The type itself: isinstance would believe an object's __class__. */
+    PyTypeObject *ring = (PyTypeObject *)module->ring;
+    bool fits = ring && PyObject_TypeCheck(requests, ring) && PyObject_TypeCheck(results, ring);
     struct ring *sent = fits ? ring_if_usable((RingObject *)requests) : NULL, *taken = fits ? ring_if_usable((RingObject *)results) : NULL;
     if (!sent || !taken || sent->quantum != EXCHANGE_ELEMENT || taken->quantum != EXCHANGE_ELEMENT || !sent->synchronized ||
         !taken->synchronized) {
         PyErr_SetString(PyExc_ValueError, "two open, synchronized queues of 24-byte elements");
-        return -1;
+        return NULL;
     }
+    ExchangeObject *self = (ExchangeObject *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    if (!self)
+        return NULL;
     Py_INCREF(requests);
     Py_INCREF(results);
     self->requests = (RingObject *)requests;
     self->results = (RingObject *)results;
-    return 0;
+    return (PyObject *)self;
 }
 
 static void forget(ExchangeObject *self)
@@ -78,8 +80,8 @@ static void exchange_dealloc(PyObject *object)
     ExchangeObject *self = (ExchangeObject *)object;
     PyTypeObject *type = Py_TYPE(object);
     forget(self);
-    Py_XDECREF((PyObject *)self->requests);
-    Py_XDECREF((PyObject *)self->results);
+    Py_DECREF((PyObject *)self->requests);
+    Py_DECREF((PyObject *)self->results);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
     Py_DECREF(type);
 }
@@ -235,10 +237,10 @@ static PyObject *caller_take(PyObject *object, PyObject *Py_UNUSED(none))
 /* nudge(mask) */
 static PyObject *caller_nudge(PyObject *object, PyObject *number)
 {
-    struct ring *requests = ring_if_usable(((ExchangeObject *)object)->requests);
     unsigned long mask = PyLong_AsUnsignedLong(number);
     if (PyErr_Occurred())
         return NULL;
+    struct ring *requests = ring_if_usable(((ExchangeObject *)object)->requests);
     if (requests)
         ring_nudge_reader(requests, (uint32_t)mask);
     Py_RETURN_NONE;
@@ -248,11 +250,11 @@ static PyObject *caller_nudge(PyObject *object, PyObject *number)
 static PyObject *listener_next(PyObject *object, PyObject *number)
 {
     ExchangeObject *self = (ExchangeObject *)object;
-    struct ring *requests = ring_if_usable(self->requests);
     uint64_t bytes, all, writable;
-    long long budget_ns = PyLong_AsLongLong(number);
+    long long budget_ns = PyLong_AsLongLong(number); /* first: its __index__ may close the queue */
     if (budget_ns == -1 && PyErr_Occurred())
         return NULL;
+    struct ring *requests = ring_if_usable(self->requests);
     self->looked_ns = 0;
     if (!requests || ring_available(requests, &all, &writable) != RING_OK)
         Py_RETURN_NONE;
@@ -320,7 +322,7 @@ static PyMemberDef members[] = {
 
 #define SLOTS(methods)                                                                                                        \
     {                                                                                                                         \
-        {Py_tp_init, exchange_init}, {Py_tp_new, PyType_GenericNew}, {Py_tp_dealloc, exchange_dealloc}, {Py_tp_methods, methods}, \
+        {Py_tp_new, exchange_new}, {Py_tp_dealloc, exchange_dealloc}, {Py_tp_methods, methods}, \
             {Py_tp_members, members}, {0, NULL},                                                                              \
     }
 static PyType_Slot caller_slots[] = SLOTS(caller_methods);

@@ -62,21 +62,26 @@ static PyObject *answer(RingObject *self, enum ring_status status, bool none)
     Py_RETURN_FALSE;
 }
 
-/* Elements to bytes. More than the queue holds becomes one element more than it holds: never there, never overflowing. */
-static bool to_bytes(RingObject *self, PyObject *count, uint64_t *bytes)
+/* The ring, and `count` elements of it in bytes. The number comes first: its __index__ may run any Python code, which may
+ * close the queue. More than the queue holds becomes one element more than it holds: never there, never overflowing. */
+static struct ring *usable_for(RingObject *self, PyObject *count, uint64_t *bytes)
 {
     long long elements = PyLong_AsLongLong(count);
-    if (elements == -1 && PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_OverflowError))
-        return false;
-    if (elements < 0) {
+    if (elements == -1 && PyErr_Occurred()) {
+        if (!PyErr_ExceptionMatches(PyExc_OverflowError))
+            return NULL;
         PyErr_Clear();
-        refuse(self, BAD_COUNT);
-        return false;
     }
-    const struct ring *r = &self->ring;
+    struct ring *r = usable(self);
+    if (!r)
+        return NULL;
+    if (elements < 0) {
+        refuse(self, BAD_COUNT);
+        return NULL;
+    }
     uint64_t most = r->capacity / r->quantum + 1;
     *bytes = ((uint64_t)elements < most ? (uint64_t)elements : most) * r->quantum;
-    return true;
+    return r;
 }
 
 static bool to_mask(RingObject *self, PyObject *number, uint32_t *mask)
@@ -95,17 +100,17 @@ static bool to_mask(RingObject *self, PyObject *number, uint32_t *mask)
 
 /* ---- life --------------------------------------------------------------------------------------------------------- */
 
-static void let_go(RingObject *self)
+static void let_go(Py_buffer *parts)
 {
     for (int part = 0; part < PARTS; part++)
-        if (self->parts[part].obj)
-            PyBuffer_Release(&self->parts[part]);
+        if (parts[part].obj)
+            PyBuffer_Release(&parts[part]);
 }
 
 void ring_leave(RingObject *self)
 {
     if (--self->users == 0 && !self->open)
-        let_go(self);
+        let_go(self->parts);
 }
 
 static int ring_init(PyObject *object, PyObject *args, PyObject *kwargs)
@@ -114,6 +119,7 @@ static int ring_init(PyObject *object, PyObject *args, PyObject *kwargs)
     static const Py_ssize_t least[PARTS] = {8, 8, 1, 4, sizeof(struct ring_control)};
     static const Py_ssize_t aligned[PARTS] = {8, 8, 1, 4, 8}; /* libfmq's own data offset is 16: fine for plain loads */
     PyObject *parts[PARTS];
+    Py_buffer buffers[PARTS] = {{0}}; /* ours once all is checked: taking a buffer may run any Python code */
     unsigned long long quantum;
     int synchronized, reader_fd, writer_fd;
     if (kwargs && PyDict_Size(kwargs)) {
@@ -123,24 +129,25 @@ static int ring_init(PyObject *object, PyObject *args, PyObject *kwargs)
     if (!PyArg_ParseTuple(args, "OOOOOKpii", &parts[0], &parts[1], &parts[2], &parts[3], &parts[4], &quantum, &synchronized,
                           &reader_fd, &writer_fd))
         return -1;
-    if (self->parts[READ].obj) {
-        PyErr_SetString(PyExc_TypeError, "a Ring is initialised once");
-        return -1;
-    }
     for (int part = 0; part < PARTS; part++) {
         if (part >= FLAG && parts[part] == Py_None)
             continue;
-        if (PyObject_GetBuffer(parts[part], &self->parts[part], PyBUF_WRITABLE) < 0)
+        if (PyObject_GetBuffer(parts[part], &buffers[part], PyBUF_WRITABLE) < 0)
             goto failed;
-        if (self->parts[part].len < least[part] || (uintptr_t)self->parts[part].buf % (uintptr_t)aligned[part]) {
+        if (buffers[part].len < least[part] || (uintptr_t)buffers[part].buf % (uintptr_t)aligned[part]) {
             PyErr_Format(PyExc_ValueError, "part %d of a ring: too small or misaligned", part);
             goto failed;
         }
     }
-    if (!quantum || (uint64_t)self->parts[DATA].len % quantum) {
+    if (!quantum || (uint64_t)buffers[DATA].len % quantum) {
         PyErr_SetString(PyExc_ValueError, "the data part of a ring is a whole number of elements");
         goto failed;
     }
+    if (self->ring.quantum) { /* also one that was released: others may have checked what it was */
+        PyErr_SetString(PyExc_TypeError, "a Ring is initialised once");
+        goto failed;
+    }
+    memcpy(self->parts, buffers, sizeof buffers);
     self->ring = (struct ring){
         .read = self->parts[READ].buf,
         .written = self->parts[WRITTEN].buf,
@@ -157,14 +164,14 @@ static int ring_init(PyObject *object, PyObject *args, PyObject *kwargs)
     self->open = true;
     return 0;
 failed:
-    let_go(self);
+    let_go(buffers);
     return -1;
 }
 
 static void ring_dealloc(PyObject *object)
 {
     PyTypeObject *type = Py_TYPE(object);
-    let_go((RingObject *)object); /* nobody is inside: a thread inside holds a reference */
+    let_go(((RingObject *)object)->parts); /* nobody is inside: a thread inside holds a reference */
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
     Py_DECREF(type);
 }
@@ -180,7 +187,7 @@ static PyObject *ring_release_parts(PyObject *object, PyObject *Py_UNUSED(none))
         if (self->users && !inherited)
             ring_end(&self->ring, true);
         else
-            let_go(self);
+            let_go(self->parts);
     }
     Py_RETURN_NONE;
 }
@@ -240,10 +247,10 @@ static PyObject *ring_write(PyObject *object, PyObject *data)
 static PyObject *copy_out(PyObject *object, PyObject *count, bool consume)
 {
     RingObject *self = (RingObject *)object;
-    struct ring *r = usable(self);
     struct ring_span span;
     uint64_t bytes;
-    if (!r || !to_bytes(self, count, &bytes))
+    struct ring *r = usable_for(self, count, &bytes);
+    if (!r)
         return NULL;
     enum ring_status status = ring_begin_read(r, bytes, &span);
     if (status != RING_OK)
@@ -307,10 +314,10 @@ static PyObject *ring_available_to_write(PyObject *object, PyObject *Py_UNUSED(n
 static PyObject *begin(PyObject *object, PyObject *count, bool reads)
 {
     RingObject *self = (RingObject *)object;
-    struct ring *r = usable(self);
     struct ring_span span;
     uint64_t bytes;
-    if (!r || !to_bytes(self, count, &bytes))
+    struct ring *r = usable_for(self, count, &bytes);
+    if (!r)
         return NULL;
     enum ring_status status = reads ? ring_begin_read(r, bytes, &span) : ring_begin_write(r, bytes, &span);
     if (status != RING_OK)
@@ -322,9 +329,9 @@ static PyObject *begin(PyObject *object, PyObject *count, bool reads)
 static PyObject *commit(PyObject *object, PyObject *count, bool reads)
 {
     RingObject *self = (RingObject *)object;
-    struct ring *r = usable(self);
     uint64_t bytes;
-    if (!r || !to_bytes(self, count, &bytes))
+    struct ring *r = usable_for(self, count, &bytes);
+    if (!r)
         return NULL;
     if (bytes > (reads ? r->readable : r->writable))
         return refuse(self, NOT_BEGUN);
@@ -342,16 +349,17 @@ static PyObject *ring_commit_read_of(PyObject *object, PyObject *count) { return
 static PyObject *arm(PyObject *object, PyObject *const *args, Py_ssize_t given, bool reads)
 {
     RingObject *self = (RingObject *)object;
-    struct ring *r = usable(self);
-    uint64_t bytes;
+    uint64_t bytes = 0;
     uint32_t mask = 0;
-    if (!r)
+    struct ring *r = given > 0 ? usable_for(self, args[0], &bytes) : usable(self);
+    if (!r || (given > 1 && !to_mask(self, args[1], &mask)))
         return NULL;
-    bytes = r->quantum;
-    if ((given > 0 && !to_bytes(self, args[0], &bytes)) || (given > 1 && !to_mask(self, args[1], &mask)))
-        return NULL;
+    if (!given)
+        bytes = r->quantum;
     if (!r->control || !r->synchronized)
         return refuse(self, FOREIGN);
+    if (mask && !r->flag)
+        return refuse(self, NO_FLAG);
     return PyBool_FromLong(ring_arm(r, reads, bytes, mask));
 }
 
@@ -387,15 +395,16 @@ static PyObject *ring_clear_writer_event(PyObject *object, PyObject *Py_UNUSED(n
 static PyObject *spin(PyObject *object, PyObject *const *args, Py_ssize_t given, bool reads)
 {
     RingObject *self = (RingObject *)object;
-    struct ring *r = usable(self);
-    uint64_t bytes;
+    uint64_t bytes = 0;
     bool there;
+    long long ns = given > 0 ? PyLong_AsLongLong(args[0]) : 0; /* before the ring, as in usable_for */
+    if (ns == -1 && PyErr_Occurred())
+        return NULL;
+    struct ring *r = given > 1 ? usable_for(self, args[1], &bytes) : usable(self);
     if (!r)
         return NULL;
-    bytes = r->quantum;
-    long long ns = given > 0 ? PyLong_AsLongLong(args[0]) : 0;
-    if ((ns == -1 && PyErr_Occurred()) || (given > 1 && !to_bytes(self, args[1], &bytes)))
-        return NULL;
+    if (given < 2)
+        bytes = r->quantum;
     self->users++;
     Py_BEGIN_ALLOW_THREADS
     there = ring_spin(r, reads, bytes, ring_now_ns() + (ns < 0 ? 0 : ns > 1000000000 ? 1000000000 : ns));
@@ -456,17 +465,17 @@ static PyObject *ring_await_futex(PyObject *object, PyObject *number)
 static PyObject *ring_wait_flag(PyObject *object, PyObject *const *args, Py_ssize_t given)
 {
     RingObject *self = (RingObject *)object;
-    struct ring *r = with_flag(self);
     uint32_t mask, taken = 0;
     int outcome;
-    if (!r)
-        return NULL;
     if (given != 2) {
         PyErr_SetString(PyExc_TypeError, "wait_flag(mask, deadline_ns)");
         return NULL;
     }
-    long long at = PyLong_AsLongLong(args[1]);
-    if ((at == -1 && PyErr_Occurred()) || !to_mask(self, args[0], &mask))
+    long long at = PyLong_AsLongLong(args[1]); /* before the ring, as in usable_for */
+    if (at == -1 && PyErr_Occurred())
+        return NULL;
+    struct ring *r = with_flag(self);
+    if (!r || !to_mask(self, args[0], &mask))
         return NULL;
     struct timespec deadline = {.tv_sec = (time_t)(at / 1000000000), .tv_nsec = (long)(at % 1000000000)};
     self->users++;
@@ -564,19 +573,34 @@ static int ring_exec(PyObject *module)
         return -1;
     }
     watching_forks = true;
-    PyObject *type = PyType_FromSpec(&ring_spec);
-    if (!type)
-        return -1;
-    int failed = PyModule_AddObjectRef(module, "Ring", type);
-    Py_DECREF(type);
-    if (failed || exchange_add_types(module) < 0)
+    struct module_state *state = PyModule_GetState(module);
+    state->ring = PyType_FromSpec(&ring_spec);
+    if (!state->ring || PyModule_AddObjectRef(module, "Ring", state->ring) < 0 || exchange_add_types(module) < 0)
         return -1;
     return PyModule_AddIntConstant(module, "CONTROL_BYTES", sizeof(struct ring_control));
 }
 
+static int module_traverse(PyObject *module, visitproc visit, void *arg)
+{
+    Py_VISIT(((struct module_state *)PyModule_GetState(module))->ring);
+    return 0;
+}
+
+static int module_clear(PyObject *module)
+{
+    Py_CLEAR(((struct module_state *)PyModule_GetState(module))->ring);
+    return 0;
+}
+
 static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, ring_exec}, {0, NULL}};
 static struct PyModuleDef ring_module = {
-    PyModuleDef_HEAD_INIT, "_ring", "Atomics, fences, futex and eventfd: the native part of aionn's queues.", 0, NULL, module_slots, NULL, NULL, NULL,
+    PyModuleDef_HEAD_INIT,
+    .m_name = "_ring",
+    .m_doc = "Atomics, fences, futex and eventfd: the native part of aionn's queues.",
+    .m_size = sizeof(struct module_state),
+    .m_slots = module_slots,
+    .m_traverse = module_traverse,
+    .m_clear = module_clear,
 };
 
 PyMODINIT_FUNC PyInit__ring(void);

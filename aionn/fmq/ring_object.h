@@ -18,6 +18,10 @@ typedef struct {
     bool open;
 } RingObject;
 
+struct module_state {
+    PyObject *ring; /* the type `Ring`, whatever stands under its name in the module */
+};
+
 struct ring *ring_if_usable(RingObject *self); /* NULL: closed here, or inherited by fork; no exception is set */
 void ring_leave(RingObject *self);             /* ends what `users++` began, with the GIL */
 int exchange_add_types(PyObject *module);
