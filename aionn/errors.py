@@ -37,12 +37,18 @@ class AionnError(Exception):
 
     def again(self) -> AionnError:
         """The same error for one more caller: an exception that several tasks raise would collect the traceback of each."""
-        return _made_again(type(self), self.args, self.__dict__)
+        error = _made_again(type(self), self.args, self.__dict__)
+        if self.__cause__ is not None:  # setting it, even to None, would hide what is handled when the error is raised
+            error.__cause__ = self.__cause__
+        return error
 
 
 def _made_again(kind: type[AionnError], args: tuple[object, ...], attributes: Mapping[str, object]) -> AionnError:
-    error = kind.__new__(kind, *args)  # not by its own parameters: the message is made already
+    error = kind.__new__(kind)  # not by its own parameters: the message is made already
+    error.args = args  # not by `__new__`: that of OSError, which DeadlineError is too, leaves them to `__init__`
     error.__dict__.update(attributes)
+    if hasattr(error, "__notes__"):
+        error.__notes__ = [*error.__notes__]  # a note for one caller is not for the others
     return error
 
 
