@@ -4,6 +4,7 @@
 more than `CONSTANT_COPY_BYTES`; the `onnx` package then parses a few kilobytes, and each weight is copied once, from the
 source into the pool. So a model needs its own size twice for a moment (source and pool), not four times (source,
 message, Python bytes, pool). `constants` takes the large ones out of the graph and puts them back (`embed_constants`);
+`places` finds every tensor of a model, wherever the schema lets one stand;
 `arrays` shows constants as arrays where they lie; `checking` says what is wrong with a graph, node by node; `support` asks an
 engine operator by operator; `shapes` resolves open dimensions; `reading` joins them.
 
@@ -15,6 +16,8 @@ What changes in the graph, and nothing else does
     A node without a name gets one ("Conv_3"), so every engine's complaint can name it.
     An initializer is no graph input, and the IR version is at least 4: a constant has one value for good.
     Constants whose element type `OperandType` cannot name (int4, bfloat16, string) stay inline.
+    Every tensor that stays carries its own bytes, also where a file held them: functions, attributes, sparse initializers. So an
+    engine never looks for a file, and the token covers all that it computes with.
 
 Used by runtime.model (reading) and the engines (`constant_arrays`, `embed_constants`, `settle_exported`, `resolve_shapes`). Names are
 imported when they are asked for: `onnx` costs 50 ms, and who only looks at arrays does without.

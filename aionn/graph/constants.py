@@ -3,6 +3,7 @@
 Invariants
     After `take_out` each constant it returns is an initializer of the main graph, once, under a name no other value has.
     Every name that was read before is readable after, from the same nodes.
+    After `bring_in` every other tensor of the model carries its own bytes, so an engine has no file to look for.
 """
 
 from __future__ import annotations
@@ -15,18 +16,24 @@ from typing import Any
 
 import numpy as np
 import onnx
+from google.protobuf.message import Message  # type: ignore[import-untyped]
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from aionn.errors import CompilationError
 from aionn.graph.arrays import constant_arrays
 from aionn.graph.checking import TYPES, nested_graphs
+from aionn.graph.places import described_place, visit_tensors
 from aionn.hal.model import Constant, Model
 from aionn.hal.types import CONSTANT_COPY_BYTES, DataLocation, Operand
 
 Fill = Callable[[memoryview], None]
 Payload = tuple[int, Fill]
 """How many bytes a constant has, and what writes them, little-endian, into memory of that size."""
-PayloadOf = Callable[[TensorProto], Payload | None]
+PayloadOf = Callable[[TensorProto, str], Payload | None]
+"""The bytes of a tensor that does not carry them itself, else None. The text names the tensor in errors."""
+
+_MOST_INLINE_BYTES = 2**31 - 2**20
+"""Protobuf's limit for one message, and room for the graph itself."""
 
 _DATA_FIELDS = ("raw_data", "float_data", "int32_data", "int64_data", "double_data", "uint64_data", "string_data", "external_data")
 
@@ -54,7 +61,7 @@ def take_out(main: GraphProto, payload_of: PayloadOf) -> list[Taken]:
 
     Args:
         main: changed in place.
-        payload_of: the bytes of a tensor that does not carry them itself, else None.
+        payload_of: where the bytes of a tensor are.
 
     Raises:
         CompilationError: a constant's bytes are not as many as its type and shape need.
@@ -84,8 +91,6 @@ def _hoist(graph: GraphProto, main: GraphProto, scopes: Counter[str], payload_of
         if tensor is not None and _is_large(tensor):
             found.append(tensor)
             continue
-        if tensor is not None:
-            _inline(tensor, payload_of)
         staying.append(node)
         for body in nested_graphs(node):
             _hoist(body, main, scopes, payload_of, taken)
@@ -94,8 +99,6 @@ def _hoist(graph: GraphProto, main: GraphProto, scopes: Counter[str], payload_of
         parameters = {value.name for value in graph.input}
         for tensor in graph.initializer:
             large = tensor.name not in parameters and _is_large(tensor)
-            if not large:
-                _inline(tensor, payload_of)
             (found if large else kept).append(tensor)
     if not found:
         return
@@ -191,19 +194,24 @@ def _is_large(tensor: TensorProto) -> bool:
 
 
 def _large(tensor: TensorProto, payload_of: PayloadOf) -> Taken | None:
-    """The constant as it is to be taken out, or None if it stays; then its bytes are inline when this returns."""
+    """The constant as it is to be taken out, or None if it stays."""
     if not _is_large(tensor):
-        _inline(tensor, payload_of)
         return None
     operand = Operand(TYPES[tensor.data_type], tuple(tensor.dims))
-    needed = prod(tensor.dims) * operand.type.element_bytes
-    length, fill = payload_of(tensor) or _own_payload(tensor)
+    name = f"constant {tensor.name!r}"
+    length, fill = payload_of(tensor, name) or _own_payload(tensor)
+    _check_length(tensor, name, length)
+    return Taken(tensor, operand, length, fill)
+
+
+def _check_length(tensor: TensorProto, name: str, length: int) -> None:
+    kind = TYPES[tensor.data_type]
+    needed = prod(tensor.dims) * kind.element_bytes
     if length != needed:
         raise CompilationError(
-            f"constant {tensor.name!r} has {length} bytes; its type {operand.type.value} and shape {operand.dimensions} need {needed}",
-            reason=f"constant {tensor.name!r} has {length} bytes instead of {needed}",
+            f"{name} has {length} bytes; its type {kind.value} and shape {tuple(tensor.dims)} need {needed}",
+            reason=f"{name} has {length} bytes instead of {needed}",
         )
-    return Taken(tensor, operand, length, fill)
 
 
 def _own_payload(tensor: TensorProto) -> Payload:
@@ -223,17 +231,43 @@ def _copy(target: memoryview, content: Any) -> None:
     target[:] = memoryview(content).cast("B")
 
 
-def _inline(tensor: TensorProto, payload_of: PayloadOf) -> None:
-    """Give a tensor that stays its own bytes back."""
-    payload = payload_of(tensor)
-    if payload is None:
-        return
-    length, fill = payload
-    content = bytearray(length)
-    fill(memoryview(content))
-    tensor.ClearField("external_data")
-    tensor.ClearField("data_location")
-    tensor.raw_data = bytes(content)
+def bring_in(model: ModelProto, taken: list[Taken], payload_of: PayloadOf) -> None:
+    """Give every tensor that was not taken out its own bytes, wherever in the model it stands.
+
+    Engines look for a file by a path relative to the working directory, and `payload_of` does not.
+
+    Raises:
+        CompilationError: a tensor's bytes are not as many as its type and shape need, or too many to stand in a graph.
+    """
+    outside = {constant.tensor.name for constant in taken}
+    room = _MOST_INLINE_BYTES
+
+    def inline(tensor: TensorProto, trail: tuple[Message, ...]) -> None:
+        nonlocal room
+        if tensor.data_location != TensorProto.EXTERNAL and not tensor.external_data:
+            return
+        if tensor.name in outside and len(trail) == 1 and isinstance(trail[0], GraphProto):
+            return
+        place = described_place(tensor, trail)
+        payload = payload_of(tensor, place)
+        if payload is None:
+            return
+        length, fill = payload
+        if tensor.data_type in TYPES:
+            _check_length(tensor, place, length)
+        room -= length
+        if room < 0:
+            raise CompilationError(
+                f"{place} has {length} bytes, which do not fit into the graph (2 GiB in all); make it an initializer of the main graph",
+                reason="the tensors that stay in the graph are larger than 2 GiB",
+            )
+        content = bytearray(length)
+        fill(memoryview(content))
+        tensor.ClearField("external_data")
+        tensor.ClearField("data_location")
+        tensor.raw_data = bytes(content)
+
+    visit_tensors(model, inline)
 
 
 def embed_constants(model: Model) -> ModelProto:

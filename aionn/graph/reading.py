@@ -7,7 +7,7 @@ import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import blake3
 import onnx
@@ -16,7 +16,7 @@ from onnx import ModelProto, TensorProto
 
 from aionn.errors import CallerError
 from aionn.graph.checking import TYPES, border, check_names, check_text, name_nodes
-from aionn.graph.constants import Payload, Taken, take_out
+from aionn.graph.constants import Payload, Taken, bring_in, take_out
 from aionn.graph.wire import Excision, WireError, excise
 from aionn.hal.model import Constant, Operation
 from aionn.hal.types import CONSTANT_COPY_BYTES, DataLocation, IMemory, Operand
@@ -69,7 +69,8 @@ def read_onnx(
     The token names the content: it is the same wherever the constants lie.
 
     Args:
-        source: path of a .onnx file, or its contents. Weights in files beside the model are found only from a path.
+        source: path of a .onnx file, or its contents. Weights in files beside the model are found only from a path: beside it, or
+            beside the file that it links to.
         allocate: gives a pool of that many bytes whose `view()` is writable; called at most once, not at all
             for a model without large constants.
         attach: maps a file beside the model, for reading; None: such constants are copied. They are copied, too, where
@@ -81,10 +82,10 @@ def read_onnx(
         CompilationError: it is ONNX, but its graph is broken or has inputs or outputs that are no tensors; `.node` says where.
         MemoryAllocationError: from `allocate`.
     """
-    content, where, directory = _content(source)
+    content, where, directories = _content(source)
     with span("graph.read", bytes=len(content)):
         try:
-            return _read(content, where, directory, allocate, attach, homes)
+            return _read(content, where, directories, allocate, attach, homes)
         except UnicodeDecodeError as error:  # protobuf looks at a string only when it is used
             raise CallerError(f"{where}: this is not an ONNX model: it has a name that is not UTF-8 ({error.reason})") from error
 
@@ -92,16 +93,18 @@ def read_onnx(
 def _read(
     content: memoryview,
     where: str,
-    directory: Path | None,
+    directories: tuple[Path, ...],
     allocate: Callable[[int], IMemory],
     attach: Callable[[Path], IMemory] | None,
     homes: Mapping[str, Home],
 ) -> ReadGraph:
     excision, model = _parse(content, where)
     check_text(model.graph)
-    taken = take_out(model.graph, _Payloads(content, excision, directory, where, homes))
+    payloads = _Payloads(content, excision, directories, where, homes)
+    taken = take_out(model.graph, payloads)
     name_nodes(model.graph)
     check_names(model.graph)
+    bring_in(model, taken, payloads)
     inputs, outputs = _borders(model)
 
     # The token names the graph with all constants in one pool, wherever they are.
@@ -195,9 +198,11 @@ def _digest(digest: blake3.blake3, tag: bytes, content: bytes | memoryview) -> N
         digest.update(part)
 
 
-def _content(source: str | os.PathLike[str] | bytes) -> tuple[memoryview, str, Path | None]:
+def _content(source: str | os.PathLike[str] | bytes) -> tuple[memoryview, str, tuple[Path, ...]]:
+    """The file's bytes, its name in errors, and the directories beside it: that of its path, and that of its real path."""
+    directories: tuple[Path, ...] = ()
     if isinstance(source, bytes | bytearray | memoryview):
-        content, where, directory = memoryview(source).cast("B"), "the model given as bytes", None
+        content, where = memoryview(source).cast("B"), "the model given as bytes"
     elif not isinstance(source, str | os.PathLike):
         raise CallerError(f"model of type {type(source).__name__}: give the path of an ONNX file (.onnx), or its contents as bytes")
     else:
@@ -206,7 +211,8 @@ def _content(source: str | os.PathLike[str] | bytes) -> tuple[memoryview, str, P
         try:
             if not stat.S_ISREG(path.stat().st_mode):
                 raise CallerError(f"{where}: this is not a file; give the path of an ONNX file (.onnx)")
-            content, directory = memoryview(path.read_bytes()), path.parent
+            directories = tuple(dict.fromkeys((path.parent.resolve(), path.resolve().parent)))
+            content = memoryview(path.read_bytes())
         except CallerError:  # which is a ValueError
             raise
         except FileNotFoundError as error:
@@ -216,7 +222,7 @@ def _content(source: str | os.PathLike[str] | bytes) -> tuple[memoryview, str, P
             raise CallerError(f"{where}: it cannot be read ({why}); give a readable ONNX file") from error
     if not content:
         raise CallerError(f"{where}: it is empty; an ONNX model has a graph")
-    return content, where, directory
+    return content, where, directories
 
 
 def _parse(content: memoryview, where: str) -> tuple[Excision, ModelProto]:
@@ -268,44 +274,79 @@ class _InMemory:
 class _Payloads:
     """The bytes of tensors that do not carry them: left out of the message, or in files beside the model."""
 
-    def __init__(self, content: memoryview, excision: Excision, directory: Path | None, where: str, homes: Mapping[str, Home]) -> None:
-        self._content, self._excision, self._directory, self._where = content, excision, directory, where
+    def __init__(
+        self, content: memoryview, excision: Excision, directories: tuple[Path, ...], where: str, homes: Mapping[str, Home]
+    ) -> None:
+        self._content, self._excision, self._directories, self._where = content, excision, directories, where
         self._homes = homes
+        self._files: dict[str, tuple[Path, int]] = {}
+        """By location: the file that it names, and how many bytes that has."""
 
-    def __call__(self, tensor: TensorProto) -> Payload | None:
+    def __call__(self, tensor: TensorProto, name: str) -> Payload | None:
         entries = {entry.key: entry.value for entry in tensor.external_data}
+        if tensor.data_location == TensorProto.EXTERNAL:  # first: what a tensor carries beside that counts for no engine
+            home = self._homes.get(entries.get("location", ""))
+            return self._beside(tensor, name, entries) if home is None else self._within(tensor, name, entries, home)
         index = entries.get(self._excision.key)
-        if index is not None:
-            start, end = self._excision.spans[int(index)]
-            source = self._content[start:end]
-
-            def copy(target: memoryview) -> None:
-                target[:] = source
-
-            return len(source), copy
-        if tensor.data_location != TensorProto.EXTERNAL:
+        if index is None:
             return None
-        home = self._homes.get(entries.get("location", ""))
-        return self._beside(tensor, entries) if home is None else self._within(tensor, entries, home)
+        start, end = self._excision.spans[int(index)]
+        source = self._content[start:end]
 
-    def _beside(self, tensor: TensorProto, entries: dict[str, str]) -> Payload:
+        def copy(target: memoryview) -> None:
+            target[:] = source
+
+        return len(source), copy
+
+    def _beside(self, tensor: TensorProto, name: str, entries: dict[str, str]) -> Payload:
         location = entries.get("location", "")
-        what = f"{self._where}: constant {tensor.name!r} lies in the file {location!r}"
-        if self._directory is None:
+        what = f"{self._where}: {name} lies in the file {location!r}"
+        if not isinstance(location, str):  # protobuf gives a name that is not UTF-8 as bytes
+            raise CallerError(f"{what}, whose name is not UTF-8; export the model again")
+        if not self._directories:
             raise CallerError(f"{what} beside the model; give the model's path instead of its bytes")
-        home = self._directory.resolve()
-        path = (home / location).resolve()
-        if not location or not path.is_relative_to(home):
-            raise CallerError(f"{what}, which is not inside the model's own directory; put it there")
-        try:
-            size = path.stat().st_size
-        except OSError as error:
-            raise CallerError(f"{what}, which cannot be read ({error.strerror}); put it beside the model") from error
+        found = self._files.get(location)
+        if found is None:
+            found = self._files[location] = self._file(location, what)
+        path, size = found
         offset, length = self._range(tensor, entries, size, what)
         return length, _InFile(path, offset, length, what)
 
-    def _within(self, tensor: TensorProto, entries: dict[str, str], home: Home) -> Payload:
-        what = f"{self._where}: constant {tensor.name!r} lies in the memory given for {entries['location']!r}"
+    def _file(self, location: str, what: str) -> tuple[Path, int]:
+        try:
+            path = self._permitted(location)
+            if path is None:
+                raise CallerError(f"{what}, which is not inside the model's own directory; put it there")
+            status = path.stat()
+            if not stat.S_ISREG(status.st_mode):
+                raise CallerError(f"{what}, which is not a file; put the model's own file there")
+        except CallerError:  # which is a ValueError
+            raise
+        except (OSError, ValueError, RuntimeError) as error:  # pathlib raises RuntimeError for links in a circle
+            why = getattr(error, "strerror", None) or error
+            raise CallerError(f"{what}, which cannot be read ({why}); put it beside the model") from error
+        return path, status.st_size
+
+    def _permitted(self, location: str) -> Path | None:
+        """The real path of the file of that name beside the model, or None if the name or a link leads elsewhere.
+
+        The model's path may be a link: in Hugging Face's cache `snapshots/REV/` has links alone, into the flat `blobs/`. So two directories
+        count: that of the path, and that of the real path. A file is permitted inside the directory where it is found by its name. The
+        target of a link may also lie directly in one of the two; not deeper, for a real path of "/model.onnx" would permit every file.
+        """
+        named = PurePath(location)
+        if not named.parts or named.is_absolute() or ".." in named.parts:
+            return None
+        # As for an engine, what the model's own directory has under that name goes first, even a link that is then refused.
+        beside = [directory / named for directory in self._directories]
+        real = next((path for path in beside if os.path.lexists(path)), beside[0]).resolve()
+        if real.parent in self._directories:
+            return real
+        inside = (path.resolve() for directory, path in zip(self._directories, beside, strict=True) if real.is_relative_to(directory))
+        return real if real in inside else None
+
+    def _within(self, tensor: TensorProto, name: str, entries: dict[str, str], home: Home) -> Payload:
+        what = f"{self._where}: {name} lies in the memory given for {entries['location']!r}"
         offset, length = self._range(tensor, entries, home.size, what)
         return length, _InMemory(home, offset, length)
 

@@ -41,7 +41,8 @@ class Model(hal_model.Model):
         long as the model is used, and replace it by a new one (rename) rather than write into it.
 
         Args:
-            source: path of a .onnx file, or its contents. Weights in files beside the model are found only from a path.
+            source: path of a .onnx file, or its contents. Weights in files beside the model are found only from a path: beside it, or
+                beside the file that it links to (as in Hugging Face's cache). Files elsewhere are refused.
             memories: memory, or slices of it, that stands for such a file, by the name that the graph gives
                 (external_data's location). It is used in place and shared with drivers, which cannot write to it; the app must
                 not, either. The model keeps it mapped, also when the app closes it.
