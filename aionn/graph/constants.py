@@ -263,7 +263,8 @@ def bring_in(model: ModelProto, taken: list[Taken], payload_of: PayloadOf) -> No
             )
         content = bytearray(length)
         fill(memoryview(content))
-        tensor.ClearField("external_data")
+        for name in _DATA_FIELDS:
+            tensor.ClearField(name)
         tensor.ClearField("data_location")
         tensor.raw_data = bytes(content)
 

@@ -308,6 +308,8 @@ def test_what_a_tensor_carries_beside_external_data_does_not_count(tmp_path: Pat
     for count in (4, N):
         model = model_of([helper.make_node("Add", ["x", "w"], ["y"])], *border(), {"w": floats(1, count)})
         (found,) = model.graph.initializer
+        if count == 4:
+            found.CopyFrom(helper.make_tensor("w", TensorProto.FLOAT, [count], floats(1, count)))  # in float_data
         found.data_location = TensorProto.EXTERNAL
         found.external_data.add(key="location", value=FILE)
         (tmp_path / FILE).write_bytes(floats(2, count).tobytes())
