@@ -45,7 +45,7 @@ class AionnError(Exception):
 
 def _made_again(kind: type[AionnError], args: tuple[object, ...], attributes: Mapping[str, object]) -> AionnError:
     error = kind.__new__(kind)  # not by its own parameters: the message is made already
-    error.args = args  # not by `__new__`: that of OSError, which DeadlineError is too, leaves them to `__init__`
+    error.args = args  # `OSError.__new__`, which makes a DeadlineError, would leave them to `__init__`
     error.__dict__.update(attributes)
     if hasattr(error, "__notes__"):
         error.__notes__ = [*error.__notes__]  # a note for one caller is not for the others

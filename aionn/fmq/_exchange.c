@@ -30,7 +30,7 @@ typedef struct {
     long long waits, waited_ns;  /* looks that ended with a packet, and how long they took in all */
 } ExchangeObject;
 
-/* All of it in `new`, and no `init`: so there is no object without its two queues. */
+/* There is no `init`, so no object exists without its two queues. */
 static PyObject *exchange_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     struct module_state *module = PyType_GetModuleState(type);

@@ -62,7 +62,7 @@ static PyObject *answer(RingObject *self, enum ring_status status, bool none)
     Py_RETURN_FALSE;
 }
 
-/* The ring, and `count` elements of it in bytes. The number comes first: its __index__ may run any Python code, which may
+/* The ring, and `count` elements of it in bytes. The number is read first, since its __index__ may run any Python code and
  * close the queue. More than the queue holds becomes one element more than it holds: never there, never overflowing. */
 static struct ring *usable_for(RingObject *self, PyObject *count, uint64_t *bytes)
 {
@@ -119,7 +119,7 @@ static int ring_init(PyObject *object, PyObject *args, PyObject *kwargs)
     static const Py_ssize_t least[PARTS] = {8, 8, 1, 4, sizeof(struct ring_control)};
     static const Py_ssize_t aligned[PARTS] = {8, 8, 1, 4, 8}; /* libfmq's own data offset is 16: fine for plain loads */
     PyObject *parts[PARTS];
-    Py_buffer buffers[PARTS] = {{0}}; /* ours once all is checked: taking a buffer may run any Python code */
+    Py_buffer buffers[PARTS] = {{0}}; /* copied to `self` last: taking a buffer may run any Python code */
     unsigned long long quantum;
     int synchronized, reader_fd, writer_fd;
     if (kwargs && PyDict_Size(kwargs)) {
@@ -143,7 +143,7 @@ static int ring_init(PyObject *object, PyObject *args, PyObject *kwargs)
         PyErr_SetString(PyExc_ValueError, "the data part of a ring is a whole number of elements");
         goto failed;
     }
-    if (self->ring.quantum) { /* also one that was released: others may have checked what it was */
+    if (self->ring.quantum) { /* also after its release: a Caller has checked this ring once */
         PyErr_SetString(PyExc_TypeError, "a Ring is initialised once");
         goto failed;
     }

@@ -1,7 +1,7 @@
-"""Every place of a model where a tensor can stand, found through the schema's own descriptors.
+"""Find every tensor of a model, through the schema's own descriptors.
 
 An attribute, a sparse initializer, a function's node, training information: each can hold a `TensorProto`, and so can a field that a
-later release of ONNX adds. So no list of places is kept here.
+later release of ONNX adds. So this module keeps no list of places.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from google.protobuf.message import Message  # type: ignore[import-untyped]
 from onnx import ModelProto, TensorProto
 
 Visit = Callable[[TensorProto, tuple[Message, ...]], None]
-"""Is given a tensor, and the messages around it: the outermost first, without the model itself."""
+"""Receives a tensor and the messages around it, the outermost first, without the model itself."""
 
 
 class _Door(NamedTuple):

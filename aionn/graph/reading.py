@@ -284,7 +284,7 @@ class _Payloads:
 
     def __call__(self, tensor: TensorProto, name: str) -> Payload | None:
         entries = {entry.key: entry.value for entry in tensor.external_data}
-        if tensor.data_location == TensorProto.EXTERNAL:  # first: what a tensor carries beside that counts for no engine
+        if tensor.data_location == TensorProto.EXTERNAL:  # engines then read the file, even if the tensor carries bytes as well
             home = self._homes.get(entries.get("location", ""))
             return self._beside(tensor, name, entries) if home is None else self._within(tensor, name, entries, home)
         index = entries.get(self._excision.key)
@@ -328,16 +328,18 @@ class _Payloads:
         return path, status.st_size
 
     def _permitted(self, location: str) -> Path | None:
-        """The real path of the file of that name beside the model, or None if the name or a link leads elsewhere.
+        """Return the real path of the file of that name beside the model, or None if the name or a link leads elsewhere.
 
-        The model's path may be a link: in Hugging Face's cache `snapshots/REV/` has links alone, into the flat `blobs/`. So two directories
-        count: that of the path, and that of the real path. A file is permitted inside the directory where it is found by its name. The
-        target of a link may also lie directly in one of the two; not deeper, for a real path of "/model.onnx" would permit every file.
+        The model's path may be a link. In Hugging Face's cache, `snapshots/REV/` has only links, into the flat directory `blobs/`.
+        So two directories count: that of the path, and that of the real path.
+
+        A real path is permitted if it lies directly in one of the two. It may lie deeper in one only where that directory's own entry of
+        this name leads to it. Otherwise a model at "/model.onnx" would permit every file.
         """
         named = PurePath(location)
         if not named.parts or named.is_absolute() or ".." in named.parts:
             return None
-        # As for an engine, what the model's own directory has under that name goes first, even a link that is then refused.
+        # An engine looks beside the model's path alone. So an entry there goes first, even a link that is then refused.
         beside = [directory / named for directory in self._directories]
         real = next((path for path in beside if os.path.lexists(path)), beside[0]).resolve()
         if real.parent in self._directories:

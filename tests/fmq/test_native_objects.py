@@ -1,6 +1,6 @@
-"""Native objects misused from Python: without their `__init__`, without optional parts, closed in the middle of a call. Python goes on.
+"""Misuse native objects from Python: without `__init__`, without optional parts, closed in the middle of a call. Python goes on.
 
-Each misuse runs in a child of fork, for a mistake in C ends the process by a signal.
+Each misuse runs in a child of fork, because a mistake in C ends the process by a signal.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def test_a_queue_without_some_of_its_words_refuses_what_needs_them(at: int) -> N
 def test_arming_with_a_mask_needs_a_flag_word() -> None:
     refused: list[int] = []
 
-    class Told(Ring):
+    class Refusing(Ring):
         def _refuse(self, code: int) -> None:
             refused.append(code)
             raise LookupError
@@ -105,7 +105,7 @@ def test_arming_with_a_mask_needs_a_flag_word() -> None:
     parts = [mmap.mmap(-1, size) for size in (8, 8, 48, CONTROL_BYTES)]
 
     def use() -> int:
-        ring = Told(parts[0], parts[1], parts[2], None, parts[3], DATUM_BYTES, True, -1, -1)
+        ring = Refusing(parts[0], parts[1], parts[2], None, parts[3], DATUM_BYTES, True, -1, -1)
         for arm in (ring.arm_reader, ring.arm_writer):
             with pytest.raises(LookupError):
                 arm(2, 1)
