@@ -10,7 +10,7 @@
 
     aionn.run(main)
 
-Models run in driver processes of their own; frames cross in shared memory. This is the face for apps; `aionn.hal` is the
+Each device runs models in a driver process; frames cross in shared memory. This is the face for apps; `aionn.hal` is the
 one for driver authors, `aionn.testing` the one for tests.
 
 A name's home is imported when the name is first asked for: every driver process imports this package on its way to
@@ -132,7 +132,7 @@ _HOMES = {
 """Where each name is defined; `TYPE_CHECKING` says the same to a type checker."""
 
 _FACES = {name: f"aionn.{name}" for name in ("caching", "errors", "fmq", "hal", "testing", "trace")}
-"""Modules that are faces of their own."""
+"""Modules that are faces too."""
 
 if not _typing.TYPE_CHECKING:  # a type checker would take any name for an attribute
     __getattr__ = _imported_when_asked(__name__, {**_HOMES, **_FACES})

@@ -104,7 +104,7 @@ class DriverDiedError(AionnError):
 
     Attributes:
         device: the name of the device whose driver it was.
-        exit_code: as `subprocess` tells it (negative: killed by that signal), or None if it is not known.
+        exit_code: as in `subprocess` (negative: killed by that signal), or None if it is not known.
     """
 
     def __init__(self, device: str, exit_code: int | None, why: str = "") -> None:
@@ -176,7 +176,7 @@ class MemoryAllocationError(AionnError):
 
     Attributes:
         needed_bytes: what was asked for.
-        available_bytes: what the tightest known limit leaves, or None if no limit tells.
+        available_bytes: what the tightest known limit leaves, or None without a known limit.
     """
 
     def __init__(self, message: str, *, needed_bytes: int, available_bytes: int | None) -> None:

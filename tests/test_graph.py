@@ -334,7 +334,7 @@ def test_a_model_without_operator_set_is_refused() -> None:
 
 
 def test_a_model_without_graph_is_refused() -> None:
-    with pytest.raises(CallerError, match="no graph"):
+    with pytest.raises(CallerError, match="lacks a graph"):
         read(helper.make_model(onnx.GraphProto(), ir_version=8))
 
 

@@ -2,17 +2,17 @@
 
 Read this first: `write` and `read` are one C call each, never wait, and never lose or split anything. Waiting is on top:
 `await wait_readable()` for tasks, `read_in_thread` for threads, `arm_reader` + `reader_fd` for an event loop of one's own.
-Take one of them per side: `wait_*` owns the side's eventfd from its first use on. All or nothing has a price: a writer
-of m elements and a reader of n that wait at once can wait for each other unless the capacity is m + n - 1 or more.
+Take one of them per side: `wait_*` owns the side's eventfd from its first use on. All or nothing has a price. A writer
+of m elements and a reader of n that wait at once can block each other unless the capacity is m + n - 1 or more.
 
-A synchronized queue has one reader and one writer. An unsynchronized one has one writer that never waits and overwrites,
-and any number of readers with cursors of their own, which lose the older half when overtaken; nobody waits on it.
+A synchronized queue has one reader and one writer. An unsynchronized one has one writer, which never waits and overwrites.
+Each of its readers has a separate cursor and loses the older half when overtaken. Waiting needs a synchronized queue.
 
 Invariants
     The shared words are touched only through `Ring`, which holds the mapping for as long as it is open.
     A queue owns its descriptors from construction on, also when construction fails.
     Attaching changes nothing in the queue (libfmq resets the counters by default; a queue in use must not be).
-    After `close` or `end` nobody waits here: each waiter has been given elements or an error.
+    After `close` or `end` no waiter is left: each has been given elements or an error.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class MessageQueue(Ring):
         quantum: bytes of one element.
         capacity: elements the queue can hold, all of them usable.
         flavor: synchronized or unsynchronized.
-        reader_fd: eventfd that is readable when the reader must look again; -1: none.
+        reader_fd: eventfd that is readable when the reader must look again, or -1.
         writer_fd: the same for the writer.
         reader_flag, writer_flag: the event flag, awaited from that side.
     """
@@ -276,7 +276,7 @@ class MessageQueue(Ring):
         self.await_futex(bit)
         while (result := attempt()) is None:
             if 0 <= deadline_ns <= time.monotonic_ns():
-                raise DeadlineError(f"the queue's peer made no progress within {timeout_s} s; it may be busy: try again later")
+                raise DeadlineError(f"the queue's peer made no progress within {timeout_s} s; it may be busy, try again later")
             self.wait_flag(bit, deadline_ns)
         return result
 
@@ -293,7 +293,7 @@ class MessageQueue(Ring):
                 room.wake_all()
 
     def close(self) -> None:
-        """Tell the peer, fail the own waiters with QueueClosedError, and let go of descriptors and mapping. Idempotent.
+        """Notify the peer, fail the own waiters with QueueClosedError, and release descriptors and mapping. Idempotent.
 
         Call it where the queue is awaited: in its event loop's thread. An unsynchronized queue is closed for the others
         only by its writer. In a child of fork only the child's copies are let go.
@@ -387,7 +387,7 @@ class _ReaderSide:
         try:
             return (0 < count <= self._available()) or bool(mask and mask & self._flag()) or self._over()
         except (QueueCorruptedError, CallerError):
-            return True  # whoever looks gets the error
+            return True  # the next look raises the error
 
 
 class _WriterSide(_ReaderSide):

@@ -1,20 +1,26 @@
 """ONNX file <-> `Model`: large constants go out into one pool, the rest stays the standard's own protobuf.
 
 `read_onnx` never parses a weight. `wire` walks the file's protobuf down to the tensors and leaves out each `raw_data` of
-more than `CONSTANT_COPY_BYTES`; the `onnx` package then parses a few kilobytes, and each weight is copied once, from the
+more than `CONSTANT_COPY_BYTES`. The `onnx` package then parses a few kilobytes, and each weight is copied once, from the
 source into the pool. So a model needs its own size twice for a moment (source and pool), not four times (source,
-message, Python bytes, pool). `constants` takes the large ones out of the graph and puts them back (`embed_constants`);
-`places` finds every tensor of a model, wherever the schema lets one stand;
-`arrays` shows constants as arrays where they lie; `checking` says what is wrong with a graph, node by node; `support` asks an
-engine operator by operator; `shapes` resolves open dimensions; `reading` joins them.
+message, Python bytes, pool).
+
+    wire       leaves large tensors out of a serialized model
+    constants  takes large constants out of the graph and puts them back (`embed_constants`)
+    places     finds every tensor of a model, wherever the schema lets one stand
+    arrays     shows constants as arrays where they lie
+    checking   says what is wrong with a graph, node by node
+    support    asks an engine operator by operator
+    shapes     resolves open dimensions
+    reading    joins them
 
 What changes in the graph, and nothing else does
-    Every large constant is an EXTERNAL initializer of the main graph (location "pool:0", offset, length); those of
-    `Constant` nodes and of nested graphs (If, Loop, Scan) are hoisted there, renamed where their name is taken.
+    Every large constant is an EXTERNAL initializer of the main graph (location "pool:0", offset, length).
+    Those of `Constant` nodes and of nested graphs (If, Loop, Scan) are hoisted there, renamed where their name is taken.
     A hoisted constant that is an output of its graph leaves an Identity behind: a graph makes its own outputs.
     Large constants that nothing reads are gone.
     A node without a name gets one ("Conv_3"), so every engine's complaint can name it.
-    An initializer is no graph input, and the IR version is at least 4: a constant has one value for good.
+    Initializers are left out of the graph's inputs, and the IR version is at least 4, so a constant has one fixed value.
     Constants whose element type `OperandType` cannot name (int4, bfloat16, string) stay inline.
     Every tensor that stays carries its own bytes, also where a file held them: functions, attributes, sparse initializers. So an
     engine never looks for a file, and the token covers all that it computes with.

@@ -12,7 +12,7 @@ from aionn.hal.model import Constant, Model
 
 
 def constant_arrays(model: Model) -> dict[str, NDArray[Any]]:
-    """The large constants as arrays over the model's pools, by name: no copy; read-only where the pool is.
+    """Return the large constants as arrays over the model's pools, by name. Nothing is copied, and read-only pools give read-only arrays.
 
     They keep the pools' mappings alive, not the pools.
     """
@@ -24,7 +24,7 @@ def arrays_over(pools: Sequence[Any], constants: Iterable[Constant]) -> dict[str
 
     Raises:
         ValueError: a location is not within its pool, or not as long as type and shape need.
-        IndexError: there is no such pool.
+        IndexError: a location names a missing pool.
     """
     arrays: dict[str, NDArray[Any]] = {}
     for constant in constants:

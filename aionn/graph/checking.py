@@ -27,7 +27,7 @@ def label(node: NodeProto, index: int) -> str:
 
 
 def check_text(graph: GraphProto) -> None:
-    """Every name is text: where the bytes are no UTF-8, protobuf gives them as `bytes`, and no error.
+    """Check that every name is text. Where the bytes are not UTF-8, protobuf returns `bytes` and raises nothing.
 
     Raises:
         CallerError: one of them is not.
@@ -100,7 +100,7 @@ def border(values: Sequence[ValueInfoProto], side: str) -> dict[str, Operand]:
     """Inputs or outputs as operands, in the graph's order.
 
     Raises:
-        CompilationError: one of them is no tensor, or has an element type that cannot cross to a driver.
+        CompilationError: one of them is not a tensor, or has an element type that cannot cross to a driver.
     """
     return {value.name: _operand(value, side) for value in values}
 

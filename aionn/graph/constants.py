@@ -275,7 +275,7 @@ def embed_constants(model: Model) -> ModelProto:
     """The whole ONNX model again, constants inside: for engines that cannot take them by reference. Costs a copy of each.
 
     Raises:
-        CompilationError: the whole model is over protobuf's limit of 2 GiB, or its graph is none.
+        CompilationError: the whole model is over protobuf's limit of 2 GiB, or its graph cannot be parsed.
     """
     try:
         whole: ModelProto = onnx.ModelProto.FromString(model.graph)
@@ -298,8 +298,8 @@ def embed_constants(model: Model) -> ModelProto:
 def settle_exported(graph: bytes, location: str, content: bytes | memoryview) -> tuple[bytes, tuple[Constant, ...], bool]:
     """A graph that ONNX Runtime wrote, as it reads it: external constants of nested graphs inside, and no name made twice on one way in.
 
-    ONNX Runtime numbers what it adds to each graph by itself ("reorder_token_0"), and then refuses a nested graph that makes a name
-    of those around it; constants handed over by name it takes for nested ones of that name too.
+    ONNX Runtime numbers what it adds to each graph by itself ("reorder_token_0"). It then refuses a nested graph that makes a name
+    which a graph around it has made. A constant that it gets by name also replaces nested constants of that name.
 
     Args:
         graph: a serialized ModelProto.
@@ -307,8 +307,8 @@ def settle_exported(graph: bytes, location: str, content: bytes | memoryview) ->
         content: that file.
 
     Returns:
-        The graph; the main graph's constants in that file, with pool 0 for it; and whether they can be handed over by name: not if some
-        have an element type that `OperandType` cannot name.
+        The graph, the main graph's constants in that file (which is pool 0), and whether they can be handed over by name. They cannot
+        if one has an element type that `OperandType` cannot name.
     """
     whole: ModelProto = onnx.ModelProto.FromString(graph)
     bodies = [body for node in whole.graph.node for body in nested_graphs(node)]
@@ -339,7 +339,7 @@ def settle_exported(graph: bytes, location: str, content: bytes | memoryview) ->
 
 
 def _name_apart(graph: GraphProto, above: set[str], scopes: Counter[str]) -> None:
-    """Give all that nested graphs make under a name from above a name of its own. `above`: what is made around `graph`."""
+    """Rename what nested graphs make under a name that is taken above them. `above`: what is made around `graph`."""
     visible = above | _made(graph)
     for node in graph.node:
         for body in nested_graphs(node):
@@ -355,7 +355,7 @@ def _name_apart(graph: GraphProto, above: set[str], scopes: Counter[str]) -> Non
 
 
 def _place_in(tensor: TensorProto, location: str) -> DataLocation | None:
-    """Where a tensor's bytes lie in the file of that name; None: not there."""
+    """Return where a tensor's bytes lie in the file of that name, or None if they lie elsewhere."""
     entries = {entry.key: entry.value for entry in tensor.external_data}
     if entries.get("location") != location:
         return None

@@ -19,7 +19,7 @@ Visit = Callable[[TensorProto, tuple[Message, ...]], None]
 
 
 class _Door(NamedTuple):
-    """A field that leads to tensors; `inner`: the fields of its messages that lead to more."""
+    """A field that leads to tensors. `inner` are the fields of its messages that lead to more."""
 
     name: str
     repeated: bool

@@ -64,7 +64,7 @@ def read_onnx(
     attach: Callable[[Path], IMemory] | None = None,
     homes: Mapping[str, Home] = _NO_HOMES,
 ) -> ReadGraph:
-    """Read an ONNX model and put its large constants into a pool, but for those that lie in memory of their own.
+    """Read an ONNX model and put its large constants into a pool, except those that lie in `homes` already.
 
     The token names the content: it is the same wherever the constants lie.
 
@@ -73,13 +73,13 @@ def read_onnx(
             beside the file that it links to.
         allocate: gives a pool of that many bytes whose `view()` is writable; called at most once, not at all
             for a model without large constants.
-        attach: maps a file beside the model, for reading; None: such constants are copied. They are copied, too, where
-            they begin at no multiple of their element's size.
+        attach: maps a file beside the model, for reading; None copies such constants. They are copied, too, where
+            they do not begin at a multiple of their element's size.
         homes: by the file name that the graph gives: memory that stands for that file.
 
     Raises:
-        CallerError: there is no ONNX model at `source`, or a file with its weights is missing.
-        CompilationError: it is ONNX, but its graph is broken or has inputs or outputs that are no tensors; `.node` says where.
+        CallerError: `source` does not hold an ONNX model, or a file with its weights is missing.
+        CompilationError: the graph is broken, or has inputs or outputs that are not tensors; `.node` says where.
         MemoryAllocationError: from `allocate`.
     """
     content, where, directories = _content(source)
@@ -186,7 +186,7 @@ def _borders(model: ModelProto) -> tuple[dict[str, Operand], dict[str, Operand]]
     kept = [onnx.ValueInfoProto.FromString(value.SerializeToString()) for value in values]
     del model.graph.input[:]
     model.graph.input.extend(kept)
-    # From version 4 on an initializer that is no input is a constant; before, it had to be an input too.
+    # From version 4 on an initializer that is missing among the inputs is a constant; before, it had to be an input too.
     model.ir_version = max(model.ir_version, 4)
     return inputs, outputs
 
@@ -232,7 +232,7 @@ def _parse(content: memoryview, where: str) -> tuple[Excision, ModelProto]:
     except (WireError, DecodeError) as error:
         raise CallerError(f"{where}: this is not an ONNX model, or not a whole one ({error}); give a serialized onnx.ModelProto") from error
     if not model.HasField("graph") or not model.graph.output:
-        raise CallerError(f"{where}: this is not an ONNX model: it has no graph with outputs; give a serialized onnx.ModelProto")
+        raise CallerError(f"{where}: this is not an ONNX model, for it lacks a graph with outputs; give a serialized onnx.ModelProto")
     if not model.opset_import:
         raise CallerError(f"{where}: the ONNX model does not say which operator set it uses (opset_import); export it again")
     return excision, model

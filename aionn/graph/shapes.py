@@ -20,8 +20,8 @@ def resolve_shapes(
         input_shapes: the concrete shape of each input that is given; an omitted one says nothing.
 
     Returns:
-        Per output its shape; None where any axis stays open: no symbol, a symbol of no given input, or one about which
-        two inputs disagree (exporters do reuse names; the engine then tells the true shape).
+        Per output its shape, or None where any axis stays open. An axis stays open without a symbol, with a symbol that
+        the given inputs lack, or with one about which two inputs disagree. Exporters do reuse names.
     """
     extents: dict[str, set[int]] = {}
     for name, shape in input_shapes.items():

@@ -50,7 +50,7 @@ def gather_tables(graph: bytes, at_least_bytes: int) -> list[str]:
             tables.difference_update(node.input[1:] if gathers else node.input)
             for body in nested_graphs(node):
                 tables.difference_update(value.name for value in body.output)
-                # ONNX Runtime takes what was handed over for a name in every graph, also where that has a constant of its own.
+                # ONNX Runtime takes what was handed over for a name in every graph, also in one with another constant of that name.
                 tables.difference_update(tensor.name for tensor in body.initializer)
                 strike(body.node)
 

@@ -2,10 +2,9 @@
 
     field   tag varint (number << 3 | type), then by type: 0 varint, 1 eight bytes, 2 length varint + bytes, 5 four bytes
 
-Only these fields are entered (onnx.proto): ModelProto.graph 7; GraphProto.node 1, .initializer 5; NodeProto.attribute 5;
-AttributeProto.t 5, .g 6, .graphs 11. Within a TensorProto .raw_data 9 is left out when it is large, and one
-.external_data 13 entry stands in its place: {key: a word made for this one walk, value: which span}. The word is
-random, so a file cannot carry it and point into bytes of its choice.
+`_ENTERED` lists the fields that are entered, with their numbers from onnx.proto. Within a TensorProto .raw_data 9 is left
+out when it is large, and one .external_data 13 entry stands in its place. Its key is a word made for this one walk, its
+value the number of the span. The word is random, so a file cannot carry it and point into bytes of its choice.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def excise(source: memoryview, larger_than_bytes: int) -> Excision:
 
 
 def _shorten(source: memoryview, at: int, end: int, kind: str, depth: int, larger_than_bytes: int, excision: Excision) -> bytes | None:
-    """The message in [at, end) without large tensors; None if there are none in it."""
+    """Return the message in [at, end) without large tensors, or None if it holds no large tensor."""
     if depth > _MAX_DEPTH:
         raise WireError(f"messages nested more than {_MAX_DEPTH} deep")
     entered = _ENTERED[kind]
