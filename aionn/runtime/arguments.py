@@ -17,6 +17,7 @@ from aionn.errors import AionnError, CallerError, DeadlineError, ExecutionError,
 from aionn.graph import resolve_shapes
 from aionn.hal.model import Model
 from aionn.hal.types import DataLocation, ErrorStatus, Operand, OutputShape, Request, RequestArgument, Result, Timing
+from aionn.memory.memory import extents_of
 from aionn.memory.pool import Frame, Layout
 
 _REMEMBERED = 64
@@ -187,7 +188,7 @@ class Arguments:
             raise CallerError(f"shapes name {sorted(unknown)}, which the model does not have; its inputs are {list(self._names)}")
         chosen = []
         for name, operand in self._operands:
-            shape = tuple(int(extent) for extent in shapes.get(name, operand.dimensions or ()))
+            shape = extents_of(shapes.get(name, operand.dimensions or ()))
             if name not in shapes and (operand.dimensions is None or 0 in operand.dimensions):
                 raise CallerError(
                     f"input {name!r} has open dimensions {operand.dimensions}: say its shape, as in frame(shapes={{{name!r}: (...)}})"
