@@ -284,13 +284,13 @@ class DeviceMemory:
             DeviceMemoryLostError: its driver has ended.
         """
         await self.ready()
+        if target is not None and not isinstance(target, Memory):
+            raise CallerError(f"copy_to a {type(target).__name__}: device memory is copied into a Memory; snapshot() gives an array")
         self.check_filled()
         shape, size = self._shape, self.size_bytes
         if shape is None or size is None:
             raise CallerError("this device memory's shape is open until something fills it; copy_from or compute into it first")
         if target is not None:
-            if not isinstance(target, Memory):
-                raise CallerError(f"copy_to a {type(target).__name__}: device memory is copied into a Memory; snapshot() gives an array")
             with target[:] as part, self._copying() as settled:  # a user of its own: the app may close the target meanwhile
                 await self._front.copy_to(part, settled)
                 return part.array(self.type.dtype, shape)
