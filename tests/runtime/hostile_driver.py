@@ -59,6 +59,10 @@ GREETINGS: dict[str, list[Frame]] = {
     "nothing": [],
 }
 
+NO_BURST = control.Failure("ExecutionError", "no burst today", status=int(ErrorStatus.GENERAL_FAILURE))
+ENDING = ("half_an_answer", "no_answer", "burst_cut", "burst_dead")
+"""Answers after which the driver ends."""
+
 ANSWERS: dict[str, tuple[str, Callable[[Call], list[Frame]]]] = {
     "flags_too_few": ("GetSupportedOperations", lambda call: [reply(call, control.Flags(()))]),
     "flags_too_many": ("GetSupportedOperations", lambda call: [reply(call, control.Flags((True,) * 1000))]),
@@ -77,6 +81,10 @@ ANSWERS: dict[str, tuple[str, Callable[[Call], list[Frame]]]] = {
     "token_negative": ("Allocate", lambda call: [reply(call, control.Allocated(-5))]),
     "token_huge": ("Allocate", lambda call: [reply(call, control.Allocated(2**63))]),
     "burst_of_text": ("ConfigureExecutionBurst", lambda call: [raw(["Reply", call.id, ["Configured", "one"]])]),
+    "burst_refused": ("ConfigureExecutionBurst", lambda call: [reply(call, NO_BURST)]),
+    "burst_of_nothing": ("ConfigureExecutionBurst", lambda call: [reply(call, control.Done())]),
+    "burst_cut": ("ConfigureExecutionBurst", lambda call: [(reply(call, control.Configured(1))[0][:-1], 0)]),
+    "burst_dead": ("ConfigureExecutionBurst", lambda call: []),
 }
 
 RESULTS: dict[str, Result] = {
@@ -131,7 +139,7 @@ class Hostile:
             verb, lie = ANSWERS.get(self._lie, ("", None))
             if lie is not None and type(call.body).__name__ == verb:
                 self._send(lie(call))
-                if self._lie in ("half_an_answer", "no_answer"):
+                if self._lie in ENDING:
                     return
             else:
                 self._send([self._honest(call, fds)])

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import aionn
+from aionn.hal.types import ErrorStatus
 from aionn.testing import identity_model
 from tests.leaks import leak_check
 from tests.runtime import hostile_driver
@@ -104,6 +105,37 @@ async def test_answers_that_are_none() -> None:
                 failed = True
                 assert str(error), lie
             assert failed == (lie not in HARMLESS_ANSWERS), lie
+
+
+async def test_configure_execution_burst_failure_null_transport_and_dead() -> None:
+    """No burst, one sentence, and no fallback; the compilation computes without a burst, on a new driver where the old one has gone."""
+    rows: dict[str, tuple[type[aionn.AionnError], bool]] = {
+        "burst_refused": (aionn.ExecutionError, True),
+        "burst_of_nothing": (aionn.DriverDiedError, False),
+        "burst_cut": (aionn.DriverDiedError, False),
+        "burst_dead": (aionn.DriverDiedError, False),
+    }
+    async with beside_an_honest_one() as runtime:
+        for lie, (expected, lives) in rows.items():
+            compilation = await runtime.compile(model(), devices=(device(lie),))
+            (driver,) = (one for one in runtime.devices if one.name == device(lie))
+            pid = driver.pid
+            for _ in range(2):
+                burst = compilation.burst()
+                with pytest.raises(expected) as caught:
+                    await burst.__aenter__()
+                assert type(caught.value) is expected, lie
+                with pytest.raises(aionn.CallerError, match="not open"):
+                    await burst.compute(inputs())
+                await burst.aclose()
+                if lives:
+                    assert isinstance(caught.value, aionn.ExecutionError)
+                    assert caught.value.status is ErrorStatus.GENERAL_FAILURE
+                    assert "no burst today" in str(caught.value)
+                assert set(await compilation.compute(inputs())) == {"a", "b"}
+                assert (driver.pid == pid) is lives, lie
+            del caught
+            await compilation.aclose()
 
 
 @pytest.mark.parametrize("way", ["compute", "burst"])
