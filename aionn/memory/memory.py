@@ -50,7 +50,7 @@ def _whole(name: str, value: int) -> int:
         raise CallerError(f"{name}={value!r}: it is a whole number of bytes, as an int") from None
 
 
-def extents_of(shape: Iterable[int]) -> tuple[int, ...]:
+def extents_of(shape: Iterable[int | np.integer[Any]]) -> tuple[int, ...]:
     """Return an app's shape as plain ints.
 
     Raises:
@@ -219,7 +219,7 @@ class Memory(ClosedByWith):
         Raises:
             CallerError: the array would reach beyond the memory, or the memory has been closed.
         """
-        element, extents = np.dtype(dtype), (int(shape),) if isinstance(shape, int | np.integer) else tuple(shape)
+        element, extents = np.dtype(dtype), extents_of((shape,) if isinstance(shape, int | np.integer) else shape)
         if element.hasobject:
             raise CallerError(f"dtype {element}: shared memory holds plain numbers, not references to Python objects")
         needed = element.itemsize

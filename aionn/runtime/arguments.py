@@ -183,6 +183,8 @@ class Arguments:
 
     def check_shapes(self, shapes: Mapping[str, Sequence[int]]) -> Shapes:
         """The same for shapes alone; an input that the model knows in full may be left out."""
+        if not isinstance(shapes, Mapping):
+            raise CallerError(f"shapes: expected a dict of shapes by input name, got {type(shapes).__name__}")
         unknown = shapes.keys() - set(self._names)
         if unknown:
             raise CallerError(f"shapes name {sorted(unknown)}, which the model does not have; its inputs are {list(self._names)}")
