@@ -120,7 +120,7 @@ class Housekeeping:
                 self._index = Index(directory.index)
             except (OSError, sqlite3.Error) as error:
                 self.warn(Refusal(MissReason.IO_ERROR, f"the index of sizes cannot be used, nothing will be evicted: {error}"))
-            self.directory = directory  # last: others read it without the lock, and may find the old one but never none
+            self.directory = directory  # last: other threads read it without the lock and must never find None
         self._tidy(directory)
         return directory
 
