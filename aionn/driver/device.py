@@ -279,12 +279,12 @@ class EngineBuffer:
         """Fill the whole buffer; see `DeviceBuffer.copy_from`."""
         file = _file_of(source)
 
-        def copy() -> None:
+        def opened() -> memoryview:
             if file is not None:
                 file.check_backing()
-            self._buffer.copy_from(source.view(), dimensions)
+            return source.view()
 
-        await anyio.to_thread.run_sync(copy)
+        await _copied(lambda: self._buffer.fill_from(opened, dimensions))
 
     async def copy_to(self, target: IMemory) -> None:
         """Copy the whole buffer out; see `DeviceBuffer.copy_to`. A file is flushed then."""
@@ -297,10 +297,31 @@ class EngineBuffer:
             if file is not None:
                 file.flush()
 
-        await anyio.to_thread.run_sync(copy)
+        await _copied(copy)
 
     async def aclose(self) -> None:
         self._buffers.free(self.token)
+
+
+async def _copied(copy: Callable[[], None]) -> None:
+    """Run a blocking copy in a thread.
+
+    Raise its error without the frames of the thread: they hold views of the client's memory, which would stay mapped with them.
+    """
+
+    def attempt() -> AionnError | None:
+        try:
+            copy()
+        except AionnError as error:
+            return error.again()
+        return None
+
+    failed = await anyio.to_thread.run_sync(attempt)
+    if failed is not None:
+        try:
+            raise failed
+        finally:
+            del failed
 
 
 class EngineBurstExecutor:

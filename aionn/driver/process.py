@@ -2,8 +2,8 @@
 
 It ends with its parent however that ends: the kernel sends SIGKILL when the parent's thread that started it is gone, and
 the end of the control socket ends it where that signal does not reach (a parent in another pid namespace, a process in
-between). It leaves nothing that could outlive it: no named memory, no child, and no files but what an engine writes by path
-while it compiles (ONNX Runtime: a directory "aionn-ort-..." among the temporary ones), if it is killed just then.
+between). It leaves nothing that could outlive it: no named memory, no child, no file. (An engine that writes files by name while it
+compiles leaves them if it is killed just then. No engine of aionn does.)
 """
 
 from __future__ import annotations

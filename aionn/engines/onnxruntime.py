@@ -25,14 +25,15 @@ from __future__ import annotations
 import os
 import re
 import struct
-import tempfile
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from io import BufferedReader
 from math import prod
 from typing import Any
 
 import msgspec
+import numpy as np
 from numpy.typing import NDArray
 
 from aionn.engines.processor import Flushing, instruction_set, usable_cpus
@@ -59,6 +60,7 @@ as much as ORT's copies of so many bytes; in models at hand a fifth of the weigh
 _REMEMBERED_BINDINGS = 16
 """So many sets of arrays are remembered: the frames of a burst that take turns, each with a state that has two places in turn."""
 
+_PIECE_BYTES = 16 << 20
 _ARTIFACT_FORMAT = 2
 _NOTES_LENGTH = struct.Struct("<Q")
 _WEIGHTS_DIRECTORY, _WEIGHTS_FILE = "/dev", "null"
@@ -107,7 +109,7 @@ class OnnxRuntimeEngine:
         self._native = native
         onnxruntime.set_default_logger_severity(_FATAL_ONLY)
         self.version = f"{onnxruntime.__version__};{instruction_set()};all,denormals=0;artifact={_ARTIFACT_FORMAT}"
-        self._kernels: dict[tuple[str, str], list[tuple[int, int]]] | None = None
+        self._kernels: Mapping[tuple[str, str], Sequence[tuple[int, int]]] | None = None
 
     def supported_operations(self, model: Model) -> Sequence[bool]:
         """By operator and version; an operator can still be refused by `compile` for its element type."""
@@ -132,13 +134,11 @@ class OnnxRuntimeEngine:
         if not options.may_export:
             session = self._session(model.graph, settings, options, model.operations)
             return OnnxRuntimeExecutable(session, (model, arrays), None)
-        with tempfile.TemporaryDirectory(prefix="aionn-ort-") as directory:
-            graph_path = os.path.join(directory, "graph.onnx")
-            settings.optimized_model_filepath = graph_path
-            settings.add_session_config_entry("session.optimized_model_external_initializers_file_name", _WEIGHTS_FILE)
-            settings.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", str(OUTSIDE_BYTES))
-            session = self._session(model.graph, settings, options, model.operations)
-            written = _Written(graph_path, os.path.join(directory, _WEIGHTS_FILE), work)
+        written = _Written(work)
+        settings.optimized_model_filepath = written.graph_path
+        settings.add_session_config_entry("session.optimized_model_external_initializers_file_name", written.weights_file)
+        settings.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", str(OUTSIDE_BYTES))
+        session = self._session(model.graph, settings, options, model.operations)
         return OnnxRuntimeExecutable(session, (model, arrays), written.artifact)
 
     def export(self, executable: Executable) -> Artifact | None:
@@ -197,11 +197,6 @@ class OnnxRuntimeEngine:
     def _has_kernel(self, domain: str, operator: str, opset: int) -> bool:
         import onnx
 
-        if self._kernels is None:
-            self._kernels = {}
-            for kernel in self._native.get_all_opkernel_def():
-                if kernel.provider == "CPUExecutionProvider":
-                    self._kernels.setdefault((kernel.domain, kernel.op_name), []).append(kernel.version_range)
         if not domain:
             try:
                 schema: Any = onnx.defs.get_schema(operator, opset, domain)
@@ -211,7 +206,18 @@ class OnnxRuntimeEngine:
             if operator == "Constant" or schema.has_function or schema.has_context_dependent_function:
                 return True
             opset = schema.since_version
-        return any(first <= opset <= last for first, last in self._kernels.get((domain, operator), ()))
+        return any(first <= opset <= last for first, last in self._kernel_versions().get((domain, operator), ()))
+
+    def _kernel_versions(self) -> Mapping[tuple[str, str], Sequence[tuple[int, int]]]:
+        """Return the versions of each operator that have a kernel. Several threads may ask at once, so only a whole table is kept."""
+        kernels = self._kernels
+        if kernels is None:
+            found: dict[tuple[str, str], list[tuple[int, int]]] = {}
+            for kernel in self._native.get_all_opkernel_def():
+                if kernel.provider == "CPUExecutionProvider":
+                    found.setdefault((kernel.domain, kernel.op_name), []).append(kernel.version_range)
+            self._kernels = kernels = found
+        return kernels
 
 
 class OnnxRuntimeExecutable:
@@ -315,25 +321,48 @@ class _Binding:
 
 
 class _Written:
-    """The two files ORT wrote, held open: their directory is gone as soon as they are, and later nothing is left by a driver that dies.
+    """The two files that ORT writes while it compiles. They have no names, so a driver that is killed leaves nothing of them.
 
-    One that is killed while it compiles leaves the directory, for ORT writes by path.
+    ORT opens them by path, as entries of `/proc/self/fd`. Its graph names the weights' file by the number of the descriptor, and
+    `artifact` renames it.
     """
 
-    def __init__(self, graph_path: str, weights_path: str, work: int) -> None:
+    def __init__(self, work: int) -> None:
         self._work = work
-        self._graph = open(graph_path, "rb")  # noqa: SIM115 -- lives as long as the executable
-        self._weights = open(weights_path, "rb") if os.path.exists(weights_path) else None  # noqa: SIM115
+        self._graph, self._weights = _nameless("aionn-graph"), _nameless("aionn-weights")
         self._finalizer = weakref.finalize(self, _close, self._graph, self._weights)
+        self.graph_path = f"/proc/self/fd/{self._graph.fileno()}"
+        self.weights_file = str(self._weights.fileno())
 
     def artifact(self) -> Artifact:
         from aionn.graph import settle_exported
 
-        graph, weights = _read(self._graph), _NO_WEIGHTS if self._weights is None else _read(self._weights)
+        graph, weights = self._graph.read(), _taken_out(self._weights) or _NO_WEIGHTS
         self._finalizer()
         # Weights of nested graphs ORT does not look for in memory, and names that it made twice it does not read.
-        graph, constants, by_name = settle_exported(graph, _WEIGHTS_FILE, weights)
+        graph, constants, by_name = settle_exported(graph, self.weights_file, weights, renamed=_WEIGHTS_FILE)
         return Artifact((_with_notes(graph, _Notes(self._work, constants, by_name)),), (weights,))
+
+
+def _nameless(name: str) -> BufferedReader:
+    """A file in memory. `name` is what `/proc` shows for it."""
+    return open(os.memfd_create(name, os.MFD_CLOEXEC), "rb")
+
+
+def _taken_out(file: BufferedReader) -> memoryview:
+    """Move the bytes of a file in memory into a buffer, piece by piece from the end, so that they never need twice the memory."""
+    size = os.fstat(file.fileno()).st_size
+    content = np.empty(size, np.uint8).data
+    for begin in reversed(range(0, size, _PIECE_BYTES)):
+        file.seek(begin)
+        file.readinto(content[begin : begin + _PIECE_BYTES])
+        os.ftruncate(file.fileno(), begin)
+    return content
+
+
+def _close(*files: BufferedReader) -> None:
+    for file in files:
+        file.close()
 
 
 def _with_notes(graph: bytes, notes: _Notes) -> bytes:
@@ -352,17 +381,6 @@ def _without_notes(model: memoryview) -> tuple[bytes, _Notes]:
     if not 0 < length <= end:
         raise ValueError(f"a model file of {len(model)} bytes that does not end with its notes")
     return bytes(model[: end - length]), msgspec.msgpack.decode(model[end - length : end], type=_Notes)
-
-
-def _read(file: Any) -> bytes:
-    content: bytes = file.read()
-    return content
-
-
-def _close(*files: Any) -> None:
-    for file in files:
-        if file is not None:
-            file.close()
 
 
 def _address(array: NDArray[Any]) -> int:

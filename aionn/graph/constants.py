@@ -295,7 +295,9 @@ def embed_constants(model: Model) -> ModelProto:
     return whole
 
 
-def settle_exported(graph: bytes, location: str, content: bytes | memoryview) -> tuple[bytes, tuple[Constant, ...], bool]:
+def settle_exported(
+    graph: bytes, location: str, content: bytes | memoryview, *, renamed: str | None = None
+) -> tuple[bytes, tuple[Constant, ...], bool]:
     """A graph that ONNX Runtime wrote, as it reads it: external constants of nested graphs inside, and no name made twice on one way in.
 
     ONNX Runtime numbers what it adds to each graph by itself ("reorder_token_0"). It then refuses a nested graph that makes a name
@@ -305,6 +307,7 @@ def settle_exported(graph: bytes, location: str, content: bytes | memoryview) ->
         graph: a serialized ModelProto.
         location: the file name that its external constants give.
         content: that file.
+        renamed: the name that the returned graph gives instead of `location`.
 
     Returns:
         The graph, the main graph's constants in that file (which is pool 0), and whether they can be handed over by name. They cannot
@@ -335,7 +338,12 @@ def settle_exported(graph: bytes, location: str, content: bytes | memoryview) ->
         for tensor, place in outside
         if tensor.data_type in TYPES
     )
-    return whole.SerializeToString() if bodies else graph, constants, len(constants) == len(outside)
+    if renamed is not None:
+        for tensor, _ in outside:
+            for entry in tensor.external_data:
+                if entry.key == "location":
+                    entry.value = renamed
+    return whole.SerializeToString() if bodies or renamed is not None else graph, constants, len(constants) == len(outside)
 
 
 def _name_apart(graph: GraphProto, above: set[str], scopes: Counter[str]) -> None:

@@ -215,6 +215,10 @@ class DeviceBuffer:
             ExecutionError: another execution or copy uses the buffer; nothing has changed.
             MemoryAllocationError: it would have to grow and cannot. It is then uninitialized.
         """
+        self.fill_from(lambda: source, dimensions)
+
+    def fill_from(self, opened: Callable[[], Any], dimensions: tuple[int, ...]) -> None:
+        """As `copy_from`, with bytes that `opened` returns. What it raises is a failed copy, too."""
         self.begin_writing("copied into")
         shape: tuple[int, ...] | None = None
         room: NDArray[np.uint8] | None = None
@@ -225,7 +229,7 @@ class DeviceBuffer:
             combined = full_shape(self.combined(asked, self.initial_dimensions))
             if combined is None:
                 raise CallerError(f"the buffer's dimensions {self.initial_dimensions} are open; a copy into it must give them")
-            data, needed = _as_bytes(source), self._bytes_of(combined)
+            data, needed = _as_bytes(opened()), self._bytes_of(combined)
             if data.size != needed:
                 raise CallerError(f"{data.size} bytes for a buffer of {needed}, {combined} of {self.type.value}; copies are whole")
             room = self.room(combined)

@@ -18,6 +18,8 @@ from __future__ import annotations
 import fcntl
 import operator
 import threading
+from collections.abc import Iterable
+from math import prod
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -29,7 +31,10 @@ from aionn.hal.types import MemoryDescription, MemoryKind, Operand
 from aionn.memory import limits
 from aionn.memory.region import PROT_READ, PROT_WRITE, Access, Region
 
-__all__ = ["HasFileno", "Memory"]
+__all__ = ["HasFileno", "Memory", "extents_of"]
+
+_MOST_BYTES = 2**63
+"""No file, memory or array has as many."""
 
 
 class HasFileno(Protocol):
@@ -43,6 +48,21 @@ def _whole(name: str, value: int) -> int:
         return operator.index(value)
     except TypeError:
         raise CallerError(f"{name}={value!r}: it is a whole number of bytes, as an int") from None
+
+
+def extents_of(shape: Iterable[int | np.integer[Any]]) -> tuple[int, ...]:
+    """Return an app's shape as plain ints.
+
+    Raises:
+        CallerError: it is not a sequence of whole numbers, or no memory can hold so many elements.
+    """
+    try:
+        extents = tuple(int(operator.index(extent)) for extent in shape)
+    except TypeError:
+        raise CallerError(f"shape={shape!r}: a shape is a tuple of whole numbers, as in (1, 16)") from None
+    if prod(max(abs(extent), 1) for extent in extents) >= _MOST_BYTES:
+        raise CallerError(f"shape={extents}: no memory has room for so many elements; at most 2^63 - 1 can be addressed")
+    return extents
 
 
 class _Pool:
@@ -199,7 +219,7 @@ class Memory(ClosedByWith):
         Raises:
             CallerError: the array would reach beyond the memory, or the memory has been closed.
         """
-        element, extents = np.dtype(dtype), (int(shape),) if isinstance(shape, int | np.integer) else tuple(shape)
+        element, extents = np.dtype(dtype), extents_of((shape,) if isinstance(shape, int | np.integer) else shape)
         if element.hasobject:
             raise CallerError(f"dtype {element}: shared memory holds plain numbers, not references to Python objects")
         needed = element.itemsize
@@ -221,7 +241,7 @@ class Memory(ClosedByWith):
         """
         self._living()
         size = self.size_bytes
-        shape = self.shape if shape is None else shape
+        shape = self.shape if shape is None else extents_of(shape)
         known = operand.dimensions if shape is None else shape
         if shape is not None and not operand.accepts(shape):
             raise CallerError(f"a shape {shape} for an operand of dimensions {operand.dimensions}; only an open extent (0) may be chosen")
@@ -277,10 +297,11 @@ class Memory(ClosedByWith):
         Raises:
             CallerError: an extent is below 1, or the memory has been closed. Whether type and size fit is seen at the use.
         """
+        shape = extents_of(shape)
         if min(shape, default=1) < 1:
             raise CallerError(f"a tensor of shape {shape}: every extent is at least 1")
         part = self[:]
-        part.shape = tuple(shape)
+        part.shape = shape
         return part
 
     def __len__(self) -> int:

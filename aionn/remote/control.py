@@ -297,6 +297,7 @@ class Cancel(_Message, frozen=True):
 
 Message = Call | Reply | Cancel | Ready | Refused
 
+_LARGEST = 2**64 - 1
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
@@ -365,7 +366,8 @@ def failure_of(error: BaseException) -> Failure:
         case DeviceUnavailableError():
             return Failure("DeviceUnavailableError", message, device=error.device)
         case MemoryAllocationError():
-            return Failure("MemoryAllocationError", message, needed_bytes=error.needed_bytes, available_bytes=error.available_bytes)
+            needed_bytes = min(error.needed_bytes, _LARGEST)  # a client may ask for more bytes than a message can name
+            return Failure("MemoryAllocationError", message, needed_bytes=needed_bytes, available_bytes=error.available_bytes)
         case CallerError():
             return Failure("CallerError", message)
         case DriverDiedError() | DriverHungError():

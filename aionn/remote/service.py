@@ -168,8 +168,8 @@ class DeviceService:
                 reply = Allocated(buffer.token)
             case CopyFrom(token=token, source=description, dimensions=dimensions):
                 buffer = _known(self._buffers, token, "device buffer")
-                with _Received() as received, received.part(descriptors, description, body.offset, body.length) as source:
-                    await buffer.copy_from(source, dimensions)
+                with _Received() as received:
+                    await buffer.copy_from(received.source(descriptors, description, body.offset, body.length), dimensions)
                 reply = Done()
             case CopyTo(token=token, target=description):
                 buffer = _known(self._buffers, token, "device buffer")
@@ -315,6 +315,13 @@ class _Received:
         with Memory(self.memory(descriptors.take(), description)) as whole:
             return whole[offset:end]
 
+    def source(self, descriptors: Descriptors, description: MemoryDescription, offset: int, length: int | None) -> IMemory:
+        """As `part`, for a copy into a buffer. Memory that cannot be mapped fails that copy, and the buffer has no contents then."""
+        try:
+            return self.part(descriptors, description, offset, length)
+        except AionnError as error:
+            return _Unmapped(description, error)
+
     def model(self, message: ModelMessage, descriptors: Descriptors) -> Model:
         """The client's model; its constants are mapped copy-on-write: no engine can write through to the app's."""
         pools = []
@@ -331,6 +338,21 @@ class _Received:
             pools=tuple(pools),
             token=message.token,
         )
+
+
+class _Unmapped:
+    """Memory that could not be mapped. Satisfies `IMemory`."""
+
+    def __init__(self, description: MemoryDescription, error: AionnError) -> None:
+        self.description = description
+        self.size_bytes = description.size_bytes
+        self._error = error
+
+    def fileno(self) -> int:
+        raise self._error
+
+    def view(self) -> memoryview:
+        raise self._error
 
 
 class _Handles:

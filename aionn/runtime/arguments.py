@@ -17,6 +17,7 @@ from aionn.errors import AionnError, CallerError, DeadlineError, ExecutionError,
 from aionn.graph import resolve_shapes
 from aionn.hal.model import Model
 from aionn.hal.types import DataLocation, ErrorStatus, Operand, OutputShape, Request, RequestArgument, Result, Timing
+from aionn.memory.memory import extents_of
 from aionn.memory.pool import Frame, Layout
 
 _REMEMBERED = 64
@@ -182,12 +183,14 @@ class Arguments:
 
     def check_shapes(self, shapes: Mapping[str, Sequence[int]]) -> Shapes:
         """The same for shapes alone; an input that the model knows in full may be left out."""
+        if not isinstance(shapes, Mapping):
+            raise CallerError(f"shapes: expected a dict of shapes by input name, got {type(shapes).__name__}")
         unknown = shapes.keys() - set(self._names)
         if unknown:
             raise CallerError(f"shapes name {sorted(unknown)}, which the model does not have; its inputs are {list(self._names)}")
         chosen = []
         for name, operand in self._operands:
-            shape = tuple(int(extent) for extent in shapes.get(name, operand.dimensions or ()))
+            shape = extents_of(shapes.get(name, operand.dimensions or ()))
             if name not in shapes and (operand.dimensions is None or 0 in operand.dimensions):
                 raise CallerError(
                     f"input {name!r} has open dimensions {operand.dimensions}: say its shape, as in frame(shapes={{{name!r}: (...)}})"

@@ -246,10 +246,7 @@ class Compilation:
 
         NNAPI: ANeuralNetworksMemory_createFromDesc.
         """
-        for names, what in ((inputs, "inputs"), (outputs, "outputs")):
-            if isinstance(names, str):
-                raise CallerError(f"{what}={names!r}: give names in a tuple, as in {what}=({names!r},)")
-        roles = DeviceRoles(self, tuple(inputs), tuple(outputs), shape)
+        roles = DeviceRoles(self, inputs, outputs, shape)
         while True:
             serving = await self._live()
             with trace.span("allocate", device=serving.device):

@@ -11,13 +11,14 @@ Invariants
     be lost when the two change places. While it is being filled (`_filling`) it cannot be advanced, for the same reason.
     `_uses` counts the executions that may still be touching it, also those whose callers have left; only `settled` ends one.
     `_left_copies` counts the copies that the driver may still be busy with and whose callers have left; `ready` waits for them.
+    `emptied` is set by a copy into it that failed before it was sent. What the driver holds is then not to be read.
 """
 
 from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from math import prod
 from types import TracebackType
@@ -28,11 +29,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aionn import trace
-from aionn.errors import AionnError, CallerError, DeviceMemoryLostError, DriverDiedError, DriverHungError, again
-from aionn.hal.types import BufferDesc, BufferRole, Operand
+from aionn.errors import AionnError, CallerError, DeviceMemoryLostError, DriverDiedError, DriverHungError, ExecutionError, again
+from aionn.hal.types import BufferDesc, BufferRole, ErrorStatus, Operand
 from aionn.memory.domain import Dimensions, combine_dimensions, full_shape, given
 from aionn.memory.hardware_buffer import HardwareBuffer
-from aionn.memory.memory import Memory
+from aionn.memory.memory import Memory, extents_of
 from aionn.memory.region import Region
 from aionn.remote.control import Done
 from aionn.remote.device import RemoteBuffer, RemotePreparedModel
@@ -45,8 +46,9 @@ class DeviceMemory:
     """A tensor in the driver. Made by `Compilation.allocate`; freed by `aclose`, with the runtime, or when collected.
 
     It may be used as the inputs and outputs it was allocated for: as a value of `inputs`, or of `outputs=`, of `compute`.
-    Before the first use as an input it must be filled: by `copy_from`, `reset`, or an execution that writes it. After an
-    execution that failed to write it, it must be filled again; one that reads and writes it leaves it as it was.
+    Before the first use as an input it must be filled: by `copy_from`, `reset`, or an execution that writes it. After a
+    `copy_from` or an execution that failed to write it, it must be filled again. An execution that reads and writes it leaves
+    it as it was.
 
     Uses that contradict each other are refused, never raced: `CallerError` here, or `ExecutionError` by the driver. A
     use after a call that ended early (`DeadlineError`, a cancelled task) waits until the driver is done with that call.
@@ -55,6 +57,7 @@ class DeviceMemory:
         inputs, outputs: names of the operands it may stand for.
         type: element type (`hal.OperandType`).
         fills: how often the app has filled it, or begun to. fresh: no execution has used it since.
+        emptied: whether the last `copy_from` was refused.
 
     Example:
         >>> state = await compilation.allocate(inputs=("state",), outputs=("stateN",))
@@ -78,6 +81,7 @@ class DeviceMemory:
         self._left_copies = 0
         self.fills = 0
         self.fresh = True
+        self.emptied = False
         self._uses = 0
         self._settled: asyncio.Event | None = None  # made by who waits: most executions end with nobody waiting for that
         self._closed = False
@@ -175,8 +179,15 @@ class DeviceMemory:
         if self._advancing:
             raise CallerError("an execution that advances this device memory is in flight; await it before the next use")
 
+    def check_filled(self) -> None:
+        """Raise as the driver does for a memory without contents, if the last copy into it was refused before it was sent."""
+        if self.emptied:
+            raise ExecutionError(
+                "this device memory is not initialized: the last copy_from was refused; fill it again", status=ErrorStatus.GENERAL_FAILURE
+            )
+
     async def copy_from(self, source: NDArray[Any] | Memory | HardwareBuffer | DeviceMemory, shape: tuple[int, ...] | None = None) -> None:
-        """Fill it.
+        """Fill it. A copy that fails leaves it without contents, as after `allocate`, unless an execution uses it now.
 
         Args:
             source: an array of its dtype and shape; a `Memory` or `HardwareBuffer` of exactly its bytes, read in place by
@@ -185,19 +196,32 @@ class DeviceMemory:
 
         Raises:
             CallerError: dtype, shape or size does not fit; or an execution that advances this memory is in flight.
-            ExecutionError: an execution uses it now; nothing has changed.
+            ExecutionError: an execution uses it now, and nothing has changed; or `source` holds nothing.
             DeviceMemoryLostError: its driver has ended.
         """
         await self.ready()
+        if source is self:
+            return
+        try:
+            part, found = await self._source_of(source, shape)
+        except AionnError:
+            if not self._uses:
+                self.emptied, self._shape = True, self._roles.shape
+            raise
+        with part:
+            await self.ready()
+            await self._fill(part, found)
+
+    async def _source_of(
+        self, source: NDArray[Any] | Memory | HardwareBuffer | DeviceMemory, shape: tuple[int, ...] | None
+    ) -> tuple[Memory, tuple[int, ...]]:
+        """Return memory that the driver can copy from, and the shape of the tensor in it. The caller closes the memory."""
         if isinstance(source, DeviceMemory):
-            if source is not self:
-                await self._copy_between(source)
-            return
+            return await self._contents_of(source)
         if isinstance(source, Memory | HardwareBuffer):
-            part, found = self._locate(source, shape)
-            with part:
-                await self._fill(part, found)
-            return
+            return self._locate(source, shape)
+        if isinstance(source, np.ma.MaskedArray):
+            raise CallerError("device memory keeps no mask; pass array.filled(value), or array.data for what lies under the mask")
         array = np.asarray(source)
         if array.dtype != self.type.dtype:
             raise CallerError(
@@ -207,9 +231,9 @@ class DeviceMemory:
             raise CallerError(
                 f"device memory of dimensions {self._roles.operand.dimensions} cannot be filled from an array of shape {array.shape}"
             )
-        with Memory(Region.allocate(array.nbytes)) as memory:
-            np.copyto(memory.array(array.dtype, array.shape), array)
-            await self._fill(memory, array.shape)
+        memory = Memory(Region.allocate(array.nbytes))
+        np.copyto(memory.array(array.dtype, array.shape), array)
+        return memory, array.shape
 
     def _locate(self, source: Memory | HardwareBuffer, shape: tuple[int, ...] | None) -> tuple[Memory, tuple[int, ...]]:
         if isinstance(source, HardwareBuffer):
@@ -218,7 +242,7 @@ class DeviceMemory:
             shape = self._shape
         return source.locate(self._roles.operand, shape)
 
-    async def _copy_between(self, source: DeviceMemory) -> None:
+    async def _contents_of(self, source: DeviceMemory) -> tuple[Memory, tuple[int, ...]]:
         await source.ready()
         found, size = source.shape, source.size_bytes
         if found is None or size is None:
@@ -227,17 +251,20 @@ class DeviceMemory:
             raise CallerError(
                 f"device memory {self.type.value} {self._roles.operand.dimensions} cannot be filled from one of {source.type.value} {found}"
             )
-        with Memory(Region.allocate(size)) as memory:
+        memory = Memory(Region.allocate(size))
+        try:
             await source.copy_to(memory)
-            await self.ready()
-            await self._fill(memory, found)
+        except BaseException:
+            memory.close()
+            raise
+        return memory, found
 
     async def _fill(self, source: Memory, shape: tuple[int, ...]) -> None:
         def over(filled: bool) -> None:
             self._filling -= 1
             if filled:  # also where nobody waits for it any more
                 self._shape = shape
-                self.fresh = True
+                self.fresh, self.emptied = True, False
                 self._compilation._compiled.memory_filled()
 
         self._filling += 1
@@ -257,12 +284,13 @@ class DeviceMemory:
             DeviceMemoryLostError: its driver has ended.
         """
         await self.ready()
+        if target is not None and not isinstance(target, Memory):
+            raise CallerError(f"copy_to a {type(target).__name__}: device memory is copied into a Memory; snapshot() gives an array")
+        self.check_filled()
         shape, size = self._shape, self.size_bytes
         if shape is None or size is None:
             raise CallerError("this device memory's shape is open until something fills it; copy_from or compute into it first")
         if target is not None:
-            if not isinstance(target, Memory):
-                raise CallerError(f"copy_to a {type(target).__name__}: device memory is copied into a Memory; snapshot() gives an array")
             with target[:] as part, self._copying() as settled:  # a user of its own: the app may close the target meanwhile
                 await self._front.copy_to(part, settled)
                 return part.array(self.type.dtype, shape)
@@ -325,7 +353,7 @@ class DeviceMemory:
 
     def stands_for(self, prepared: RemotePreparedModel, name: str, roles: tuple[str, ...]) -> bool:
         """Whether it may be that input or output of an execution now, where the driver is alive. `roles`: `inputs` or `outputs`."""
-        busy = self._advancing or self._left_copies
+        busy = self._advancing or self._left_copies or self.emptied
         return self._prepared is prepared and not self._closed and not busy and name in roles
 
     async def partner(self) -> None:
@@ -392,14 +420,16 @@ class DeviceRoles:
         shape: its extents where all are known.
     """
 
-    def __init__(self, compilation: Compilation, inputs: tuple[str, ...], outputs: tuple[str, ...], shape: tuple[int, ...] | None) -> None:
+    def __init__(self, compilation: Compilation, inputs: Iterable[str], outputs: Iterable[str], shape: Iterable[int] | None) -> None:
         model = compilation.model
+        inputs, outputs = _names("inputs", inputs), _names("outputs", outputs)
         if not inputs and not outputs:
             raise CallerError("device memory without a role: name the inputs or outputs it will stand for")
-        dimensions: Dimensions = given(tuple(shape or ()))
+        extents = () if shape is None else extents_of(shape)
+        dimensions: Dimensions = given(extents)
         operands: list[Operand] = []
         for names, known, what in ((inputs, model.inputs, "inputs"), (outputs, model.outputs, "outputs")):
-            unknown = [name for name in names if name not in known]
+            unknown = [name for name in names if not isinstance(name, str) or name not in known]
             if unknown:
                 raise CallerError(f"{what}={unknown!r}: name {what} of the model in a tuple; they are {list(known)}")
             if len(set(names)) < len(names):
@@ -415,12 +445,21 @@ class DeviceRoles:
         self.inputs, self.outputs = inputs, outputs
         self._input_roles = [BufferRole(0, list(model.inputs).index(name)) for name in inputs]
         self._output_roles = [BufferRole(0, list(model.outputs).index(name)) for name in outputs]
-        self._desc = BufferDesc(tuple(shape or ()))
+        self._desc = BufferDesc(extents)
         self.operand = Operand(operands[0].type, dimensions)
         self.shape = full_shape(dimensions)
 
     async def allocate(self, prepared: RemotePreparedModel) -> RemoteBuffer:
         return await prepared.device.allocate(self._desc, [prepared], self._input_roles, self._output_roles)
+
+
+def _names(what: str, names: Iterable[str]) -> tuple[str, ...]:
+    if isinstance(names, str):
+        raise CallerError(f"{what}={names!r}: give names in a tuple, as in {what}=({names!r},)")
+    try:
+        return tuple(names)
+    except TypeError:
+        raise CallerError(f"{what}={names!r}: expected names in a tuple, got {type(names).__name__}") from None
 
 
 def _holds(dtype: np.dtype[Any], value: object) -> bool:

@@ -7,9 +7,10 @@ with the last reference to the model.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from aionn.errors import CallerError
 from aionn.graph import Home, read_onnx
 from aionn.hal import model as hal_model
 from aionn.hal.types import IMemory
@@ -60,7 +61,7 @@ class Model(hal_model.Model):
 
         homes = {}
         pools: dict[Region, Memory] = {}
-        for name, memory in (memories or {}).items():
+        for name, memory in _by_name(memories):
             # One pool for all slices of it, with a user of its own: the app may close what it gave.
             whole = pools.setdefault(memory.pool, memory.whole())
             homes[name] = Home(whole, memory.offset_bytes, memory.size_bytes)
@@ -82,3 +83,19 @@ def _mapped(path: Path) -> IMemory:
     """A file beside the model, mapped for reading."""
     with open(path, "rb", buffering=0) as file:
         return Memory.from_fd(file, os.fstat(file.fileno()).st_size, PROT_READ)
+
+
+def _by_name(memories: Mapping[str, Memory] | None) -> Iterable[tuple[str, Memory]]:
+    """Return the pairs of `memories`.
+
+    Raises:
+        CallerError: it is not a mapping, or a value is not a `Memory`.
+    """
+    if memories is None:
+        return ()
+    if not isinstance(memories, Mapping):
+        raise CallerError(f"memories: expected a dict of memories by file name, got {type(memories).__name__}")
+    for name, memory in memories.items():
+        if not isinstance(memory, Memory):
+            raise CallerError(f"memories[{name!r}]: expected a Memory, got {type(memory).__name__}; a HardwareBuffer has one as .memory")
+    return memories.items()

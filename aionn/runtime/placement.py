@@ -111,6 +111,7 @@ class Placement:
         succeeded = result is not None and result.status is ErrorStatus.NONE
         if succeeded and result is not None:
             for index, memory in self._written:
+                memory.emptied = False
                 if index < len(result.output_shapes):  # a driver that tells too few is refused by who reads the outputs
                     memory.written(result.output_shapes[index].dimensions)
         self._end(succeeded=succeeded)
@@ -159,6 +160,8 @@ async def place(
         MemoryAllocationError: the driver cannot have the second buffer of a device memory that is read and written.
     """
     outputs = outputs or {}
+    if not isinstance(outputs, Mapping):
+        raise CallerError(f"outputs: expected a dict of memories by name, got {type(outputs).__name__}")
     unknown = [name for name in outputs if name not in model.outputs]
     if unknown:
         raise CallerError(f"outputs name {unknown}, which the model does not have; its outputs are {list(model.outputs)}")
@@ -193,6 +196,7 @@ def _place_inputs(
         value = inputs.get(name) if name in inputs else None
         if isinstance(value, DeviceMemory):
             _check_device_memory(value, prepared, name, value.inputs, "input")
+            value.check_filled()
             placement.inputs[index] = Place(value._front, 0, 0, ())
             if value.shape is None:
                 raise CallerError(f"input {name!r}: the device memory has not been filled, so its shape is not known; copy_from it first")

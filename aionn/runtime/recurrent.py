@@ -82,7 +82,7 @@ class RecurrentWay:
             CallerError, MemoryAllocationError: as `FramePool.lease`.
         """
         prepared = link.prepared
-        if len(inputs) != self._inputs or len(outputs) != len(self._writes):
+        if len(inputs) != self._inputs or type(outputs) is not dict or len(outputs) != len(self._writes):
             return None
         for name, dtype, shape in self._arrays:
             array = inputs.get(name)

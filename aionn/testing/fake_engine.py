@@ -8,11 +8,12 @@ announced in the FIFO beside it. Without the variable it behaves.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ class FakeEngine:
     def __init__(self) -> None:
         path = os.environ.get(self.variable)
         self._path = Path(path) if path else None
-        self._acts: dict[str, int] = {}
+        self._acts: dict[str, Iterator[int]] = {}  # counted in several threads at once
         behaviour = self.act("start")
         self.version = behaviour.version
         self.cache_files = CacheFiles(*behaviour.cache_files)
@@ -89,9 +90,9 @@ class FakeEngine:
     def act(self, kind: str, options: CompileOptions | None = None) -> Behaviour:
         """Announce an act, then follow the orders for it."""
         behaviour = self.behaviour()
-        self._acts[kind] = self._acts.get(kind, 0) + 1
+        number = next(self._acts.setdefault(kind, itertools.count(1)))
         self.announce(kind)
-        if self._acts[kind] <= behaviour.after.get(kind, 0):
+        if number <= behaviour.after.get(kind, 0):
             return msgspec.structs.replace(behaviour, outputs_offset=0.0, decline=False)
         if kind in behaviour.crash:
             os.kill(os.getpid(), behaviour.crash_signal)

@@ -37,10 +37,13 @@ async def compiled(model: bytes | None = None, **options: Any) -> AsyncIterator[
 
 async def test_burst_compute_null() -> None:
     async with compiled() as (_, compilation), compilation.burst() as burst:
-        for nothing in (None, {}, {"input": None}):
-            with pytest.raises((aionn.CallerError, TypeError, AttributeError)):
-                await burst.compute(nothing)  # type: ignore[arg-type]
-        assert (await burst.compute(numbered(1)))["input_out"][0, 0] == 1
+        nothings: list[Any] = [None, {}, {"input": None}, {None: None}, (), 0, burst, compilation]
+        for _ in range(2):  # before and after an execution, which has a shorter way
+            for nothing in nothings:
+                for outputs in ({}, {"input_out": None}):
+                    with pytest.raises(aionn.CallerError):
+                        await burst.compute(nothing, outputs=outputs)
+            assert (await burst.compute(numbered(1)))["input_out"][0, 0] == 1
 
 
 async def test_burst_compute_bad_compilation() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import numpy as np
 import pytest
 
@@ -17,7 +18,9 @@ from aionn.burst import (
     IBurstExecutorWithCache,
     PoolReference,
     RequestPacket,
+    decode_result,
 )
+from aionn.burst.packets import split_results
 from aionn.errors import CallerError, ExecutionError
 from aionn.fmq import MessageQueue, MQDescriptor
 from aionn.hal.types import ErrorStatus, IMemory, MQFlavor, Request, Result
@@ -207,6 +210,29 @@ async def test_closing_finishes_the_execution_in_flight_first() -> None:
         gate.open()
         with anyio.fail_after(20):
             await closed.wait()
+
+
+@pytest.mark.parametrize("identity", [None, 1])
+async def test_closing_does_not_wait_for_room_for_an_answer(identity: int | None) -> None:
+    """The client reads nothing, so the result queue is full. What was answered before stays readable."""
+    async with raw_client(result_capacity=8) as client:
+        datums = 2 if identity is None else 3
+        fit = client.results.capacity // datums
+        with anyio.fail_after(20):
+            for number in range(1, fit + 2):
+                await client.send(packet(identity=identity and number))
+                while client.engine.runs < number or (number <= fit and client.results.available_to_read() < number * datums):
+                    await anyio.lowlevel.checkpoint()
+            while client.server.answered <= fit:
+                await anyio.lowlevel.checkpoint()
+            await anyio.wait_all_tasks_blocked()
+            assert client.results.available_to_read() == fit * datums  # one more answer waits for room
+            await client.server.aclose()
+        answers = client.results.read(fit * datums)
+        assert answers is not None
+        if identity is not None:
+            found = [decode_result(one) for one in split_results(answers)]
+            assert [answer.identity for answer in found] == list(range(1, fit + 1))
 
 
 async def test_a_client_that_closes_its_queues_ends_the_listener_and_frees_everything() -> None:

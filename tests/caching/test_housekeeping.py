@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
 from aionn.caching import MissReason, Refusal
-from aionn.caching.store import CacheStore, Hit, Miss, PruneReport
+from aionn.caching.store import CacheStore, Hit, Miss, PruneReport, housekeeping
+from aionn.caching.store.directory import CacheDirectory
 from aionn.caching.store.index import MANIFEST_BYTES
 from tests.caching.entries import expected, fill, miss, read, stored, wanted
 
@@ -25,6 +27,26 @@ async def there(store: CacheStore) -> list[int]:
     assert not isinstance(entries, Refusal)
     by_key = {wanted(token).key: token for token in range(50)}
     return sorted(by_key[entry.key] for entry in entries)
+
+
+async def test_a_directory_that_is_made_again_is_never_missing_for_other_threads(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lookups read it without a lock. One that finds none would report an unusable cache."""
+    async with CacheStore(directory) as store:
+        await stored(store, wanted(0))
+        seen = []
+
+        class Seen(CacheDirectory):
+            def __init__(self, path: str) -> None:
+                seen.append(store._house.directory)
+                super().__init__(path)
+
+        monkeypatch.setattr(housekeeping, "CacheDirectory", Seen)
+        shutil.rmtree(directory)
+        async with await store.open(wanted(0)) as found:
+            assert isinstance(found, Miss)
+        assert len(seen) == 1
+        assert seen[0] is not None
+        assert store._house.directory is not seen[0]
 
 
 async def test_the_budget_is_kept_and_the_least_value_goes_first(directory: Path) -> None:

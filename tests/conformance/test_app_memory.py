@@ -126,6 +126,20 @@ def test_set_operand_value_from_memory_refuses_what_lies_beyond(first: int, seco
         aionn.Model.from_onnx(two_additions(first, second), memories={"weights": memory})
 
 
+def test_set_operand_value_from_memory_refuses_what_is_no_memory() -> None:
+    blob = aionn.HardwareBuffer.allocate(1024)
+    with blob, aionn.Memory.allocate(1024) as memory:
+        nothings: list[Any] = [5, "weights", [memory], {"weights": None}, {"weights": 5}, {"weights": bytes(1024)}, {"weights": blob}]
+        for wrong in nothings:
+            with pytest.raises(aionn.CallerError, match="memories"):
+                aionn.Model.from_onnx(two_additions(0, 512), memories=wrong)
+        for other in ({}, {"other": memory}, None):
+            with pytest.raises(aionn.CallerError, match="weights"):
+                aionn.Model.from_onnx(two_additions(0, 512), memories=other)
+    with pytest.raises(aionn.CallerError, match="closed"):
+        aionn.Model.from_onnx(two_additions(0, 512), memories={"weights": memory})
+
+
 async def test_an_output_may_not_overlap_a_constant(runtime: aionn.Runtime) -> None:
     with aionn.Memory.allocate(4096) as memory:
         memory.array(np.float32, WIDTH)[:], memory.array(np.float32, WIDTH, 512)[:] = A, B
@@ -216,6 +230,43 @@ async def test_two_with_hardware_buffer_input(compute: Any) -> None:
     with aionn.HardwareBuffer.allocate(BYTES) as blob, aionn.HardwareBuffer.allocate(BYTES) as out:
         blob.planes["blob"][:] = X.view(np.uint8)
         np.testing.assert_array_equal((await compute({"x": blob}, outputs={"y": out}))["y"], X)
+
+
+async def test_two_with_hardware_buffer_input_filled_after_it_was_set(runtime: aionn.Runtime) -> None:
+    model = aionn.Model.from_onnx(identity_model({"x": (WIDTH,)}, outputs=["y"]))
+    async with await runtime.compile(model, devices=("onnxruntime",)) as compilation, compilation.burst() as burst, burst.frame() as frame:
+        with aionn.HardwareBuffer.allocate(BYTES) as blob:
+            frame["x"] = blob
+            for value in (X, A):
+                blob.planes["blob"][:] = value.view(np.uint8)
+                np.testing.assert_array_equal((await burst.compute(frame))["y"], value)
+
+
+async def test_set_input_and_output_from_a_hardware_buffer_blob(compute: Any) -> None:
+    """A blob is used as a whole, so its length must be the operand's."""
+    for size in (BYTES - 4, BYTES + 4, 2 * BYTES, 1):
+        with aionn.HardwareBuffer.allocate(size) as blob:
+            with pytest.raises(aionn.CallerError, match="same size"):
+                await compute({"x": blob})
+            with pytest.raises(aionn.CallerError, match="same size"):
+                await compute({"x": X}, outputs={"y": blob})
+
+
+async def test_set_input_and_output_from_memory_of_another_shape(compute: Any) -> None:
+    """The bytes are right, and the tensor that the app says lies there is not the operand's."""
+    with aionn.Memory.allocate(BYTES) as memory:
+        for shape in ((1, WIDTH), (WIDTH, 1), (8, 8), (WIDTH - 1,), (WIDTH + 1,), ()):
+            with pytest.raises(aionn.CallerError, match="shape"):
+                await compute({"x": memory.shaped(shape)})
+            with pytest.raises(aionn.CallerError, match="shape"):
+                await compute({"x": X}, outputs={"y": memory.shaped(shape)})
+        not_shapes: list[Any] = [5, "12", (1.5,), (None,), (0,), (-1,), (2**70,)]
+        for wrong in not_shapes:
+            with pytest.raises(aionn.CallerError):
+                memory.shaped(wrong)
+        for wrong in not_shapes[1:4] + not_shapes[5:]:
+            with pytest.raises(aionn.CallerError):
+                memory.array(np.float32, wrong)
 
 
 async def test_a_file_is_read_and_written_in_place(compute: Any, tmp_path: Path) -> None:

@@ -23,7 +23,18 @@ from aionn.driver.device import EngineBuffer, EngineDevice
 from aionn.errors import CallerError, ExecutionError
 from aionn.fmq import MessageQueue
 from aionn.hal.interfaces import IBuffer, IDevice, IPreparedModel, PrepareOptions
-from aionn.hal.types import BufferDesc, BufferRole, DataLocation, ErrorStatus, IMemory, Request, RequestArgument, Result
+from aionn.hal.types import (
+    NO_TIMING,
+    UNKNOWN_TIME_US,
+    BufferDesc,
+    BufferRole,
+    DataLocation,
+    ErrorStatus,
+    IMemory,
+    Request,
+    RequestArgument,
+    Result,
+)
 from aionn.memory import Region
 from aionn.remote.device import RemoteBuffer, RemoteDevice
 from aionn.testing.models import identity_model
@@ -294,18 +305,30 @@ class Runs:
         return [self.memories[slot] for slot in slots]
 
     async def execute(self, request: Request, pools: Sequence[Any]) -> ErrorStatus:
-        result = await (self._compute if self.way == "compute" else self._burst)(request, pools)
-        if result.status is not FINE:
-            assert result.output_shapes == ()
-        return result.status
+        """Execute, once untimed and once timed, and check what holds after every execution of the list; the status of both."""
+        execute = self._compute if self.way == "compute" else self._burst
+        untimed = await execute(request, pools, False)
+        timed = await execute(request, pools, True)
+        assert untimed.status is timed.status
+        assert untimed.timing == NO_TIMING
+        if untimed.status is FINE:
+            assert UNKNOWN_TIME_US not in (timed.timing.on_device_us, timed.timing.in_driver_us)
+            assert timed.timing.on_device_us <= timed.timing.in_driver_us
+            assert len(untimed.output_shapes) in (0, len(request.outputs))
+        else:
+            assert timed.timing == NO_TIMING
+            assert untimed.output_shapes == timed.output_shapes == ()
+            assert untimed.message
+            assert timed.message
+        return untimed.status
 
-    async def _compute(self, request: Request, pools: Sequence[Any]) -> Result:
+    async def _compute(self, request: Request, pools: Sequence[Any], measure_timing: bool) -> Result:
         try:
-            return await self.model.execute(request, pools)
+            return await self.model.execute(request, pools, measure_timing)
         except CallerError as error:  # a buffer that is not even this driver's is refused before it is sent
             return Result(INVALID, message=str(error))
 
-    async def _burst(self, request: Request, pools: Sequence[Any]) -> Result:
+    async def _burst(self, request: Request, pools: Sequence[Any], measure_timing: bool) -> Result:
         references = []
         for pool in pools:
             if isinstance(pool, IMemory):
@@ -313,7 +336,7 @@ class Runs:
                 references.append(PoolReference(len(self.memories) - 1))
             else:
                 references.append(PoolReference(-1, pool.token or UNKNOWN_TOKEN))
-        body = encode_request_body(request, tuple(references), False, framed=True)
+        body = encode_request_body(request, tuple(references), measure_timing, framed=True)
         result, _ = await self.controller.execute(body)
         return result
 
@@ -402,6 +425,20 @@ async def test_execution_invalid_io_type(device: IDevice, dtype: np.dtype[Any], 
         assert await run.execute(Request((token(),), (shared(dtype),)), [memory, output_only]) is INVALID
         await input_only.aclose()
         await output_only.aclose()
+
+
+async def test_execution_part_of_a_memory(device: IDevice, dtype: np.dtype[Any], way: str, memory: Region) -> None:
+    """An offset of 1 or a length of 4, as input and as output: a buffer is used as a whole."""
+    async with prepared(device, conv(dtype)) as [model], runs(device, model, way) as run:
+        buffer = await allocate(device, [model], [BufferRole(0, 0)], [BufferRole(0, 0)])
+        await fill(buffer, dtype)
+        size = ELEMENTS * dtype.itemsize
+        for offset, length in ((1, 0), (0, 4), (0, size), (0, size - 1), (2**32 - 1, 0), (0, 2**32 - 1)):
+            part = RequestArgument(DataLocation(1, offset, length), DIMS)
+            assert await run.execute(Request((part,), (shared(dtype),)), [memory, buffer]) is INVALID
+            assert await run.execute(Request((shared(dtype),), (part,)), [memory, buffer]) is INVALID
+        assert await copied(buffer.copy_to, size) is FINE  # a refused request does not touch it
+        await buffer.aclose()
 
 
 async def test_execution_uninitialized_memory(device: IDevice, dtype: np.dtype[Any], way: str, memory: Region) -> None:

@@ -419,7 +419,8 @@ async def test_lies_about_memory_are_refused_one_by_one_and_hurt_nobody() -> Non
         pid = next(device.pid for device in runtime.devices if device.pid)
         assert pid is not None
         driver = psutil.Process(pid)
-        prepared, token = state._prepared, state._front.token
+        filled = await compilation.allocate(inputs=("x",))
+        prepared, token = state._prepared, filled._front.token
         connection = prepared.device.connection
         x, y = RequestArgument(DataLocation(0, 0, 256), (64,)), RequestArgument(DataLocation(0, 512, 256), (64,))
 
@@ -437,8 +438,11 @@ async def test_lies_about_memory_are_refused_one_by_one_and_hurt_nobody() -> Non
             if name == "a size near 2^64":
                 phase = ErrorStatus.INVALID_ARGUMENT
             assert await execute(description, fd, Request((x,), (y,))) is phase, name
+            await filled.reset(4)
             with pytest.raises(AionnError):
                 await connection.call(CopyFrom(token, description, (64,)), Done, [fd])
+            with pytest.raises(aionn.ExecutionError, match="not initialized"):
+                await filled.snapshot()
             os.close(fd)
         for begin, length in ((2**64 - 128, 256), (2**63, 256), (1024, 256), (900, 256), (256, 256 - 4), (100, 256)):
             wrong = RequestArgument(DataLocation(0, begin, length), (64,))

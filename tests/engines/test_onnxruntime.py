@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -22,6 +23,7 @@ from aionn.graph import gather_tables
 from aionn.hal import Artifact, CancelFlag, CompileOptions, ExecutionPreference
 from aionn.runtime.model import Model
 from tests.engines.onnx_graphs import identity, matmul, model_of, value
+from tests.leaks import leak_check
 from tests.real_models import carried, some_input
 
 IN_PLACE = """if True:
@@ -199,13 +201,66 @@ def test_a_table_is_a_constant_that_gather_alone_reads_as_its_table() -> None:
     assert tables(helper.make_node("GatherND", ["table", "rows"], ["other"])) == []
 
 
-def test_nothing_is_left_on_disk_and_an_artifact_is_handed_out_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+def test_a_model_is_judged_rightly_while_another_thread_still_collects_the_kernels() -> None:
+    """The first judgement stops after the first kernel that it reads. The second one must not see that half table."""
     engine = OnnxRuntimeEngine()
-    executable = engine.compile(Model.from_onnx(matmul().SerializeToString()), CompileOptions())
-    assert list(tmp_path.iterdir()) == []
-    assert engine.export(executable) is not None
-    assert engine.export(executable) is None
+    kernels = engine._native.get_all_opkernel_def()
+    read_one, go_on = threading.Event(), threading.Event()
+
+    class SlowKernels:
+        asked = 0
+
+        def get_all_opkernel_def(self) -> Iterator[Any]:
+            SlowKernels.asked += 1
+            first = SlowKernels.asked == 1
+            for kernel in kernels:
+                yield kernel
+                if first:
+                    read_one.set()
+                    assert go_on.wait(30)
+
+    engine._native = SlowKernels()
+    model = Model.from_onnx(carried("orientation"))
+    found: list[Sequence[bool]] = []
+    threads = [threading.Thread(target=lambda: found.append(engine.supported_operations(model))) for _ in range(2)]
+    threads[0].start()
+    assert read_one.wait(30)
+    threads[1].start()
+    threads[1].join(30)
+    judged_meanwhile = len(found)
+    go_on.set()
+    threads[0].join(30)
+    assert (judged_meanwhile, len(found)) == (1, 2)
+    assert all(all(supported) for supported in found)
+
+
+def test_nothing_of_an_artifact_stays_open_and_it_is_handed_out_once() -> None:
+    engine = OnnxRuntimeEngine()
+    model = Model.from_onnx(table(256).SerializeToString())
+    with leak_check():
+        artifact = engine.export(executable := engine.compile(model, CompileOptions()))
+        assert artifact is not None
+        assert len(artifact.data[0]) >= 256 * 1024
+        assert engine.export(executable) is None
+        del artifact, executable
+    with leak_check():
+        engine.compile(model, CompileOptions())
+
+
+def test_the_artifact_of_a_model_names_no_descriptor_of_the_driver_that_wrote_it() -> None:
+    """Compiled twice, with other descriptors open in between: the bytes are the same."""
+    engine, artifacts = OnnxRuntimeEngine(), []
+    model = Model.from_onnx(table(256).SerializeToString())
+    with ExitStack() as held:
+        for _ in range(2):
+            artifacts.append(engine.export(engine.compile(model, CompileOptions())))
+            for _ in range(100):
+                held.enter_context(open("/dev/null"))
+    first, second = artifacts
+    assert first is not None
+    assert second is not None
+    assert len(first.data[0]) >= 256 * 1024
+    assert (first.model, first.data) == (second.model, second.data)
 
 
 def test_an_export_that_was_ruled_out_is_declined() -> None:

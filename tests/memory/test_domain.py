@@ -266,6 +266,22 @@ def test_a_failed_copy_uninitializes(operand_type: OperandType) -> None:
     assert copy_to(buffer, size) is FAILED
 
 
+def test_a_source_that_cannot_be_opened_uninitializes_unless_the_buffer_is_in_use() -> None:
+    def cut_off() -> bytes:
+        raise ExecutionError("cut off", status=ErrorStatus.GENERAL_FAILURE)
+
+    buffer = allocate([conv(OperandType.UINT8)], [BufferRole(0, 0)], [])
+    buffer.copy_from(bytes(prod(DIMS)))
+    buffer.begin_reading()
+    with pytest.raises(ExecutionError, match="read"):
+        buffer.fill_from(cut_off, ())
+    buffer.end_reading()
+    assert buffer.is_initialized
+    with pytest.raises(ExecutionError, match="cut off"):
+        buffer.fill_from(cut_off, ())
+    assert not buffer.is_initialized
+
+
 def test_a_scalar_is_copied_without_dimensions() -> None:
     buffer = allocate([add(OperandType.FLOAT32)], [BufferRole(0, 2)], [])
     assert copy_from(buffer, 4, (1,)) is INVALID

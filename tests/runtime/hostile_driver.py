@@ -1,7 +1,7 @@
 """A driver process that lies: an "engine" that takes the control socket for itself as soon as it is made.
 
 Asked for as "tests.runtime.hostile_driver:LIE" (the tests' root must be on PYTHONPATH): any attribute of this module is an engine
-that tells that lie, by its name in `GREETINGS`, `ANSWERS` or `RESULTS`, and the truth otherwise.
+that tells that lie, by its name in `GREETINGS`, `ANSWERS` or `EXECUTED`, and the truth otherwise.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from aionn.burst.packets import DATUM_BYTES, decode_request, encode_result_body,
 from aionn.errors import AionnError
 from aionn.fmq import MessageQueue
 from aionn.hal import CacheFiles, DeviceType, ErrorStatus, MQDescriptor, Operand, OperandType, OutputShape, Result, Timing
-from aionn.hal.types import MQFlavor
+from aionn.hal.types import UNKNOWN_TIME_US, MQFlavor
 from aionn.remote import control
 from aionn.remote.control import HEADER, PROTOCOL, Call, Ready, Reply, encode
 
@@ -59,6 +59,10 @@ GREETINGS: dict[str, list[Frame]] = {
     "nothing": [],
 }
 
+REFUSED = control.Failure("ExecutionError", "not today", status=int(ErrorStatus.GENERAL_FAILURE))
+ENDING = ("half_an_answer", "no_answer", "burst_cut", "burst_dead")
+"""Answers after which the driver ends."""
+
 ANSWERS: dict[str, tuple[str, Callable[[Call], list[Frame]]]] = {
     "flags_too_few": ("GetSupportedOperations", lambda call: [reply(call, control.Flags(()))]),
     "flags_too_many": ("GetSupportedOperations", lambda call: [reply(call, control.Flags((True,) * 1000))]),
@@ -74,9 +78,14 @@ ANSWERS: dict[str, tuple[str, Callable[[Call], list[Frame]]]] = {
     "descriptors_and_an_error": ("PrepareModel", lambda call: [reply(call, control.Failure("CompilationError", "no"), 3)]),
     "a_call_that_is_not_its": ("PrepareModel", lambda call: [(encode(Call(1, control.CloseBurst(1)), 0), 0), prepared(call)]),
     "token_0": ("Allocate", lambda call: [reply(call, control.Allocated(0))]),
+    "no_memory_today": ("Allocate", lambda call: [reply(call, REFUSED)]),
     "token_negative": ("Allocate", lambda call: [reply(call, control.Allocated(-5))]),
     "token_huge": ("Allocate", lambda call: [reply(call, control.Allocated(2**63))]),
     "burst_of_text": ("ConfigureExecutionBurst", lambda call: [raw(["Reply", call.id, ["Configured", "one"]])]),
+    "burst_refused": ("ConfigureExecutionBurst", lambda call: [reply(call, REFUSED)]),
+    "burst_of_nothing": ("ConfigureExecutionBurst", lambda call: [reply(call, control.Done())]),
+    "burst_cut": ("ConfigureExecutionBurst", lambda call: [(reply(call, control.Configured(1))[0][:-1], 0)]),
+    "burst_dead": ("ConfigureExecutionBurst", lambda call: []),
 }
 
 RESULTS: dict[str, Result] = {
@@ -89,6 +98,22 @@ RESULTS: dict[str, Result] = {
     "a_failure": Result(ErrorStatus.GENERAL_FAILURE, (), Timing(2**64 - 1, 0), "\0\x1b[31m" * 500),
 }
 """Answers to an execution, over the control socket or a burst; the model has two outputs of shape (4,)."""
+
+STATUSES: dict[str, Result] = {
+    f"status_{status.name}": Result(status, (OutputShape((4,), False),) * 2, Timing(1, 2), f"told {status.name}")
+    for status in ErrorStatus
+    if status is not ErrorStatus.NONE
+}
+"""A driver that fails by the book, but for shapes and times that a failure does not have."""
+
+TIMINGS: dict[str, Result] = {
+    f"times_{on_device}_{in_driver}": Result(ErrorStatus.NONE, (), Timing(on_device, in_driver))
+    for on_device in (3, UNKNOWN_TIME_US)
+    for in_driver in (5, UNKNOWN_TIME_US)
+}
+"""What a driver may know of the time: both, one, none."""
+
+EXECUTED = {**RESULTS, **STATUSES, **TIMINGS}
 
 QUEUES = ("garbage", "an_answer_to_nobody", "an_answer_twice", "counters", "cut", "silence")
 """Lies told on a burst's result queue."""
@@ -131,7 +156,7 @@ class Hostile:
             verb, lie = ANSWERS.get(self._lie, ("", None))
             if lie is not None and type(call.body).__name__ == verb:
                 self._send(lie(call))
-                if self._lie in ("half_an_answer", "no_answer"):
+                if self._lie in ENDING:
                     return
             else:
                 self._send([self._honest(call, fds)])
@@ -161,7 +186,7 @@ class Hostile:
             case control.PrepareModel():
                 return prepared(call)
             case control.Execute():
-                return reply(call, control.Executed(RESULTS.get(self._lie, Result(ErrorStatus.NONE))))
+                return reply(call, control.Executed(EXECUTED.get(self._lie, Result(ErrorStatus.NONE))))
             case control.Allocate():
                 self._tokens += 1
                 return reply(call, control.Allocated(self._tokens))
@@ -186,7 +211,7 @@ class Hostile:
                 return  # the burst is over
             datums += requests.read(requests.available_to_read()) or b""
             identity = decode_request(datums).identity or 0
-            answer = encode_result_body(RESULTS.get(self._lie, Result(ErrorStatus.NONE)), framed=True)
+            answer = encode_result_body(EXECUTED.get(self._lie, Result(ErrorStatus.NONE)), framed=True)
             match self._lie:
                 case "garbage":
                     results.write(os.urandom(8 * DATUM_BYTES))
@@ -206,6 +231,6 @@ class Hostile:
 
 
 def __getattr__(name: str) -> Callable[[], Hostile]:
-    if name.startswith("_") or name not in {*GREETINGS, *ANSWERS, *RESULTS, *QUEUES, "honest"}:
+    if name.startswith("_") or name not in {*GREETINGS, *ANSWERS, *EXECUTED, *QUEUES, "honest"}:
         raise AttributeError(name)
     return partial(Hostile, name)

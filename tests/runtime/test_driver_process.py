@@ -23,6 +23,7 @@ from aionn.runtime import devices as devices_module
 from aionn.runtime.devices import Devices
 from aionn.testing import FakeDevice, identity_model
 from tests.leaks import driver_pids, ended, leak_check
+from tests.real_models import carried
 
 pytestmark = pytest.mark.anyio
 
@@ -194,6 +195,41 @@ async def test_a_driver_that_stands_still_over_a_compile_is_killed_past_its_dead
                         await runtime.compile(model, devices=(fake.name,))
                     except (DriverHungError, DriverDiedError):
                         await runtime.compile(model, devices=(fake.name,))
+
+
+async def test_a_driver_killed_while_onnx_runtime_writes_its_artifact_leaves_no_file(
+    model: aionn.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary, report = tmp_path / "temporary", tmp_path / "report"
+    temporary.mkdir()
+    for name, value in (("TMPDIR", temporary), ("AIONN_KILLED_ENGINE", report), ("PYTHONPATH", Path(__file__).parents[2])):
+        monkeypatch.setenv(name, str(value))
+    async with leak_check(), aionn.Runtime() as runtime:
+        with pytest.raises(DriverDiedError) as caught:
+            await runtime.compile(
+                model, devices=("tests.runtime.killed_engine:KilledWhileItCompiles",), cache_dir=tmp_path / "cache", token=model.token
+            )
+        assert caught.value.exit_code == -signal.SIGKILL
+        del caught
+    written = [int(line) for line in report.read_text(encoding="ascii").split()]
+    assert written
+    assert min(written) > 0
+    assert list(temporary.iterdir()) == []
+
+
+async def test_models_compiled_at_once_on_a_fresh_driver_all_compile() -> None:
+    """The operators that ONNX Runtime knows are collected when the first model asks."""
+    models = [aionn.Model.from_onnx(carried("orientation")) for _ in range(8)]
+    async with leak_check(), aionn.Runtime() as runtime:
+        found: list[aionn.Compilation] = []
+
+        async def compile_one(model: aionn.Model) -> None:
+            found.append(await runtime.compile(model, devices=("onnxruntime",)))
+
+        async with anyio.create_task_group() as tasks:
+            for model in models:
+                tasks.start_soon(compile_one, model)
+        assert len(found) == 8
 
 
 async def test_a_collected_compilation_is_released_in_the_driver(model: aionn.Model) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import aionn
+from aionn.hal.types import ErrorStatus
 from aionn.testing import identity_model
 from tests.leaks import leak_check
 from tests.runtime import hostile_driver
@@ -106,6 +107,37 @@ async def test_answers_that_are_none() -> None:
             assert failed == (lie not in HARMLESS_ANSWERS), lie
 
 
+async def test_configure_execution_burst_failure_null_transport_and_dead() -> None:
+    """No burst, one sentence, and no fallback; the compilation computes without a burst, on a new driver where the old one has gone."""
+    rows: dict[str, tuple[type[aionn.AionnError], bool]] = {
+        "burst_refused": (aionn.ExecutionError, True),
+        "burst_of_nothing": (aionn.DriverDiedError, False),
+        "burst_cut": (aionn.DriverDiedError, False),
+        "burst_dead": (aionn.DriverDiedError, False),
+    }
+    async with beside_an_honest_one() as runtime:
+        for lie, (expected, lives) in rows.items():
+            compilation = await runtime.compile(model(), devices=(device(lie),))
+            (driver,) = (one for one in runtime.devices if one.name == device(lie))
+            pid = driver.pid
+            for _ in range(2):
+                burst = compilation.burst()
+                with pytest.raises(expected) as caught:
+                    await burst.__aenter__()
+                assert type(caught.value) is expected, lie
+                with pytest.raises(aionn.CallerError, match="not open"):
+                    await burst.compute(inputs())
+                await burst.aclose()
+                if lives:
+                    assert isinstance(caught.value, aionn.ExecutionError)
+                    assert caught.value.status is ErrorStatus.GENERAL_FAILURE
+                    assert "not today" in str(caught.value)
+                assert set(await compilation.compute(inputs())) == {"a", "b"}
+                assert (driver.pid == pid) is lives, lie
+            del caught
+            await compilation.aclose()
+
+
 @pytest.mark.parametrize("way", ["compute", "burst"])
 async def test_results_that_contradict_the_request(way: str) -> None:
     """Also where outputs are to lie in an app's own memory, or in the driver: on the long way and on the short one."""
@@ -126,6 +158,53 @@ async def test_results_that_contradict_the_request(way: str) -> None:
                         await compute({**inputs(), "x": state}, outputs={"b": state})
                 assert state.shape == (4,), lie
                 assert burst.statistics()["in_flight"] == burst.statistics()["pinned_frames"] == 0, lie
+
+
+async def test_every_status_is_its_own_error_on_both_ways() -> None:
+    """The rows of TestExecution: the status as the driver gave it; shapes only where more room would help, and no times."""
+    plain, deadline = aionn.ExecutionError, aionn.DeadlineError
+    expected: dict[ErrorStatus, type[aionn.AionnError]] = {
+        ErrorStatus.DEVICE_UNAVAILABLE: plain,
+        ErrorStatus.GENERAL_FAILURE: plain,
+        ErrorStatus.OUTPUT_INSUFFICIENT_SIZE: aionn.OutputInsufficientSizeError,
+        ErrorStatus.INVALID_ARGUMENT: aionn.CallerError,
+        ErrorStatus.MISSED_DEADLINE_TRANSIENT: deadline,
+        ErrorStatus.MISSED_DEADLINE_PERSISTENT: deadline,
+        ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT: plain,
+        ErrorStatus.RESOURCE_EXHAUSTED_PERSISTENT: plain,
+    }
+    assert {f"status_{status.name}" for status in expected} == hostile_driver.STATUSES.keys()
+    async with beside_an_honest_one() as runtime:
+        for status, kind in expected.items():
+            compilation = await runtime.compile(model(), devices=(device(f"status_{status.name}"),))
+            async with compilation.burst() as burst:
+                for compute in (compilation.compute, burst.compute) * 2:
+                    for timed in (False, True):
+                        with pytest.raises(kind) as caught:
+                            await compute(inputs(), measure_timing=timed)
+                        error = caught.value
+                        assert type(error) is kind, status
+                        assert f"told {status.name}" in str(error)
+                        assert getattr(error, "status", status) is status
+                        assert getattr(error, "transient", None) == ("TRANSIENT" in status.name if kind is deadline else None)
+                        assert getattr(error, "shapes", None) == (
+                            {"a": (4,), "b": (4,)} if status is ErrorStatus.OUTPUT_INSUFFICIENT_SIZE else None
+                        )
+                        del caught, error
+                assert burst.statistics()["connections"] == 1, "a failed execution is no end of a burst"
+            await compilation.aclose()
+
+
+async def test_the_times_are_those_that_the_driver_knows() -> None:
+    """The rows of TimingTest: both, one or none; none unless they were asked for."""
+    async with beside_an_honest_one() as runtime:
+        for lie, result in hostile_driver.TIMINGS.items():
+            compilation = await runtime.compile(model(), devices=(device(lie),))
+            async with compilation.burst() as burst:
+                for compute in (compilation.compute, burst.compute) * 2:
+                    assert (await compute(inputs())).timing is None, lie
+                    assert (await compute(inputs(), measure_timing=True)).timing == result.timing, lie
+            await compilation.aclose()
 
 
 async def test_lies_on_a_bursts_queue() -> None:

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
+
+import pytest
+
+from aionn.testing import FakeDevice
+from aionn.testing.fake_engine import FakeEngine
 
 PROJECT = """
 import asyncio, os
@@ -33,6 +39,35 @@ def test_leaky(fake_device):
     global kept
     kept = os.pidfd_open(os.getpid())
 """
+
+
+def test_acts_in_several_threads_are_each_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two acts that begin at the same moment are the second and the third, whoever looks first."""
+    with FakeDevice() as fake:
+        engine = FakeEngine()
+        fake.fail(act="run", after=2)
+        together = threading.Barrier(3)
+        announce = engine.announce
+
+        def announced_together(event: str) -> None:
+            announce(event)
+            together.wait(30)
+
+        monkeypatch.setattr(engine, "announce", announced_together)
+        failures: list[str] = []
+
+        def act() -> None:
+            try:
+                engine.act("run")
+            except RuntimeError as error:
+                failures.append(str(error))
+
+        threads = [threading.Thread(target=act) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert failures == ["told to fail"]
 
 
 def test_a_clean_test_passes_and_a_leak_is_named(tmp_path: Path) -> None:

@@ -108,19 +108,19 @@ class Housekeeping:
                 return self.directory
             if self.directory is not None:
                 self._outdated.append(self.directory)
-                self.directory = None
             if self._index is not None:
                 self._index.close()
                 self._index = None
             try:
-                self.directory = CacheDirectory(self.path)
+                directory = CacheDirectory(self.path)
             except OSError as error:
+                self.directory = None
                 return refusal_of(error, f"cache directory {self.path}")
-            directory = self.directory
             try:
                 self._index = Index(directory.index)
             except (OSError, sqlite3.Error) as error:
                 self.warn(Refusal(MissReason.IO_ERROR, f"the index of sizes cannot be used, nothing will be evicted: {error}"))
+            self.directory = directory  # last: other threads read it without the lock and must never find None
         self._tidy(directory)
         return directory
 
