@@ -236,6 +236,71 @@ async def test_a_caller_that_leaves_a_step_does_not_leave_half_of_it(fake: FakeD
             assert burst.statistics()["pinned_frames"] == 0
 
 
+async def test_a_step_is_refused_while_its_state_is_being_filled(fake: FakeDevice, short: list[bool]) -> None:
+    async with leak_check(), aionn.Runtime() as runtime:
+        compilation = await runtime.compile(model(), devices=(fake.name,))
+        async with compilation.burst() as burst, await compilation.allocate(**ROLES) as state:
+            await state.reset()
+
+            async def step() -> None:
+                await burst.compute({"x": x(), "state": state}, outputs={"stateN": state})
+
+            await step()
+            await step()
+            driver = next(device.pid for device in runtime.devices if device.pid)
+            computed = burst.statistics()["computed"]
+            os.kill(driver, signal.SIGSTOP)  # so that the copy stays under way for as long as this asks
+            try:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(state.reset, 7)
+                    await anyio.wait_all_tasks_blocked()
+                    assert state._filling == 1
+                    for _ in range(3):
+                        with pytest.raises(aionn.CallerError, match="being filled"):
+                            await step()
+                    assert short == [True] + [False] * 3
+                    assert burst.statistics()["in_flight"] == 0  # nothing was sent
+                    assert burst.statistics()["pinned_frames"] == 0
+                    os.kill(driver, signal.SIGCONT)
+            finally:
+                os.kill(driver, signal.SIGCONT)
+            await step()
+            np.testing.assert_array_equal(await state.snapshot(), [8, 8, 8, 8])
+            assert short[-1]
+            assert burst.statistics()["computed"] == computed + 1
+
+
+async def test_a_step_waits_for_a_filling_whose_caller_has_left(fake: FakeDevice, short: list[bool]) -> None:
+    async with leak_check(), aionn.Runtime() as runtime:
+        compilation = await runtime.compile(model(), devices=(fake.name,))
+        async with compilation.burst() as burst, await compilation.allocate(**ROLES) as state:
+            await state.reset()
+
+            async def step() -> None:
+                await burst.compute({"x": x(), "state": state}, outputs={"stateN": state})
+
+            await step()
+            await step()
+            driver = next(device.pid for device in runtime.devices if device.pid)
+            os.kill(driver, signal.SIGSTOP)
+            try:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(state.reset, 7)
+                    await anyio.wait_all_tasks_blocked()
+                    assert state._filling == 1
+                    tasks.cancel_scope.cancel()
+                assert state._filling == 1  # the driver will make the copy
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(step)
+                    await anyio.wait_all_tasks_blocked()
+                    assert burst.statistics()["in_flight"] == 0
+                    os.kill(driver, signal.SIGCONT)
+            finally:
+                os.kill(driver, signal.SIGCONT)
+            assert short == [True, False]
+            np.testing.assert_array_equal(await state.snapshot(), [8, 8, 8, 8])
+
+
 async def test_a_driver_that_dies_in_a_step_takes_the_state_with_it(fake: FakeDevice, short: list[bool]) -> None:
     async with leak_check(), aionn.Runtime() as runtime:
         compilation = await runtime.compile(model(), devices=(fake.name,))
