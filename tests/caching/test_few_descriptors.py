@@ -43,6 +43,11 @@ def free_descriptors(count: int) -> Iterator[None]:
             os.close(fd)
 
 
+def lose_the_index(directory: Path) -> None:
+    for file in directory.glob("index.sqlite*"):
+        file.unlink()
+
+
 @pytest.mark.parametrize("index", ["kept", "lost"])
 async def test_a_look_up_without_free_descriptors_is_a_miss_and_never_an_oserror(tmp_path: Path, index: str) -> None:
     async with CacheStore(tmp_path) as store:
@@ -50,8 +55,7 @@ async def test_a_look_up_without_free_descriptors_is_a_miss_and_never_an_oserror
     hits = misses = 0
     for count in range(ENOUGH + 1):
         if index == "lost":
-            for file in tmp_path.glob("index.sqlite*"):
-                file.unlink()
+            lose_the_index(tmp_path)
         async with CacheStore(tmp_path) as store:
             with free_descriptors(count):
                 glanced = await store.glance(wanted(1))
@@ -100,8 +104,7 @@ async def test_an_index_rebuilt_without_free_descriptors_counts_all_entries_late
             await stored(store, wanted(token))
     size = 3 * (3 * len(b"0artifact") + MANIFEST_BYTES)
     for count in range(ENOUGH + 1):
-        for file in tmp_path.glob("index.sqlite*"):
-            file.unlink()
+        lose_the_index(tmp_path)
         async with CacheStore(tmp_path, max_bytes=size) as store:
             with free_descriptors(count):
                 glanced = await store.glance(wanted(0))
