@@ -12,6 +12,7 @@ import ctypes
 import gc
 import os
 import platform
+import resource
 import signal
 import socket
 import sys
@@ -56,6 +57,12 @@ def stay_in_background(threads: int) -> None:
     number = _IOPRIO_SET.get(platform.machine())
     if number is not None:
         ctypes.CDLL(None).syscall(number, _IOPRIO_WHO_PROCESS, 0, _IOPRIO_CLASS_IDLE << _IOPRIO_CLASS_SHIFT)
+
+
+def raise_file_limit() -> None:
+    """Allow as many open files as the hard limit does: each request in flight may bring descriptors of its own."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def name_process(name: str) -> None:
@@ -116,6 +123,7 @@ def main(arguments: list[str]) -> int:
         stay_in_background(max(1, int(arguments[2])))
     name_process(name)
     close_inherited(fd)
+    raise_file_limit()
     try:
         sock = socket.socket(fileno=fd)
     except OSError as error:

@@ -16,7 +16,7 @@ Why it is fast: a commit is one store and one fence; a system call is made only 
 Why it is safe: a peer can be late, dead, broken or hostile. Descriptors are checked before anything is mapped, counters
 at every use; the worst a peer can do is to end its own queue (`QueueCorruptedError`), or to wake us for nothing.
 Why nobody sleeps through a commit: both sides fence between their own store and their look at the other's
-(ring.h, and the state-space search in tests/fmq/wake_model.py).
+(ring.h, and the model checker that runs it in tests/fmq/test_weak_memory.py).
 """
 
 from aionn.fmq._ring import Caller, Listener

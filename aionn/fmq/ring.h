@@ -13,8 +13,9 @@
  *     W1 counter := new     W2 seq_cst fence    W3 armed? swap it to 0: was it set?  W4 write the eventfd
  * Store buffering needs both fences: with them S3 sees W1 or W3 sees S1, so nobody sleeps through a commit, and a
  * system call is made only for a sleeper. A wake may be stale (W3 loaded an arming that is over), so a sleeper that
- * wakes goes back to S1, never straight to S4. tests/fmq/wake_model.py searches all interleavings, with store
- * buffers, of these steps, and finds the hang when a fence, the re-arming or S3 is left out. */
+ * wakes goes back to S1, never straight to S4. tests/fmq/test_weak_memory.py runs this file under a weak memory model in
+ * all interleavings, and finds the hang or the race when a fence, an order or S3 is left out. tests/fmq/wake_model.py does
+ * so for the tasks that share one sleep. */
 #ifndef AIONN_FMQ_RING_H
 #define AIONN_FMQ_RING_H
 
@@ -163,7 +164,7 @@ static inline void ring_clear(int fd)
         (void)!read(fd, &count, sizeof count);
 }
 
-/* W3 and W4. The caller has fenced (W2). The swap is seq_cst, so that of two wakers one alone writes. */
+/* W3 and W4. The caller has fenced (W2). The swap is atomic, so of two wakers one alone writes. */
 static inline void ring_wake_armed(_Atomic uint32_t *armed, uint32_t bits, int fd)
 {
     if ((atomic_load_explicit(armed, memory_order_relaxed) & bits) && atomic_exchange(armed, 0))
@@ -271,7 +272,7 @@ static inline bool ring_arm(const struct ring *r, bool reads, uint64_t bytes, ui
     uint32_t bits = mask | (!bytes ? 0 : reads ? RING_NOT_EMPTY : RING_NOT_FULL);
     uint64_t readable, writable;
     atomic_store_explicit(armed, bits, memory_order_relaxed); /* S1 */
-    atomic_thread_fence(memory_order_seq_cst);                /* S2: pairs with the fences in ring_progress, ring_flag_wake, ring_close */
+    atomic_thread_fence(memory_order_seq_cst);                /* S2: pairs with the fences in ring_progress and ring_flag_wake */
     bool corrupt = ring_available(r, &readable, &writable) != RING_OK; /* S3 */
     if (bits && !corrupt && !ring_is_closed(r) && (!bytes || (reads ? readable : writable) < bytes) &&
         !(mask && (atomic_load_explicit(r->flag, memory_order_acquire) & mask)))
@@ -444,8 +445,8 @@ static inline void ring_close(const struct ring *r)
     /* seq_cst contains the release that pairs with the acquire in ring_is_closed: what was written stays readable. */
     if (atomic_exchange(&r->control->closed, 1))
         return;
-    atomic_thread_fence(memory_order_seq_cst); /* pairs with the fences in ring_arm and ring_expect_futex */
-    ring_signal(r->reader_fd); /* unconditional: it happens once */
+    atomic_thread_fence(memory_order_seq_cst); /* pairs with the fence in ring_expect_futex */
+    ring_signal(r->reader_fd); /* unconditional: it happens once, and so needs no fence */
     ring_signal(r->writer_fd);
     if (atomic_load_explicit(&r->control->futex_bits, memory_order_relaxed))
         ring_wake_threads(r, RING_FLIP_CLOSED);

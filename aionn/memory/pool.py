@@ -2,11 +2,13 @@
 
 `lease` hands out a frame, `pin` keeps it from being handed out again. An app's lease is one pin. A request in flight is
 another, which ends with the driver's answer or its death. So a cancelled caller can leave at once while the driver may
-still be writing. Nothing here waits for a driver. A frame whose arrays somebody still holds is not handed out either: results
-are never overwritten under their reader, the pool grows instead, up to `MAX_FRAMES`.
+still be writing. Nothing here waits for a driver. A frame whose arrays the app still holds is not handed out either. Results
+are never overwritten under their reader; the pool grows instead, up to `max_frames`. Then `lease` says whether requests
+in flight will bring frames back (`FramesInFlightError`), and `tell_returns` reports each one that comes back.
 
 Invariants
     A frame is in `_free`  <=>  its `pins` is 0 and its pool is open.
+    `_plain`  <=>  the pool is open and not `crowded`.
     `generation` grows by one each time the frame returns to `_free`, so a stale lease differs from a live one.
     Regions only come: each is cached by the driver under its own slot, and goes with the pool.
 """
@@ -39,6 +41,18 @@ _REMEMBERED_GROUPS = 256
 """A frame that has been cut into arrays of ever new shapes forgets them all now and then."""
 
 
+class FramesInFlightError(Exception):
+    """There is no free frame now, and requests in flight will bring some back. It never reaches an app.
+
+    Attributes:
+        pool: where to wait for one.
+    """
+
+    def __init__(self, pool: FramePool) -> None:
+        super().__init__("all frames are in use; requests in flight will bring some back")
+        self.pool = pool
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Where each argument lies in a frame: (offset, length) by index, inputs and outputs; and the frame's size.
@@ -67,14 +81,14 @@ class Frame:
         region: where it lies; `slot` is the region's name in the burst.
         offset: first byte in the region.
         generation: grows each time the frame is given back.
-        pins: how many hold it.
+        pins: how many hold it. lent: whether one of them is a lease of the app's own.
         arrays: arrays over the frame by name, in groups that were cut at once. Each is held here alone, once, to tell
             whether somebody still has it.
         bindings: what the frame's owner remembers of it (encoded requests); cleared with the frame.
         settled: gives one pin back; what a request over this frame calls when it is settled.
     """
 
-    __slots__ = ("_data", "arrays", "bindings", "generation", "offset", "pins", "region", "settled", "slot")
+    __slots__ = ("_data", "arrays", "bindings", "generation", "lent", "offset", "pins", "region", "settled", "slot")
 
     def __init__(self, region: Region, slot: int, offset: int, frame_bytes: int, unpin: Callable[[Frame, object], None]) -> None:
         self.region = region
@@ -85,6 +99,7 @@ class Frame:
         self._data: Any = (c_ubyte * frame_bytes).from_buffer(region.view(), offset)
         self.generation = 0
         self.pins = 0
+        self.lent = False
         self.arrays: dict[Any, dict[str, NDArray[Any]]] = {}
         self.bindings: dict[Any, Any] = {}
         self.settled: Callable[[object], None] = partial(unpin, self)
@@ -128,6 +143,9 @@ class FramePool:
     Args:
         frame_bytes: size of each.
         on_region: called with each new region; returns the slot under which the burst knows it.
+
+    Attributes:
+        crowded: somebody waits for a frame (`tell_returns`).
     """
 
     def __init__(self, frame_bytes: int, on_region: Callable[[Region], int], *, max_frames: int = MAX_FRAMES) -> None:
@@ -138,6 +156,15 @@ class FramePool:
         self._frames: list[Frame] = []
         self._regions: list[tuple[int, Region]] = []
         self._closed = False
+        self._on_return: Callable[[], None] | None = None
+        self._plain = True
+        self.crowded = False
+
+    def tell_returns(self, callback: Callable[[], None] | None) -> None:
+        """Call back whenever a frame has lost a pin, and when the pool is closed; None ends that."""
+        self._on_return = callback
+        self.crowded = callback is not None
+        self._plain = not self.crowded and not self._closed
 
     @property
     def frames(self) -> int:
@@ -159,6 +186,7 @@ class FramePool:
         """Return a frame without users and without readers, pinned once.
 
         Raises:
+            FramesInFlightError: all are in use, some by requests in flight.
             CallerError: the app holds on to the arrays of too many results.
             MemoryAllocationError: more shared memory cannot be had.
         """
@@ -172,7 +200,12 @@ class FramePool:
             free.appendleft(frame)
         if self._closed:
             raise CallerError("the burst was closed")
-        self._grow()
+        try:
+            self._grow()
+        except (CallerError, MemoryAllocationError) as error:
+            if any(frame.pins > frame.lent for frame in self._frames):
+                raise FramesInFlightError(self) from error
+            raise
         frame = free.pop()
         frame.pins = 1
         return frame
@@ -183,9 +216,16 @@ class FramePool:
     def unpin(self, frame: Frame, _answer: object = None) -> None:
         """Give one pin back. `_answer`: so that it can be what a request calls when it is settled."""
         frame.pins -= 1
-        if frame.pins == 0 and not self._closed:
-            frame.generation += 1
-            self._free.append(frame)
+        if self._plain:
+            if frame.pins == 0:
+                frame.generation += 1
+                self._free.append(frame)
+        elif not self._closed:
+            if frame.pins == 0:
+                frame.generation += 1
+                self._free.append(frame)
+            if self._on_return is not None:
+                self._on_return()
 
     def _grow(self) -> None:
         room = self._max_frames - len(self._frames)
@@ -211,6 +251,7 @@ class FramePool:
     def close(self) -> None:
         """Release every region. Arrays that still live keep their bytes."""
         self._closed = True
+        self._plain = False
         self._free.clear()
         for frame in self._frames:
             frame.arrays.clear()
@@ -219,6 +260,8 @@ class FramePool:
         for _, region in self._regions:
             region.close()
         self._regions.clear()
+        if self._on_return is not None:
+            self._on_return()
 
 
-__all__ = ["ALIGNMENT_BYTES", "MAX_FRAMES", "Frame", "FramePool", "Layout"]
+__all__ = ["ALIGNMENT_BYTES", "MAX_FRAMES", "Frame", "FramePool", "FramesInFlightError", "Layout"]

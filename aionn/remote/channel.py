@@ -2,7 +2,8 @@
 
 Sending never waits: a frame goes out at once or is kept until the socket takes it, whole frames in order, so a cancelled
 caller cannot leave half a frame behind. Descriptors leave with the first byte of their frame. Received ones are owned by
-the `Descriptors` handed over with the message: whoever takes one owns it, the rest are closed.
+the `Descriptors` handed over with the message: whoever takes one owns it, the rest are closed. Where this process has too
+many open files the kernel drops descriptors. Then the message still arrives, and taking one of its descriptors fails.
 
 A peer that breaks the protocol, and a socket that fails, end the channel; so does an error of whoever handles a message:
 in a callback of the loop it would be printed and forgotten, and somebody would wait for ever.
@@ -10,6 +11,8 @@ in a callback of the loop it would be printed and forgotten, and somebody would 
 Invariants
     The loop watches the socket for reading from construction until the end, for writing only while `_outgoing` holds something.
     `on_end` is called exactly once, and nothing else is called after it.
+    One read brings the descriptors of one frame at most, all of them (unix(7): a read ends behind the data they came with). So
+    `_received` holds one item per frame that has descriptors and has not been parsed yet, in order.
 """
 
 from __future__ import annotations
@@ -18,10 +21,13 @@ import array
 import asyncio
 import errno
 import os
+import resource
 import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from aionn.errors import ExecutionError
+from aionn.hal.types import ErrorStatus
 from aionn.remote.control import HEADER, MAX_DESCRIPTORS, ControlError, Message, decode, decode_header, encode
 
 _CHUNK_BYTES = 256 * 1024
@@ -36,10 +42,15 @@ _ENDED = {errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.ESHUTDOWN}
 
 
 class Descriptors:
-    """Descriptors that came with one message, in order. What is not taken is closed."""
+    """Descriptors that came with one message, in order. What is not taken is closed.
 
-    def __init__(self, fds: Sequence[int] = ()) -> None:
+    Attributes:
+        lost: the kernel has dropped them, since this process has too many open files.
+    """
+
+    def __init__(self, fds: Sequence[int] = (), *, lost: bool = False) -> None:
         self._fds = deque(fds)
+        self.lost = lost
 
     def __len__(self) -> int:
         return len(self._fds)
@@ -49,13 +60,19 @@ class Descriptors:
 
         Raises:
             ControlError: the message speaks of more descriptors than came with it.
+            ExecutionError: RESOURCE_EXHAUSTED_TRANSIENT: they were lost for want of room.
         """
-        if not self._fds:
-            raise ControlError("a control message speaks of more descriptors than came with it")
-        return self._fds.popleft()
+        return self.take_many(1)[0]
 
     def take_many(self, count: int) -> tuple[int, ...]:
         """The next `count`, or none at all."""
+        if self.lost and count > 0:
+            files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            raise ExecutionError(
+                f"the descriptors of a message were lost: process {os.getpid()} has too many open files (RLIMIT_NOFILE is {files}); "
+                "raise the limit (ulimit -n), or have fewer calls in flight",
+                status=ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT,
+            )
         if count < 0 or count > len(self._fds):
             raise ControlError(f"a control message speaks of {count} descriptors, {len(self._fds)} came with it")
         return tuple(self._fds.popleft() for _ in range(count))
@@ -84,7 +101,7 @@ class Channel:
         self._on_message = on_message
         self._on_end = on_end
         self._incoming = bytearray()
-        self._received_fds: deque[int] = deque()
+        self._received: deque[Descriptors] = deque()
         self._outgoing: deque[tuple[memoryview, tuple[int, ...]]] = deque()
         self._closed = False
         self._loop.add_reader(self._fd, self._readable)
@@ -172,20 +189,22 @@ class Channel:
     def _receive(self) -> bool:
         room = socket.CMSG_SPACE(MAX_DESCRIPTORS * 4)
         chunk, ancillary, flags, _ = self._socket.recvmsg(_CHUNK_BYTES, room, socket.MSG_CMSG_CLOEXEC)
+        fds = array.array("i")
         for level, kind, payload in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                fds = array.array("i")
                 fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
-                self._received_fds.extend(fds)
         if flags & socket.MSG_CTRUNC:
-            raise ControlError("descriptors were lost on the way: this process has too many open files")
+            Descriptors(fds).close()
+            self._received.append(Descriptors(lost=True))
+        elif fds:
+            self._received.append(Descriptors(fds))
         if not chunk:
             return False
         self._incoming += chunk
         self._parse()
         # A frame's descriptors come with its first byte, so at most those of one unfinished frame are waiting.
-        if len(self._received_fds) > MAX_DESCRIPTORS:
-            raise ControlError(f"{len(self._received_fds)} descriptors came for one control frame, which has at most {MAX_DESCRIPTORS}")
+        if len(self._received) > 1:
+            raise ControlError("descriptors came twice for one control frame; they come with its first byte")
         return True
 
     def _parse(self) -> None:
@@ -194,14 +213,14 @@ class Channel:
             end = HEADER.size + length
             if len(self._incoming) < end:
                 return
-            if len(self._received_fds) < descriptors:
-                raise ControlError(f"a control frame announces {descriptors} descriptors, {len(self._received_fds)} came")
             message = decode(memoryview(self._incoming)[HEADER.size : end].tobytes())
             del self._incoming[:end]
-            fds = Descriptors([self._received_fds.popleft() for _ in range(descriptors)])
+            fds = self._received.popleft() if descriptors and self._received else Descriptors()
             try:
-                if not self._incoming and self._received_fds:
-                    raise ControlError(f"{len(self._received_fds)} descriptors came that no control frame speaks of")
+                if not fds.lost and len(fds) != descriptors:
+                    raise ControlError(f"a control frame announces {descriptors} descriptors, {len(fds)} came")
+                if not self._incoming and self._received:
+                    raise ControlError("descriptors came that no control frame speaks of")
                 self._on_message(message, fds)
             except BaseException:
                 fds.close()  # the error's traceback would keep them open for as long as it is remembered
@@ -224,8 +243,9 @@ class Channel:
             for fd in fds:
                 os.close(fd)
         self._outgoing.clear()
-        while self._received_fds:
-            os.close(self._received_fds.popleft())
+        for received in self._received:
+            received.close()
+        self._received.clear()
 
 
 def _duplicates(fds: Sequence[int]) -> tuple[int, ...]:

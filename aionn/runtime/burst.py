@@ -28,8 +28,8 @@ from aionn.memory import pool as memory_pool
 from aionn.remote.device import RemoteBuffer
 from aionn.runtime import stream
 from aionn.runtime.arguments import Outputs, Shapes, Way, check_mapping, failure_of
-from aionn.runtime.frame import Frame
-from aionn.runtime.frames import LARGE_BYTES, Frames, fill, fill_large
+from aionn.runtime.frame import Frame, check_frame
+from aionn.runtime.frames import LARGE_BYTES, Frames, Spare, fill, fill_large
 from aionn.runtime.link import Link, open_link
 from aionn.runtime.placement import Placement, is_placed, place
 from aionn.runtime.recurrent import RecurrentWay, Step
@@ -143,12 +143,12 @@ class Burst:
     def _hung(self, serving: Serving, waited_s: float) -> None:
         self._compilation._runtime._devices.kill(serving.prepared.device, DriverHungError(serving.device, waited_s))
 
-    def _lease(self, shapes: Shapes) -> tuple[Way, memory_pool.Frame]:
+    async def _lease(self, shapes: Shapes, deadline_ns: int | None = None) -> tuple[Way, memory_pool.Frame]:
         self._compilation._runtime._check_loop()
         if not self._open:
             raise CallerError("the burst is not open; use it inside `async with compilation.burst() as burst`")
         way = self._arguments.way(shapes)
-        return way, self._frames.pool(way).lease()
+        return way, await self._frames.lease(way, deadline_ns)
 
     def frame(self, shapes: Mapping[str, Sequence[int]] | None = None) -> Frame:
         """Shared memory to write one request's inputs into: `async with burst.frame() as frame`.
@@ -183,7 +183,7 @@ class Burst:
 
         Returns:
             One array per output, by name: views of the burst's memory, valid until the next `compute` on this burst.
-            Copy what must live longer.
+            Copy what must live longer. While other calls wait for a free frame they are copies, and the frame is theirs.
 
         Raises:
             CallerError: a name, shape or dtype does not fit; nothing was sent.
@@ -209,7 +209,10 @@ class Burst:
                     return await self._step(step, inputs, measure_timing, deadline_ns)
             return await self._compute_anew(inputs, outputs or {}, measure_timing, deadline_ns)
         # A stream's usual frame, in one piece: each call less is a tenth of a microsecond of the few that a round trip takes.
-        frame = pool.lease()
+        try:
+            frame = pool.lease()
+        except memory_pool.FramesInFlightError:
+            return await self._compute_anew(inputs, {}, measure_timing, deadline_ns)
         try:
             arrays = frame.arrays
             controller = link.controller
@@ -227,14 +230,16 @@ class Burst:
             counts = self._counts
             counts["copied_bytes"] += way.input_bytes
             counts["driver_busy_ns"] += busy_ns
-            if result.status is not _NONE:
-                return await self._retry_or_raise(result, way, inputs, measure_timing, deadline_ns)
-            counts["computed"] += 1
-            shapes = result.output_shapes
-            found = None if shapes else arrays.get(way.outputs_key)
-            return Outputs(found or way.outputs_in(frame, shapes), link.device, result.timing if measure_timing else None)
+            if result.status is _NONE:
+                if pool.crowded:
+                    return self._outputs(link, result, way, frame, measure_timing)
+                counts["computed"] += 1
+                shapes = result.output_shapes
+                found = None if shapes else arrays.get(way.outputs_key)
+                return Outputs(found or way.outputs_in(frame, shapes), link.device, result.timing if measure_timing else None)
         finally:
             frame.settled(None)
+        return await self._retry_or_raise(result, way, inputs, measure_timing, deadline_ns)
 
     async def _compute_anew(
         self, inputs: Mapping[str, Any] | Frame, outputs: Mapping[str, Any], measure_timing: bool, deadline_ns: int | None
@@ -248,20 +253,21 @@ class Burst:
                 raise CallerError("this frame is in flight: wait for its outputs, or get another one with burst.frame()")
             if outputs or inputs._placed:
                 return await self._compute_placed(inputs, inputs._placed, outputs, (way, frame), measure_timing, deadline_ns)
-            return await self._send(way, frame, inputs, measure_timing, deadline_ns)
-        if type(inputs) is not dict:
-            check_mapping(inputs)
-        if outputs or any(type(value) is not np.ndarray and is_placed(value) for value in inputs.values()):
-            return await self._compute_placed(inputs, inputs, outputs, None, measure_timing, deadline_ns)
-        shapes = self._arguments.shapes_of(inputs)
-        way, frame = self._lease(shapes)
-        if not self._compiled.watched:
-            self._last = (way, self._frames.pool(way))
-        try:
-            self._counts["copied_bytes"] += fill(frame, way, inputs)
-            return await self._send(way, frame, inputs, measure_timing, deadline_ns)
-        finally:
-            frame.settled(None)
+            found = await self._send(way, frame, inputs, measure_timing, deadline_ns)
+        else:
+            if type(inputs) is not dict:
+                check_mapping(inputs)
+            if outputs or any(type(value) is not np.ndarray and is_placed(value) for value in inputs.values()):
+                return await self._compute_placed(inputs, inputs, outputs, None, measure_timing, deadline_ns)
+            way, frame = await self._lease(self._arguments.shapes_of(inputs), deadline_ns)
+            if not self._compiled.watched:
+                self._last = (way, self._frames.pool(way))
+            try:
+                self._counts["copied_bytes"] += fill(frame, way, inputs)
+                found = await self._send(way, frame, inputs, measure_timing, deadline_ns)
+            finally:
+                frame.settled(None)
+        return found if isinstance(found, Outputs) else await self._retry_or_raise(found, way, inputs, measure_timing, deadline_ns)
 
     def _begin_step(self, recurrent: RecurrentWay, inputs: dict[str, Any], outputs: Mapping[str, Any]) -> Step | None:
         """A stream's usual step with its state in the driver; None: this is none."""
@@ -297,12 +303,19 @@ class Burst:
     ) -> Outputs:
         """The way of arguments that do not all lie in the frame. `leased`: the app's own frame, which holds its arrays."""
         wider: Way | None = None
-        while True:
-            link = await self._live_link(deadline_ns)
-            with link.serving.used():
-                found, wider = await self._try_placed(link, wider, inputs, placed_inputs, outputs, leased, measure_timing, deadline_ns)
-            if found is not None:
-                return found
+        with Spare(self._frames, deadline_ns) as spare:
+            while True:
+                link = await self._live_link(deadline_ns)
+                try:
+                    with link.serving.used():
+                        found, wider = await self._try_placed(
+                            link, wider, inputs, placed_inputs, outputs, leased, measure_timing, deadline_ns, spare
+                        )
+                except memory_pool.FramesInFlightError as crowded:
+                    await spare.wait(crowded.pool)
+                else:
+                    if found is not None:
+                        return found
 
     async def _try_placed(
         self,
@@ -314,18 +327,19 @@ class Burst:
         leased: tuple[Way, memory_pool.Frame] | None,
         measure_timing: bool,
         deadline_ns: int | None,
+        spare: Spare,
     ) -> tuple[Outputs | None, Way | None]:
-        """The outputs; or a way with room for them."""
+        """The outputs; or a way with room for them. Holds nothing when it raises."""
         if self._compiled.sampling is not None:
             await self._compiled.sampling.take_placed(inputs, placed_inputs)
         placement, placed_shapes = await place(link.serving.model, link.prepared, placed_inputs, outputs)
         try:
             if leased is not None and wider is None:
                 way, frame = leased
-                _check_frame(way, placed_shapes)
+                check_frame(way, placed_shapes)
             else:
                 way = wider or self._arguments.way(self._arguments.shapes_of(inputs, placed_shapes))
-                frame = self._frames.pool(way).lease()
+                frame = spare.lease(self._frames.pool(way))
                 self._counts["copied_bytes"] += fill(frame, way, inputs, placement.inputs)
         except BaseException:
             placement.release()
@@ -347,24 +361,23 @@ class Burst:
 
     async def _send(
         self, way: Way, frame: memory_pool.Frame, inputs: Mapping[str, Any], measure_timing: bool, deadline_ns: int | None
-    ) -> Outputs:
+    ) -> Outputs | Result:
+        """The outputs; or the answer of a driver that has none."""
         link = await self._live_link(deadline_ns)
         if self._compiled.sampling is not None:
             self._compiled.sampling.take(inputs)
         result = await self._execute(way, frame, measure_timing, deadline_ns, link)
-        if result.status is not ErrorStatus.NONE:
-            return await self._retry_or_raise(result, way, inputs, measure_timing, deadline_ns)
-        return self._outputs(link, result, way, frame, measure_timing)
+        return result if result.status is not _NONE else self._outputs(link, result, way, frame, measure_timing)
 
     async def _retry_or_raise(
         self, result: Result, way: Way, inputs: Mapping[str, Any], measure_timing: bool, deadline_ns: int | None
     ) -> Outputs:
-        """Once more with room for outputs whose true shapes the driver has just told; raise what any other failure means."""
+        """Once more with room for outputs of the shapes that the driver has told, or raise. It may wait: its caller holds no frame."""
         if not self._arguments.may_retry(way, result):
             raise self._failure(result)
         wider = self._arguments.widen(tuple(shape for _, _, shape, _ in way.inputs), result.output_shapes)
         self._last = (None, None)
-        roomy = self._frames.pool(wider).lease()
+        roomy = await self._frames.lease(wider, deadline_ns)
         try:
             self._counts["copied_bytes"] += fill(roomy, wider, inputs)
             link = await self._live_link(deadline_ns)
@@ -400,7 +413,7 @@ class Burst:
         if placement is None:
             body = frame.bindings.get((way, measure_timing)) or self._body(way, frame, measure_timing)
         else:
-            settled = partial(_settle_placed, pool, frame, placement)
+            settled = partial(placement.settled_in, frame)
             try:
                 body = self._placed_body(way, frame, measure_timing, placement)
             except BaseException:
@@ -442,7 +455,10 @@ class Burst:
         if result.status is not ErrorStatus.NONE:
             raise self._failure(result)
         self._counts["computed"] += 1
-        return Outputs(way.outputs_in(frame, result.output_shapes, elsewhere), link.device, result.timing if measure_timing else None)
+        arrays = way.outputs_in(frame, result.output_shapes, elsewhere)
+        if self._frames.pool(way).crowded:
+            arrays = {name: array.copy() for name, array in arrays.items()}
+        return Outputs(arrays, link.device, result.timing if measure_timing else None)
 
     def _failure(self, result: Result) -> AionnError:
         self._counts["failed"] += 1
@@ -482,15 +498,3 @@ class Burst:
         """
         in_flight = self._link.controller.in_flight if self._link is not None else 0
         return {**self._counts, "in_flight": in_flight, **self._frames.count()}
-
-
-def _check_frame(way: Way, placed_shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """An app's frame has been laid out for the shapes it was asked for, also those of what stands elsewhere."""
-    for name, _, shape, _ in way.inputs:
-        if placed_shapes.get(name, shape) != shape:
-            raise CallerError(f"input {name!r}: memory of shape {placed_shapes[name]} in a frame for {shape}; say frame(shapes=...)")
-
-
-def _settle_placed(pool: memory_pool.FramePool, frame: memory_pool.Frame, placement: Placement, result: Result | None) -> None:
-    pool.unpin(frame)
-    placement.settled(result)

@@ -37,7 +37,7 @@ from aionn.runtime.arguments import Arguments, Outputs, Shapes, Way, check_mappi
 from aionn.runtime.burst import QUEUE_CAPACITY, Burst
 from aionn.runtime.compiled_model import CompiledModel, Serving
 from aionn.runtime.device_memory import DeviceMemory, DeviceRoles
-from aionn.runtime.frames import Frames, fill
+from aionn.runtime.frames import Frames, Spare, fill
 from aionn.runtime.link import CLOSE_S
 from aionn.runtime.placement import Placement, is_placed, place
 from aionn.runtime.plan import prepare_on_best
@@ -49,6 +49,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from aionn.runtime.runtime import Runtime
+
+
+_IN_FLIGHT = 64
+"""So many executions without a burst are in flight, each with descriptors of its own in the driver. Further callers wait, in order."""
 
 
 class Compilation:
@@ -87,7 +91,7 @@ class Compilation:
         self._staging: Staging | None = None
         self._arguments = Arguments(model)
         self._static = all(operand.size_bytes is not None for operand in (*model.inputs.values(), *model.outputs.values()))
-        self._frames = Frames(exact=self._static)
+        self._frames = Frames(exact=self._static, max_frames=_IN_FLIGHT)
         self._closed = False
         self._finalizer = weakref.finalize(self, _release_soon, asyncio.get_running_loop(), self._compiled)
         self._finalizer.atexit = False
@@ -325,34 +329,40 @@ class Compilation:
     ) -> Outputs:
         placing = bool(outputs) or any(is_placed(value) for value in inputs.values())
         model = serving.model
-        way: Way | None = None
-        while True:
-            placement = None
-            placed_shapes: dict[str, tuple[int, ...]] = {}
-            if placing:
-                placement, placed_shapes = await place(model, serving.prepared, inputs, outputs)
-            try:
-                if placement is not None:
-                    shapes = self._arguments.shapes_of(inputs, placed_shapes)
-                way = way or self._arguments.way(shapes)
-                pool = self._frames.pool(way)
-                frame = pool.lease()
-                fill(frame, way, inputs, placement.inputs if placement else ())
-            except BaseException:
-                if placement is not None:
-                    placement.release()
-                raise
-            try:
-                with nullcontext() if placement is None else placement.awaited():
-                    result = await self._execute(serving, way, frame, placement, measure_timing, deadline_ns)
-                if not self._arguments.may_retry(way, result, placement.outputs if placement else ()):
-                    raise_for(result, model, serving.device)
-                    arrays = [(name, array.copy()) for name, array in way.outputs_in(frame, result.output_shapes, outputs or ()).items()]
-                    arrays += placement.arrays(model, result) if placement else []
-                    return Outputs(arrays, serving.stage, result.timing if measure_timing else None)
-                way = self._arguments.widen(shapes, result.output_shapes)
-            finally:
-                pool.unpin(frame)
+        wider: Way | None = None
+        with Spare(self._frames, deadline_ns) as spare:
+            while True:
+                placement = frame = None
+                placed_shapes: dict[str, tuple[int, ...]] = {}
+                try:
+                    if placing:
+                        placement, placed_shapes = await place(model, serving.prepared, inputs, outputs)
+                        shapes = self._arguments.shapes_of(inputs, placed_shapes)
+                    way = wider or self._arguments.way(shapes)
+                    pool = self._frames.pool(way)
+                    frame = await self._frames.lease(way, deadline_ns) if placement is None else spare.lease(pool)
+                    fill(frame, way, inputs, placement.inputs if placement else ())
+                except BaseException as error:
+                    if placement is not None:
+                        placement.release()
+                    if frame is not None:
+                        pool.unpin(frame)
+                    if not isinstance(error, memory_pool.FramesInFlightError):
+                        raise
+                    await spare.wait(error.pool)
+                    continue
+                try:
+                    with nullcontext() if placement is None else placement.awaited():
+                        result = await self._execute(serving, way, frame, placement, measure_timing, deadline_ns)
+                    if not self._arguments.may_retry(way, result, placement.outputs if placement else ()):
+                        raise_for(result, model, serving.device)
+                        found = way.outputs_in(frame, result.output_shapes, outputs or ())
+                        arrays = [(name, array.copy()) for name, array in found.items()]
+                        arrays += placement.arrays(model, result) if placement else []
+                        return Outputs(arrays, serving.stage, result.timing if measure_timing else None)
+                    wider = self._arguments.widen(shapes, result.output_shapes)
+                finally:
+                    pool.unpin(frame)
 
     async def _execute(
         self,

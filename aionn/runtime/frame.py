@@ -22,6 +22,13 @@ if TYPE_CHECKING:
     from aionn.runtime.burst import Burst
 
 
+def check_frame(way: Way, placed_shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """An app's frame has been laid out for the shapes it was asked for, also those of what stands elsewhere."""
+    for name, _, shape, _ in way.inputs:
+        if placed_shapes.get(name, shape) != shape:
+            raise CallerError(f"input {name!r}: memory of shape {placed_shapes[name]} in a frame for {shape}; say frame(shapes=...)")
+
+
 class Frame(Mapping[str, NDArray[Any]]):
     """Shared memory for one request's inputs, to be written in place. Got from `Burst.frame()`, used in `async with`.
 
@@ -40,7 +47,8 @@ class Frame(Mapping[str, NDArray[Any]]):
     async def __aenter__(self) -> Frame:
         if self._frame is not None:
             raise CallerError("this frame is entered already; get another one with burst.frame()")
-        self._way, self._frame = self._burst._lease(self._shapes)
+        self._way, self._frame = await self._burst._lease(self._shapes)
+        self._frame.lent = True
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
@@ -48,6 +56,7 @@ class Frame(Mapping[str, NDArray[Any]]):
         self._way = self._frame = None
         self._placed.clear()
         if way is not None and frame is not None:
+            frame.lent = False
             frame.settled(None)
 
     def _leased(self) -> tuple[Way, memory_pool.Frame]:

@@ -1,20 +1,29 @@
 """The frames of one burst or one compilation: a pool per frame size, every region under a number of its own.
 
 Models with open dimensions get frames of the next power of two, so that a stream of ever new shapes needs few pools.
+
+When requests in flight hold all frames that can be had, `Frames.lease` waits for one. Each frame that comes back goes to the
+caller who has waited longest.
+
+Invariant
+    A pool is a key of `_waiting`  <=>  somebody waits for a frame of it  <=>  the pool is `crowded`.
 """
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections import deque
 from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from aionn.errors import CallerError
+from aionn.errors import CallerError, DeadlineError, MemoryAllocationError, again
 from aionn.hal.types import IMemory
-from aionn.memory.pool import Frame, FramePool
+from aionn.memory.pool import MAX_FRAMES, Frame, FramePool, FramesInFlightError
 from aionn.memory.region import Region
 from aionn.runtime.arguments import Way
 
@@ -22,9 +31,11 @@ from aionn.runtime.arguments import Way
 class Frames:
     """Frame pools and their regions by slot. Satisfies `IBurstCallback`."""
 
-    def __init__(self, *, exact: bool) -> None:
-        """`exact`: every frame has the same size, so none is rounded up."""
+    def __init__(self, *, exact: bool, max_frames: int = MAX_FRAMES) -> None:
+        """`exact`: every frame has the same size, so none is rounded up. `max_frames`: of each size."""
         self._exact = exact
+        self._max_frames = max_frames
+        self._waiting: dict[FramePool, deque[asyncio.Future[Frame]]] = {}
         self._pools: dict[int, FramePool] = {}
         self._regions: list[Region | None] = []
         self._foreign: dict[Region, int] = {}
@@ -40,8 +51,65 @@ class Frames:
         if pool is None:
             if self._closed:
                 raise CallerError("the burst was closed")
-            pool = self._pools[size] = FramePool(size, self._add)
+            pool = self._pools[size] = FramePool(size, self._add, max_frames=self._max_frames)
         return pool
+
+    async def lease(self, way: Way, deadline_ns: int | None = None) -> Frame:
+        """A frame that fits `way`, leased. While requests in flight hold all, wait for one: first come, first served.
+
+        Raises:
+            CallerError: the app holds on to the arrays of too many results, or to too many frames.
+            DeadlineError: none came back by then.
+            MemoryAllocationError: more shared memory cannot be had.
+        """
+        pool = self.pool(way)
+        if not pool.crowded:
+            try:
+                return pool.lease()
+            except FramesInFlightError:
+                pass
+        return await self.wait(pool, deadline_ns)
+
+    async def wait(self, pool: FramePool, deadline_ns: int | None = None) -> Frame:
+        """Wait for a frame that requests in flight will bring back; see `lease`."""
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[Frame] = loop.create_future()
+        timer = None
+        if deadline_ns is not None:
+            timer = loop.call_later(max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9), _fail_late, waiter)
+        self._waiting.setdefault(pool, deque()).append(waiter)
+        pool.tell_returns(partial(self._serve, pool))
+        try:
+            return await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+                pool.unpin(waiter.result())  # it came in the same turn of the loop
+            raise
+        finally:
+            if timer is not None:
+                timer.cancel()
+            self._leave(pool, waiter)
+
+    def _serve(self, pool: FramePool) -> None:
+        """A frame has come back, or the pool is closed."""
+        for waiter in list(self._waiting.get(pool, ())):
+            if waiter.done():
+                continue
+            try:
+                waiter.set_result(pool.lease())
+            except FramesInFlightError:
+                return
+            except (CallerError, MemoryAllocationError) as error:
+                waiter.set_exception(again(error))
+            self._leave(pool, waiter)
+
+    def _leave(self, pool: FramePool, waiter: asyncio.Future[Frame]) -> None:
+        waiting = self._waiting.get(pool)
+        if waiting is not None and waiter in waiting:
+            waiting.remove(waiter)
+            if not waiting:
+                del self._waiting[pool]
+                pool.tell_returns(None)
 
     def _add(self, region: Region) -> int:
         self._regions.append(region)
@@ -89,6 +157,46 @@ class Frames:
         for pool in self._pools.values():
             pool.close()
         self._pools.clear()
+
+
+class Spare:
+    """A frame that was waited for, kept while its owner works out anew where the other arguments lie.
+
+    Those are held from their check until the request is sent, and nothing is awaited in between.
+    """
+
+    def __init__(self, frames: Frames, deadline_ns: int | None) -> None:
+        self._frames = frames
+        self._deadline_ns = deadline_ns
+        self._kept: tuple[FramePool, Frame] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._give_back()
+
+    async def wait(self, pool: FramePool) -> None:
+        """Wait for a frame of that pool and keep it; see `Frames.lease`."""
+        self._give_back()
+        self._kept = (pool, await self._frames.wait(pool, self._deadline_ns))
+
+    def lease(self, pool: FramePool) -> Frame:
+        """The frame that is kept, if it is that pool's; else as `FramePool.lease`."""
+        if self._kept is not None and self._kept[0] is pool:
+            frame, self._kept = self._kept[1], None
+            return frame
+        return pool.lease()
+
+    def _give_back(self) -> None:
+        if self._kept is not None:
+            (_, frame), self._kept = self._kept, None
+            frame.settled(None)
+
+
+def _fail_late(waiter: asyncio.Future[Frame]) -> None:
+    if not waiter.done():
+        waiter.set_exception(DeadlineError("no frame was free by the deadline; too many requests are in flight, try again later"))
 
 
 LARGE_BYTES = 2**18

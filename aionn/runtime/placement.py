@@ -26,6 +26,7 @@ from aionn.hal.model import Model
 from aionn.hal.types import DataLocation, ErrorStatus, Operand, Request, RequestArgument, Result
 from aionn.memory.hardware_buffer import HardwareBuffer
 from aionn.memory.memory import Memory
+from aionn.memory.pool import Frame
 from aionn.memory.region import Access, Region
 from aionn.remote.device import RemoteBuffer, RemotePreparedModel
 from aionn.runtime.arguments import Way, false_shapes
@@ -115,6 +116,11 @@ class Placement:
                 if index < len(result.output_shapes):  # a driver that tells too few is refused by who reads the outputs
                     memory.written(result.output_shapes[index].dimensions)
         self._end(succeeded=succeeded)
+
+    def settled_in(self, frame: Frame, result: Result | None) -> None:
+        """As `settled`, for a request that has a frame, too."""
+        frame.settled(result)
+        self.settled(result)
 
     def release(self) -> None:
         """Nothing has been sent, and nothing will be."""

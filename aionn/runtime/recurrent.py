@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from aionn.burst import PoolReference, encode_request_body
 from aionn.errors import DeviceMemoryLostError, DriverDiedError
 from aionn.hal.types import DataLocation, ErrorStatus, Request, RequestArgument, Result
-from aionn.memory.pool import Frame, FramePool
+from aionn.memory.pool import Frame, FramePool, FramesInFlightError
 from aionn.runtime.arguments import Way
 from aionn.runtime.device_memory import DeviceMemory, lost_with
 from aionn.runtime.link import Link
@@ -111,7 +111,10 @@ class RecurrentWay:
                 used[memory] = False
             written.append(memory)
             tokens.append(buffer.token)
-        frame = self._pool.lease()
+        try:
+            frame = self._pool.lease()
+        except FramesInFlightError:
+            return None
         # Nothing has been awaited since the first question was asked.
         for memory, advances in used.items():
             memory.begin(advance=advances)

@@ -14,8 +14,8 @@ import pytest
 NATIVE = Path(__file__).parent / "native"
 FMQ = Path(__file__).parents[2] / "aionn" / "fmq"
 COMPILER = shutil.which("gcc") or shutil.which("cc")
-# ThreadSanitizer does not model fences and gcc says so: what it checks here are the counters' release and acquire. The
-# fences are checked by the state-space search and by the hanging of `threads` without them.
+# ThreadSanitizer does not model fences and gcc says so: what it checks here are the counters' release and acquire.
+# `test_weak_memory` checks the fences.
 WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wno-tsan")
 FLAGS = ("-std=c11", "-O1", "-g", *WARNINGS, "-pthread", "-fno-sanitize-recover=all", f"-I{FMQ}", f"-I{NATIVE}")
 ADDRESS = "-fsanitize=address,undefined"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fmq.wake_model import FutexProtocol, Protocol, search, search_futex
+from tests.fmq.wake_model import Protocol, search
 
 FMQ = Path(__file__).parents[2] / "aionn" / "fmq"
 
@@ -46,18 +46,6 @@ def test_a_fence_on_one_side_is_missed_with_one_message_and_one_waiter_alone() -
     assert search(replace(smallest, sleeper_fence=False))[0] is not None
 
 
-@pytest.mark.parametrize("messages", range(1, 6))
-def test_no_thread_sleeps_through_a_commit_on_the_event_flag_word(messages: int) -> None:
-    way, states = search_futex(FutexProtocol(messages))
-    assert way is None
-    assert states > 20 * messages
-
-
-@pytest.mark.parametrize("fault", ["waker_fence", "tells_first", "compares"])
-def test_the_search_finds_the_sleeping_thread_when_the_fault_is_put_back(fault: str) -> None:
-    assert search_futex(replace(FutexProtocol(messages=1), **{fault: False}))[0] is not None
-
-
 def body_of(function: str, file: str = "ring.h") -> str:
     found = re.search(rf"static (inline )?[\w \*]+[ \*]{function}\(.*?\n}}\n", (FMQ / file).read_text(), re.DOTALL)
     assert found is not None
@@ -71,15 +59,6 @@ def in_order(text: str, *parts: str) -> bool:
         if at < 0:
             return False
     return True
-
-
-def test_ring_h_takes_the_steps_of_the_model_in_their_order() -> None:
-    fence = "atomic_thread_fence(memory_order_seq_cst)"
-    assert in_order(body_of("ring_commit_write"), "atomic_store_explicit(r->written", "ring_progress(r, RING_NOT_EMPTY)")
-    assert in_order(body_of("ring_commit_read"), "atomic_store_explicit(r->read", "ring_progress(r, RING_NOT_FULL)")
-    assert in_order(body_of("ring_progress"), fence, "ring_wake_armed", "ring_wake_armed")
-    assert in_order(body_of("ring_wake_armed"), "atomic_load_explicit(armed", "atomic_exchange(armed, 0)", "ring_signal(fd)")
-    assert in_order(body_of("ring_arm"), "atomic_store_explicit(armed", fence, "ring_available", "return true", "atomic_exchange(armed, 0)")
 
 
 def test_the_exchange_commits_only_through_ring_h() -> None:

@@ -1,10 +1,9 @@
-"""The wake protocol of ring.h as a state machine, searched exhaustively: every interleaving, every delay of a store.
+"""The wake protocol as the tasks of one loop use it (`waiting`), searched exhaustively: every interleaving, every delay of a store.
 
 Two sides. The waker commits `MESSAGES` elements; the sleeper has `WAITERS` tasks, each of which needs one, in one loop.
-Memory is TSO (x86; the weakest thing that matters here: a store may sit in its core's buffer while later loads of that
-core are done). Each side has a FIFO store buffer; it drains one entry at any moment (a step of its own), and at once at
-a fence, at an atomic exchange and at a system call. Loads see the own buffer first. arm64 can reorder more, but not
-across the fences and read-modify-writes that the protocol rests on.
+Memory is TSO (x86): a store may sit in its core's buffer while later loads of that core are done. Each side has a FIFO
+store buffer. It drains one entry at any moment (a step of its own), and at once at a fence, at an atomic exchange and at a
+system call. Loads see the own buffer first. `test_weak_memory` searches the C code itself, under a weaker memory.
 
 The steps, as in ring.h (one direction; the other is the same with the names swapped):
 
@@ -137,83 +136,6 @@ def search(p: Protocol) -> tuple[list[str] | None, int]:
         lambda s: _waker_steps(p, s) + _sleeper_steps(p, s) + _drains(s),
         lambda s: s.sleeper_at == "done",
     )
-
-
-class FutexState(NamedTuple):
-    """The same for a thread that sleeps on the event flag word. `word` and `futex_bits` hold the one bit that matters."""
-
-    written: int = 0
-    futex_bits: int = 0
-    word: int = 0
-    asleep: bool = False
-    waker_at: str = "W1"
-    waker_made: int = 0
-    waker_buffer: Buffer = ()
-    sleeper_at: str = "F1"
-    taken: int = 0
-
-
-@dataclass(frozen=True)
-class FutexProtocol:
-    """A thread that takes `messages` elements one by one, by futex; with faults to put back.
-
-        waker  W1 counter := new                  sleeper  F1 futex_bits |= bit (ring_expect_futex), once
-               W2 fence                                    F2 look; take; done when it has all
-               W3 futex_bits set? word |= bit              F3 word &= ~bit; was it set? F2
-               W4 it was clear? FUTEX_WAKE                 F4 FUTEX_WAIT if word is still clear; F2
-    Every step of the sleeper that matters is a read-modify-write or a system call, so it has no store buffer.
-
-    tells_first=False   the look comes before the sleeper has told that it will sleep by futex.
-    compares=False      FUTEX_WAIT would sleep without comparing the word.
-    """
-
-    messages: int = 2
-    waker_fence: bool = True
-    tells_first: bool = True
-    compares: bool = True
-
-
-def _futex_steps(p: FutexProtocol, s: FutexState) -> list[tuple[str, FutexState]]:
-    steps: list[tuple[str, FutexState]] = []
-    drained = not s.waker_buffer
-    if s.waker_at == "W1" and s.waker_made < p.messages:
-        made = s.waker_made + 1
-        steps.append(("W1 commit", s._replace(waker_made=made, waker_buffer=(*s.waker_buffer, ("written", made)), waker_at="W2")))
-    elif s.waker_at == "W2" and (drained or not p.waker_fence):
-        steps.append(("W2 fence", s._replace(waker_at="W3")))
-    elif s.waker_at == "W3":
-        steps.append((f"W3 futex_bits is {s.futex_bits}", s._replace(waker_at="W3or" if s.futex_bits else "W1")))
-    elif s.waker_at == "W3or" and drained:
-        steps.append((f"W3 word was {s.word}", s._replace(word=1, waker_at="W1" if s.word else "W4")))
-    elif s.waker_at == "W4":
-        steps.append(("W4 wakes", s._replace(asleep=False, waker_at="W1")))
-    if s.waker_buffer:
-        (_, value), *rest = s.waker_buffer
-        steps.append(("waker's store lands", s._replace(written=value, waker_buffer=tuple(rest))))
-    if s.asleep:
-        return steps
-    if s.sleeper_at == "F1":
-        if p.tells_first:
-            steps.append(("F1 tells", s._replace(futex_bits=1, sleeper_at="F2")))
-        else:
-            steps.append(("F2 looks first", s._replace(sleeper_at="F2" if s.written > s.taken else "F1late")))
-    elif s.sleeper_at == "F1late":
-        steps.append(("F1 tells too late", s._replace(futex_bits=1, sleeper_at="F3")))
-    elif s.sleeper_at == "F2":
-        taken = min(s.written, s.taken + 1)
-        after = "done" if taken == p.messages else "F2" if taken > s.taken else "F3" if s.futex_bits else "F1"
-        steps.append((f"F2 has {taken}", s._replace(taken=taken, sleeper_at=after)))
-    elif s.sleeper_at == "F3":
-        steps.append((f"F3 word was {s.word}", s._replace(word=0, sleeper_at="F2" if s.word else "F4")))
-    elif s.sleeper_at == "F4":
-        sleeps = not (p.compares and s.word)
-        steps.append(("F4 sleeps" if sleeps else "F4 word has changed", s._replace(asleep=sleeps, sleeper_at="F2")))
-    return steps
-
-
-def search_futex(p: FutexProtocol) -> tuple[list[str] | None, int]:
-    """As `search`, for a thread that sleeps on the event flag word."""
-    return _explore(FutexState(), lambda s: _futex_steps(p, s), lambda s: s.sleeper_at == "done")
 
 
 S = TypeVar("S", bound=NamedTuple)

@@ -205,11 +205,13 @@ async def test_a_full_socket_that_ends_closes_what_was_kept_for_it() -> None:
     assert open_fds() == before
 
 
-async def test_descriptors_lost_for_want_of_room_end_the_channel() -> None:
+async def test_descriptors_lost_for_want_of_room_fail_their_own_message_alone() -> None:
+    before = open_fds()
     ear = Ear()
     null = os.open("/dev/null", os.O_RDONLY)
-    ear.send(encode(Reply(1, Done()), 3), [null] * 3)
-    os.close(null)
+    lost = encode(Reply(2, Done()), 3)
+    ear.send(encode(Reply(1, Done()), 1), [null])
+    ear.send(lost[:5], [null] * 3)  # a header in two pieces
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(int(fd) for fd in os.listdir("/proc/self/fd"))
     fillers = []
@@ -220,14 +222,26 @@ async def test_descriptors_lost_for_want_of_room_end_the_channel() -> None:
                 fillers.append(os.open("/dev/null", os.O_RDONLY))
         except OSError:
             pass
+        for _ in range(2):  # room for the one of the first message, and for one of three of the second
+            os.close(fillers.pop())
         ear.channel.drain()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for fd in fillers:
             os.close(fd)
-    assert isinstance(ear.ends[0], ControlError)
-    assert "too many open files" in str(ear.ends[0])
+    ear.send(lost[5:])
+    ear.send(encode(Reply(3, Done()), 2), [null] * 2)
+    ear.channel.drain()
+    os.close(null)
+    assert ear.ends == []
+    assert [message.id for message in ear.messages if isinstance(message, Reply)] == [1, 2, 3]
+    assert [descriptors.lost for descriptors in ear.came] == [False, True, False]
+    with pytest.raises(ExecutionError, match="too many open files") as caught:
+        ear.came[1].take()
+    assert caught.value.status is ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT
+    assert [len(descriptors) for descriptors in ear.came] == [1, 0, 2]
     ear.close()
+    assert open_fds() == before
 
 
 @given(st.text(alphabet=st.characters(codec=None), max_size=50), st.text(max_size=5000))

@@ -14,9 +14,12 @@ import aionn
 from aionn.errors import CallerError
 from aionn.runtime import frames
 from aionn.runtime.arguments import Arguments
+from aionn.runtime.burst import Burst
 from aionn.runtime.frames import Frames, fill_large
 from aionn.runtime.model import Model
+from aionn.testing import FakeDevice
 from aionn.testing.models import identity_model
+from tests.leaks import leak_check
 
 
 @pytest.mark.parametrize("layout", ["plain", "strided"])
@@ -77,3 +80,44 @@ async def test_a_stream_of_large_inputs_lets_the_loop_run_before_each() -> None:
                 assert outputs["input_out"][0, -1] == outputs["input_out"][0, 0] == value
                 assert turns > before
             app.cancel_scope.cancel()
+
+
+@pytest.mark.anyio
+async def test_a_usual_frame_in_flight_stays_pinned_when_its_caller_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    anew = 0
+    general = Burst._compute_anew
+
+    async def counted(self: Burst, *arguments: Any) -> Any:
+        nonlocal anew
+        anew += 1
+        return await general(self, *arguments)
+
+    monkeypatch.setattr(Burst, "_compute_anew", counted)
+    model = aionn.Model.from_onnx(identity_model({"x": (4,)}))
+    with FakeDevice() as fake:
+        async with leak_check(), aionn.Runtime() as runtime:
+            compilation = await runtime.compile(model, devices=(fake.name,))
+            async with compilation.burst() as burst:
+
+                async def compute(number: float) -> None:
+                    outputs = await burst.compute({"x": np.full(4, number, np.float32)})
+                    np.testing.assert_array_equal(next(iter(outputs.values())), np.full(4, number))
+
+                await compute(1)
+                for in_flight, number in enumerate((2, 3), 1):
+                    fake.hang()
+                    async with anyio.create_task_group() as tasks:
+                        tasks.start_soon(compute, number)
+                        await (fake.heard("run") if in_flight == 1 else anyio.wait_all_tasks_blocked())
+                        assert burst.statistics()["in_flight"] == in_flight
+                        tasks.cancel_scope.cancel()
+                    assert burst.statistics()["in_flight"] == in_flight  # the driver has not answered
+                    assert burst.statistics()["pinned_frames"] == in_flight  # and may still be writing there
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(compute, 4)
+                    await anyio.wait_all_tasks_blocked()
+                    assert burst.statistics()["pinned_frames"] == 3  # in a frame of its own
+                    fake.behave()
+                assert anew == 1  # all but the first were usual frames
+                assert (burst.statistics()["in_flight"], burst.statistics()["pinned_frames"]) == (0, 0)
+                await compute(5)

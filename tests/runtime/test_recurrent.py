@@ -236,6 +236,79 @@ async def test_a_caller_that_leaves_a_step_does_not_leave_half_of_it(fake: FakeD
             assert burst.statistics()["pinned_frames"] == 0
 
 
+async def test_a_step_is_refused_while_its_state_is_being_filled(fake: FakeDevice, short: list[bool]) -> None:
+    async with leak_check(), aionn.Runtime() as runtime:
+        compilation = await runtime.compile(model(), devices=(fake.name,))
+        async with compilation.burst() as burst, await compilation.allocate(**ROLES) as state:
+            await state.reset()
+
+            async def step() -> None:
+                await burst.compute({"x": x(), "state": state}, outputs={"stateN": state})
+
+            await step()
+            await step()
+            driver = next(device.pid for device in runtime.devices if device.pid)
+            computed = burst.statistics()["computed"]
+            os.kill(driver, signal.SIGSTOP)  # so that the copy stays under way for as long as this asks
+            try:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(state.reset, 7)
+                    await anyio.wait_all_tasks_blocked()
+                    assert state._filling == 1
+                    for _ in range(3):
+                        with pytest.raises(aionn.CallerError, match="being filled"), anyio.fail_after(10):
+                            await step()
+                    assert short == [True] + [False] * 3
+                    assert burst.statistics()["in_flight"] == 0  # nothing was sent
+                    assert burst.statistics()["pinned_frames"] == 0
+                    os.kill(driver, signal.SIGCONT)
+            finally:
+                os.kill(driver, signal.SIGCONT)
+            await step()
+            np.testing.assert_array_equal(await state.snapshot(), [8, 8, 8, 8])
+            assert short[-1]
+            assert burst.statistics()["computed"] == computed + 1
+
+
+@pytest.mark.parametrize("left", ["reset", "snapshot"])
+async def test_a_step_waits_for_a_copy_whose_caller_has_left(fake: FakeDevice, short: list[bool], left: str) -> None:
+    async with leak_check(), aionn.Runtime() as runtime:
+        compilation = await runtime.compile(model(), devices=(fake.name,))
+        async with (
+            compilation.burst() as burst,
+            await compilation.allocate(**ROLES) as state,
+            await compilation.allocate(outputs=("stateN",)) as written,
+        ):
+            await state.reset()
+            for memory in (state, written):
+
+                async def step(target: aionn.DeviceMemory = memory) -> None:
+                    await burst.compute({"x": x(), "state": state}, outputs={"stateN": target})
+
+                await step()
+                await step()
+                short.clear()
+                driver = next(device.pid for device in runtime.devices if device.pid)
+                os.kill(driver, signal.SIGSTOP)
+                try:
+                    async with anyio.create_task_group() as tasks:
+                        tasks.start_soon(getattr(memory, left))
+                        await anyio.wait_all_tasks_blocked()
+                        tasks.cancel_scope.cancel()
+                    assert memory._left_copies == 1  # the driver will make the copy
+                    async with anyio.create_task_group() as tasks:
+                        tasks.start_soon(step)
+                        await anyio.wait_all_tasks_blocked()
+                        assert burst.statistics()["in_flight"] == 0
+                        os.kill(driver, signal.SIGCONT)
+                finally:
+                    os.kill(driver, signal.SIGCONT)
+                assert short == [False]
+            steps = 1 if left == "reset" else 3
+            np.testing.assert_array_equal(await state.snapshot(), np.full(4, steps))
+            np.testing.assert_array_equal(await written.snapshot(), np.full(4, steps + 1))
+
+
 async def test_a_driver_that_dies_in_a_step_takes_the_state_with_it(fake: FakeDevice, short: list[bool]) -> None:
     async with leak_check(), aionn.Runtime() as runtime:
         compilation = await runtime.compile(model(), devices=(fake.name,))

@@ -7,6 +7,7 @@ Except for `verify` all is blocking and runs in a thread.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sqlite3
@@ -134,10 +135,18 @@ class Housekeeping:
             self.remove_if_free(directory, key)
 
     def _rebuild_index(self, directory: CacheDirectory) -> None:
-        for key in directory.all_keys():
+        try:
+            keys = directory.all_keys()
+        except OSError as error:
+            self.warn(refusal_of(error, "its entries, for the index of sizes"))
+            return
+        for key in keys:
             try:
                 manifest = directory.manifest(key)
-            except OSError:
+            except OSError as error:
+                if _tells_nothing(error):
+                    self.warn(refusal_of(error, "its entries, for the index of sizes"))
+                    return
                 continue
             if isinstance(manifest, Manifest) and manifest.key == key:
                 self.with_index(lambda index, manifest=manifest: index.put(manifest, published=False))  # type: ignore[misc]
@@ -255,28 +264,38 @@ class Housekeeping:
         directory = self.current()
         if isinstance(directory, Refusal):
             return directory
+        try:
+            return self._entries(directory)
+        except OSError as error:
+            return refusal_of(error, f"the entries of {self.path}")
+
+    def _entries(self, directory: CacheDirectory) -> list[EntryInfo]:
         used_s = self.with_index(lambda index: index.used_s()) or {}
         superseded = set(self.with_index(lambda index: index.superseded(0.0)) or [])
         found = []
         for key in directory.all_keys():
-            with suppress(OSError):
+            try:
                 manifest = directory.manifest(key)
-                if isinstance(manifest, Manifest):
-                    found.append(
-                        EntryInfo(
-                            key=key,
-                            device=manifest.device,
-                            device_version=manifest.device_version,
-                            model_digest=manifest.model_digest,
-                            generation=manifest.generation,
-                            size_bytes=manifest.size_bytes,
-                            saves_s=manifest.compile_ns / 1e9,
-                            created_s=manifest.created_ns / 1e9,
-                            used_s=used_s.get(key),
-                            declined=manifest.declined,
-                            superseded=key in superseded,
-                        )
+            except OSError as error:
+                if _tells_nothing(error):
+                    raise
+                continue
+            if isinstance(manifest, Manifest):
+                found.append(
+                    EntryInfo(
+                        key=key,
+                        device=manifest.device,
+                        device_version=manifest.device_version,
+                        model_digest=manifest.model_digest,
+                        generation=manifest.generation,
+                        size_bytes=manifest.size_bytes,
+                        saves_s=manifest.compile_ns / 1e9,
+                        created_s=manifest.created_ns / 1e9,
+                        used_s=used_s.get(key),
+                        declined=manifest.declined,
+                        superseded=key in superseded,
                     )
+                )
         return sorted(found, key=lambda entry: (entry.created_s, entry.key))
 
     async def verify(self) -> AsyncIterator[BadEntry]:
@@ -285,7 +304,13 @@ class Housekeeping:
         if isinstance(directory, Refusal):
             yield BadEntry(b"", "", directory.reason, directory.detail)
             return
-        for key in await hop(directory.all_keys):
+        try:
+            keys = await hop(directory.all_keys)
+        except OSError as error:
+            refusal = refusal_of(error, f"the entries of {self.path}")
+            yield BadEntry(b"", "", refusal.reason, refusal.detail)
+            return
+        for key in keys:
             bad = await self._verify_entry(directory, key)
             if bad is not None and bad.reason is not MissReason.ABSENT and await self._verify_entry(directory, key) is not None:
                 # Twice: an entry that was replaced or removed while it was read is not bad.
@@ -334,6 +359,12 @@ class Housekeeping:
         directory = self.current()
         if isinstance(directory, Refusal):
             return directory
+        try:
+            return self._prune(directory, max_bytes)
+        except OSError as error:
+            return refusal_of(error, f"the entries of {self.path}")
+
+    def _prune(self, directory: CacheDirectory, max_bytes: int | None) -> PruneReport:
         directory.empty_trash()
         before = self.left_bytes()
         removed = in_use = 0
@@ -345,7 +376,9 @@ class Housekeeping:
                     self._clean_if_free(directory, key)
                 else:
                     doomed.add(key)
-            except OSError:
+            except OSError as error:
+                if _tells_nothing(error):
+                    raise
                 doomed.add(key)
         for key in doomed:
             if self.remove_if_free(directory, key):
@@ -361,6 +394,11 @@ class Housekeeping:
     def left_bytes(self) -> int:
         """Bytes that count against the budget. Blocking."""
         return self.with_index(lambda index: index.total_bytes) or 0
+
+
+def _tells_nothing(error: OSError) -> bool:
+    """Whether the failure to read an entry says nothing about the entry: this process or the machine has too many open files."""
+    return error.errno in (errno.EMFILE, errno.ENFILE)
 
 
 def _close_found(found: FoundEntry | Refusal) -> None:

@@ -1,0 +1,240 @@
+"""Few file descriptors and many calls at once: calls queue, one call may fail, and no healthy driver is ended."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import subprocess
+import sys
+import textwrap
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import aionn
+from aionn.hal.types import ErrorStatus
+from aionn.memory.pool import MAX_FRAMES
+from aionn.testing import FakeDevice, identity_model
+from tests.leaks import driver_pids, leak_check
+
+pytestmark = pytest.mark.anyio
+
+MANY = 600
+
+
+def x(number: float) -> NDArray[np.float32]:
+    return np.full(4, number, np.float32)
+
+
+def model() -> aionn.Model:
+    return aionn.Model.from_onnx(identity_model({"x": (4,)}))
+
+
+def check(outputs: Mapping[str, Any], number: float) -> None:
+    np.testing.assert_array_equal(outputs["x_out"], x(number))
+
+
+async def _computed(burst: aionn.Burst, number: float) -> None:
+    check(await burst.compute({"x": x(number)}), number)
+
+
+@contextmanager
+def no_free_descriptor(pid: int) -> Iterator[None]:
+    """Leave that process none but those it has."""
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    used = {int(fd) for fd in os.listdir(f"/proc/{pid}/fd")}
+    lowest_free = next(fd for fd in range(len(used) + 1) if fd not in used)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (lowest_free, before[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+
+
+async def test_a_driver_may_open_as_many_files_as_its_hard_limit_allows() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    low = max(int(fd) for fd in os.listdir("/proc/self/fd")) + 64
+    assert low < hard
+    resource.setrlimit(resource.RLIMIT_NOFILE, (low, hard))
+    try:
+        with FakeDevice() as fake:
+            async with leak_check(), aionn.Runtime() as runtime:
+                await runtime.compile(model(), devices=(fake.name,))
+                (pid,) = driver_pids()
+                assert resource.prlimit(pid, resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_a_driver_without_a_free_descriptor_fails_the_call_and_lives() -> None:
+    async with leak_check(), aionn.Runtime() as runtime:
+        compilation = await runtime.compile(model(), devices=("reference",))
+        async with compilation.burst() as old, compilation.burst() as new:
+            await old.compute({"x": x(1)})
+            (pid,) = driver_pids()
+            third = compilation.burst()
+            calls: list[Callable[[], Awaitable[object]]] = [
+                lambda: compilation.compute({"x": x(2)}),
+                lambda: new.compute({"x": x(2)}),
+                lambda: third.__aenter__(),
+            ]
+            with no_free_descriptor(pid):
+                for call in calls:
+                    with pytest.raises(aionn.ExecutionError, match="too many open files") as caught:
+                        await call()
+                    assert caught.value.status is ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT
+                    del caught
+                check(await old.compute({"x": x(3)}), 3)  # its memory is in the driver already
+            check(await compilation.compute({"x": x(4)}), 4)
+            check(await new.compute({"x": x(5)}), 5)
+            async with third:
+                check(await third.compute({"x": x(6)}), 6)
+            assert driver_pids() == [pid]
+
+
+def test_many_calls_at_once_are_right_with_256_descriptors() -> None:
+    app = f"""
+        import asyncio, resource
+        import numpy as np
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+        import aionn
+        from aionn.testing import identity_model
+
+        async def main():
+            model = aionn.Model.from_onnx(identity_model({{"x": (4,)}}))
+            async with aionn.Runtime() as runtime:
+                compilation = await runtime.compile(model, devices=("reference",))
+                (pid,) = [device.pid for device in runtime.devices if device.pid]
+                async with compilation.burst() as burst:
+                    for compute in (compilation.compute, burst.compute):
+                        calls = [compute({{"x": np.full(4, number, np.float32)}}) for number in range({MANY})]
+                        found = await asyncio.gather(*calls)
+                        assert all((outputs["x_out"] == number).all() for number, outputs in enumerate(found))
+                        del calls, found
+                assert [device.pid for device in runtime.devices if device.pid] == [pid]
+
+        aionn.run(main)
+        print("all right")
+    """
+    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(app)], capture_output=True, text=True, timeout=60)
+    assert (ended.stdout, ended.stderr, ended.returncode) == ("all right\n", "", 0)
+
+
+async def at_once(call: Callable[[float], Awaitable[Mapping[str, Any]]]) -> None:
+    found = await asyncio.gather(*(call(number) for number in range(MANY)))
+    for number, outputs in enumerate(found):
+        check(outputs, number)
+
+
+async def test_many_calls_at_once_queue(fake: FakeDevice) -> None:
+    async with leak_check(), aionn.Runtime() as runtime:
+        compilation = await runtime.compile(model(), devices=(fake.name,))
+        async with compilation.burst() as burst:
+
+            async def with_frame(number: float) -> Mapping[str, Any]:
+                async with burst.frame() as frame:
+                    frame["x"][...] = number
+                    return {name: array.copy() for name, array in (await burst.compute(frame)).items()}
+
+            await at_once(lambda number: compilation.compute({"x": x(number)}))
+            await at_once(lambda number: burst.compute({"x": x(number)}))
+            assert burst.statistics()["frames"] == MAX_FRAMES  # they did queue
+            await at_once(with_frame)
+            with aionn.Memory.allocate(16) as memory:
+                memory.array(np.float32, (4,))[...] = 7
+                for compute in (compilation.compute, burst.compute):
+                    for outputs in await asyncio.gather(*(compute({"x": memory}) for _ in range(MANY))):
+                        check(outputs, 7)
+            del outputs
+            statistics = burst.statistics()
+            assert (statistics["pinned_frames"], statistics["free_frames"]) == (0, MAX_FRAMES)
+
+
+async def test_many_calls_whose_outputs_need_more_room_queue() -> None:
+    async with leak_check(), aionn.Runtime() as runtime:
+        compilation = await runtime.compile(aionn.Model.from_onnx(identity_model({"x": ("n",)})), devices=("reference",))
+        async with compilation.burst() as burst:
+            await at_once(lambda number: compilation.compute({"x": x(number)}))
+            await at_once(lambda number: burst.compute({"x": x(number)}))
+            assert burst.statistics()["pinned_frames"] == 0
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeDevice]:
+    with FakeDevice() as device:
+        yield device
+
+
+async def test_a_call_that_waits_for_a_frame_keeps_its_deadline_and_can_be_cancelled(fake: FakeDevice) -> None:
+    async with leak_check(), aionn.Runtime() as runtime:
+        compilation = await runtime.compile(model(), devices=(fake.name,))
+        async with compilation.burst() as burst:
+            await burst.compute({"x": x(0)})
+            fake.hang()
+            async with anyio.create_task_group() as tasks:
+                for number in range(MAX_FRAMES):
+                    tasks.start_soon(_computed, burst, number)
+                await anyio.wait_all_tasks_blocked()
+                assert burst.statistics()["pinned_frames"] == MAX_FRAMES
+                with pytest.raises(aionn.DeadlineError, match="no frame was free"):
+                    await burst.compute({"x": x(1)}, timeout_s=0.01)
+                with anyio.move_on_after(0.01):
+                    await burst.compute({"x": x(1)})
+                assert burst._frames._waiting == {}
+                for number in range(3):
+                    tasks.start_soon(_computed, burst, number)
+                    await anyio.wait_all_tasks_blocked()
+                fake.behave()
+            statistics = burst.statistics()
+            assert (statistics["pinned_frames"], statistics["computed"]) == (0, 1 + MAX_FRAMES + 3)
+
+
+async def test_a_call_that_is_cancelled_as_its_frame_comes_gives_it_back(fake: FakeDevice) -> None:
+    async with leak_check(), aionn.Runtime() as runtime:
+        compilation = await runtime.compile(model(), devices=(fake.name,))
+        async with compilation.burst() as burst:
+            await _cancelled_as_its_frame_comes(burst)
+
+
+async def _cancelled_as_its_frame_comes(burst: aionn.Burst) -> None:
+    way, first = await burst._lease(burst._arguments.check_shapes({}))
+    pool = burst._frames.pool(way)
+    leased = [first, *(pool.lease() for _ in range(MAX_FRAMES - 1))]
+    waiting = [asyncio.ensure_future(burst._frames.lease(way)) for _ in range(2)]
+    await anyio.wait_all_tasks_blocked()
+    pool.unpin(leased[0])
+    waiting[0].cancel()
+    assert await waiting[1] is leased[0]  # it goes to the next one
+    with pytest.raises(asyncio.CancelledError):
+        await waiting[0]
+    assert pool.pinned_frames == MAX_FRAMES
+    assert not pool.crowded
+
+
+async def test_closing_the_burst_ends_those_who_wait_for_a_frame(fake: FakeDevice) -> None:
+    async with leak_check(), aionn.Runtime() as runtime:
+        compilation = await runtime.compile(model(), devices=(fake.name,))
+        refusals = 0
+        async with anyio.create_task_group() as tasks, compilation.burst() as burst:
+
+            async def refused() -> None:
+                nonlocal refusals
+                with pytest.raises(aionn.CallerError, match=r"burst (was closed|is not open)"):
+                    await burst.compute({"x": x(1)})
+                refusals += 1
+
+            fake.hang()
+            for _ in range(MAX_FRAMES + 5):
+                tasks.start_soon(refused)
+            await anyio.wait_all_tasks_blocked()
+            assert sum(map(len, burst._frames._waiting.values())) == 5
+            tasks.start_soon(burst.aclose)
+            await anyio.wait_all_tasks_blocked()
+            fake.behave()
+        assert refusals == MAX_FRAMES + 5
