@@ -10,8 +10,7 @@ sets of files is found at last, this driver wrote it, whole, and has its record.
 
 Invariants
     Every digest in the store was computed from an engine's buffer in this process family, never from a file.
-    All records were made by one version of the engine: another version empties the store, and whoever still runs the old
-    version is refused from then on, for reading and for writing.
+    All records of a store were made by one version of the engine: each version has a database of its own (`state.device_database`).
 
 Nothing here raises for what a cache may look like: `save` and `load` return a `Refusal`. Both block; call them in a thread.
 """
@@ -38,7 +37,9 @@ from aionn import trace
 from aionn.caching.outcomes import MissReason, Refusal, refusal_of_os_error
 from aionn.caching.state import (
     UnsafeStateError,
+    device_database,
     is_damage,
+    mark_used,
     open_database,
     private_directory,
     query,
@@ -86,10 +87,10 @@ class IntegrityStore:
     def __init__(
         self, device: str, version: str, files: CacheFiles, *, state_directory: str | os.PathLike[str] | None = None, max_tokens: int = 4096
     ) -> None:
-        """Open the store of `device`, and empty it if another version of the engine filled it.
+        """Open the store of this version of `device`, and remove stores of its other versions that were not used for long.
 
         Args:
-            device, version: the engine's; the store's file is named after the device.
+            device, version: the engine's; the store's file is named after both.
             files: how many cache files the engine has.
             state_directory: None: the user's (`platformdirs.user_state_path("aionn")`).
             max_tokens: beyond it the token unused for longest is forgotten.
@@ -103,12 +104,11 @@ class IntegrityStore:
         self._used: dict[bytes, None] = {}  # tokens loaded since `note_uses`, the latest last
         try:
             directory = private_directory(Path(state_directory) if state_directory is not None else None)
-            name = "".join(letter if letter.isalnum() else "_" for letter in device)[:40]
-            self._path = directory / f"integrity-{name}-{blake3(device.encode()).hexdigest()[:16]}.sqlite"
+            self._path = device_database(directory, "integrity", device, version)
             self._database = open_database(self._path, self._prepare)
         except (OSError, sqlite3.Error) as error:
             where = "$XDG_STATE_HOME/aionn, else ~/.local/state/aionn" if state_directory is None else str(state_directory)
-            doing = f"integrity store of {device!r} (in {where})"
+            doing = f"integrity store of {device!r} (in {where}; Runtime(state_dir=) and --state-dir choose another folder)"
             if isinstance(error, UnsafeStateError):
                 self.unavailable = Refusal(MissReason.UNSAFE, f"{doing}: {error}")
             elif isinstance(error, OSError):
@@ -118,7 +118,6 @@ class IntegrityStore:
             _log.warning("device %s runs without a compilation cache: %s", device, self.unavailable)
 
     def _prepare(self, database: sqlite3.Connection) -> None:
-        database.execute("CREATE TABLE IF NOT EXISTS owner (only INTEGER PRIMARY KEY CHECK (only = 1), version TEXT NOT NULL)")
         database.execute("CREATE TABLE IF NOT EXISTS tokens (token BLOB PRIMARY KEY, used INTEGER NOT NULL) WITHOUT ROWID")
         database.execute("CREATE INDEX IF NOT EXISTS by_use ON tokens (used)")
         database.execute(
@@ -127,20 +126,6 @@ class IntegrityStore:
         )
         database.execute("SELECT token, used FROM tokens LIMIT 1")
         database.execute("SELECT number, token, digests FROM records LIMIT 1")
-        if self._foreign(database) is not None:
-            for table in ("records", "tokens", "owner"):
-                database.execute(f"DELETE FROM {table}")
-            database.execute("INSERT INTO owner VALUES (1, ?)", (self.version,))
-
-    def _foreign(self, database: sqlite3.Connection) -> Refusal | None:
-        rows = query(database, "SELECT version FROM owner")
-        return None if rows and rows[0][0] == self.version else self._other_version(rows)
-
-    def _other_version(self, rows: Sequence[Sequence[Any]]) -> Refusal:
-        return Refusal(
-            MissReason.OTHER_DRIVER_VERSION,
-            f"records of driver {rows[0][0] if rows else None!r}, this is {self.version!r}; they are emptied when a driver starts",
-        )
 
     def close(self) -> None:
         """Close the database. Later saves and loads are refused."""
@@ -227,9 +212,6 @@ class IntegrityStore:
             if self._database is None:
                 return self.unavailable
             with transaction(self._database) as database:
-                refusal = self._foreign(database)
-                if refusal is not None:
-                    return refusal
                 self._write_uses(database)
                 database.execute("INSERT OR IGNORE INTO tokens VALUES (?, 0)", (token,))
                 self._touch(database, token)
@@ -245,6 +227,7 @@ class IntegrityStore:
                     oldest = database.execute("SELECT token FROM tokens ORDER BY used LIMIT ?", (tokens - self.max_tokens,)).fetchall()
                     database.executemany("DELETE FROM records WHERE token = ?", oldest)
                     database.executemany("DELETE FROM tokens WHERE token = ?", oldest)
+            mark_used(self._path)
         return None
 
     @staticmethod
@@ -268,6 +251,7 @@ class IntegrityStore:
             try:
                 with transaction(self._database) as database:
                     self._write_uses(database)
+                mark_used(self._path)
             except sqlite3.Error as error:
                 self._used.clear()
                 _log.info("device %s: the use of cached artifacts was not noted: %s", self.device, error)
@@ -303,19 +287,15 @@ class IntegrityStore:
         with self._lock:
             if self._database is None:
                 return self.unavailable or Refusal(MissReason.IO_ERROR, "integrity store is closed")
-            rows = query(
-                self._database,
-                "SELECT version, digests FROM owner LEFT JOIN records ON token = ? ORDER BY number DESC",
-                (handles.token,),
-            )
-            if not rows or rows[0][0] != self.version:
-                return self._other_version(rows)
-            recorded = [digests for _, digests in rows if isinstance(digests, bytes)]  # SQLite keeps any type in any column
+            rows = query(self._database, "SELECT digests FROM records WHERE token = ? ORDER BY number DESC", (handles.token,))
+            recorded = [digests for (digests,) in rows if isinstance(digests, bytes)]  # SQLite keeps any type in any column
             if recorded:
                 self._used.pop(handles.token, None)
                 self._used[handles.token] = None
         if not recorded:
-            return Refusal(MissReason.NO_INTEGRITY_RECORD, f"this driver has no record of token {handles.token.hex()[:16]}")
+            return Refusal(
+                MissReason.NO_INTEGRITY_RECORD, f"this driver has no record of token {handles.token.hex()[:16]} in {self._path.parent}"
+            )
 
         fds = (*handles.model, *handles.data)
         lengths = [os.fstat(fd).st_size for fd in fds]

@@ -1,6 +1,7 @@
 """A directory that belongs to this account alone, and SQLite databases in it. The driver's side.
 
 What a driver trusts (digests, the blob cache's key) is only as private as the directory it lies in: 0700, ours, and no symlink.
+Each device has one database per kind and per version of its engine. So versions run side by side, and none reads another's records.
 A database that SQLite cannot read is set aside and begun anew: everything kept here can be lost at the price of a compilation.
 """
 
@@ -17,13 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import platformdirs
+from blake3 import blake3
 
 from aionn.caching.outcomes import MissReason, Refusal
 
 __all__ = [
     "BUSY_TIMEOUT_S",
+    "UNUSED_KEPT_S",
     "UnsafeStateError",
+    "device_database",
     "is_damage",
+    "mark_used",
     "open_database",
     "private_directory",
     "private_key",
@@ -33,6 +38,7 @@ __all__ = [
 ]
 
 BUSY_TIMEOUT_S = 5.0  # another process holds the write lock for one small transaction; far more than it ever needs
+UNUSED_KEPT_S = 30 * 86400.0  # longer than the caches keep the entries of a version that is not used
 _KEY_BYTES = 32
 _DAMAGE = {
     sqlite3.SQLITE_ERROR,
@@ -90,6 +96,31 @@ def _refuse_unsafe(path: Path) -> None:
         raise UnsafeStateError(f"{path} is not a regular file of this account")
 
 
+def device_database(directory: Path, kind: str, device: str, version: str) -> Path:
+    """Return the path of one version's database of that kind. Remove those that the device's other versions have not used for long.
+
+    A process that still has a removed database open goes on with a file that no later process sees. What it records then is lost with it,
+    which costs a compilation.
+
+    Raises:
+        OSError: an old database cannot be removed.
+    """
+    letters = "".join(letter if letter.isalnum() else "_" for letter in device)[:40]
+    of_device = f"{kind}-{letters}-{blake3(device.encode()).hexdigest()[:16]}"
+    path = directory / f"{of_device}-{blake3(version.encode()).hexdigest()[:32]}.sqlite"
+    for other in directory.glob(f"{of_device}*.sqlite"):
+        with suppress(FileNotFoundError):
+            if other != path and time.time() - other.lstat().st_mtime > UNUSED_KEPT_S:
+                _remove_database(other)
+    return path
+
+
+def mark_used(path: Path) -> None:
+    """Note that a database is in use, so that no other version removes it."""
+    with suppress(OSError):
+        os.utime(path)
+
+
 def open_database(path: Path, prepare: Callable[[sqlite3.Connection], None], *, anew: bool = False) -> sqlite3.Connection:
     """Open or create a database and run `prepare` on it in one transaction; begin anew if its file is damaged.
 
@@ -138,6 +169,7 @@ def open_database(path: Path, prepare: Callable[[sqlite3.Connection], None], *, 
                 connection.close()
             raise
         else:
+            mark_used(path)
             return connection
 
 

@@ -5,6 +5,7 @@ import random
 import shutil
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterator
 from itertools import combinations
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from aionn.caching import integrity
 from aionn.caching.integrity import IntegrityStore, digest_of, reopen
 from aionn.caching.outcomes import MissReason, Refusal
+from aionn.caching.state import UNUSED_KEPT_S
 from aionn.hal.interfaces import Artifact, CacheHandles
 from aionn.hal.types import CacheFiles
 
@@ -350,16 +352,58 @@ def test_a_file_cut_at_any_length_is_refused(start: Start, cache: Cache) -> None
 # --- the store itself ------------------------------------------------------------------------------------------------
 
 
-def test_records_survive_a_restart_and_go_with_a_new_version(start: Start, cache: Cache) -> None:
+def test_records_survive_a_restart(start: Start, cache: Cache) -> None:
+    assert start().save(cache.handles(), artifact()) is None
+    same(start().load(cache.handles()), artifact())
+
+
+def test_two_versions_side_by_side_keep_their_records_and_believe_none_of_each_others(start: Start, cache: Cache) -> None:
     old = start("1.0")
-    assert old.save(cache.handles(), artifact()) is None
-    same(start("1.0").load(cache.handles()), artifact())
+    assert old.save(cache.handles(), artifact(name=b"old")) is None
     new = start("1.1")
     refused(new.load(cache.handles()), MissReason.NO_INTEGRITY_RECORD)
-    # A process of the old version that still runs can neither bring its records back nor use the new ones.
-    refused(old.save(cache.handles(), artifact()), MissReason.OTHER_DRIVER_VERSION)
-    refused(old.load(cache.handles()), MissReason.OTHER_DRIVER_VERSION)
-    # And a downgrade starts empty too.
+    same(old.load(cache.handles()), artifact(name=b"old"))  # a process of the version before goes on
+    assert new.save(cache.handles(OTHER_TOKEN), artifact(name=b"new")) is None
+    refused(old.load(cache.handles(OTHER_TOKEN)), MissReason.NO_INTEGRITY_RECORD)
+    same(start("1.1").load(cache.handles(OTHER_TOKEN)), artifact(name=b"new"))
+
+
+def test_stores_of_versions_long_unused_are_collected_and_no_others(start: Start, cache: Cache, tmp_path: Path) -> None:
+    state = tmp_path / "state"
+
+    def databases() -> set[Path]:
+        return set(state.glob("integrity-*.sqlite"))
+
+    def unused_for(path: Path, seconds: float) -> None:
+        at = time.time() - seconds
+        os.utime(path, (at, at))
+
+    old = start("1.0")
+    assert old.save(cache.handles(), artifact()) is None
+    (of_old,) = databases()
+    IntegrityStore("another device", "1.0", FILES, state_directory=state).close()
+    (of_another,) = databases() - {of_old}
+    before_versions = state / f"{of_old.name.rpartition('-')[0]}.sqlite"  # as a release before this one named it
+    before_versions.write_bytes(b"")
+    for path in (of_old, of_another, before_versions):
+        unused_for(path, UNUSED_KEPT_S + 60)
+    same(old.load(cache.handles()), artifact())
+    old.note_uses()  # a use counts, however long ago the store was opened
+    start("1.1").close()
+    (of_new,) = databases() - {of_old, of_another}
+    assert databases() == {of_old, of_another, of_new}
+
+    old.close()
+    for path in (of_old, of_new):
+        unused_for(path, UNUSED_KEPT_S - 60)
+    start("1.2").close()
+    assert {of_old, of_another, of_new} < databases()
+    for path in (of_old, of_new):
+        unused_for(path, UNUSED_KEPT_S + 60)
+    again = start("1.1")  # its own, however old, stays
+    assert databases() & {of_old, of_another, of_new} == {of_another, of_new}
+    assert [path for path in state.iterdir() if path.name.startswith(of_old.name)] == []
+    again.close()
     refused(start("1.0").load(cache.handles()), MissReason.NO_INTEGRITY_RECORD)
 
 
@@ -507,7 +551,7 @@ def unusable(tmp_path: Path, cache: Cache, reason: MissReason | None = None) -> 
     store = IntegrityStore("fake", "1.0", FILES, state_directory=tmp_path / "state")
     assert store.unavailable is not None
     assert reason is None or store.unavailable.reason is reason
-    assert f"(in {tmp_path / 'state'})" in store.unavailable.detail  # the way out: where it would have to be
+    assert f"(in {tmp_path / 'state'};" in store.unavailable.detail  # the way out: where it would have to be
     refused(store.save(cache.handles(), artifact()), store.unavailable.reason)
     refused(store.load(cache.handles()), store.unavailable.reason)
     store.close()
@@ -560,7 +604,6 @@ def test_a_damaged_database_is_begun_anew(tmp_path: Path, cache: Cache, start: S
 
 
 OTHER_SCHEMAS = (
-    "CREATE TABLE owner (name TEXT)",
     "CREATE TABLE tokens (token BLOB PRIMARY KEY)",
     "CREATE TABLE records (number INTEGER PRIMARY KEY, token BLOB, content BLOB)",
     "CREATE VIEW records AS SELECT 1 AS number",
