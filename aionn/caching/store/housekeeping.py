@@ -35,6 +35,7 @@ __all__ = ["BadEntry", "EntryInfo", "Housekeeping", "PruneReport"]
 T = TypeVar("T")
 _log = logging.getLogger("aionn.caching")
 _CHUNK_BYTES = 4 << 20
+_USUAL = {MissReason.BUSY, MissReason.SUPERSEDED}  # another process was quicker: both have what they need
 _RELATIVES = 16  # so many entries of a model are looked at to explain a miss
 
 
@@ -96,10 +97,11 @@ class Housekeeping:
             self._outdated, self.directory, self._index = [], None, None
 
     def warn(self, refusal: Refusal) -> None:
-        """One warning per reason and store: a full disk is told once, not once per model."""
+        """Log one warning per reason and store: a full disk is reported once, not once per model."""
         if refusal.reason not in self._warned:
             self._warned.add(refusal.reason)
-            _log.warning("compilation cache %s cannot be used as asked: %s", self.path, refusal)
+            level = logging.INFO if refusal.reason in _USUAL else logging.WARNING
+            _log.log(level, "compilation cache %s cannot be used as asked: %s", self.path, refusal)
 
     def current(self) -> CacheDirectory | Refusal:
         """The directory as it is now, made again if somebody deleted it; on the first call also what was left to tidy up."""
