@@ -28,7 +28,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from blake3 import blake3
@@ -60,6 +60,7 @@ _WRITABLE_BYTES = 64 << 10  # smaller ones are `bytes`: one system call and no a
 _CHUNK_BYTES = 4 << 20
 _WRITE_BYTES = 4 << 20  # a longer system call would keep a CPU from others on kernels that do not preempt, an event loop among them
 _RECORD_BYTES = 8 + 32
+_Purpose = Literal["read", "write"]
 
 
 def reopen(fd: int) -> int:
@@ -176,7 +177,7 @@ class IntegrityStore:
                     MissReason.WRONG_FILES,
                     f"the engine exported {len(artifact.model)} + {len(artifact.data)} files, it announced {self.files}",
                 )
-            refusal = self._check(handles)
+            refusal = self._check(handles, "write")
             if refusal is not None:
                 return refusal
             buffers = [memoryview(buffer).cast("B") for buffer in (*artifact.model, *artifact.data)]
@@ -281,7 +282,7 @@ class IntegrityStore:
         return result
 
     def _load(self, handles: CacheHandles) -> Artifact | Refusal:
-        refusal = self._check(handles)
+        refusal = self._check(handles, "read")
         if refusal is not None:
             return refusal
         with self._lock:
@@ -312,7 +313,7 @@ class IntegrityStore:
         buffers = tuple(buffer for buffer, _ in copies)
         return Artifact(buffers[: self.files.model], buffers[self.files.model :])
 
-    def _check(self, handles: CacheHandles) -> Refusal | None:
+    def _check(self, handles: CacheHandles, purpose: _Purpose) -> Refusal | None:
         """What can be seen without reading: numbers, the token's length, access mode, kind of file."""
         if self.unavailable is not None:
             return self.unavailable
@@ -325,10 +326,12 @@ class IntegrityStore:
             return Refusal(MissReason.WRONG_FILES, "this device does not cache")
         if len(handles.token) != CACHE_TOKEN_BYTES:
             return Refusal(MissReason.WRONG_TOKEN, f"token of {len(handles.token)} bytes, a token has {CACHE_TOKEN_BYTES}")
-        return _check_descriptors((*handles.model, *handles.data))
+        return _check_descriptors((*handles.model, *handles.data), purpose)
 
 
-def _check_descriptors(fds: Sequence[int]) -> Refusal | None:
+def _check_descriptors(fds: Sequence[int], purpose: _Purpose) -> Refusal | None:
+    """NNAPI's clients open all files for reading and writing. A cache on a read-only volume cannot, and a load only reads."""
+    allowed = {os.O_RDWR} if purpose == "write" else {os.O_RDWR, os.O_RDONLY}
     seen = set()
     for index, fd in enumerate(fds):
         try:
@@ -336,8 +339,9 @@ def _check_descriptors(fds: Sequence[int]) -> Refusal | None:
             status = os.fstat(fd)
         except (OSError, ValueError, OverflowError) as error:
             return Refusal(MissReason.BAD_HANDLE, f"handle {index}: {error}")
-        if access != os.O_RDWR:
-            return Refusal(MissReason.BAD_HANDLE, f"handle {index} is not open for reading and writing")
+        if access not in allowed:
+            needed = "reading and writing" if purpose == "write" else "reading"
+            return Refusal(MissReason.BAD_HANDLE, f"handle {index} is not open for {needed}")
         if not stat.S_ISREG(status.st_mode):
             return Refusal(MissReason.BAD_HANDLE, f"handle {index} is not a regular file")
         if (status.st_dev, status.st_ino) in seen:

@@ -121,7 +121,9 @@ def mark_used(path: Path) -> None:
         os.utime(path)
 
 
-def open_database(path: Path, prepare: Callable[[sqlite3.Connection], None], *, anew: bool = False) -> sqlite3.Connection:
+def open_database(
+    path: Path, prepare: Callable[[sqlite3.Connection], None], *, anew: bool = False, synced: bool = True
+) -> sqlite3.Connection:
     """Open or create a database and run `prepare` on it in one transaction; begin anew if its file is damaged.
 
     Usable from any thread, by one at a time. WAL: readers and a writer of several processes do not block each other, and a killed
@@ -129,6 +131,7 @@ def open_database(path: Path, prepare: Callable[[sqlite3.Connection], None], *, 
 
     Args:
         prepare: makes the tables that are not there, and asks each for every column it is to have.
+        synced: False for what can be made again from elsewhere: closing it then waits for no disk, and a power cut may damage it.
         anew: the damage has shown already; remove what is there. A process that has it open goes on with what nobody else sees.
 
     Raises:
@@ -147,7 +150,7 @@ def open_database(path: Path, prepare: Callable[[sqlite3.Connection], None], *, 
             connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
             connection.execute("PRAGMA journal_mode=WAL")
             # A record lost to a power cut is a miss; a record that does not match is one too. Nothing here needs an fsync per write.
-            connection.execute("PRAGMA synchronous=NORMAL")
+            connection.execute(f"PRAGMA synchronous={'NORMAL' if synced else 'OFF'}")
             connection.execute("BEGIN IMMEDIATE")
             prepare(connection)
             connection.execute("COMMIT")

@@ -138,7 +138,14 @@ def with_handle(cache: Cache, kind: str, index: int, flags: int) -> CacheHandles
 def test_save_to_cache_invalid_access_mode(start: Start, cache: Cache, kind: str, index: int) -> None:
     handles = with_handle(cache, kind, index, os.O_RDONLY)
     refused(start().save(handles, artifact()), MissReason.BAD_HANDLE)
-    refused(start().load(handles), MissReason.BAD_HANDLE)
+    refused(start().load(handles), MissReason.NO_INTEGRITY_RECORD)
+
+
+def test_files_that_are_open_for_reading_alone_are_loaded(start: Start, cache: Cache) -> None:
+    """As on a read-only volume."""
+    assert start().save(cache.handles(), artifact()) is None
+    read_only = [cache.open(kind, index, os.O_RDONLY) for kind, index in EACH_HANDLE]
+    same(start().load(CacheHandles(tuple(read_only[:2]), tuple(read_only[2:]), TOKEN)), artifact())
 
 
 @pytest.mark.parametrize(("kind", "index"), EACH_HANDLE)

@@ -49,17 +49,6 @@ def databases(folder: Path) -> list[Path]:
     return sorted(folder.glob("integrity-*.sqlite"))
 
 
-async def test_two_versions_of_an_engine_that_take_turns_hit_from_the_second_start_on(fake: FakeDevice, tmp_path: Path) -> None:
-    """Two virtual environments under one user, with a release of the engine each."""
-    found = []
-    for start in range(6):
-        fake.tell(version=("1.0", "1.1")[start % 2])
-        async with aionn.Runtime() as runtime:
-            outcome = await compiled(runtime, fake.name, tmp_path / "cache")
-        found.append((outcome.kind.name, outcome.reason))
-    assert found == [("MISS", MissReason.ABSENT), ("MISS", MissReason.OTHER_DRIVER_VERSION), *[("HIT", None)] * 4]
-
-
 async def test_a_runtimes_drivers_keep_their_records_in_its_own_folder(fake: FakeDevice, tmp_path: Path, users_state: Path) -> None:
     cache_dir = tmp_path / "cache"
     async with aionn.Runtime(state_dir=tmp_path / "own" / "state") as runtime:
