@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hmac
 import os
 import random
 import shutil
@@ -19,6 +20,7 @@ from aionn.caching.outcomes import MissReason, Refusal
 from aionn.caching.state import UNUSED_KEPT_S
 from aionn.hal.interfaces import Artifact, CacheHandles
 from aionn.hal.types import CacheFiles
+from tests.caching.copier import Copier
 
 FILES = CacheFiles(model=2, data=2)
 TOKEN = bytes(32)
@@ -173,35 +175,6 @@ def test_a_handle_that_is_no_file_of_its_own_is_refused(start: Start, cache: Cac
         os.close(fd)
 
 
-class Copier(threading.Thread):
-    """Copies one artifact's model files over another's, again and again, in small chunks and without truncating."""
-
-    def __init__(self, pairs: list[tuple[Path, Path]]) -> None:
-        super().__init__()
-        self._pairs = pairs
-        self._ended = threading.Event()
-        self.running = threading.Event()
-
-    def run(self) -> None:
-        while not self._ended.is_set():
-            for source, target in self._pairs:
-                content = source.read_bytes()
-                fd = os.open(target, os.O_WRONLY)
-                for at in range(0, len(content), 64):
-                    os.pwrite(fd, content[at : at + 64], at)
-                os.close(fd)
-            self.running.set()
-
-    def __enter__(self) -> Copier:
-        self.start()
-        self.running.wait()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self.join()
-
-
 MUL, ADD = artifact(name=b"MUL"), artifact(name=b"ADD")
 OTHER_TOKEN = b"\x01" + bytes(31)
 
@@ -216,29 +189,87 @@ def mul_files(start: Start, tmp_path: Path) -> Iterator[list[Path]]:
     mul.close()
 
 
+def copier(cache: Cache, mul_files: list[Path], longest_s: float) -> Copier:
+    """Puts the MUL chain's model files, and the ADD chain's own, into the cache in turn."""
+    own = [cache.path("model", index) for index in range(2)]
+    return Copier([(path, mul.read_bytes(), path.read_bytes()) for path, mul in zip(own, mul_files, strict=True)], longest_s, 64)
+
+
+class Outcomes:
+    """What loads under attack gave: the ADD chain, or a refusal."""
+
+    def __init__(self) -> None:
+        self.taken = self.refused = 0
+        self._give_up_at = time.monotonic() + 60
+
+    def note(self, result: Artifact | Refusal) -> None:
+        if isinstance(result, Refusal):
+            self.refused += 1
+        else:
+            same(result, ADD)
+            self.taken += 1
+
+    @property
+    def over(self) -> bool:
+        """Whether it has been tried often enough, and both outcomes have occurred."""
+        assert time.monotonic() < self._give_up_at, (self.taken, self.refused)
+        return self.taken + self.refused >= 100 and self.taken > 0 and self.refused > 0
+
+
 def test_save_to_cache_toctou(start: Start, cache: Cache, mul_files: list[Path]) -> None:
-    store = start()
-    cache.handles()
-    with Copier([(path, cache.path("model", index)) for index, path in enumerate(mul_files)]):
-        for _ in range(100):
+    store, outcomes = start(), Outcomes()
+    assert store.save(cache.handles(), ADD) is None
+    with copier(cache, mul_files, 0.002):
+        while not outcomes.over:
             store.save(cache.handles(), ADD)
-            result = store.load(cache.handles())
-            if isinstance(result, Artifact):
-                same(result, ADD)
+            outcomes.note(store.load(cache.handles()))
             cache.close()
 
 
 def test_prepare_from_cache_toctou(start: Start, cache: Cache, mul_files: list[Path]) -> None:
-    store = start()
-    taken = 0
-    for _ in range(100):
-        assert store.save(cache.handles(), ADD) is None
-        with Copier([(path, cache.path("model", index)) for index, path in enumerate(mul_files)]):
-            result = store.load(cache.handles())
-        if isinstance(result, Artifact):
-            taken += 1
-            same(result, ADD)
-        cache.close()
+    store, outcomes = start(), Outcomes()
+    assert store.save(cache.handles(), ADD) is None
+    with copier(cache, mul_files, 0.002):
+        while not outcomes.over:
+            outcomes.note(store.load(cache.handles()))
+            cache.close()
+
+
+def test_no_file_is_read_after_it_was_verified(start: Start, cache: Cache, mul_files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files change while their digests are compared: a second reading would see the MUL chain."""
+    store, compare, swapped = start(), hmac.compare_digest, 0
+    assert store.save(cache.handles(), ADD) is None
+
+    def swapping(one: bytes, other: bytes) -> bool:
+        nonlocal swapped
+        for index, path in enumerate(mul_files):
+            shutil.copyfile(path, cache.path("model", index))
+        swapped += 1
+        return compare(one, other)
+
+    monkeypatch.setattr(hmac, "compare_digest", swapping)
+    same(store.load(cache.handles()), ADD)
+    assert swapped == 1
+    refused(store.load(cache.handles()), MissReason.WRONG_BYTES)
+
+
+def test_the_digest_is_of_the_engines_buffer_and_not_of_the_file(
+    start: Start, cache: Cache, mul_files: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each file changes as soon as it is written: a digest of what can be read there would vouch for the MUL chain."""
+    store, write, swapped = start(), integrity._write_whole, 0
+
+    def swapping(fd: int, buffer: memoryview) -> None:
+        nonlocal swapped
+        write(fd, buffer)
+        if swapped < len(mul_files):
+            write(fd, memoryview(mul_files[swapped].read_bytes()))
+        swapped += 1
+
+    monkeypatch.setattr(integrity, "_write_whole", swapping)
+    assert store.save(cache.handles(), ADD) is None
+    assert swapped == 4
+    refused(store.load(cache.handles()), MissReason.WRONG_BYTES)
 
 
 def test_what_was_verified_does_not_change_with_the_file(start: Start, cache: Cache) -> None:
