@@ -17,6 +17,7 @@ Nothing here raises for what a cache may look like: `save` and `load` return a `
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hmac
 import io
@@ -43,6 +44,7 @@ from aionn.caching.state import (
     open_database,
     private_directory,
     query,
+    read_database,
     refusal_of_database_error,
     transaction,
 )
@@ -102,11 +104,12 @@ class IntegrityStore:
         self.unavailable: Refusal | None = None
         self._lock = threading.Lock()
         self._database: sqlite3.Connection | None = None
+        self._read_only = False  # what was recorded is believed, and nothing more can be
         self._used: dict[bytes, None] = {}  # tokens loaded since `note_uses`, the latest last
         try:
             directory = private_directory(Path(state_directory) if state_directory is not None else None)
             self._path = device_database(directory, "integrity", device, version)
-            self._database = open_database(self._path, self._prepare)
+            self._database = self._open()
         except (OSError, sqlite3.Error) as error:
             where = "$XDG_STATE_HOME/aionn, else ~/.local/state/aionn" if state_directory is None else str(state_directory)
             doing = f"integrity store of {device!r} (in {where}; Runtime(state_dir=) and --state-dir choose another folder)"
@@ -117,6 +120,15 @@ class IntegrityStore:
             else:
                 self.unavailable = refusal_of_database_error(error, doing)
             _log.warning("device %s runs without a compilation cache: %s", device, self.unavailable)
+
+    def _open(self) -> sqlite3.Connection:
+        try:
+            return open_database(self._path, self._prepare)
+        except OSError as error:
+            if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM) or not self._path.exists():
+                raise
+            self._read_only = True
+            return read_database(self._path)
 
     def _prepare(self, database: sqlite3.Connection) -> None:
         database.execute("CREATE TABLE IF NOT EXISTS tokens (token BLOB PRIMARY KEY, used INTEGER NOT NULL) WITHOUT ROWID")
@@ -139,7 +151,7 @@ class IntegrityStore:
 
     def _begin_anew_if_damaged(self, error: sqlite3.Error) -> None:
         """A store that cannot be read has forgotten everything, but is not to fail for ever."""
-        if not is_damage(error):
+        if not is_damage(error) or self._read_only:
             return
         with self._lock:
             if self._database is None:
@@ -212,6 +224,8 @@ class IntegrityStore:
         with self._lock:
             if self._database is None:
                 return self.unavailable
+            if self._read_only:
+                return Refusal(MissReason.NO_PERMISSION, f"the records in {self._path.parent} are read-only")
             with transaction(self._database) as database:
                 self._write_uses(database)
                 database.execute("INSERT OR IGNORE INTO tokens VALUES (?, 0)", (token,))
@@ -247,7 +261,7 @@ class IntegrityStore:
         but the order in which tokens are forgotten.
         """
         with self._lock:
-            if self._database is None or not self._used:
+            if self._database is None or self._read_only or not self._used:
                 return
             try:
                 with transaction(self._database) as database:

@@ -33,6 +33,7 @@ __all__ = [
     "private_directory",
     "private_key",
     "query",
+    "read_database",
     "refusal_of_database_error",
     "transaction",
 ]
@@ -101,15 +102,12 @@ def device_database(directory: Path, kind: str, device: str, version: str) -> Pa
 
     A process that still has a removed database open goes on with a file that no later process sees. What it records then is lost with it,
     which costs a compilation.
-
-    Raises:
-        OSError: an old database cannot be removed.
     """
     letters = "".join(letter if letter.isalnum() else "_" for letter in device)[:40]
     of_device = f"{kind}-{letters}-{blake3(device.encode()).hexdigest()[:16]}"
     path = directory / f"{of_device}-{blake3(version.encode()).hexdigest()[:32]}.sqlite"
     for other in directory.glob(f"{of_device}*.sqlite"):
-        with suppress(FileNotFoundError):
+        with suppress(OSError):  # gone already, or on a read-only volume
             if other != path and time.time() - other.lstat().st_mtime > UNUSED_KEPT_S:
                 _remove_database(other)
     return path
@@ -174,6 +172,25 @@ def open_database(
         else:
             mark_used(path)
             return connection
+
+
+def read_database(path: Path) -> sqlite3.Connection:
+    """Open a database that cannot be written to, as its last user left it.
+
+    Raises:
+        OSError, sqlite3.Error: it is not there, or cannot be read.
+    """
+    _refuse_unsafe(path)
+    path.stat()
+    # Without a log SQLite would make one, unless it is told that nobody writes.
+    immutable = "" if Path(f"{path}-wal").exists() else "&immutable=1"
+    connection = sqlite3.connect(f"{path.as_uri()}?mode=ro{immutable}", uri=True, isolation_level=None, check_same_thread=False)
+    try:
+        query(connection, "SELECT name FROM sqlite_master")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 def _remove_database(path: Path) -> None:

@@ -28,6 +28,6 @@ def test_an_entry_directory_of_a_wrong_mode_is_healed(tmp_path: Path) -> None:
     unprivileged("heal", tmp_path)
 
 
-@pytest.mark.parametrize("what", ["mode", "volume"])
+@pytest.mark.parametrize("what", ["mode", "mode all", "volume", "volume all"])
 def test_a_read_only_cache_hits_and_a_miss_in_it_is_one_warning(tmp_path: Path, what: str) -> None:
     unprivileged(what, tmp_path)

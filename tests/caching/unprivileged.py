@@ -1,8 +1,9 @@
 """Modes of files as they bind an account that is not root. Run as `python -m tests.caching.unprivileged SCENARIO DIRECTORY`.
 
 Root may write to anything whatever its mode. So a process of root's gives those rights up first, for itself and for its drivers.
-`heal`: an entry's directory that its own account cannot use. `read`: a cache that cannot be written to, because of its modes ("mode") or
-because it lies on a volume mounted read-only ("volume"); its driver has the records. Any complaint is an exception.
+`heal`: an entry's directory that its own account cannot use. `mode`, `volume`: a cache that cannot be written to, because of its modes or
+because it lies on a volume mounted read-only; its driver has the records. With "all", those are read-only, too.
+Any complaint is an exception.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import sqlite3
 import sys
 from pathlib import Path
 
@@ -134,18 +136,25 @@ def main(scenario: str, directory: str) -> None:
         obey_modes()
         anyio.run(heal, place)
         return
+    how, _, what = scenario.partition(" ")
     anyio.run(make_cache, place)
-    cache_dir = place / "cache"
-    if scenario == "mode":
-        obey_modes()
-        for path in (*cache_dir.rglob("*"), cache_dir):
-            path.chmod(path.stat().st_mode & ~0o222)
-    else:
-        mount_read_only(cache_dir)
+    closed = place if what == "all" else place / "cache"
+    if how == "volume":
+        mount_read_only(closed)
+        anyio.run(read_only, place)
+        return
+    for database in (place / "state").glob("*.sqlite"):
+        connection = sqlite3.connect(database)  # its last user leaves no log behind, unlike a driver that is ended
+        connection.execute("SELECT token FROM records")
+        connection.close()
+        assert not Path(f"{database}-wal").exists()
+    obey_modes()
+    paths = [closed, *closed.rglob("*")]
+    for path in paths:
+        path.chmod(path.stat().st_mode & ~0o222)
     anyio.run(read_only, place)
-    if scenario == "mode":
-        for path in (cache_dir, *cache_dir.rglob("*")):
-            path.chmod(path.stat().st_mode | 0o200)
+    for path in paths:
+        path.chmod(path.stat().st_mode | 0o200)
 
 
 if __name__ == "__main__":
