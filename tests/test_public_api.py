@@ -80,6 +80,7 @@ HAL_FACE = {
     "ExecutionPreference",
     "ExecutionReport",
     "GrantorDescriptor",
+    "IBlobCache",
     "IBuffer",
     "IBurstCallback",
     "IBurstContext",

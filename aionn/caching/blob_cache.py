@@ -1,7 +1,9 @@
 """The caching engine for drivers (NNAPI's nnCache and BlobCache): bytes by bytes, bounded, persistent, shared by processes.
 
 A driver that caches single kernels, tunings or constants under names of its own uses this; it has nothing to do with the runtime's
-caching of whole compilations. Every call is one small transaction of an SQLite file in WAL mode, so there is no moment at which
+caching of whole compilations. An engine finds the one of its device as `CompileOptions.blob_cache`.
+
+Every call is one small transaction of an SQLite file in WAL mode, so there is no moment at which
 the file is absent or short, no writer that loses another's keys, and nothing to save at exit. The order of use is a
 column, hence persistent; victims are found through its index, at a cost that does not grow with the number of entries.
 
@@ -32,7 +34,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from aionn.caching.state import open_database, private_directory, private_key, transaction
+from aionn.caching.state import device_database, open_database, private_directory, private_key, transaction
 from aionn.errors import CallerError
 
 __all__ = ["BlobCache", "Capacity", "Limits", "Policy", "Victim"]
@@ -85,17 +87,24 @@ class BlobCache:
         *,
         limits: Limits | None = None,
         policy: Policy | None = None,
+        device: str = "",
         version: str = "",
         state_directory: str | os.PathLike[str] | None = None,
     ) -> None:
         """Open or make the cache.
 
         Args:
-            path: the SQLite file; None: "blobs.sqlite" in the state directory.
+            path: the SQLite file; None: a file in the state directory for this device and version alone.
             limits: smaller ones than last time drop what no longer fits.
-            version: the driver's; another version than last time empties the cache.
+            device: name of the driver's device; needed where `path` is None.
+            version: the driver's; a file that another version wrote last is emptied.
             state_directory: where the authenticating key lies; None: the user's.
+
+        Raises:
+            CallerError: neither `path` nor `device` is given.
         """
+        if path is None and not device:
+            raise CallerError("a blob cache without a path is found by its device; give device=, the engine's name, or a path")
         self.limits = limits or Limits()
         self.policy = policy or Policy()
         self._version = version
@@ -104,7 +113,9 @@ class BlobCache:
         try:
             state = private_directory(state_directory)
             self._key = private_key(state, "blob-cache.key")
-            self._database = open_database(Path(path) if path is not None else state / "blobs.sqlite", self._prepare)
+            self._database = open_database(
+                Path(path) if path is not None else device_database(state, "blobs", device, version), self._prepare
+            )
         except (OSError, sqlite3.Error) as error:
             _log.warning("blob cache %s cannot be used, every read is a miss: %s", path or "", error)
 

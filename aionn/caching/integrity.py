@@ -10,14 +10,14 @@ sets of files is found at last, this driver wrote it, whole, and has its record.
 
 Invariants
     Every digest in the store was computed from an engine's buffer in this process family, never from a file.
-    All records were made by one version of the engine: another version empties the store, and whoever still runs the old
-    version is refused from then on, for reading and for writing.
+    All records of a store were made by one version of the engine: each version has a database of its own (`state.device_database`).
 
 Nothing here raises for what a cache may look like: `save` and `load` return a `Refusal`. Both block; call them in a thread.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hmac
 import io
@@ -29,7 +29,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from blake3 import blake3
@@ -38,10 +38,13 @@ from aionn import trace
 from aionn.caching.outcomes import MissReason, Refusal, refusal_of_os_error
 from aionn.caching.state import (
     UnsafeStateError,
+    device_database,
     is_damage,
+    mark_used,
     open_database,
     private_directory,
     query,
+    read_database,
     refusal_of_database_error,
     transaction,
 )
@@ -59,6 +62,7 @@ _WRITABLE_BYTES = 64 << 10  # smaller ones are `bytes`: one system call and no a
 _CHUNK_BYTES = 4 << 20
 _WRITE_BYTES = 4 << 20  # a longer system call would keep a CPU from others on kernels that do not preempt, an event loop among them
 _RECORD_BYTES = 8 + 32
+_Purpose = Literal["read", "write"]
 
 
 def reopen(fd: int) -> int:
@@ -86,10 +90,10 @@ class IntegrityStore:
     def __init__(
         self, device: str, version: str, files: CacheFiles, *, state_directory: str | os.PathLike[str] | None = None, max_tokens: int = 4096
     ) -> None:
-        """Open the store of `device`, and empty it if another version of the engine filled it.
+        """Open the store of this version of `device`, and remove stores of its other versions that were not used for long.
 
         Args:
-            device, version: the engine's; the store's file is named after the device.
+            device, version: the engine's; the store's file is named after both.
             files: how many cache files the engine has.
             state_directory: None: the user's (`platformdirs.user_state_path("aionn")`).
             max_tokens: beyond it the token unused for longest is forgotten.
@@ -100,15 +104,15 @@ class IntegrityStore:
         self.unavailable: Refusal | None = None
         self._lock = threading.Lock()
         self._database: sqlite3.Connection | None = None
+        self._read_only = False  # what was recorded is believed, and nothing more can be
         self._used: dict[bytes, None] = {}  # tokens loaded since `note_uses`, the latest last
         try:
             directory = private_directory(Path(state_directory) if state_directory is not None else None)
-            name = "".join(letter if letter.isalnum() else "_" for letter in device)[:40]
-            self._path = directory / f"integrity-{name}-{blake3(device.encode()).hexdigest()[:16]}.sqlite"
-            self._database = open_database(self._path, self._prepare)
+            self._path = device_database(directory, "integrity", device, version)
+            self._database = self._open()
         except (OSError, sqlite3.Error) as error:
             where = "$XDG_STATE_HOME/aionn, else ~/.local/state/aionn" if state_directory is None else str(state_directory)
-            doing = f"integrity store of {device!r} (in {where})"
+            doing = f"integrity store of {device!r} (in {where}; Runtime(state_dir=) and --state-dir choose another folder)"
             if isinstance(error, UnsafeStateError):
                 self.unavailable = Refusal(MissReason.UNSAFE, f"{doing}: {error}")
             elif isinstance(error, OSError):
@@ -117,8 +121,16 @@ class IntegrityStore:
                 self.unavailable = refusal_of_database_error(error, doing)
             _log.warning("device %s runs without a compilation cache: %s", device, self.unavailable)
 
+    def _open(self) -> sqlite3.Connection:
+        try:
+            return open_database(self._path, self._prepare)
+        except OSError as error:
+            if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM) or not self._path.exists():
+                raise
+            self._read_only = True
+            return read_database(self._path)
+
     def _prepare(self, database: sqlite3.Connection) -> None:
-        database.execute("CREATE TABLE IF NOT EXISTS owner (only INTEGER PRIMARY KEY CHECK (only = 1), version TEXT NOT NULL)")
         database.execute("CREATE TABLE IF NOT EXISTS tokens (token BLOB PRIMARY KEY, used INTEGER NOT NULL) WITHOUT ROWID")
         database.execute("CREATE INDEX IF NOT EXISTS by_use ON tokens (used)")
         database.execute(
@@ -127,20 +139,6 @@ class IntegrityStore:
         )
         database.execute("SELECT token, used FROM tokens LIMIT 1")
         database.execute("SELECT number, token, digests FROM records LIMIT 1")
-        if self._foreign(database) is not None:
-            for table in ("records", "tokens", "owner"):
-                database.execute(f"DELETE FROM {table}")
-            database.execute("INSERT INTO owner VALUES (1, ?)", (self.version,))
-
-    def _foreign(self, database: sqlite3.Connection) -> Refusal | None:
-        rows = query(database, "SELECT version FROM owner")
-        return None if rows and rows[0][0] == self.version else self._other_version(rows)
-
-    def _other_version(self, rows: Sequence[Sequence[Any]]) -> Refusal:
-        return Refusal(
-            MissReason.OTHER_DRIVER_VERSION,
-            f"records of driver {rows[0][0] if rows else None!r}, this is {self.version!r}; they are emptied when a driver starts",
-        )
 
     def close(self) -> None:
         """Close the database. Later saves and loads are refused."""
@@ -153,7 +151,7 @@ class IntegrityStore:
 
     def _begin_anew_if_damaged(self, error: sqlite3.Error) -> None:
         """A store that cannot be read has forgotten everything, but is not to fail for ever."""
-        if not is_damage(error):
+        if not is_damage(error) or self._read_only:
             return
         with self._lock:
             if self._database is None:
@@ -191,7 +189,7 @@ class IntegrityStore:
                     MissReason.WRONG_FILES,
                     f"the engine exported {len(artifact.model)} + {len(artifact.data)} files, it announced {self.files}",
                 )
-            refusal = self._check(handles)
+            refusal = self._check(handles, "write")
             if refusal is not None:
                 return refusal
             buffers = [memoryview(buffer).cast("B") for buffer in (*artifact.model, *artifact.data)]
@@ -226,10 +224,9 @@ class IntegrityStore:
         with self._lock:
             if self._database is None:
                 return self.unavailable
+            if self._read_only:
+                return Refusal(MissReason.NO_PERMISSION, f"the records in {self._path.parent} are read-only")
             with transaction(self._database) as database:
-                refusal = self._foreign(database)
-                if refusal is not None:
-                    return refusal
                 self._write_uses(database)
                 database.execute("INSERT OR IGNORE INTO tokens VALUES (?, 0)", (token,))
                 self._touch(database, token)
@@ -245,6 +242,7 @@ class IntegrityStore:
                     oldest = database.execute("SELECT token FROM tokens ORDER BY used LIMIT ?", (tokens - self.max_tokens,)).fetchall()
                     database.executemany("DELETE FROM records WHERE token = ?", oldest)
                     database.executemany("DELETE FROM tokens WHERE token = ?", oldest)
+            mark_used(self._path)
         return None
 
     @staticmethod
@@ -263,11 +261,12 @@ class IntegrityStore:
         but the order in which tokens are forgotten.
         """
         with self._lock:
-            if self._database is None or not self._used:
+            if self._database is None or self._read_only or not self._used:
                 return
             try:
                 with transaction(self._database) as database:
                     self._write_uses(database)
+                mark_used(self._path)
             except sqlite3.Error as error:
                 self._used.clear()
                 _log.info("device %s: the use of cached artifacts was not noted: %s", self.device, error)
@@ -297,25 +296,21 @@ class IntegrityStore:
         return result
 
     def _load(self, handles: CacheHandles) -> Artifact | Refusal:
-        refusal = self._check(handles)
+        refusal = self._check(handles, "read")
         if refusal is not None:
             return refusal
         with self._lock:
             if self._database is None:
                 return self.unavailable or Refusal(MissReason.IO_ERROR, "integrity store is closed")
-            rows = query(
-                self._database,
-                "SELECT version, digests FROM owner LEFT JOIN records ON token = ? ORDER BY number DESC",
-                (handles.token,),
-            )
-            if not rows or rows[0][0] != self.version:
-                return self._other_version(rows)
-            recorded = [digests for _, digests in rows if isinstance(digests, bytes)]  # SQLite keeps any type in any column
+            rows = query(self._database, "SELECT digests FROM records WHERE token = ? ORDER BY number DESC", (handles.token,))
+            recorded = [digests for (digests,) in rows if isinstance(digests, bytes)]  # SQLite keeps any type in any column
             if recorded:
                 self._used.pop(handles.token, None)
                 self._used[handles.token] = None
         if not recorded:
-            return Refusal(MissReason.NO_INTEGRITY_RECORD, f"this driver has no record of token {handles.token.hex()[:16]}")
+            return Refusal(
+                MissReason.NO_INTEGRITY_RECORD, f"this driver has no record of token {handles.token.hex()[:16]} in {self._path.parent}"
+            )
 
         fds = (*handles.model, *handles.data)
         lengths = [os.fstat(fd).st_size for fd in fds]
@@ -332,7 +327,7 @@ class IntegrityStore:
         buffers = tuple(buffer for buffer, _ in copies)
         return Artifact(buffers[: self.files.model], buffers[self.files.model :])
 
-    def _check(self, handles: CacheHandles) -> Refusal | None:
+    def _check(self, handles: CacheHandles, purpose: _Purpose) -> Refusal | None:
         """What can be seen without reading: numbers, the token's length, access mode, kind of file."""
         if self.unavailable is not None:
             return self.unavailable
@@ -345,10 +340,12 @@ class IntegrityStore:
             return Refusal(MissReason.WRONG_FILES, "this device does not cache")
         if len(handles.token) != CACHE_TOKEN_BYTES:
             return Refusal(MissReason.WRONG_TOKEN, f"token of {len(handles.token)} bytes, a token has {CACHE_TOKEN_BYTES}")
-        return _check_descriptors((*handles.model, *handles.data))
+        return _check_descriptors((*handles.model, *handles.data), purpose)
 
 
-def _check_descriptors(fds: Sequence[int]) -> Refusal | None:
+def _check_descriptors(fds: Sequence[int], purpose: _Purpose) -> Refusal | None:
+    """NNAPI's clients open all files for reading and writing. A cache on a read-only volume cannot, and a load only reads."""
+    allowed = {os.O_RDWR} if purpose == "write" else {os.O_RDWR, os.O_RDONLY}
     seen = set()
     for index, fd in enumerate(fds):
         try:
@@ -356,8 +353,9 @@ def _check_descriptors(fds: Sequence[int]) -> Refusal | None:
             status = os.fstat(fd)
         except (OSError, ValueError, OverflowError) as error:
             return Refusal(MissReason.BAD_HANDLE, f"handle {index}: {error}")
-        if access != os.O_RDWR:
-            return Refusal(MissReason.BAD_HANDLE, f"handle {index} is not open for reading and writing")
+        if access not in allowed:
+            needed = "reading and writing" if purpose == "write" else "reading"
+            return Refusal(MissReason.BAD_HANDLE, f"handle {index} is not open for {needed}")
         if not stat.S_ISREG(status.st_mode):
             return Refusal(MissReason.BAD_HANDLE, f"handle {index} is not a regular file")
         if (status.st_dev, status.st_ino) in seen:

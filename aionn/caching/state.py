@@ -1,6 +1,7 @@
 """A directory that belongs to this account alone, and SQLite databases in it. The driver's side.
 
 What a driver trusts (digests, the blob cache's key) is only as private as the directory it lies in: 0700, ours, and no symlink.
+Each device has one database per kind and per version of its engine. So versions run side by side, and none reads another's records.
 A database that SQLite cannot read is set aside and begun anew: everything kept here can be lost at the price of a compilation.
 """
 
@@ -17,22 +18,28 @@ from pathlib import Path
 from typing import Any
 
 import platformdirs
+from blake3 import blake3
 
 from aionn.caching.outcomes import MissReason, Refusal
 
 __all__ = [
     "BUSY_TIMEOUT_S",
+    "UNUSED_KEPT_S",
     "UnsafeStateError",
+    "device_database",
     "is_damage",
+    "mark_used",
     "open_database",
     "private_directory",
     "private_key",
     "query",
+    "read_database",
     "refusal_of_database_error",
     "transaction",
 ]
 
 BUSY_TIMEOUT_S = 5.0  # another process holds the write lock for one small transaction; far more than it ever needs
+UNUSED_KEPT_S = 30 * 86400.0  # longer than the caches keep the entries of a version that is not used
 _KEY_BYTES = 32
 _DAMAGE = {
     sqlite3.SQLITE_ERROR,
@@ -90,7 +97,31 @@ def _refuse_unsafe(path: Path) -> None:
         raise UnsafeStateError(f"{path} is not a regular file of this account")
 
 
-def open_database(path: Path, prepare: Callable[[sqlite3.Connection], None], *, anew: bool = False) -> sqlite3.Connection:
+def device_database(directory: Path, kind: str, device: str, version: str) -> Path:
+    """Return the path of one version's database of that kind. Remove those that the device's other versions have not used for long.
+
+    A process that still has a removed database open goes on with a file that no later process sees. What it records then is lost with it,
+    which costs a compilation.
+    """
+    letters = "".join(letter if letter.isalnum() else "_" for letter in device)[:40]
+    of_device = f"{kind}-{letters}-{blake3(device.encode()).hexdigest()[:16]}"
+    path = directory / f"{of_device}-{blake3(version.encode()).hexdigest()[:32]}.sqlite"
+    for other in directory.glob(f"{of_device}*.sqlite"):
+        with suppress(OSError):  # gone already, or on a read-only volume
+            if other != path and time.time() - other.lstat().st_mtime > UNUSED_KEPT_S:
+                _remove_database(other)
+    return path
+
+
+def mark_used(path: Path) -> None:
+    """Note that a database is in use, so that no other version removes it."""
+    with suppress(OSError):
+        os.utime(path)
+
+
+def open_database(
+    path: Path, prepare: Callable[[sqlite3.Connection], None], *, anew: bool = False, synced: bool = True
+) -> sqlite3.Connection:
     """Open or create a database and run `prepare` on it in one transaction; begin anew if its file is damaged.
 
     Usable from any thread, by one at a time. WAL: readers and a writer of several processes do not block each other, and a killed
@@ -98,6 +129,7 @@ def open_database(path: Path, prepare: Callable[[sqlite3.Connection], None], *, 
 
     Args:
         prepare: makes the tables that are not there, and asks each for every column it is to have.
+        synced: False for what can be made again from elsewhere: closing it then waits for no disk, and a power cut may damage it.
         anew: the damage has shown already; remove what is there. A process that has it open goes on with what nobody else sees.
 
     Raises:
@@ -116,7 +148,7 @@ def open_database(path: Path, prepare: Callable[[sqlite3.Connection], None], *, 
             connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
             connection.execute("PRAGMA journal_mode=WAL")
             # A record lost to a power cut is a miss; a record that does not match is one too. Nothing here needs an fsync per write.
-            connection.execute("PRAGMA synchronous=NORMAL")
+            connection.execute(f"PRAGMA synchronous={'NORMAL' if synced else 'OFF'}")
             connection.execute("BEGIN IMMEDIATE")
             prepare(connection)
             connection.execute("COMMIT")
@@ -138,7 +170,27 @@ def open_database(path: Path, prepare: Callable[[sqlite3.Connection], None], *, 
                 connection.close()
             raise
         else:
+            mark_used(path)
             return connection
+
+
+def read_database(path: Path) -> sqlite3.Connection:
+    """Open a database that cannot be written to, as its last user left it.
+
+    Raises:
+        OSError, sqlite3.Error: it is not there, or cannot be read.
+    """
+    _refuse_unsafe(path)
+    path.stat()
+    # Without a log SQLite would make one, unless it is told that nobody writes.
+    immutable = "" if Path(f"{path}-wal").exists() else "&immutable=1"
+    connection = sqlite3.connect(f"{path.as_uri()}?mode=ro{immutable}", uri=True, isolation_level=None, check_same_thread=False)
+    try:
+        query(connection, "SELECT name FROM sqlite_master")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 def _remove_database(path: Path) -> None:

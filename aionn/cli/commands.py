@@ -17,6 +17,7 @@ from aionn.errors import AionnError, CallerError
 INTERRUPTED = 130
 
 Json = Annotated[bool, Parameter(name="--json", negative="", show_default=False, help="Print one JSON value instead of a table.")]
+StateDir = Annotated[str | None, Parameter(name="--state-dir")]
 DeviceNames = Annotated[list[str] | None, Parameter(name="--device", negative="")]
 
 app = App(
@@ -45,6 +46,7 @@ def compile_(
     cache_dir: Annotated[str, Parameter(name="--cache-dir")],
     device: DeviceNames = None,
     stages: Annotated[str | None, Parameter(name="--stages")] = None,
+    state_dir: StateDir = None,
     json: Json = False,
 ) -> None:
     """Compile a model into a cache, so that later starts only load it.
@@ -55,6 +57,8 @@ def compile_(
         device: Name of a device to compile for; give it again for more. Default: the best one that can run the model.
         stages: Names of devices from quick to best, with commas. Each is stored and compared with the one before, on inputs that are
             made up; an app that asks for these stages with this cache then begins with the best one that was found good.
+        state_dir: Folder of the records that vouch for the cache; it must last as long. Default: $XDG_STATE_HOME/aionn, else
+            ~/.local/state/aionn.
     """
     from aionn.cli.compiling import compile_model
 
@@ -64,7 +68,7 @@ def compile_(
         device = [name.strip() for name in stages.split(",")]
         if not all(device) or len(set(device)) < len(device):
             raise UsageError(f"--stages {stages!r}: give names of devices with commas between, each once, as in onnxruntime,openvino")
-    compile_model(model, cache_dir, device, as_json=json, staged=stages is not None)
+    compile_model(model, cache_dir, device, as_json=json, staged=stages is not None, state_dir=state_dir)
 
 
 @app.command
@@ -77,6 +81,7 @@ def run(
     repeat: int = 1,
     burst: Annotated[bool, Parameter(negative="", show_default=False)] = False,
     cache_dir: Annotated[str | None, Parameter(name="--cache-dir")] = None,
+    state_dir: StateDir = None,
     json: Json = False,
     trace: str | None = None,
 ) -> None:
@@ -89,11 +94,13 @@ def run(
         repeat: How often to run it.
         burst: Send the requests through a burst's shared memory queues, not the control socket.
         cache_dir: Take the compilation from this cache, or store it there.
+        state_dir: Folder of the records that vouch for the cache; it must last as long. Default: $XDG_STATE_HOME/aionn, else
+            ~/.local/state/aionn.
         trace: Write what happened to this file, in the format that Perfetto opens.
     """
     from aionn.cli.running import run_model
 
-    run_model(model, input or [], device, repeat, burst, cache_dir, json, trace)
+    run_model(model, input or [], device, repeat, burst, cache_dir, state_dir, json, trace)
 
 
 @app.command

@@ -84,13 +84,13 @@ def describe(outcome: CacheOutcome) -> dict[str, Any]:
     }
 
 
-def compile_model(path: str, cache_dir: str, devices: Sequence[str] | None, *, as_json: bool, staged: bool) -> None:
+def compile_model(path: str, cache_dir: str, devices: Sequence[str] | None, *, as_json: bool, staged: bool, state_dir: str | None) -> None:
     """Compile and tell what was stored; `staged`: and which of the devices is to serve, from quick to best.
 
     Raises:
         NotDoneError: nothing is stored for one of the devices.
     """
-    done = aionn.run(_compile, path, cache_dir, devices, staged)
+    done = aionn.run(_compile, path, cache_dir, devices, staged, state_dir)
     if as_json:
         print_json({"model": path, "cache_dir": cache_dir, "compilations": done})
     else:
@@ -122,11 +122,11 @@ def _differing(parts: Sequence[str]) -> str:
     return "" if "device" in parts else "".join(f", other {part}" for part in parts)
 
 
-async def _compile(path: str, cache_dir: str, devices: Sequence[str] | None, staged: bool) -> list[dict[str, Any]]:
+async def _compile(path: str, cache_dir: str, devices: Sequence[str] | None, staged: bool, state_dir: str | None) -> list[dict[str, Any]]:
     model = aionn.Model.from_onnx(path)
     done = []
     names: Sequence[str | None] = devices or [None]
-    async with aionn.Runtime() as runtime:
+    async with aionn.Runtime(state_dir=state_dir) as runtime:
         for name in names:
             began = time.monotonic()
             with progress(f"{Path(path).name} for {name or 'the best device'}"):

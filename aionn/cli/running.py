@@ -31,6 +31,7 @@ def run_model(
     repeat: int,
     burst: bool,
     cache_dir: str | None,
+    state_dir: str | None,
     as_json: bool,
     trace_path: str | None,
 ) -> None:
@@ -47,7 +48,7 @@ def run_model(
         raise UsageError(f"--trace {trace_path!r}: there is no such directory")
     recording = trace.record() if trace_path is not None else nullcontext(None)
     with recording as recorded:
-        told = aionn.run(_run, path, _given(inputs), device, repeat, burst, cache_dir)
+        told = aionn.run(_run, path, _given(inputs), device, repeat, burst, cache_dir, state_dir)
     if recorded is not None and trace_path is not None:
         recorded.write_chrome(trace_path)
     if as_json:
@@ -95,10 +96,12 @@ def _completed(given: Arrays, model: aionn.Model) -> Arrays:
     return inputs
 
 
-async def _run(path: str, given: Arrays, device: str | None, repeat: int, burst: bool, cache_dir: str | None) -> dict[str, Any]:
+async def _run(
+    path: str, given: Arrays, device: str | None, repeat: int, burst: bool, cache_dir: str | None, state_dir: str | None
+) -> dict[str, Any]:
     model = aionn.Model.from_onnx(path)
     inputs = _completed(given, model)
-    async with aionn.Runtime() as runtime:
+    async with aionn.Runtime(state_dir=state_dir) as runtime:
         began = time.monotonic()
         with progress(f"{Path(path).name} for {device or 'the best device'}"):
             compilation = await runtime.compile(

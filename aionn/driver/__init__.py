@@ -2,7 +2,8 @@
 
 `registry` finds engines, `device` makes an `IDevice` of any of them, `execution` runs requests (one thread per prepared
 model, tiny ones on the loop), `threads` has the threads for that and for compiling, `artifacts` stores what was compiled and
-gives it back verified, and `process` is what `python -m aionn.driver NAME` does: bind its life to its parent's, greet, serve.
+gives it back verified, `blobs` is the blob cache that engines are handed, and `process` is what `python -m aionn.driver NAME` does: bind
+its life to its parent's, greet, serve.
 Engines see arrays; clients see HAL calls; nobody here knows the runtime.
 
 The names here are imported when they are asked for: `__main__` has settings to make before NumPy is loaded, and Python

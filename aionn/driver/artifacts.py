@@ -95,8 +95,9 @@ def _duplicate(fd: int) -> int:
 class Artifacts:
     """Stores and loads one engine's artifacts. Every method blocks; call them in a thread, in any number at once."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, state_directory: str | os.PathLike[str] | None = None) -> None:
         self._engine = engine
+        self._state_directory = state_directory
         self.files: CacheFiles = engine.cache_files
         self._lock = threading.Lock()
         self._store: IntegrityStore | None = None
@@ -110,7 +111,7 @@ class Artifacts:
             if self._store is None:
                 from aionn.caching.integrity import IntegrityStore  # a database and locks: for those that cache
 
-                self._store = IntegrityStore(self._engine.name, self._engine.version, self.files)
+                self._store = IntegrityStore(self._engine.name, self._engine.version, self.files, state_directory=self._state_directory)
             return self._store
 
     def save(self, executable: Executable, model: Model, handles: CacheHandles) -> str:

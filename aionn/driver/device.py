@@ -24,6 +24,7 @@ from aionn import trace
 from aionn.burst import ExecutionBurstServer, PoolReference, result_of
 from aionn.caching.outcomes import MissReason, Refusal
 from aionn.driver.artifacts import Artifacts, LentHandles
+from aionn.driver.blobs import DeviceBlobs
 from aionn.driver.execution import BoundExecution, BoundModel, BoundPool, Pace, bind
 from aionn.driver.threads import SerialThread, Threads
 from aionn.errors import AionnError, CallerError, CompilationError, DeadlineError
@@ -69,13 +70,15 @@ class EngineDevice:
     Args:
         engine: made once for this process.
         tasks: where burst listeners run; they end with it.
+        state_directory: where digests and the blob cache are kept; None: the user's.
     """
 
-    def __init__(self, engine: Engine, tasks: TaskGroup) -> None:
+    def __init__(self, engine: Engine, tasks: TaskGroup, state_directory: str | os.PathLike[str] | None = None) -> None:
         self._engine = engine
         self._tasks = tasks
         self._threads = Threads(f"{engine.name} compilation", _COMPILES_AT_ONCE)
-        self._artifacts = Artifacts(engine)
+        self._artifacts = Artifacts(engine, state_directory)
+        self._blobs = DeviceBlobs(engine.name, engine.version, state_directory)
         self.buffers = DeviceBuffers(reserve)
         self.name = engine.name
         self.version = engine.version
@@ -103,7 +106,7 @@ class EngineDevice:
         lent = None if cache is None else LentHandles(cache)
         try:
             may_export = lent is not None and self._artifacts.files.supported
-            compile_options = CompileOptions(options.preference, options.priority, options.threads, flag, may_export)
+            compile_options = CompileOptions(options.preference, options.priority, options.threads, flag, may_export, self._blobs)
             with trace.span("driver.compile", device=self.name):
                 executable, outcome = await self._blocking(lambda: self._compile(model, compile_options), flag, options.deadline_ns)
             if lent is not None and not outcome:
@@ -147,7 +150,7 @@ class EngineDevice:
 
     async def prepare_model_from_cache(self, options: PrepareOptions, cache: CacheHandles) -> EnginePreparedModel:
         flag = CancelFlag()
-        compile_options = CompileOptions(options.preference, options.priority, options.threads, flag)
+        compile_options = CompileOptions(options.preference, options.priority, options.threads, flag, blob_cache=self._blobs)
         lent = LentHandles(cache)
         try:
             with trace.span("driver.load", device=self.name):
@@ -185,8 +188,9 @@ class EngineDevice:
             raise
 
     def close(self) -> None:
-        """Close the store of digests; later preparations neither save nor load."""
+        """Close the store of digests and the blob cache; later preparations neither save nor load."""
         self._artifacts.close()
+        self._blobs.close()
         self._threads.close()
 
     def serve(self, server: ExecutionBurstServer, ended: Callable[[ExecutionBurstServer], None]) -> None:

@@ -84,7 +84,7 @@ def close_inherited(keep: int) -> None:
             continue  # the listing's own
 
 
-async def serve(name: str, home: str, sock: socket.socket) -> None:
+async def serve(name: str, home: str, sock: socket.socket, state_directory: str | None) -> None:
     """Serve one client on `sock` with the engine of that name and home (see `find_engine`), until the client is gone."""
     try:
         engine = await anyio.to_thread.run_sync(find_engine, name, home)
@@ -99,7 +99,7 @@ async def serve(name: str, home: str, sock: socket.socket) -> None:
     gc.freeze()  # what is here now stays: no collection need look at it again
     gc.enable()
     async with anyio.create_task_group() as tasks:
-        service = DeviceService(EngineDevice(engine, tasks), sock, tasks)
+        service = DeviceService(EngineDevice(engine, tasks, state_directory), sock, tasks)
         await service.start()
         await service.ended.wait()
         with anyio.move_on_after(CLEAN_UP_S, shield=True):
@@ -108,19 +108,21 @@ async def serve(name: str, home: str, sock: socket.socket) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """`python -m aionn.driver NAME[=HOME] FD [THREADS]`: serve the socket that the parent left open under that descriptor.
+    """`python -m aionn.driver NAME[=HOME] FD [THREADS [STATE_DIR]]`: serve the socket that the parent left open under that descriptor.
 
-    HOME is "package.module:Class", where the parent has looked it up. With THREADS in the background, on so many CPUs at most.
+    HOME is "package.module:Class", where the parent has looked it up. With THREADS above 0 in the background, on so many CPUs at most.
+    STATE_DIR is where the device keeps its records; without it, in the user's state directory.
     """
-    if len(arguments) not in (2, 3) or not all(argument.isdigit() for argument in arguments[1:]):
-        usage = "python -m aionn.driver ENGINE[=MODULE:CLASS] SOCKET_FD [THREADS]"
+    if len(arguments) not in (2, 3, 4) or not all(argument.isdigit() for argument in arguments[1:3]):
+        usage = "python -m aionn.driver ENGINE[=MODULE:CLASS] SOCKET_FD [THREADS [STATE_DIR]]"
         print(f"usage: {usage}  (started by aionn's runtime; see `aionn devices`)", file=sys.stderr)
         return 2
     name, _, home = arguments[0].partition("=")
     fd = int(arguments[1])
     bind_to_parent()
-    if len(arguments) == 3:
-        stay_in_background(max(1, int(arguments[2])))
+    threads, state_directory = int(arguments[2]) if len(arguments) > 2 else 0, arguments[3] if len(arguments) > 3 else None
+    if threads:
+        stay_in_background(threads)
     name_process(name)
     close_inherited(fd)
     raise_file_limit()
@@ -130,5 +132,5 @@ def main(arguments: list[str]) -> int:
         print(f"aionn.driver: descriptor {fd} is no socket: {error.strerror}", file=sys.stderr)
         return 2
     sock.set_inheritable(False)
-    anyio.run(serve, name, home, sock, backend_options={"use_uvloop": True})
+    anyio.run(serve, name, home, sock, state_directory, backend_options={"use_uvloop": True})
     return 0

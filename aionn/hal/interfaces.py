@@ -214,6 +214,25 @@ class CancelFlag:
         callback()
 
 
+class IBlobCache(Protocol):
+    """A small persistent map from bytes to bytes, kept for one version of one device across driver processes.
+
+    Nothing raises for the state of the disk: what was lost, evicted or altered is absent. Blocking, thread-safe.
+    """
+
+    def get(self, key: bytes) -> bytes | None:
+        """Return the value that was set under `key`, or None."""
+        ...
+
+    def set(self, key: bytes, value: bytes) -> bool:
+        """Keep `value` under `key`; return whether it is kept. A value has at most 64 KiB, a key 12 KiB."""
+        ...
+
+    def delete(self, key: bytes) -> None:
+        """Forget `key`, if it is there."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class CompileOptions:
     """What an engine gets when it compiles or loads.
@@ -224,6 +243,7 @@ class CompileOptions:
         cancelled: set when the caller no longer waits for the result.
         may_export: whether `export` may be called on the result. An engine that can write its artifact only while it
             compiles may leave that out if not, and `export` then declines.
+        blob_cache: for an engine's own small things: kernels, tunings. Opened at its first use. None where no driver runs the engine.
     """
 
     preference: ExecutionPreference = ExecutionPreference.FAST_SINGLE_ANSWER
@@ -231,6 +251,7 @@ class CompileOptions:
     threads: int = 0
     cancelled: CancelFlag = field(default_factory=CancelFlag)
     may_export: bool = True
+    blob_cache: IBlobCache | None = None
 
 
 @dataclass(frozen=True, slots=True)

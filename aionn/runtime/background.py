@@ -120,7 +120,7 @@ class _Making:
                         if refusals >= _REFUSALS:
                             raise
                         refused = found, preparation._refusal_of(error)
-                        preparation._tell_refusal(serving, refused[1], error)
+                        preparation._tell_refusal(cache.store, serving, refused[1], error)
                         continue
                 if isinstance(found, Declined):
                     preparation._raise_if_unsupported(serving, self._model, found)

@@ -54,11 +54,12 @@ _SOCKET_FD = 3
 class DriverProcess:
     """One driver process and the connection to it."""
 
-    def __init__(self, name: str, tasks: TaskGroup, background_threads: int = 0, home: str = "") -> None:
+    def __init__(self, name: str, tasks: TaskGroup, background_threads: int = 0, home: str = "", state_dir: str = "") -> None:
         """Start it. Nothing is awaited: it is `ready` once it has greeted.
 
         `home`: "package.module:Class" of an installed engine, so that the driver need not look for it again.
         `background_threads`: at the lowest priority, on so many CPUs; 0: like the app itself.
+        `state_dir`: where the driver keeps its records; empty: in the user's state directory.
         """
         self.name = name
         self._tasks = tasks
@@ -75,7 +76,7 @@ class DriverProcess:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
             with theirs:
                 try:
-                    self.pid, self._pidfd = _spawn(f"{name}={home}" if home else name, name, theirs, background_threads)
+                    self.pid, self._pidfd = _spawn(f"{name}={home}" if home else name, name, theirs, background_threads, state_dir)
                 except BaseException:
                     ours.close()
                     raise
@@ -243,7 +244,7 @@ class DriverProcess:
             self._ended.set()
 
 
-def _spawn(engine: str, name: str, theirs: socket.socket, background_threads: int) -> tuple[int, int]:
+def _spawn(engine: str, name: str, theirs: socket.socket, background_threads: int, state_dir: str) -> tuple[int, int]:
     """Start `python -m aionn.driver ENGINE`: its pid and pidfd.
 
     The child has the socket as descriptor 3, no stdin, and our stderr for all it prints.
@@ -262,7 +263,7 @@ def _spawn(engine: str, name: str, theirs: socket.socket, background_threads: in
     try:
         pid = os.posix_spawn(
             sys.executable,
-            [sys.executable, "-P", "-m", "aionn.driver", engine, str(_SOCKET_FD), *([str(background_threads)] * bool(background_threads))],
+            [sys.executable, "-P", "-m", "aionn.driver", engine, str(_SOCKET_FD), str(background_threads), *filter(None, [state_dir])],
             _environment(),
             file_actions=[
                 *([] if _has_stderr() else [(os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0)]),
@@ -344,8 +345,9 @@ class Device:
 class Devices:
     """All devices of one runtime."""
 
-    def __init__(self, tasks: TaskGroup) -> None:
+    def __init__(self, tasks: TaskGroup, state_dir: str = "") -> None:
         self._tasks = tasks
+        self._state_dir = state_dir
         self._homes = {name: f"{point.module}:{point.attr}" for name, point in installed_engines().items()}
         self._devices: dict[str, Device] = {name: Device(name) for name in self._homes}
         self._workers: set[DriverProcess] = set()
@@ -402,7 +404,7 @@ class Devices:
             # No await from here to the start: `aclose` ends what it finds, and a process that is started after it would stay for ever.
             self.check_open()
             if process is None or not process.alive:
-                process = device._process = DriverProcess(name, self._tasks, home=self._homes.get(name, ""))
+                process = device._process = DriverProcess(name, self._tasks, home=self._homes.get(name, ""), state_dir=self._state_dir)
                 device._starts += 1
             try:
                 remote = await process.ready()
@@ -431,7 +433,7 @@ class Devices:
         """
         self.find(name)
         self.check_open()
-        process = DriverProcess(name, self._tasks, threads, self._homes.get(name, ""))
+        process = DriverProcess(name, self._tasks, threads, self._homes.get(name, ""), self._state_dir)
         self._workers.add(process)
         return process
 

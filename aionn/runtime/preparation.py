@@ -114,7 +114,7 @@ async def _prepare(
                     if _left_s(options) == 0.0 or devices.closed:
                         raise
                     refused = found, _refusal_of(error)
-                    _tell_refusal(remote, refused[1], error)
+                    _tell_refusal(cache.store, remote, refused[1], error)
         finally:
             await _leave(found, prepared)
         if prepared is not None:
@@ -249,11 +249,13 @@ def _refusal_of(error: AionnError) -> Refusal:
     return Refusal(MissReason.WRONG_FILES if isinstance(error, CallerError) else MissReason.REFUSED_BY_DEVICE, str(error))
 
 
-def _tell_refusal(remote: RemoteDevice, refusal: Refusal, error: AionnError) -> None:
-    # A driver's records may be younger than the cache (a copied directory): no reason to alarm anybody.
-    usual = refusal.reason is MissReason.NO_INTEGRITY_RECORD and not isinstance(error, DriverDiedError)
-    level = logging.INFO if usual else logging.WARNING
-    logger.log(level, "device %r did not take a cached compilation, the model is compiled again: %s", remote.name, refusal)
+def _tell_refusal(store: CacheStore, remote: RemoteDevice, refusal: Refusal, error: AionnError) -> None:
+    """Log why a model is compiled again. Lost records are one warning per cache: each entry of it is then refused once."""
+    if refusal.reason is MissReason.NO_INTEGRITY_RECORD and not isinstance(error, DriverDiedError):
+        way_out = "keep that folder as long as the cache, or choose one that lasts with Runtime(state_dir=) or --state-dir"
+        store.warn(Refusal(refusal.reason, f"the records that vouch for it are lost: {refusal.detail}; {way_out}"))
+        return
+    logger.warning("device %r did not take a cached compilation, the model is compiled again: %s", remote.name, refusal)
 
 
 # --- compiling and publishing ----------------------------------------------------------------------------------------

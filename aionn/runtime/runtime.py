@@ -45,6 +45,11 @@ Mode = Literal["eager", "jit", "staged"]
 class Runtime:
     """Where models run. Use it in `async with`, in an asyncio or uvloop loop.
 
+    Args:
+        state_dir: folder in which drivers keep the digests of what they stored, private to this account and made if it is missing. It
+            must live as long as the cache: where only the cache survives, nothing in it can be trusted. None: the user's state folder
+            (`$XDG_STATE_HOME/aionn`, else `~/.local/state/aionn`).
+
     Attributes:
         stage_policy: a `StagePolicy`: when better stages are made, and what they must show, for later calls of `compile` with mode
             "staged": `runtime.stage_policy = aionn.StagePolicy(executions=100, min_gain=0.2)`.
@@ -55,7 +60,8 @@ class Runtime:
         ...     outputs = await compilation.compute({"input": x})
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, state_dir: str | os.PathLike[str] | None = None) -> None:
+        self._state_dir = _checked_state_dir(state_dir)
         self._context: AbstractAsyncContextManager[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._devices: Devices
@@ -84,7 +90,7 @@ class Runtime:
         with ungrouped():
             async with anyio.create_task_group() as tasks:
                 self._tasks = tasks
-                self._devices = Devices(tasks)
+                self._devices = Devices(tasks, self._state_dir)
                 try:
                     yield
                 finally:
@@ -260,6 +266,15 @@ def _options(preference: str, priority: str, timeout_s: float | None) -> Prepare
     if not isinstance(priority, str) or priority not in _PRIORITIES:
         raise CallerError(f"priority {priority!r}: it is one of {sorted(_PRIORITIES)}")
     return PrepareOptions(_PREFERENCES[preference], _PRIORITIES[priority], deadline_of(timeout_s))
+
+
+def _checked_state_dir(state_dir: object) -> str:
+    """Return it as an absolute path, or an empty text for None."""
+    if state_dir is None:
+        return ""
+    if not isinstance(state_dir, str | os.PathLike) or not (path := os.fspath(state_dir)) or not isinstance(path, str) or "\0" in path:
+        raise CallerError(f"state_dir={state_dir!r}: give the path of a folder, or None for the user's state folder")
+    return os.path.abspath(path)
 
 
 def _check_modes(

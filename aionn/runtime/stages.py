@@ -237,18 +237,18 @@ class Staging:
         try:
             yield
         except StageRejected as rejected:
-            self._reject(stage, rejected.reason)
+            self._reject(stage, rejected.reason, logging.INFO)  # what a comparison found, at every start perhaps
         except AionnError as error:
             self._reject(stage, f"while {stage.state}: {error}")
         except Exception as error:  # a defect here must not end the app's runtime, and with it the stream
             logger.exception("making stage %r failed", stage.name)
             self._reject(stage, f"while {stage.state}: {type(error).__name__}: {error}")
 
-    def _reject(self, stage: Stage, reason: str) -> None:
+    def _reject(self, stage: Stage, reason: str, level: int = logging.WARNING) -> None:
         stage._enter("rejected", reason)
         trace.count("stage.rejected", stage=stage.name, reason=reason)
         if not self._compiled.closed and not self._devices.closed:
-            logger.warning("stage %r was not swapped in: %s", stage.name, reason)
+            logger.log(level, "stage %r was not swapped in: %s", stage.name, reason)
 
     async def _use_warrants_it(self, began_ns: int) -> None:
         policy, compiled = self.policy, self._compiled

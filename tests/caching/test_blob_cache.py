@@ -394,3 +394,23 @@ def test_the_cache_is_a_map_that_may_forget(open_cache: Open, policy: Policy, st
 def test_limits_that_can_never_hold_anything_are_refused() -> None:
     with pytest.raises(CallerError):
         Limits(0, 1, 1)
+
+
+# --- the default path ------------------------------------------------------------------------------------------------
+
+
+def test_devices_and_versions_do_not_share_the_default_blob_cache(tmp_path: Path) -> None:
+    def of(device: str, version: str) -> BlobCache:
+        return BlobCache(device=device, version=version, state_directory=tmp_path / "state")
+
+    names = [("one", "1"), ("two", "1"), ("one", "2"), ("o/e", "1"), ("o_e", "1")]
+    for turn in range(2):  # in the second one each has been opened after all the others
+        for name in names:
+            with of(*name) as cache:
+                assert cache.get(b"who") == (None if turn == 0 else repr(name).encode())
+                assert cache.set(b"who", repr(name).encode())
+
+
+def test_a_blob_cache_needs_a_path_or_a_device(tmp_path: Path) -> None:
+    with pytest.raises(CallerError, match="give device="):
+        BlobCache(state_directory=tmp_path / "state")

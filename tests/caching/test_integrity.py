@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import hmac
 import os
 import random
 import shutil
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterator
 from itertools import combinations
 from pathlib import Path
@@ -15,8 +17,10 @@ import pytest
 from aionn.caching import integrity
 from aionn.caching.integrity import IntegrityStore, digest_of, reopen
 from aionn.caching.outcomes import MissReason, Refusal
+from aionn.caching.state import UNUSED_KEPT_S
 from aionn.hal.interfaces import Artifact, CacheHandles
 from aionn.hal.types import CacheFiles
+from tests.caching.copier import Copier
 
 FILES = CacheFiles(model=2, data=2)
 TOKEN = bytes(32)
@@ -136,7 +140,14 @@ def with_handle(cache: Cache, kind: str, index: int, flags: int) -> CacheHandles
 def test_save_to_cache_invalid_access_mode(start: Start, cache: Cache, kind: str, index: int) -> None:
     handles = with_handle(cache, kind, index, os.O_RDONLY)
     refused(start().save(handles, artifact()), MissReason.BAD_HANDLE)
-    refused(start().load(handles), MissReason.BAD_HANDLE)
+    refused(start().load(handles), MissReason.NO_INTEGRITY_RECORD)
+
+
+def test_files_that_are_open_for_reading_alone_are_loaded(start: Start, cache: Cache) -> None:
+    """As on a read-only volume."""
+    assert start().save(cache.handles(), artifact()) is None
+    read_only = [cache.open(kind, index, os.O_RDONLY) for kind, index in EACH_HANDLE]
+    same(start().load(CacheHandles(tuple(read_only[:2]), tuple(read_only[2:]), TOKEN)), artifact())
 
 
 @pytest.mark.parametrize(("kind", "index"), EACH_HANDLE)
@@ -164,35 +175,6 @@ def test_a_handle_that_is_no_file_of_its_own_is_refused(start: Start, cache: Cac
         os.close(fd)
 
 
-class Copier(threading.Thread):
-    """Copies one artifact's model files over another's, again and again, in small chunks and without truncating."""
-
-    def __init__(self, pairs: list[tuple[Path, Path]]) -> None:
-        super().__init__()
-        self._pairs = pairs
-        self._ended = threading.Event()
-        self.running = threading.Event()
-
-    def run(self) -> None:
-        while not self._ended.is_set():
-            for source, target in self._pairs:
-                content = source.read_bytes()
-                fd = os.open(target, os.O_WRONLY)
-                for at in range(0, len(content), 64):
-                    os.pwrite(fd, content[at : at + 64], at)
-                os.close(fd)
-            self.running.set()
-
-    def __enter__(self) -> Copier:
-        self.start()
-        self.running.wait()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self.join()
-
-
 MUL, ADD = artifact(name=b"MUL"), artifact(name=b"ADD")
 OTHER_TOKEN = b"\x01" + bytes(31)
 
@@ -207,29 +189,87 @@ def mul_files(start: Start, tmp_path: Path) -> Iterator[list[Path]]:
     mul.close()
 
 
+def copier(cache: Cache, mul_files: list[Path], longest_s: float) -> Copier:
+    """Puts the MUL chain's model files, and the ADD chain's own, into the cache in turn."""
+    own = [cache.path("model", index) for index in range(2)]
+    return Copier([(path, mul.read_bytes(), path.read_bytes()) for path, mul in zip(own, mul_files, strict=True)], longest_s, 64)
+
+
+class Outcomes:
+    """What loads under attack gave: the ADD chain, or a refusal."""
+
+    def __init__(self) -> None:
+        self.taken = self.refused = 0
+        self._give_up_at = time.monotonic() + 60
+
+    def note(self, result: Artifact | Refusal) -> None:
+        if isinstance(result, Refusal):
+            self.refused += 1
+        else:
+            same(result, ADD)
+            self.taken += 1
+
+    @property
+    def over(self) -> bool:
+        """Whether it has been tried often enough, and both outcomes have occurred."""
+        assert time.monotonic() < self._give_up_at, (self.taken, self.refused)
+        return self.taken + self.refused >= 100 and self.taken > 0 and self.refused > 0
+
+
 def test_save_to_cache_toctou(start: Start, cache: Cache, mul_files: list[Path]) -> None:
-    store = start()
-    cache.handles()
-    with Copier([(path, cache.path("model", index)) for index, path in enumerate(mul_files)]):
-        for _ in range(100):
+    store, outcomes = start(), Outcomes()
+    assert store.save(cache.handles(), ADD) is None
+    with copier(cache, mul_files, 0.002):
+        while not outcomes.over:
             store.save(cache.handles(), ADD)
-            result = store.load(cache.handles())
-            if isinstance(result, Artifact):
-                same(result, ADD)
+            outcomes.note(store.load(cache.handles()))
             cache.close()
 
 
 def test_prepare_from_cache_toctou(start: Start, cache: Cache, mul_files: list[Path]) -> None:
-    store = start()
-    taken = 0
-    for _ in range(100):
-        assert store.save(cache.handles(), ADD) is None
-        with Copier([(path, cache.path("model", index)) for index, path in enumerate(mul_files)]):
-            result = store.load(cache.handles())
-        if isinstance(result, Artifact):
-            taken += 1
-            same(result, ADD)
-        cache.close()
+    store, outcomes = start(), Outcomes()
+    assert store.save(cache.handles(), ADD) is None
+    with copier(cache, mul_files, 0.002):
+        while not outcomes.over:
+            outcomes.note(store.load(cache.handles()))
+            cache.close()
+
+
+def test_no_file_is_read_after_it_was_verified(start: Start, cache: Cache, mul_files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files change while their digests are compared: a second reading would see the MUL chain."""
+    store, compare, swapped = start(), hmac.compare_digest, 0
+    assert store.save(cache.handles(), ADD) is None
+
+    def swapping(one: bytes, other: bytes) -> bool:
+        nonlocal swapped
+        for index, path in enumerate(mul_files):
+            shutil.copyfile(path, cache.path("model", index))
+        swapped += 1
+        return compare(one, other)
+
+    monkeypatch.setattr(hmac, "compare_digest", swapping)
+    same(store.load(cache.handles()), ADD)
+    assert swapped == 1
+    refused(store.load(cache.handles()), MissReason.WRONG_BYTES)
+
+
+def test_the_digest_is_of_the_engines_buffer_and_not_of_the_file(
+    start: Start, cache: Cache, mul_files: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each file changes as soon as it is written: a digest of what can be read there would vouch for the MUL chain."""
+    store, write, swapped = start(), integrity._write_whole, 0
+
+    def swapping(fd: int, buffer: memoryview) -> None:
+        nonlocal swapped
+        write(fd, buffer)
+        if swapped < len(mul_files):
+            write(fd, memoryview(mul_files[swapped].read_bytes()))
+        swapped += 1
+
+    monkeypatch.setattr(integrity, "_write_whole", swapping)
+    assert store.save(cache.handles(), ADD) is None
+    assert swapped == 4
+    refused(store.load(cache.handles()), MissReason.WRONG_BYTES)
 
 
 def test_what_was_verified_does_not_change_with_the_file(start: Start, cache: Cache) -> None:
@@ -350,16 +390,58 @@ def test_a_file_cut_at_any_length_is_refused(start: Start, cache: Cache) -> None
 # --- the store itself ------------------------------------------------------------------------------------------------
 
 
-def test_records_survive_a_restart_and_go_with_a_new_version(start: Start, cache: Cache) -> None:
+def test_records_survive_a_restart(start: Start, cache: Cache) -> None:
+    assert start().save(cache.handles(), artifact()) is None
+    same(start().load(cache.handles()), artifact())
+
+
+def test_two_versions_side_by_side_keep_their_records_and_believe_none_of_each_others(start: Start, cache: Cache) -> None:
     old = start("1.0")
-    assert old.save(cache.handles(), artifact()) is None
-    same(start("1.0").load(cache.handles()), artifact())
+    assert old.save(cache.handles(), artifact(name=b"old")) is None
     new = start("1.1")
     refused(new.load(cache.handles()), MissReason.NO_INTEGRITY_RECORD)
-    # A process of the old version that still runs can neither bring its records back nor use the new ones.
-    refused(old.save(cache.handles(), artifact()), MissReason.OTHER_DRIVER_VERSION)
-    refused(old.load(cache.handles()), MissReason.OTHER_DRIVER_VERSION)
-    # And a downgrade starts empty too.
+    same(old.load(cache.handles()), artifact(name=b"old"))  # a process of the version before goes on
+    assert new.save(cache.handles(OTHER_TOKEN), artifact(name=b"new")) is None
+    refused(old.load(cache.handles(OTHER_TOKEN)), MissReason.NO_INTEGRITY_RECORD)
+    same(start("1.1").load(cache.handles(OTHER_TOKEN)), artifact(name=b"new"))
+
+
+def test_stores_of_versions_long_unused_are_collected_and_no_others(start: Start, cache: Cache, tmp_path: Path) -> None:
+    state = tmp_path / "state"
+
+    def databases() -> set[Path]:
+        return set(state.glob("integrity-*.sqlite"))
+
+    def unused_for(path: Path, seconds: float) -> None:
+        at = time.time() - seconds
+        os.utime(path, (at, at))
+
+    old = start("1.0")
+    assert old.save(cache.handles(), artifact()) is None
+    (of_old,) = databases()
+    IntegrityStore("another device", "1.0", FILES, state_directory=state).close()
+    (of_another,) = databases() - {of_old}
+    before_versions = state / f"{of_old.name.rpartition('-')[0]}.sqlite"  # as a release before this one named it
+    before_versions.write_bytes(b"")
+    for path in (of_old, of_another, before_versions):
+        unused_for(path, UNUSED_KEPT_S + 60)
+    same(old.load(cache.handles()), artifact())
+    old.note_uses()  # a use counts, however long ago the store was opened
+    start("1.1").close()
+    (of_new,) = databases() - {of_old, of_another}
+    assert databases() == {of_old, of_another, of_new}
+
+    old.close()
+    for path in (of_old, of_new):
+        unused_for(path, UNUSED_KEPT_S - 60)
+    start("1.2").close()
+    assert {of_old, of_another, of_new} < databases()
+    for path in (of_old, of_new):
+        unused_for(path, UNUSED_KEPT_S + 60)
+    again = start("1.1")  # its own, however old, stays
+    assert databases() & {of_old, of_another, of_new} == {of_another, of_new}
+    assert [path for path in state.iterdir() if path.name.startswith(of_old.name)] == []
+    again.close()
     refused(start("1.0").load(cache.handles()), MissReason.NO_INTEGRITY_RECORD)
 
 
@@ -507,7 +589,7 @@ def unusable(tmp_path: Path, cache: Cache, reason: MissReason | None = None) -> 
     store = IntegrityStore("fake", "1.0", FILES, state_directory=tmp_path / "state")
     assert store.unavailable is not None
     assert reason is None or store.unavailable.reason is reason
-    assert f"(in {tmp_path / 'state'})" in store.unavailable.detail  # the way out: where it would have to be
+    assert f"(in {tmp_path / 'state'};" in store.unavailable.detail  # the way out: where it would have to be
     refused(store.save(cache.handles(), artifact()), store.unavailable.reason)
     refused(store.load(cache.handles()), store.unavailable.reason)
     store.close()
@@ -560,7 +642,6 @@ def test_a_damaged_database_is_begun_anew(tmp_path: Path, cache: Cache, start: S
 
 
 OTHER_SCHEMAS = (
-    "CREATE TABLE owner (name TEXT)",
     "CREATE TABLE tokens (token BLOB PRIMARY KEY)",
     "CREATE TABLE records (number INTEGER PRIMARY KEY, token BLOB, content BLOB)",
     "CREATE VIEW records AS SELECT 1 AS number",

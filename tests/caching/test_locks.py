@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -13,8 +14,7 @@ from typing import Any
 import anyio
 import pytest
 
-from aionn.caching.store import locks
-from aionn.caching.store.locks import EntryHold, hold_now, sole_holder, wait_to_hold
+from aionn.caching.store.locks import EntryHold, Flights, hold_now, sole_holder, wait_to_hold
 
 pytestmark = pytest.mark.anyio
 
@@ -89,21 +89,37 @@ async def test_a_released_lock_is_free_though_a_child_has_its_descriptor(path: s
     os.close(childs)
 
 
-async def test_a_lock_whose_file_was_removed_meanwhile_is_not_believed(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken, lock = [0], locks._lock
+@pytest.mark.parametrize("made_again", [False, True])
+@pytest.mark.parametrize("kind", ["read", "write", "compile"])
+async def test_a_lock_whose_file_was_removed_or_made_again_meanwhile_is_not_believed(
+    path: str, monkeypatch: pytest.MonkeyPatch, kind: Any, made_again: bool
+) -> None:
+    """An entry's removal unlinks its lock files, and the next one to come makes others, between an `open` and its `flock`."""
+    flock, calls = fcntl.flock, list[int]()
 
-    def removed_first(fd: int, mode: Any) -> bool:
-        got = lock(fd, mode)
-        taken[0] += 1
-        if taken[0] == 1:
+    def removed_first(fd: int, operation: int) -> None:
+        calls.append(operation)
+        if len(calls) == 1:
             os.unlink(path)
-        return got
+            if made_again:
+                os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+        flock(fd, operation)
 
-    monkeypatch.setattr(locks, "_lock", removed_first)
-    hold = held(hold_now(path, "write"))
-    assert taken[0] == 2
-    assert os.fstat(hold._fd).st_ino == os.stat(path).st_ino
-    hold.release()
+    monkeypatch.setattr(fcntl, "flock", removed_first)
+    flight = await Flights().board(path, 5.0) if kind == "compile" else None
+    hold = hold_now(path, kind) if kind != "compile" else None
+    assert len(calls) > 1
+    monkeypatch.undo()
+    assert (hold or flight) is not None
+    others = os.open(path, os.O_RDWR)  # what everybody else meets
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(others, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    if hold is not None:
+        hold.release()
+    if flight is not None:
+        await flight.land()
+    fcntl.flock(others, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(others)
 
 
 async def test_a_removed_entry_leaves_no_lock_files_that_block(path: str) -> None:

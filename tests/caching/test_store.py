@@ -475,6 +475,49 @@ async def test_a_file_that_somebody_put_there_is_refused_and_replaced(directory:
         assert victim.read_bytes() == b"precious"
 
 
+@pytest.mark.parametrize("what", ["mode 0777", "mode 0720", "symlink", "file"])
+async def test_what_stands_in_an_entrys_place_is_refused_once_and_healed(directory: Path, tmp_path: Path, what: str) -> None:
+    """`tests.caching.unprivileged` has the modes that do not bind root."""
+    async with CacheStore(directory) as store:
+        await stored(store, wanted())
+        entry = directory / "entries" / wanted().key.hex()
+        if what.startswith("mode"):
+            entry.chmod(int(what.split()[1], 8))
+        else:
+            entry.rename(tmp_path / "elsewhere")
+            entry.symlink_to(tmp_path / "elsewhere") if what == "symlink" else entry.write_bytes(b"")
+        async with await miss(store, wanted()) as publisher:
+            fill(publisher.handles, b"healed")
+            assert await publisher.publish() is None
+        assert await read(store, wanted()) == expected(b"healed")
+        assert entry.lstat().st_mode & 0o7777 == 0o700
+        assert list((directory / "trash").iterdir()) == []
+    if what in ("symlink", "file"):
+        assert (tmp_path / "elsewhere" / "manifest").exists()  # nothing outside was touched
+
+
+async def test_no_descriptor_of_a_cache_directory_is_open_while_nothing_is_done_in_it(directory: Path) -> None:
+    def held() -> set[str]:
+        return {name for name in open_descriptors() if str(directory) in name}
+
+    async with CacheStore(directory) as store:
+        await stored(store, wanted())
+        assert held() == set()
+        hit = await store.open(wanted())
+        assert isinstance(hit, Hit)
+        assert len(held()) == len(contents(hit.handles)) + 1  # its files and its lock
+        hit.leave()
+        await store._settled()
+        assert held() == set()
+        await stored(store, wanted(1))
+        assert [bad async for bad in store.verify()] == []
+        entries = await store.entries()
+        assert not isinstance(entries, Refusal)
+        assert len(entries) == 2
+        assert not isinstance(await store.prune(0), Refusal)
+        assert held() == set()
+
+
 async def test_a_symlinked_manifest_or_lock_is_not_followed(directory: Path) -> None:
     async with CacheStore(directory) as store:
         await stored(store, wanted())

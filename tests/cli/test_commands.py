@@ -159,6 +159,18 @@ def test_run_computes_what_it_is_given(terminal: Terminal) -> None:
     assert "3 runs (single executions)" in out
 
 
+def test_compile_and_run_keep_their_records_in_the_state_folder_they_are_given(terminal: Terminal) -> None:
+    cached = ("model.onnx", "--device", FAKE, "--cache-dir", "cache")
+    terminal.run("compile", *cached, "--state-dir", "volume/state")
+    assert not Path(terminal.environment["XDG_STATE_HOME"]).exists()
+    assert terminal.json("run", *cached, "--state-dir", "volume/state")["cache"][0]["outcome"] == "hit"
+    out, err = terminal.run("run", *cached)  # the records are elsewhere
+    assert "cache miss (no_integrity_record)" in out
+    (warning,) = [line for line in err.splitlines() if line.startswith("aionn: warning:")]
+    assert terminal.environment["XDG_STATE_HOME"] in warning
+    assert "--state-dir" in warning
+
+
 def test_run_writes_a_trace(terminal: Terminal) -> None:
     terminal.run("run", "model.onnx", "--device", "onnxruntime", "--trace", "t.json")
     events = json.loads((terminal.directory / "t.json").read_text(encoding="utf-8"))["traceEvents"]
@@ -174,6 +186,7 @@ def test_run_writes_a_trace(terminal: Terminal) -> None:
         (("compile", "model.onnx", "--cache-dir", "c", "--device", "warp"), 1, "device 'warp' is not installed"),
         (("compile", "model.onnx", "--cache-dir", "c", "--device", "reference"), 1, "nothing is stored for device 'reference'"),
         (("run", "model.onnx", "--repeat", "0"), 2, "at least once"),
+        (("run", "model.onnx", "--state-dir", ""), 2, "give the path of a folder"),
         (("run", "model.onnx", "--repeat", "x"), 2, "unable to convert"),
         (("run", "model.onnx", "--input", "x"), 2, "give NAME=FILE.npy"),
         (("run", "model.onnx", "--input", "x=nowhere.npy"), 2, "cannot be read"),

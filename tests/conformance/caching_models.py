@@ -38,20 +38,20 @@ def network(kind: Kind) -> bytes:
     return _model(kind, nodes, initializers, (1, 3, 8, 8), (1, 10))
 
 
-def chain(kind: Kind, operator: Literal["Mul", "Add"]) -> bytes:
+def chain(kind: Kind, operator: Literal["Mul", "Add"], width: int = _WIDTH) -> bytes:
     """y = x op c1 op c2 ... op c100: two chains that differ in nothing but their operator."""
     x, y = ("x", "y") if kind == "float32" else ("x_float", "y_float")
     random = np.random.default_rng(100)
     names = [x, *(f"t{index}" for index in range(1, CHAIN_OPERATIONS)), y]
     constants = [
-        numpy_helper.from_array((1.02 + 0.001 * random.standard_normal((1, _WIDTH))).astype(np.float32), f"c{index}")
+        numpy_helper.from_array((1.02 + 0.001 * random.standard_normal((1, width))).astype(np.float32), f"c{index}")
         for index in range(CHAIN_OPERATIONS)
     ]
     nodes = [
         helper.make_node(operator, [names[index], f"c{index}"], [names[index + 1]], name=f"{operator.lower()}{index}")
         for index in range(CHAIN_OPERATIONS)
     ]
-    return _model(kind, nodes, constants, (1, _WIDTH), (1, _WIDTH), scale=0.5)
+    return _model(kind, nodes, constants, (1, width), (1, width), scale=0.5)
 
 
 def input_of(kind: Kind, shape: tuple[int, ...], seed: int = 0) -> NDArray[Any]:

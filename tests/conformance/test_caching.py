@@ -9,17 +9,20 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import threading
+import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import anyio
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 import aionn
 from aionn.hal import MAX_CACHE_FILES, CacheFiles, CacheHandles, ExecutionPreference, IDevice, PrepareOptions
+from tests.caching.copier import Copier
 from tests.conformance.cache_files import (
     DRIVER_PROCESS,
     IN_PROCESS,
@@ -48,6 +51,9 @@ DEVICES = [
     for place in (IN_PROCESS, DRIVER_PROCESS)
 ]
 SEEDS = range(10)
+WIDE = 16384
+"""Of a chain whose 6.5 MB of constants take a while to read and to verify, which is when its model files change."""
+
 TOCTOU_ITERATIONS = 100
 
 
@@ -69,6 +75,8 @@ def models() -> dict[tuple[str, Kind], aionn.Model]:
         **{("network", kind): aionn.Model.from_onnx(network(kind)) for kind in KINDS},
         **{("mul", kind): aionn.Model.from_onnx(chain(kind, "Mul")) for kind in KINDS},
         **{("add", kind): aionn.Model.from_onnx(chain(kind, "Add")) for kind in KINDS},
+        **{("wide mul", kind): aionn.Model.from_onnx(chain(kind, "Mul", WIDE)) for kind in KINDS},
+        **{("wide add", kind): aionn.Model.from_onnx(chain(kind, "Add", WIDE)) for kind in KINDS},
     }
 
 
@@ -173,6 +181,20 @@ def with_descriptors(handles: CacheHandles, kind: str, index: int, fds: tuple[in
     return CacheHandles(tuple(lists["model"]), tuple(lists["data"]), handles.token)
 
 
+@pytest.mark.parametrize("length", [0, 31, 33])
+async def test_a_token_of_a_wrong_length_saves_nothing_and_loads_nothing(
+    device: IDevice, files: Files, model: aionn.Model, kind: Kind, expected: NDArray[Any], length: int
+) -> None:
+    await saved(device, model, files.handles(TOKEN))
+    before = [path.read_bytes() for path in (*files.model_paths, *files.data_paths)]
+    prepared = await save(device, model, files.handles(bytes(length)))
+    assert prepared.save_outcome.startswith("wrong_token")
+    await runs_as(prepared, model, kind, expected)
+    assert [path.read_bytes() for path in (*files.model_paths, *files.data_paths)] == before
+    error = await refused(device, files.handles(bytes(length)))
+    assert error.reason.startswith("wrong_token")
+
+
 @pytest.mark.parametrize("number", [2, 0])
 async def test_save_to_cache_invalid_num_fd(
     device: IDevice, files: Files, model: aionn.Model, kind: Kind, expected: NDArray[Any], number: int
@@ -227,44 +249,18 @@ async def test_a_device_saves_nothing_and_loads_nothing_under_handles_of_one_fil
 # --- races between a check and its use -------------------------------------------------------------------------------
 
 
-class Copier(threading.Thread):
-    """Copies files over others, again and again, in small pieces and without truncating, as long as the block lasts."""
-
-    def __init__(self, pairs: list[tuple[Path, Path]]) -> None:
-        super().__init__()
-        self._pairs, self._ended, self.running = pairs, threading.Event(), threading.Event()
-
-    def run(self) -> None:
-        contents = [(source.read_bytes(), target) for source, target in self._pairs]
-        while not self._ended.is_set():
-            for content, target in contents:
-                fd = os.open(target, os.O_WRONLY)
-                for at in range(0, len(content), 4096):
-                    os.pwrite(fd, content[at : at + 4096], at)
-                os.close(fd)
-            self.running.set()
-
-    def __enter__(self) -> Copier:
-        self.start()
-        self.running.wait()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self.join()
-
-
 ADD_TOKEN = b"\x01" + bytes(31)
 
 
 class Race:
     """The MUL chain saved under one token, the ADD chain to be saved under the next; data files are shared."""
 
-    def __init__(self, device: IDevice, models: Models, kind: Kind, directory: Path, needed: CacheFiles) -> None:
+    def __init__(self, device: IDevice, models: Models, kind: Kind, directory: Path, needed: CacheFiles, wide: str) -> None:
         self.device, self.kind = device, kind
-        self.mul, self.add = models["mul", kind], models["add", kind]
+        self.mul, self.add = models[f"{wide}mul", kind], models[f"{wide}add", kind]
         self.mul_files, self.files = Files(directory / "mul", needed), Files(directory / "add", needed)
         self.pairs = list(zip(self.mul_files.model_paths, self.files.model_paths, strict=True))
+        self.outcomes: Counter[bool] = Counter()
 
     async def begin(self) -> None:
         await saved(self.device, self.mul, self.mul_files.handles())
@@ -277,46 +273,73 @@ class Race:
     def handles(self) -> CacheHandles:
         return self.files.handles(ADD_TOKEN)
 
-    async def add_or_nothing(self) -> bool:
-        """Load: refused, or the ADD chain, in every output. Whether it was loaded."""
+    def copier(self, longest_s: float) -> Copier:
+        """Puts the MUL chain's model files, and the ADD chain's own, into the ADD chain's entry in turn."""
+        return Copier([(target, source.read_bytes(), target.read_bytes()) for source, target in self.pairs], longest_s)
+
+    async def add_or_nothing(self) -> None:
+        """Load: refused, or the ADD chain, in every output."""
         try:
             prepared = await load(self.device, self.handles())
-        except aionn.CompilationError:
-            return False
+        except aionn.CompilationError as error:
+            # Nothing that was not verified has reached the engine.
+            assert error.reason.split(":")[0] in {"wrong_bytes", "wrong_length"}, error.reason
+            self.outcomes[False] += 1
+            return
         finally:
             self.files.close()
         await runs_as(prepared, self.add, self.kind, self.expected)
-        return True
+        self.outcomes[True] += 1
+
+    @property
+    def over(self) -> bool:
+        """Whether it has been tried often enough, and both outcomes have occurred."""
+        return self.outcomes.total() >= TOCTOU_ITERATIONS and len(self.outcomes) == 2
 
 
 @pytest.fixture
 async def race(device: IDevice, models: Models, kind: Kind, tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Race]:
-    race = Race(device, models, kind, tmp_path, await device.get_number_of_cache_files_needed())
+    wide = getattr(request, "param", "")
+    race = Race(device, models, kind, tmp_path, await device.get_number_of_cache_files_needed(), wide)
     await race.begin()
     yield race
     race.files.close()
 
 
 async def test_save_to_cache_toctou(race: Race) -> None:
-    for _ in range(TOCTOU_ITERATIONS):
-        with Copier(race.pairs):
-            await (await save(race.device, race.add, race.handles())).aclose()
-        race.files.close()
-        await race.add_or_nothing()
+    began = time.monotonic()
+    await saved(race.device, race.add, race.handles())
+    race.files.close()
+    took_s = time.monotonic() - began
+    with anyio.fail_after(120):
+        while not race.over:
+            with race.copier(took_s):
+                await (await save(race.device, race.add, race.handles())).aclose()
+            race.files.close()
+            await race.add_or_nothing()
+            await saved(race.device, race.add, race.handles())
+            race.files.close()
 
 
+@pytest.mark.parametrize("race", ["wide "], ids=["wide"], indirect=True)
 async def test_prepare_from_cache_toctou(race: Race) -> None:
-    for _ in range(TOCTOU_ITERATIONS):
-        await saved(race.device, race.add, race.handles())
-        race.files.close()
-        with Copier(race.pairs):
+    await saved(race.device, race.add, race.handles())
+    race.files.close()
+    began = time.monotonic()
+    prepared = await load(race.device, race.handles())
+    took_s = time.monotonic() - began
+    await prepared.aclose()
+    race.files.close()
+    with race.copier(took_s), anyio.fail_after(120):
+        while not race.over:
             await race.add_or_nothing()
 
 
 async def test_replace_security_sensitive_cache(race: Race) -> None:
     await saved(race.device, race.add, race.handles())
     race.files.close()
-    assert await race.add_or_nothing()
+    await race.add_or_nothing()
+    assert race.outcomes == {True: 1}
     for source, target in race.pairs:
         shutil.copy(source, target)
     error = await refused(race.device, race.handles())

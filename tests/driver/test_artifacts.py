@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 
 import aionn
+from aionn.caching.blob_cache import BlobCache
 from aionn.driver.artifacts import Artifacts, LentHandles
 from aionn.driver.device import EngineDevice
 from aionn.errors import CallerError, CompilationError, DeadlineError
-from aionn.hal import Artifact, CacheFiles, CacheHandles, CompileOptions, Executable, Model, PrepareOptions
+from aionn.hal import Artifact, CacheFiles, CacheHandles, CompileOptions, Executable, IBlobCache, Model, PrepareOptions
 from aionn.testing.fake_engine import FakeEngine
 from aionn.testing.models import scaled_model
 
@@ -286,3 +287,49 @@ async def test_onnxruntime_without_memory_for_its_artifact_compiles_and_stores_n
         assert "Failed to write" in prepared.save_outcome
         await prepared.aclose()
         device.close()
+
+
+class RememberingEngine(FakeEngine):
+    """Counts its compilations and loads in the blob cache of its device. Used by tests/journeys/test_state_folder.py too."""
+
+    name = "remembering"
+
+    def compile(self, model: Model, options: CompileOptions) -> Any:
+        assert options.blob_cache is not None
+        count(options.blob_cache, b"compilations")
+        return super().compile(model, options)
+
+    def load(self, artifact: Artifact, options: CompileOptions) -> Any:
+        assert options.blob_cache is not None
+        count(options.blob_cache, b"loads")
+        return super().load(artifact, options)
+
+
+def count(blobs: IBlobCache, what: bytes) -> None:
+    assert blobs.set(what, b"%d" % (int(blobs.get(what) or b"0") + 1))
+
+
+async def test_an_engine_is_handed_the_blob_cache_of_its_device_which_outlives_the_driver(
+    model: aionn.Model, handles: CacheHandles, tmp_path: Path
+) -> None:
+    for _ in range(2):
+        async with anyio.create_task_group() as tasks:
+            device = EngineDevice(RememberingEngine(), tasks, tmp_path / "own")
+            await device.prepare_model(model, PrepareOptions(), handles)
+            await device.prepare_model_from_cache(PrepareOptions(), handles)
+            device.close()
+            assert device._blobs.get(b"loads") is None  # it is closed with the device
+            assert not device._blobs.set(b"loads", b"7")
+    with BlobCache(device="remembering", version="1", state_directory=tmp_path / "own") as kept:
+        assert (kept.get(b"compilations"), kept.get(b"loads")) == (b"2", b"2")
+
+
+async def test_an_engine_that_keeps_no_blobs_costs_no_blob_cache(
+    opened: Opened, model: aionn.Model, handles: CacheHandles, tmp_path: Path
+) -> None:
+    engine, device = opened
+    await device.prepare_model(model, PrepareOptions(), handles)
+    assert engine.compiled_with[0].blob_cache is not None
+    names = [path.name for path in (tmp_path / "state" / "aionn").iterdir()]
+    assert [name for name in names if name.startswith("integrity-")] != []
+    assert [name for name in names if "blob" in name] == []

@@ -20,6 +20,7 @@ from aionn.caching.blob_cache import BlobCache
 from aionn.caching.integrity import IntegrityStore
 from aionn.caching.manifest import Manifest, StoredFile, Wanted, decode_manifest, encode_manifest, reason_to_miss
 from aionn.caching.outcomes import Refusal
+from aionn.caching.state import device_database
 from aionn.caching.store.index import Index
 from aionn.caching.token import KeyParts, decode_parts, encode_parts, entry_key, family_key
 from aionn.errors import CallerError, CompilationError, MemoryAllocationError
@@ -169,7 +170,7 @@ def _database(make: str) -> bytes:
         store.close()
         file = next(path.glob("*.sqlite"))
     elif make == "blobs":
-        with BlobCache(state_directory=path) as blobs:
+        with BlobCache(path / "blobs.sqlite", state_directory=path) as blobs:
             for number in range(3):
                 assert blobs.set(b"key%d" % number, b"value" * number + b"!")
         file = path / "blobs.sqlite"
@@ -237,7 +238,7 @@ def integrity_databases(data: bytes) -> None:
     choices = Choices(data)
     directory = _scratch() / "integrity"
     directory.mkdir(mode=0o700, exist_ok=True)
-    path = directory / f"integrity-fuzzed-{blake3(b'fuzzed').hexdigest()[:16]}.sqlite"
+    path = device_database(directory, "integrity", "fuzzed", "1")
     _twisted("integrity", path, choices)
     store = IntegrityStore("fuzzed", "1", CacheFiles(1, 1), state_directory=directory)
     try:
@@ -263,7 +264,7 @@ def blob_databases(data: bytes) -> None:
     _cached_database("blobs")
     shutil.copyfile(_scratch() / "good-blobs" / "blob-cache.key", directory / "blob-cache.key")
     _twisted("blobs", directory / "blobs.sqlite", choices)
-    with BlobCache(state_directory=directory) as blobs:
+    with BlobCache(directory / "blobs.sqlite", state_directory=directory) as blobs:
         for number in range(3):
             assert blobs.get(b"key%d" % number) in (None, b"value" * number + b"!")
         if blobs.set(b"new", b"value"):

@@ -32,6 +32,8 @@ import aionn
 from aionn import trace
 from aionn.caching.manifest import decode_manifest, encode_manifest
 from aionn.caching.outcomes import CacheOutcome, CacheOutcomeKind, MissReason, Refusal
+from aionn.caching.store import CacheStore
+from aionn.caching.store.locks import hold_now
 from aionn.testing import FakeDevice, identity_model
 from aionn.testing.models import scaled_model
 from tests.journeys.silero import Arrays, Directly
@@ -400,10 +402,11 @@ async def test_a_miss_names_the_part_of_the_key_that_changed(cache_dir: Path) ->
 # --- drivers that change, and die ---------------------------------------------------------------------------------------
 
 
-async def test_every_change_of_the_drivers_version_is_a_rebuild_up_and_down(fake: FakeDevice, cache_dir: Path) -> None:
+async def test_two_versions_of_an_engine_under_one_user_compile_once_each_and_hit_from_then_on(fake: FakeDevice, cache_dir: Path) -> None:
+    """As in two virtual environments. No version believes a record of the other."""
     model = aionn.Model.from_onnx(identity_model())
     told = []
-    for version in ("A", "B", "B", "A", "A"):
+    for version in ("A", "B", "A", "B", "B", "A"):
         fake.tell(version=version)
         async with aionn.Runtime() as runtime:
             compilation = await runtime.compile(model, devices=(fake.name,), cache_dir=cache_dir, token=model.token)
@@ -411,9 +414,7 @@ async def test_every_change_of_the_drivers_version_is_a_rebuild_up_and_down(fake
     assert [(outcome.kind, outcome.reason) for outcome in told] == [
         (MISS, MissReason.ABSENT),
         (MISS, MissReason.OTHER_DRIVER_VERSION),
-        (HIT, None),
-        (MISS, MissReason.NO_INTEGRITY_RECORD),  # A's entry is there, but B emptied the records: no version inherits trust
-        (HIT, None),
+        *[(HIT, None)] * 4,
     ]
     assert "'A'" in told[1].detail
     assert "'B'" in told[1].detail
@@ -544,6 +545,61 @@ async def test_a_state_directory_that_is_not_the_drivers_own_costs_the_cache_alo
         assert outcome.save_failure is not None
         assert outcome.save_failure.reason is MissReason.UNSAFE
     assert len(warnings(caplog)) == 1
+
+
+async def test_a_writer_waits_for_a_reader_and_no_reader_begins_while_it_waits(fake: FakeDevice, cache_dir: Path, tmp_path: Path) -> None:
+    """One driver still loads the entry when another app, whose driver has no record of it, has compiled it again and publishes."""
+    model = aionn.Model.from_onnx(identity_model())
+    x = np.arange(16, dtype=np.float32).reshape(1, 16)
+    outcomes: dict[str, CacheOutcome] = {}
+
+    async def compile_in(name: str, runtime: aionn.Runtime) -> None:
+        compilation = await runtime.compile(model, devices=(fake.name,), cache_dir=cache_dir, token=model.token)
+        outcomes[name] = compilation.outcomes[0]
+        np.testing.assert_array_equal((await compilation.compute({"input": x}))["input_out"], x)
+
+    async def generation() -> int:
+        async with CacheStore(cache_dir) as store:
+            entries = await store.entries()
+            assert not isinstance(entries, Refusal)
+            (entry,) = entries
+            return entry.generation
+
+    async with aionn.Runtime(state_dir=tmp_path / "first") as runtime:
+        await compile_in("first", runtime)
+    entry_lock = f"{cache_dir}/locks/{outcomes['first'].key.hex()}.entry"
+    fake.hang("load")
+    async with (
+        aionn.Runtime(state_dir=tmp_path / "first") as one,
+        aionn.Runtime(state_dir=tmp_path / "second") as other,
+        anyio.create_task_group() as apps,
+    ):
+        apps.start_soon(compile_in, "reader", one)
+        with anyio.fail_after(20):
+            await fake.heard("load")
+        apps.start_soon(compile_in, "writer", other)
+        with anyio.fail_after(20):
+            while (hold := hold_now(entry_lock, "read")) is not None:  # until the writer has its turn
+                hold.release()
+                await anyio.lowlevel.checkpoint()
+        await anyio.wait_all_tasks_blocked()
+        assert outcomes.keys() == {"first"}
+        assert await generation() == 1
+        fake.behave()
+    assert (outcomes["reader"].kind, outcomes["writer"].reason) == (HIT, MissReason.NO_INTEGRITY_RECORD)
+    assert outcomes["writer"].save_failure is None
+    assert await generation() == 2
+
+
+@pytest.mark.parametrize("length", [0, 31, 33])
+async def test_a_token_of_a_wrong_length_is_the_callers_mistake(fake: FakeDevice, cache_dir: Path, length: int) -> None:
+    model = aionn.Model.from_onnx(identity_model())
+    async with aionn.Runtime() as runtime:
+        modes: list[Literal["eager", "jit"]] = ["eager", "jit"]
+        for mode in modes:
+            with pytest.raises(aionn.CallerError, match=f"token of {length} bytes: a token has 32"):
+                await runtime.compile(model, devices=(fake.name,), cache_dir=cache_dir, token=bytes(length), mode=mode)
+    assert not is_there(cache_dir)
 
 
 # --- processes -----------------------------------------------------------------------------------------------------------

@@ -1,18 +1,69 @@
-"""An app for `test_stages_locks`: starts again and again on one cache, JIT or staged, and checks every answer. Until it is killed."""
+"""An app for `test_stages_locks`: starts again and again on one cache, JIT or staged, and checks every answer. Until it is killed.
+
+Each writer of an artifact stores bytes that no other writer does, and each load checks that all files are of one writer. Lines on stdout:
+"stored WRITER" and "loaded WRITER" by drivers, "refused REASON" for each cached artifact that was not taken, "round" by the app.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
+from typing import Any
 
 import numpy as np
 
 import aionn
+from aionn import trace
+from aionn.hal import Artifact, CompileOptions, Executable
 from aionn.testing import identity_model
 from aionn.testing.fake_engine import FakeEngine, SecondFakeEngine
 
-QUICK, BEST = (f"{engine.__module__}:{engine.__qualname__}" for engine in (FakeEngine, SecondFakeEngine))
+_WRITER_BYTES = 16
+
+
+def tell(line: str) -> None:
+    """One write, so that lines of several processes stay whole."""
+    os.write(1, f"{line}\n".encode())
+
+
+class _Marked(FakeEngine):
+    """Marks each file of an artifact with a writer of its own."""
+
+    def export(self, executable: Executable) -> Artifact | None:
+        artifact = super().export(executable)
+        if artifact is None:
+            return None
+        writer = os.urandom(_WRITER_BYTES)
+        tell(f"stored {writer.hex()}")
+        return Artifact(tuple(writer + file for file in artifact.model), tuple(writer + file for file in artifact.data))
+
+    def load(self, artifact: Artifact, options: CompileOptions) -> Any:
+        writers = {bytes(file[:_WRITER_BYTES]) for file in (*artifact.model, *artifact.data)}
+        if len(writers) != 1:
+            tell("mixed")
+            raise AssertionError(f"the files of {len(writers)} writers were loaded as one artifact")
+        tell(f"loaded {writers.pop().hex()}")
+        model, data = (tuple(file[_WRITER_BYTES:] for file in files) for files in (artifact.model, artifact.data))
+        return super().load(Artifact(model, data), options)
+
+
+class QuickEngine(_Marked):
+    name = "marked"
+
+
+class BestEngine(_Marked, SecondFakeEngine):
+    name = "marked2"
+
+
+# By the module's name: this one is `__main__` where it is the app.
+QUICK, BEST = (f"tests.runtime.staging_app:{engine.__qualname__}" for engine in (QuickEngine, BestEngine))
 MODEL = identity_model({"x": (1, 16)}, outputs=["y"])
+
+
+def tell_refusals(event: trace.Span | trace.Counter) -> None:
+    if event.name == "cache.refused_hit":
+        tell(f"refused {event.attributes['reason']}")
 
 
 async def main(mode: str, cache_dir: str) -> None:
@@ -30,8 +81,9 @@ async def main(mode: str, cache_dir: str) -> None:
                     raise AssertionError(f"{mode}: {outputs['y']} is not {number}")
             if mode == "staged":
                 await compilation.wait_for_stage(BEST)
-        print("round", flush=True)
+        tell("round")
 
 
 if __name__ == "__main__":
-    aionn.run(main, *sys.argv[1:])
+    with trace.listen(tell_refusals):
+        aionn.run(main, *sys.argv[1:])

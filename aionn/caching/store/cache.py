@@ -35,6 +35,7 @@ _Opened = TypeVar("_Opened", bound=Hit | Miss | Declined)
 _log = logging.getLogger("aionn.caching")
 DEFAULT_MAX_BYTES = 4 << 30
 _READ_WAIT_S = 5.0  # a publisher holds the entry for one rename and two fsyncs
+_UNLOCKED_READS = 3  # of an entry that somebody replaces meanwhile through another mount of a read-only directory
 _UNUSABLE = {MissReason.NO_PERMISSION, MissReason.NO_SPACE, MissReason.IO_ERROR}
 
 
@@ -68,30 +69,20 @@ class CacheStore:
         self._users: set[anyio.Event] = set()
         self._behind: set[asyncio.Future[Any]] = set()
         self._glancing: set[Answer[Hit | Declined | None]] = set()
-        self._given_up = False
 
     async def aclose(self) -> None:
-        """Give back descriptors and the index's database, once all that `in_use` holds has ended. What `open` handed out otherwise must
-        be closed before. Whoever still waits for a `glance` when this ends, however it ends, gets `CallerError`. Who is cancelled leaves
-        the closing to what is still at work in the directory, whenever the disk lets that end.
+        """Wait for all that `in_use` holds and for what goes on behind callers' backs. What `open` handed out otherwise must be closed
+        before. Whoever still waits for a `glance` when this ends, however it ends, gets `CallerError`. Cancelling the wait is safe: what
+        is still at work in the directory closes it behind itself, whenever the disk lets that end.
         """
         try:
             while self._users:
                 await next(iter(self._users)).wait()
             await self._settled()
-            await hop(self._house.close)
-        except BaseException:
-            self._given_up = True
-            self._close_if_given_up()
-            raise
         finally:
+            self._house.close()
             for waiting in self._glancing:
                 waiting.fail(CallerError("the cache store was closed"))
-
-    def _close_if_given_up(self) -> None:
-        if self._given_up and not self._users and not self._behind:
-            self._given_up = False
-            self.later(self._house.close)
 
     def later(self, act: Callable[[], None]) -> None:
         """Run `act` in a thread, behind the caller's back. The store waits for it before it closes, lists or prunes."""
@@ -109,7 +100,6 @@ class CacheStore:
         def end(acted: asyncio.Future[None] | None) -> None:
             self._behind.discard(done)
             done.set_result(None)
-            self._close_if_given_up()
             if acted is not None:
                 acted.result()  # the loop's exception handler tells of what nobody else can
 
@@ -122,7 +112,7 @@ class CacheStore:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Hold `aclose` up for the block: a thread may be at work in the directory, whose descriptors must stay what they are."""
+        """Hold `aclose` up for the block: something may still be stored."""
         ended = anyio.Event()
         self._users.add(ended)
         try:
@@ -130,7 +120,6 @@ class CacheStore:
         finally:
             self._users.discard(ended)
             ended.set()
-            self._close_if_given_up()
 
     async def __aenter__(self) -> CacheStore:
         return self
@@ -174,7 +163,8 @@ class CacheStore:
         def look() -> bool:
             if isinstance(self._house.current(), Refusal):
                 return False
-            return self._house.with_index(lambda index: index.other_version(family, "")) is not None
+            # Without an index, as in a read-only directory, it may be there.
+            return self._house.with_index(lambda index: index.other_version(family, "") is not None) is not False
 
         return await hop(look)
 
@@ -204,7 +194,6 @@ class CacheStore:
                     waiting.set(None if isinstance(found, Refusal) else found)
                 elif isinstance(found, Hit):
                     self.later(partial(found.close_here, used=False))
-            self._close_if_given_up()
 
         self._behind.add(looking)
         self._glancing.add(waiting)
@@ -242,6 +231,9 @@ class CacheStore:
         if directory is None:
             self._house.warn(found)
             return self._told(self._miss(wanted, found, started, save_failure=found))
+        if not directory.writable:
+            self._house.warn(directory.not_writable)
+            return self._told(self._miss(wanted, found, started, save_failure=directory.not_writable))
         try:
             flight = await self._flights.board(directory.compile_lock(wanted.key), self.wait_s if wait_s is None else wait_s)
         except OSError as error:
@@ -282,6 +274,8 @@ class CacheStore:
         if isinstance(directory, Refusal):
             self._house.warn(directory)
             return directory
+        if not directory.writable:
+            return directory.not_writable
         try:
             flight = await self._flights.board(directory.compile_lock(wanted.key), 0.0)
         except OSError as error:
@@ -323,10 +317,11 @@ class CacheStore:
         self, wanted: Wanted, refused: tuple[str, Refusal] | None, waited_since: float | None = None
     ) -> Hit | Declined | Refusal:
         found = await hop(self._look_in_thread, wanted, refused, None, waited_since, undo=_let_go)
-        if not isinstance(found, Refusal) or found.reason is not MissReason.BUSY or self._house.directory is None:
+        directory = self._house.directory
+        if not isinstance(found, Refusal) or found.reason is not MissReason.BUSY or directory is None or not directory.writable:
             return found
         try:
-            hold = await wait_to_hold(self._house.directory.entry_lock(wanted.key), "read", _READ_WAIT_S)
+            hold = await wait_to_hold(directory.entry_lock(wanted.key), "read", _READ_WAIT_S)
         except OSError as error:
             return refusal_of(error, f"entry lock in {self.path}")
         if hold is None:
@@ -349,7 +344,13 @@ class CacheStore:
         if isinstance(directory, Refusal):
             return directory
         try:
-            return self._look_at_entry(directory, wanted, refused, hold, waited_since)
+            with directory:
+                found = self._look_at_entry(directory, wanted, refused, hold, waited_since)
+                for _ in range(_UNLOCKED_READS - 1):
+                    if directory.writable or not isinstance(found, Refusal) or found.reason is not MissReason.BUSY:
+                        break
+                    found = self._look_at_entry(directory, wanted, refused, hold, waited_since)
+                return found
         except OSError as error:
             return refusal_of(error, f"cache entry {wanted.key.hex()[:16]}")
 
@@ -370,7 +371,7 @@ class CacheStore:
         kept = False
         try:
             if held is None:
-                held = hold_now(directory.entry_lock(wanted.key), "read")
+                held = hold_now(directory.entry_lock(wanted.key), "read") if directory.writable else EntryHold.without_a_lock()
             if held is None:
                 return Refusal(MissReason.BUSY, "the entry is being published")
             if not directory.is_still(wanted.key, found):
@@ -389,7 +390,9 @@ class CacheStore:
                 return Declined(outcome, manifest)
             if refused is not None and refused[0] == manifest.directory:
                 return refused[1]
-            fds, lengths = directory.open_files(found)
+            fds, lengths = directory.open_files(found, os.O_RDWR if directory.writable else os.O_RDONLY)
+            if not directory.writable and not directory.is_still(wanted.key, found):
+                return Refusal(MissReason.BUSY, "the entry was replaced while its files were opened")
             refusal = reason_to_miss(manifest, wanted, lengths)
             if refusal is not None:
                 return refusal
@@ -410,14 +413,16 @@ class CacheStore:
 
     def _stage_in_thread(self, directory: CacheDirectory, wanted: Wanted, flight: Flight, based_on: int | None) -> Publisher | Refusal:
         try:
-            manifest = directory.manifest(wanted.key)
-            generation = manifest.generation if isinstance(manifest, Manifest) else 0
-            if based_on is not None and based_on != generation:
-                return Refusal(MissReason.SUPERSEDED, f"generation {generation} is stored, the new artifact was to replace {based_on}")
-            self._house.with_index(lambda index: index.note_staging(wanted.key))
-            # We hold the compile lock: whatever else lies in the entry belongs to the dead.
-            directory.clean(wanted.key)
-            staged = directory.stage(wanted.key, wanted.files)
+            with directory:
+                directory.heal(wanted.key)
+                manifest = directory.manifest(wanted.key)
+                generation = manifest.generation if isinstance(manifest, Manifest) else 0
+                if based_on is not None and based_on != generation:
+                    return Refusal(MissReason.SUPERSEDED, f"generation {generation} is stored, the new artifact was to replace {based_on}")
+                self._house.with_index(lambda index: index.note_staging(wanted.key))
+                # We hold the compile lock: whatever else lies in the entry belongs to the dead.
+                directory.clean(wanted.key)
+                staged = directory.stage(wanted.key, wanted.files)
         except OSError as error:
             return refusal_of(error, f"new files in {self.path}")
         return Publisher(self._house, directory, wanted, staged, flight, generation)

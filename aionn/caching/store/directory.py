@@ -10,19 +10,26 @@
         trash/                      what is being deleted
         index.sqlite                derived: sizes and values for eviction; rebuilt from the manifests when lost
 
-All below DIR is opened relative to its parent's descriptor, never through a symlink, close-on-exec.
+All below DIR is opened relative to its parent's descriptor, never through a symlink, close-on-exec. Descriptors are open while an act
+is under way and no longer, so an app may use any number of directories.
+
+A directory that cannot be written to (a read-only volume, a mode without `w`) is read without locks: files do not change once a manifest
+names them, and whoever has them open keeps them.
 """
 
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import secrets
 import stat
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 from blake3 import blake3
@@ -34,6 +41,8 @@ from aionn.hal.types import CacheFiles
 
 __all__ = ["CacheDirectory", "FoundEntry", "Staged", "UnsafeFileError", "close_all", "refusal_of"]
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _MANIFEST = "manifest"
 _CHUNK_BYTES = 1 << 20  # stays in a core's cache between being read and being digested
@@ -83,54 +92,122 @@ def _check(status: os.stat_result, what: str) -> None:
 
 
 def _subdirectory(parent: int, name: str) -> int:
-    with suppress(FileExistsError):
-        os.mkdir(name, 0o700, dir_fd=parent)
-    return os.open(name, _DIRECTORY, dir_fd=parent)
+    try:
+        return os.open(name, _DIRECTORY, dir_fd=parent)
+    except FileNotFoundError:
+        with suppress(FileExistsError):
+            os.mkdir(name, 0o700, dir_fd=parent)
+        return os.open(name, _DIRECTORY, dir_fd=parent)
+
+
+def _within(act: Callable[Concatenate[CacheDirectory, P], T]) -> Callable[Concatenate[CacheDirectory, P], T]:
+    """Keep the directory open during an act."""
+
+    @functools.wraps(act)
+    def opened(self: CacheDirectory, /, *arguments: P.args, **options: P.kwargs) -> T:
+        with self:
+            return act(self, *arguments, **options)
+
+    return opened
 
 
 class CacheDirectory:
-    """Descriptors of one cache directory, made if it is missing.
+    """One cache directory, made if it is missing.
+
+    `with directory:` keeps it open over several acts. Each act opens it by itself otherwise, and fails if the path leads to another
+    directory by then.
+
+    Attributes:
+        path: absolute.
+        identity: device and inode number.
+        writable: whether entries can be stored, or could be when it was opened last.
 
     Raises (construction): OSError, UnsafeFileError.
     """
 
     def __init__(self, path: str) -> None:
         self.path = os.path.abspath(path)
+        self.identity: tuple[int, int] | None = None
+        self.writable = True
+        self._lock = threading.Lock()
+        self._acts = 0
+        self._fds: list[int] = []
         os.makedirs(os.path.dirname(self.path), exist_ok=True)
         with suppress(FileExistsError):
             os.mkdir(self.path, 0o700)
-        self._fds: list[int] = []
+        with self:
+            return
+
+    def __enter__(self) -> CacheDirectory:
+        with self._lock:
+            if not self._acts:
+                try:
+                    self._open()
+                except BaseException:
+                    self._close()
+                    raise
+            self._acts += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._acts -= 1
+            if not self._acts:
+                self._close()
+
+    def _open(self) -> None:
         try:
-            self.root = os.open(self.path, _DIRECTORY)
-            self._fds.append(self.root)
-            status = os.fstat(self.root)
+            root = os.open(self.path, _DIRECTORY)
+            self._fds.append(root)
+            status = os.fstat(root)
             _check(status, f"cache directory {self.path}")
-            self.identity = (status.st_dev, status.st_ino)
-            for name in ("entries", "locks", "trash"):
-                fd = _subdirectory(self.root, name)
+            if self.identity is None:
+                self.identity = (status.st_dev, status.st_ino)
+            elif self.identity != (status.st_dev, status.st_ino):
+                raise FileNotFoundError(errno.ENOENT, "it has been replaced by another directory", self.path)
+            # `access` knows read-only file systems and flags, which a mode does not tell.
+            self.writable = os.access(".", os.W_OK, dir_fd=root, effective_ids=True)
+            for name in ("entries", "trash", "locks"):
+                if name != "entries" and not self.writable:
+                    break
+                fd = _subdirectory(root, name)
                 self._fds.append(fd)
                 _check(os.fstat(fd), f"{self.path}/{name}")
+                self.writable = self.writable and os.access(".", os.W_OK, dir_fd=fd, effective_ids=True)
         except NotADirectoryError as error:
-            self.close()
             raise UnsafeFileError(f"{self.path} or a part of it is a symlink or no directory") from error
-        except BaseException:
-            self.close()
-            raise
-        self.entries, _, self.trash = self._fds[1:]
 
-    def close(self) -> None:
+    def _close(self) -> None:
         while self._fds:
             os.close(self._fds.pop())
+
+    @property
+    def _entries(self) -> int:
+        return self._fds[1]
+
+    @property
+    def _trash(self) -> int:
+        return self._fds[2]
+
+    @property
+    def _locks(self) -> int:
+        return self._fds[3]
 
     def is_current(self) -> bool:
         """Whether the path still leads here: the directory may have been deleted, or replaced."""
         try:
             status = os.stat(self.path, follow_symlinks=False)
-            os.stat("entries", dir_fd=self.root, follow_symlinks=False)
-            os.stat("locks", dir_fd=self.root, follow_symlinks=False)
+            os.stat(f"{self.path}/entries", follow_symlinks=False)
+            if self.writable:
+                os.stat(f"{self.path}/locks", follow_symlinks=False)
         except OSError:
             return False
         return (status.st_dev, status.st_ino) == self.identity
+
+    @property
+    def not_writable(self) -> Refusal:
+        """Why nothing is stored in a directory that is not `writable`."""
+        return Refusal(MissReason.NO_PERMISSION, f"{self.path} is read-only for this account: what it holds is used, nothing is stored")
 
     def entry_lock(self, key: bytes) -> str:
         return f"{self.path}/locks/{key.hex()}.entry"
@@ -142,20 +219,22 @@ class CacheDirectory:
     def index(self) -> str:
         return f"{self.path}/index.sqlite"
 
+    @_within
     def all_keys(self) -> list[bytes]:
         """Keys of all entry directories, also of those without a manifest."""
-        with os.scandir(self.entries) as found:
+        with os.scandir(self._entries) as found:
             return [bytes.fromhex(entry.name) for entry in found if _is_hex(entry.name, 64) and entry.is_dir(follow_symlinks=False)]
 
+    @_within
     def orphaned_locks(self) -> list[bytes]:
         """Keys that have lock files and no entry: of compilations that were abandoned."""
-        with os.scandir(self._fds[2]) as found:
+        with os.scandir(self._locks) as found:
             keys = {bytes.fromhex(lock.name[:64]) for lock in found if _is_hex(lock.name[:64], 64)}
         return sorted(keys.difference(self.all_keys()))
 
     @contextmanager
     def _entry(self, key: bytes, *, make: bool = False) -> Iterator[int]:
-        fd = _subdirectory(self.entries, key.hex()) if make else os.open(key.hex(), _DIRECTORY, dir_fd=self.entries)
+        fd = _subdirectory(self._entries, key.hex()) if make else os.open(key.hex(), _DIRECTORY, dir_fd=self._entries)
         try:
             _check(os.fstat(fd), f"entry {key.hex()[:16]}")
             yield fd
@@ -164,6 +243,7 @@ class CacheDirectory:
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
+    @_within
     def find(self, key: bytes) -> FoundEntry | Refusal:
         """The entry with its manifest, to be closed; ABSENT, UNREADABLE or UNSAFE where the next who compiles may put another in its
         place.
@@ -173,7 +253,7 @@ class CacheDirectory:
         """
         with ExitStack() as stack:
             try:
-                entry = os.open(key.hex(), _DIRECTORY, dir_fd=self.entries)
+                entry = os.open(key.hex(), _DIRECTORY, dir_fd=self._entries)
                 stack.callback(os.close, entry)
                 _check(os.fstat(entry), f"entry {key.hex()[:16]}")
                 fd = os.open(_MANIFEST, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=entry)
@@ -207,7 +287,8 @@ class CacheDirectory:
     def is_still(self, key: bytes, found: FoundEntry) -> bool:
         """Whether the key still leads to what was found: it was neither replaced nor removed since."""
         try:
-            status = os.stat(f"{key.hex()}/{_MANIFEST}", dir_fd=self.entries, follow_symlinks=False)
+            with self:
+                status = os.stat(f"{key.hex()}/{_MANIFEST}", dir_fd=self._entries, follow_symlinks=False)
         except OSError:
             return False
         return (status.st_dev, status.st_ino) == found.identity
@@ -247,6 +328,18 @@ class CacheDirectory:
 
     # --- writing: only by the holder of the compile lock -------------------------------------------------------------
 
+    @_within
+    def heal(self, key: bytes) -> None:
+        """Delete what stands under the name of an entry if no entry can be kept in it: another kind of file, or a wrong mode."""
+        try:
+            status = os.stat(key.hex(), dir_fd=self._entries, follow_symlinks=False)
+        except FileNotFoundError:
+            return
+        mode = stat.S_IMODE(status.st_mode)
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or mode & 0o022 or mode & 0o700 != 0o700:
+            self._displace(key)
+
+    @_within
     def stage(self, key: bytes, files: CacheFiles) -> Staged:
         """Fresh empty files in a directory of their own."""
         directory = secrets.token_hex(8)
@@ -267,6 +360,7 @@ class CacheDirectory:
                 raise
         return Staged(directory, names, tuple(fds))
 
+    @_within
     def seal(self, key: bytes, staged: Staged) -> tuple[StoredFile, ...]:
         """Bring the staged files to disk; their lengths and digests.
 
@@ -290,6 +384,7 @@ class CacheDirectory:
                 os.close(generation)
         return files
 
+    @_within
     def switch(self, key: bytes, manifest: Manifest) -> None:
         """Make `manifest` the entry's. Before the rename the entry is the old one, after it the new one; on disk when this returns."""
         with self._entry(key, make=True) as entry:
@@ -309,41 +404,50 @@ class CacheDirectory:
                     os.unlink(aside, dir_fd=entry)
                 raise
             os.fsync(entry)
-        os.fsync(self.entries)
+        os.fsync(self._entries)
 
     def clean(self, key: bytes, keep: str = "") -> None:
         """Remove what no manifest names: other generations, staging of the dead; an entry without a manifest and without `keep` too."""
         try:
-            manifest = self.manifest(key)
-            kept = {keep} | ({_MANIFEST, manifest.directory} if isinstance(manifest, Manifest) else set())
-            with self._entry(key) as entry:
-                for name in os.listdir(entry):
-                    if name not in kept:
-                        _remove_tree(name, entry)
-            if not keep:
-                os.rmdir(key.hex(), dir_fd=self.entries)  # fails unless it is empty
+            with self:
+                manifest = self.manifest(key)
+                kept = {keep} | ({_MANIFEST, manifest.directory} if isinstance(manifest, Manifest) else set())
+                with self._entry(key) as entry:
+                    for name in os.listdir(entry):
+                        if name not in kept:
+                            _remove_tree(name, entry)
+                if not keep:
+                    os.rmdir(key.hex(), dir_fd=self._entries)  # fails unless it is empty
         except OSError:
             # Rubbish that stays costs space only; the next one who compiles this key tries again.
             return
 
+    @_within
     def discard(self, key: bytes) -> None:
         """Remove a whole entry, whose locks are held, and the locks. Gone at once for readers, whatever happens while its files are
         deleted."""
-        name = f"{key.hex()}.{secrets.token_hex(4)}"
         with suppress(FileNotFoundError):  # removed by another process, or by hand
-            os.rename(key.hex(), name, src_dir_fd=self.entries, dst_dir_fd=self.trash)
-            _remove_tree(name, self.trash)
+            self._displace(key)
         entry_lock = self.entry_lock(key)
         for lock in (entry_lock, entry_lock + TURN, self.compile_lock(key)):
             with suppress(OSError):
                 os.unlink(lock)
 
+    def _displace(self, key: bytes) -> None:
+        """Take what stands under the name of an entry out of the way, then delete it."""
+        status = os.stat(key.hex(), dir_fd=self._entries, follow_symlinks=False)
+        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
+            os.chmod(key.hex(), 0o700, dir_fd=self._entries)  # a directory that its owner may not write to cannot be moved
+        name = f"{key.hex()}.{secrets.token_hex(4)}"
+        os.rename(key.hex(), name, src_dir_fd=self._entries, dst_dir_fd=self._trash)
+        _remove_tree(name, self._trash)
+
     def empty_trash(self) -> None:
         """Delete what `discard` began to delete, and nothing else: the app's directory may have had a `trash` of its own."""
-        with suppress(OSError):
-            for name in os.listdir(self.trash):
+        with suppress(OSError), self:
+            for name in os.listdir(self._trash):
                 if _is_hex(name[:64], 64) and name[64:65] == "." and _is_hex(name[65:], 8):
-                    _remove_tree(name, self.trash)
+                    _remove_tree(name, self._trash)
 
 
 def stored_file(fd: int) -> StoredFile:

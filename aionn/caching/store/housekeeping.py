@@ -12,8 +12,8 @@ import logging
 import os
 import sqlite3
 import threading
-from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -36,6 +36,7 @@ __all__ = ["BadEntry", "EntryInfo", "Housekeeping", "PruneReport"]
 T = TypeVar("T")
 _log = logging.getLogger("aionn.caching")
 _CHUNK_BYTES = 4 << 20
+_USUAL = {MissReason.BUSY, MissReason.SUPERSEDED}  # another process was quicker: both have what they need
 _RELATIVES = 16  # so many entries of a model are looked at to explain a miss
 
 
@@ -82,47 +83,38 @@ class Housekeeping:
     def __init__(self, path: str, max_bytes: int | None, old_versions_kept_s: float) -> None:
         self.path, self.max_bytes = path, max_bytes
         self._old_versions_kept_s = old_versions_kept_s
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
         self.directory: CacheDirectory | None = None
-        self._outdated: list[CacheDirectory] = []  # replaced on disk, perhaps still in use by a thread
-        self._index: Index | None = None
+        self._index_lock = threading.Lock()
+        self._index: Index | None = None  # open while somebody uses it
+        self._index_users = 0
         self._warned: set[MissReason] = set()
 
     def close(self) -> None:
-        with self._lock:
-            for directory in (*self._outdated, *([self.directory] if self.directory else [])):
-                directory.close()
-            if self._index is not None:
-                self._index.close()
-            self._outdated, self.directory, self._index = [], None, None
+        """Forget the directory. Nothing of it stays open: whoever still works in it closes it behind themselves."""
+        self.directory = None
 
     def warn(self, refusal: Refusal) -> None:
-        """One warning per reason and store: a full disk is told once, not once per model."""
+        """Log one warning per reason and store: a full disk is reported once, not once per model."""
         if refusal.reason not in self._warned:
             self._warned.add(refusal.reason)
-            _log.warning("compilation cache %s cannot be used as asked: %s", self.path, refusal)
+            level = logging.INFO if refusal.reason in _USUAL else logging.WARNING
+            _log.log(level, "compilation cache %s cannot be used as asked: %s", self.path, refusal)
 
     def current(self) -> CacheDirectory | Refusal:
         """The directory as it is now, made again if somebody deleted it; on the first call also what was left to tidy up."""
         with self._lock:
             if self.directory is not None and self.directory.is_current():
                 return self.directory
-            if self.directory is not None:
-                self._outdated.append(self.directory)
-            if self._index is not None:
-                self._index.close()
-                self._index = None
+            self.directory = None
             try:
-                directory = CacheDirectory(self.path)
+                directory = self.directory = CacheDirectory(self.path)
             except OSError as error:
                 self.directory = None
                 return refusal_of(error, f"cache directory {self.path}")
-            try:
-                self._index = Index(directory.index)
-            except (OSError, sqlite3.Error) as error:
-                self.warn(Refusal(MissReason.IO_ERROR, f"the index of sizes cannot be used, nothing will be evicted: {error}"))
-            self.directory = directory  # last: other threads read it without the lock and must never find None
-        self._tidy(directory)
+        if directory.writable:
+            with suppress(OSError), directory, self._indexed():
+                self._tidy(directory)
         return directory
 
     def _tidy(self, directory: CacheDirectory) -> None:
@@ -154,16 +146,37 @@ class Housekeeping:
                 self.with_index(lambda index, key=key: index.note_staging(key))  # type: ignore[misc]
         self.with_index(lambda index: index.set_complete())
 
+    @contextmanager
+    def _indexed(self) -> Iterator[Index | None]:
+        """Keep the index open for the block; None if there is none. Threads that use it at the same time share it."""
+        directory = self.directory
+        with self._index_lock:
+            if self._index is None and directory is not None and directory.writable:
+                try:
+                    self._index = Index(directory.index)
+                except (OSError, sqlite3.Error) as error:
+                    self.warn(Refusal(MissReason.IO_ERROR, f"the index of sizes cannot be used, nothing will be evicted: {error}"))
+            self._index_users += 1
+            index = self._index
+        try:
+            yield index
+        finally:
+            with self._index_lock:
+                self._index_users -= 1
+                if not self._index_users and self._index is not None:
+                    self._index.close()
+                    self._index = None
+
     def with_index(self, act: Callable[[Index], T]) -> T | None:
         """Ask the index, which may be missing: it is needed to stay within the budget, and for nothing else."""
-        index = self._index
-        if index is None:
-            return None
-        try:
-            return act(index)
-        except sqlite3.Error as error:
-            self.warn(Refusal(MissReason.IO_ERROR, f"index of sizes: {error}"))
-            return None
+        with self._indexed() as index:
+            if index is None:
+                return None
+            try:
+                return act(index)
+            except sqlite3.Error as error:
+                self.warn(Refusal(MissReason.IO_ERROR, f"index of sizes: {error}"))
+                return None
 
     def explained(self, directory: CacheDirectory, wanted: Wanted, absent: Refusal) -> Refusal:
         """Why nothing is stored under a key, where something is under one that is like it. Blocking."""
@@ -190,6 +203,10 @@ class Housekeeping:
 
     def replace(self, directory: CacheDirectory, manifest: Manifest, based_on: int) -> Refusal | None:
         """Switch an entry to a new generation and evict what no longer fits. Its compile and entry lock are held. Blocking."""
+        with directory, self._indexed():
+            return self._replaced(directory, manifest, based_on)
+
+    def _replaced(self, directory: CacheDirectory, manifest: Manifest, based_on: int) -> Refusal | None:
         now = directory.manifest(manifest.key)
         generation = now.generation if isinstance(now, Manifest) else 0
         # An entry that was evicted meanwhile is no newer one.
@@ -211,6 +228,10 @@ class Housekeeping:
         Returns:
             (entries removed, entries passed over because somebody reads or compiles them)
         """
+        with directory, self._indexed():
+            return self._evicted(directory, max_bytes, spared)
+
+    def _evicted(self, directory: CacheDirectory, max_bytes: int | None, spared: bytes) -> tuple[int, int]:
         removed = pinned = 0
         after: tuple[float, bytes] | None = None
         if max_bytes is not None and self.with_index(lambda index: index.complete) is False:
@@ -232,7 +253,7 @@ class Housekeeping:
     def remove_if_free(self, directory: CacheDirectory, key: bytes) -> bool:
         """Remove an entry that nobody reads or compiles; whether it is gone. Blocking."""
         try:
-            with sole_holder(directory.entry_lock(key), directory.compile_lock(key)) as free:
+            with directory, sole_holder(directory.entry_lock(key), directory.compile_lock(key)) as free:
                 if not free:
                     return False
                 directory.discard(key)
@@ -265,11 +286,12 @@ class Housekeeping:
         if isinstance(directory, Refusal):
             return directory
         try:
-            return self._entries(directory)
+            with directory, self._indexed():
+                return self._listed(directory)
         except OSError as error:
-            return refusal_of(error, f"the entries of {self.path}")
+            return refusal_of(error, f"cache directory {self.path}")
 
-    def _entries(self, directory: CacheDirectory) -> list[EntryInfo]:
+    def _listed(self, directory: CacheDirectory) -> list[EntryInfo]:
         used_s = self.with_index(lambda index: index.used_s()) or {}
         superseded = set(self.with_index(lambda index: index.superseded(0.0)) or [])
         found = []
@@ -307,7 +329,7 @@ class Housekeeping:
         try:
             keys = await hop(directory.all_keys)
         except OSError as error:
-            refusal = refusal_of(error, f"the entries of {self.path}")
+            refusal = refusal_of(error, f"cache directory {self.path}")
             yield BadEntry(b"", "", refusal.reason, refusal.detail)
             return
         for key in keys:
@@ -359,12 +381,15 @@ class Housekeeping:
         directory = self.current()
         if isinstance(directory, Refusal):
             return directory
+        if not directory.writable:
+            return directory.not_writable
         try:
-            return self._prune(directory, max_bytes)
+            with directory, self._indexed():
+                return self._pruned(directory, max_bytes)
         except OSError as error:
-            return refusal_of(error, f"the entries of {self.path}")
+            return refusal_of(error, f"cache directory {self.path}")
 
-    def _prune(self, directory: CacheDirectory, max_bytes: int | None) -> PruneReport:
+    def _pruned(self, directory: CacheDirectory, max_bytes: int | None) -> PruneReport:
         directory.empty_trash()
         before = self.left_bytes()
         removed = in_use = 0

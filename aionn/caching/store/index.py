@@ -41,7 +41,7 @@ class Index:
     def __init__(self, path: str) -> None:
         self._lock = threading.Lock()
         self._path = Path(path)
-        self._database = open_database(self._path, self._prepare)
+        self._database = open_database(self._path, self._prepare, synced=False)
 
     @staticmethod
     def _prepare(database: sqlite3.Connection) -> None:
@@ -80,7 +80,7 @@ class Index:
                 if not is_damage(error):
                     raise
                 self._database.close()
-                self._database = open_database(self._path, self._prepare, anew=True)
+                self._database = open_database(self._path, self._prepare, anew=True, synced=False)
                 trace.count("cache.index_begun_anew")
             with transaction(self._database) as database:
                 return act(database)

@@ -44,6 +44,11 @@ class EntryHold:
 
     _fd: int
 
+    @classmethod
+    def without_a_lock(cls) -> EntryHold:
+        """For an entry in a directory that cannot be written to."""
+        return cls(-1)
+
     def release(self) -> None:
         fd, self._fd = self._fd, -1
         if fd < 0:
