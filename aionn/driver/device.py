@@ -222,10 +222,16 @@ class EnginePreparedModel:
         self.outputs = MappingProxyType(dict(outputs))
         self.save_outcome = save_outcome
         number = next(_prepared_numbers)
-        self.info = ModelInfo(number, tuple(inputs.values()), tuple(outputs.values()))
         self._thread = SerialThread(f"{device.name} execution")
         self._bound = BoundModel(number, list(inputs.items()), list(outputs.items()), self._thread, Pace(), device.buffers, constants)
         self._bursts: set[ExecutionBurstServer] = set()
+
+    @property
+    def info(self) -> ModelInfo:
+        """What device buffers may stand for. An output whose declared shape has proven wrong may have any."""
+        disproved = self._bound.disproved
+        outputs = [Operand(operand.type, None) if name in disproved else operand for name, operand in self.outputs.items()]
+        return ModelInfo(self._bound.id, tuple(self.inputs.values()), tuple(outputs))
 
     async def execute(
         self, request: Request, pools: Sequence[IMemory | IBuffer], measure_timing: bool = False, deadline_ns: int | None = None

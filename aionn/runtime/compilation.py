@@ -333,7 +333,7 @@ class Compilation:
             placement = None
             placed_shapes: dict[str, tuple[int, ...]] = {}
             if placing:
-                placement, placed_shapes = await place(model, serving.prepared, inputs, outputs)
+                placement, placed_shapes = await place(model, self._arguments.outputs, serving.prepared, inputs, outputs)
             try:
                 if placement is not None:
                     shapes = self._arguments.shapes_of(inputs, placed_shapes)

@@ -380,6 +380,8 @@ class DeviceMemory:
 
     def written(self, shape: tuple[int, ...]) -> None:
         """An execution has written it, in that shape. One that it cannot have is a lie of the driver's, and no news."""
+        if not self._roles.operand.accepts(shape) and self._roles.bound.accepts(shape):
+            self._roles.operand = self._roles.bound
         if self._roles.operand.accepts(shape) and min(shape, default=1) > 0:
             self._shape = shape
 
@@ -389,6 +391,7 @@ class DeviceRoles:
 
     Attributes:
         operand: what all roles and the asked shape say together.
+        bound: what the inputs and the asked shape say; an output may come out in another shape than the model declares.
         shape: its extents where all are known.
     """
 
@@ -397,8 +400,9 @@ class DeviceRoles:
         if not inputs and not outputs:
             raise CallerError("device memory without a role: name the inputs or outputs it will stand for")
         dimensions: Dimensions = given(tuple(shape or ()))
+        bound = dimensions
         operands: list[Operand] = []
-        for names, known, what in ((inputs, model.inputs, "inputs"), (outputs, model.outputs, "outputs")):
+        for names, known, what in ((inputs, model.inputs, "inputs"), (outputs, compilation._arguments.outputs, "outputs")):
             unknown = [name for name in names if name not in known]
             if unknown:
                 raise CallerError(f"{what}={unknown!r}: name {what} of the model in a tuple; they are {list(known)}")
@@ -412,11 +416,14 @@ class DeviceRoles:
                     dimensions = combine_dimensions(dimensions, known[name].dimensions)
                 except CallerError as error:
                     raise CallerError(f"{what[:-1]} {name!r}: {error}") from None
+                if what == "inputs":
+                    bound = dimensions
         self.inputs, self.outputs = inputs, outputs
         self._input_roles = [BufferRole(0, list(model.inputs).index(name)) for name in inputs]
         self._output_roles = [BufferRole(0, list(model.outputs).index(name)) for name in outputs]
         self._desc = BufferDesc(tuple(shape or ()))
         self.operand = Operand(operands[0].type, dimensions)
+        self.bound = Operand(operands[0].type, bound)
         self.shape = full_shape(dimensions)
 
     async def allocate(self, prepared: RemotePreparedModel) -> RemoteBuffer:

@@ -22,7 +22,7 @@ class Model(hal_model.Model):
 
     Attributes:
         inputs: `hal.Operand` by name, in the graph's order: `.type`, `.dimensions` (0: open), `.symbols`.
-        outputs: the same for its outputs.
+        outputs: the same for its outputs, as the file declares them. Files do declare wrong shapes; arrays have the true ones.
         token: 32 bytes that name the content (graph and every constant): the same file gives the same token in every
             run and at every path.
 
