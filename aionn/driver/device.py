@@ -23,10 +23,11 @@ from anyio.abc import TaskGroup
 from aionn import trace
 from aionn.burst import ExecutionBurstServer, PoolReference, result_of
 from aionn.caching.outcomes import MissReason, Refusal
-from aionn.driver.artifacts import Artifacts, LentHandles
+from aionn.driver.artifacts import Artifacts, LentHandles, Source
 from aionn.driver.execution import BoundExecution, BoundModel, BoundPool, Pace, bind
 from aionn.driver.threads import SerialThread, Threads
 from aionn.errors import AionnError, CallerError, CompilationError, DeadlineError
+from aionn.graph.unchanged import may_change
 from aionn.hal.interfaces import (
     CacheHandles,
     CancelFlag,
@@ -103,11 +104,14 @@ class EngineDevice:
         lent = None if cache is None else LentHandles(cache)
         try:
             may_export = lent is not None and self._artifacts.files.supported
+            source: Source | None = None
+            if may_export and any(map(may_change, model.pools)):
+                source = await self._blocking(lambda: Source.of(model), flag, options.deadline_ns)
             compile_options = CompileOptions(options.preference, options.priority, options.threads, flag, may_export)
             with trace.span("driver.compile", device=self.name):
                 executable, outcome = await self._blocking(lambda: self._compile(model, compile_options), flag, options.deadline_ns)
             if lent is not None and not outcome:
-                outcome = await self._save(executable, model, lent, flag, options.deadline_ns)
+                outcome = await self._save(executable, model, source, lent, flag, options.deadline_ns)
         finally:
             if lent is not None:
                 lent.give_up()
@@ -133,14 +137,16 @@ class EngineDevice:
             return error
         return CompilationError(f"device {self.name!r} cannot prepare the model: {type(error).__name__}: {error}", reason=str(error))
 
-    async def _save(self, executable: Executable, model: Model, lent: LentHandles, flag: CancelFlag, deadline_ns: int | None) -> str:
+    async def _save(
+        self, executable: Executable, model: Model, source: Source | None, lent: LentHandles, flag: CancelFlag, deadline_ns: int | None
+    ) -> str:
         """What became of it, in a word. Half of the time that is left is the client's, to publish it and go on."""
         now_ns = time.monotonic_ns()
         save_by_ns = None if deadline_ns is None else now_ns + max(0, deadline_ns - now_ns) // 2
         try:
             with trace.span("driver.save", device=self.name):
                 return await self._blocking(
-                    lambda: lent.during(lambda handles: self._artifacts.save(executable, model, handles)), flag, save_by_ns
+                    lambda: lent.during(lambda handles: self._artifacts.save(executable, model, handles, source)), flag, save_by_ns
                 )
         except DeadlineError:
             return str(Refusal(MissReason.TOO_SLOW, "storing it took longer than the deadline leaves"))
@@ -365,7 +371,7 @@ def _home_of(memory: IMemory) -> Extent:
 
 def _constants_of(model: Model) -> tuple[Extent, ...]:
     """Where the constants lie that are an app's own memory or a file; the others are sealed against writing."""
-    homes = [_home_of(pool) if pool.description.kind is MemoryKind.MMAP_FD or pool.description.writable else None for pool in model.pools]
+    homes = [_home_of(pool) if may_change(pool) else None for pool in model.pools]
     extents: list[Extent] = []
     for constant in model.constants:
         home, place = homes[constant.location.pool_index], constant.location

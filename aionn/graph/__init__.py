@@ -4,8 +4,9 @@
 more than `CONSTANT_COPY_BYTES`; the `onnx` package then parses a few kilobytes, and each weight is copied once, from the
 source into the pool. So a model needs its own size twice for a moment (source and pool), not four times (source,
 message, Python bytes, pool). `constants` takes the large ones out of the graph and puts them back (`embed_constants`);
-`arrays` shows constants as arrays where they lie; `checking` says what is wrong with a graph, node by node; `support` asks an
-engine operator by operator; `shapes` resolves open dimensions; `reading` joins them.
+`arrays` shows constants as arrays where they lie, `unchanged` says whether they are still what was read; `checking` says what is
+wrong with a graph, node by node; `support` asks an engine operator by operator; `shapes` resolves open dimensions; `reading` joins
+them.
 
 What changes in the graph, and nothing else does
     Every large constant is an EXTERNAL initializer of the main graph (location "pool:0", offset, length); those of
@@ -30,18 +31,23 @@ if _typing.TYPE_CHECKING:
     from aionn.graph.reading import Home, ReadGraph, read_onnx
     from aionn.graph.shapes import resolve_shapes
     from aionn.graph.support import gather_tables, supported_operations
+    from aionn.graph.unchanged import changeable_contents, contents_of, may_change, written_ns
 
 __all__ = [
     "Home",
     "ReadGraph",
     "arrays_over",
+    "changeable_contents",
     "constant_arrays",
+    "contents_of",
     "embed_constants",
     "gather_tables",
+    "may_change",
     "read_onnx",
     "resolve_shapes",
     "settle_exported",
     "supported_operations",
+    "written_ns",
 ]
 
 if not _typing.TYPE_CHECKING:
@@ -49,12 +55,16 @@ if not _typing.TYPE_CHECKING:
         "Home": "aionn.graph.reading",
         "ReadGraph": "aionn.graph.reading",
         "arrays_over": "aionn.graph.arrays",
+        "changeable_contents": "aionn.graph.unchanged",
         "constant_arrays": "aionn.graph.arrays",
+        "contents_of": "aionn.graph.unchanged",
         "embed_constants": "aionn.graph.constants",
         "gather_tables": "aionn.graph.support",
+        "may_change": "aionn.graph.unchanged",
         "read_onnx": "aionn.graph.reading",
         "resolve_shapes": "aionn.graph.shapes",
         "settle_exported": "aionn.graph.constants",
         "supported_operations": "aionn.graph.support",
+        "written_ns": "aionn.graph.unchanged",
     }
     __getattr__ = _imported_when_asked(__name__, _HOMES)

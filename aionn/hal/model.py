@@ -49,6 +49,8 @@ class Model:
         constants: the large constants.
         pools: where the large constants' bytes are.
         token: 32 bytes that name the content: the graph and every constant.
+        contents: digest of those constants that somebody may still write to, as they were when `token` was made
+            (`aionn.graph.unchanged`); empty where there are none, or where it is not known.
     """
 
     graph: bytes = field(repr=False)
@@ -58,6 +60,7 @@ class Model:
     constants: tuple[Constant, ...] = field(repr=False)
     pools: tuple[IMemory, ...] = field(repr=False)
     token: bytes
+    contents: bytes = field(default=b"", repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "inputs", MappingProxyType(dict(self.inputs)))

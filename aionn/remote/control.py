@@ -79,6 +79,7 @@ class ModelMessage(_Message, frozen=True):
     constants: tuple[Constant, ...]
     pools: tuple[MemoryDescription, ...]
     token: bytes
+    contents: bytes
 
 
 class CacheMessage(_Message, frozen=True):

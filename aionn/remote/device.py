@@ -287,6 +287,7 @@ def model_message(model: Model) -> ModelMessage:
         model.constants,
         tuple(pool.description for pool in model.pools),
         model.token,
+        model.contents,
     )
 
 

@@ -330,6 +330,7 @@ class _Received:
             constants=message.constants,
             pools=tuple(pools),
             token=message.token,
+            contents=message.contents,
         )
 
 

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from aionn.graph import Home, read_onnx
+from aionn.graph import Home, contents_of, may_change, read_onnx
 from aionn.hal import model as hal_model
 from aionn.hal.types import IMemory
 from aionn.memory.memory import Memory
@@ -66,6 +66,7 @@ class Model(hal_model.Model):
         read = read_onnx(source, allocate, _mapped, homes)
         for region in regions:
             region.freeze()
+        read_constants = zip(read.constants, read.digests, strict=True)
         return cls(
             graph=read.graph,
             inputs=read.inputs,
@@ -74,6 +75,7 @@ class Model(hal_model.Model):
             constants=read.constants,
             pools=read.pools,
             token=read.token,
+            contents=contents_of(digest for constant, digest in read_constants if may_change(read.pools[constant.location.pool_index])),
         )
 
 
