@@ -26,7 +26,7 @@ from aionn.caching.outcomes import MissReason, Refusal
 from aionn.driver.artifacts import Artifacts, LentHandles, Source
 from aionn.driver.execution import BoundExecution, BoundModel, BoundPool, Pace, bind
 from aionn.driver.threads import SerialThread, Threads
-from aionn.errors import AionnError, CallerError, CompilationError, DeadlineError
+from aionn.errors import AionnError, CallerError, CompilationError, DeadlineError, ExecutionError
 from aionn.graph.unchanged import may_change
 from aionn.hal.interfaces import (
     CacheHandles,
@@ -133,7 +133,7 @@ class EngineDevice:
         return executable, str(Refusal(MissReason.IO_ERROR, f"it compiles only without an artifact to store: {failed}"))
 
     def _compilation_error(self, error: Exception) -> AionnError:
-        if isinstance(error, AionnError):
+        if isinstance(error, AionnError) and not isinstance(error, ExecutionError):
             return error
         return CompilationError(f"device {self.name!r} cannot prepare the model: {type(error).__name__}: {error}", reason=str(error))
 

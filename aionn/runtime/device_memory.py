@@ -245,14 +245,17 @@ class DeviceMemory:
         with self._copying(over) as settled:
             await self._front.copy_from(source, shape, settled)
 
-    async def copy_to(self, target: Memory | None = None) -> NDArray[Any]:
+    async def copy_to(self, target: Memory | HardwareBuffer | None = None) -> NDArray[Any]:
         """Its contents: into `target`, or into a new array.
+
+        Args:
+            target: a `Memory` of exactly its bytes; or a `HardwareBuffer` that is the tensor, as for `copy_from`.
 
         Returns:
             An array of its dtype and shape: over `target`, or the caller's own.
 
         Raises:
-            CallerError: the size of `target` is another; or an execution that advances this memory is in flight.
+            CallerError: `target` has another size, or is not that tensor; or an execution that advances this memory is in flight.
             ExecutionError: it is not initialized, or is being written now.
             DeviceMemoryLostError: its driver has ended.
         """
@@ -261,9 +264,13 @@ class DeviceMemory:
         if shape is None or size is None:
             raise CallerError("this device memory's shape is open until something fills it; copy_from or compute into it first")
         if target is not None:
-            if not isinstance(target, Memory):
-                raise CallerError(f"copy_to a {type(target).__name__}: device memory is copied into a Memory; snapshot() gives an array")
-            with target[:] as part, self._copying() as settled:  # a user of its own: the app may close the target meanwhile
+            if not isinstance(target, Memory | HardwareBuffer):
+                raise CallerError(
+                    f"copy_to a {type(target).__name__}: device memory is copied into a Memory or HardwareBuffer; snapshot() gives an array"
+                )
+            # A user of its own: the app may close the target meanwhile.
+            place = target[:] if isinstance(target, Memory) else target.locate(Operand(self.type, shape))[0]
+            with place as part, self._copying() as settled:
                 await self._front.copy_to(part, settled)
                 return part.array(self.type.dtype, shape)
         with Memory(Region.allocate(size)) as memory, self._copying() as settled:

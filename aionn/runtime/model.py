@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from aionn.errors import CallerError, ExecutionError
 from aionn.graph import Home, contents_of, may_change, read_onnx
 from aionn.hal import model as hal_model
 from aionn.hal.types import IMemory
@@ -63,7 +64,10 @@ class Model(hal_model.Model):
             # One pool for all slices of it, with a user of its own: the app may close what it gave.
             whole = pools.setdefault(memory.pool, memory.whole())
             homes[name] = Home(whole, memory.offset_bytes, memory.size_bytes)
-        read = read_onnx(source, allocate, _mapped, homes)
+        try:
+            read = read_onnx(source, allocate, _mapped, homes)
+        except ExecutionError as error:
+            raise CallerError(f"the model's weights cannot be read: {error}. Put the whole file back") from error
         for region in regions:
             region.freeze()
         read_constants = zip(read.constants, read.digests, strict=True)
