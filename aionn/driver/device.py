@@ -229,7 +229,16 @@ class EnginePreparedModel:
         self.save_outcome = save_outcome
         number = next(_prepared_numbers)
         self._thread = SerialThread(f"{device.name} execution")
-        self._bound = BoundModel(number, list(inputs.items()), list(outputs.items()), self._thread, Pace(), device.buffers, constants)
+        self._bound = BoundModel(
+            number,
+            list(inputs.items()),
+            list(outputs.items()),
+            self._thread,
+            Pace(),
+            device.buffers,
+            constants,
+            disproved=set(options.open_outputs),
+        )
         self._bursts: set[ExecutionBurstServer] = set()
 
     @property

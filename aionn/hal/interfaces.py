@@ -57,12 +57,14 @@ class PrepareOptions:
         priority: HAL 1.3.
         deadline_ns: CLOCK_MONOTONIC, or None. After it the call fails with `DeadlineError`.
         threads: how many threads the engine may use; 0 leaves it to the engine's own choice for this machine.
+        open_outputs: names of outputs whose declared shape has proven wrong before. A device finds that out itself, too.
     """
 
     preference: ExecutionPreference = ExecutionPreference.FAST_SINGLE_ANSWER
     priority: Priority = Priority.MEDIUM
     deadline_ns: int | None = None
     threads: int = 0
+    open_outputs: tuple[str, ...] = ()
 
 
 class IBuffer(Protocol):

@@ -97,6 +97,7 @@ class OptionsMessage(_Message, frozen=True):
     priority: Priority
     deadline_ns: int | None
     threads: int
+    open_outputs: tuple[str, ...] = ()
 
 
 class PoolMessage(_Message, frozen=True):

@@ -296,7 +296,7 @@ def pool_fds(model: Model) -> list[int]:
 
 
 def _options(options: PrepareOptions) -> OptionsMessage:
-    return OptionsMessage(options.preference, options.priority, options.deadline_ns, options.threads)
+    return OptionsMessage(options.preference, options.priority, options.deadline_ns, options.threads, options.open_outputs)
 
 
 def _cache(cache: CacheHandles) -> CacheMessage:

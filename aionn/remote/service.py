@@ -383,7 +383,7 @@ def _descriptor(message: MQMessage, descriptors: Descriptors) -> MQDescriptor:
 
 
 def _options(message: OptionsMessage) -> PrepareOptions:
-    return PrepareOptions(message.preference, message.priority, message.deadline_ns, message.threads)
+    return PrepareOptions(message.preference, message.priority, message.deadline_ns, message.threads, message.open_outputs)
 
 
 def _known(table: Mapping[int, T], number: int, what: str) -> T:

@@ -174,6 +174,11 @@ class Arguments:
         self._checks = tuple((name, operand, operand.type.dtype) for name, operand in self._operands)
         self._ways: dict[Shapes, Way] = {}
 
+    @property
+    def disproved(self) -> tuple[str, ...]:
+        """Names of outputs that came out in another shape than the model declares."""
+        return tuple(name for name, operand in self._model.outputs.items() if self.outputs[name].dimensions != operand.dimensions)
+
     def shapes_of(self, inputs: Mapping[str, Any], placed: Mapping[str, tuple[int, ...]] | None = None) -> Shapes:
         """Check names, dtypes and shapes; the shapes, in the model's order. `placed`: shapes of inputs that are no arrays.
 

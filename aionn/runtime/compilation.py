@@ -220,7 +220,7 @@ class Compilation:
 
     async def _preparation(self) -> tuple[RemotePreparedModel, tuple[CacheOutcome, ...]]:
         serving, devices = self._compiled.serving, self._runtime._devices
-        options = dataclasses.replace(self._options, deadline_ns=None)
+        options = dataclasses.replace(self._options, deadline_ns=None, open_outputs=self._arguments.disproved)
         if serving is None:
             prepared, outcome = await prepare_on_best(devices, self.model, self._candidates, options, self._cache)
         else:

@@ -6,6 +6,8 @@ is not true, on real drivers; what comes out is held against the same engine use
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ import aionn
 from aionn.graph import resolve_shapes
 from aionn.runtime.recurrent import RecurrentWay, Step
 from tests.engines.onnx_graphs import model_of, value
-from tests.leaks import leak_check
+from tests.leaks import driver_pids, leak_check
 
 pytestmark = pytest.mark.anyio
 
@@ -246,8 +248,19 @@ async def test_a_state_of_a_batch_that_the_output_denies_lives_in_the_driver_onc
             for _ in range(10):
                 outputs = await burst.compute({"x": rows(3), "state": state}, outputs={"stateN": state})
                 np.testing.assert_array_equal(outputs["y"], np.maximum(rows(3), 0))
-            np.testing.assert_array_equal(await state.snapshot(), np.full((3, 2), 15, np.float32))
+            kept = await state.snapshot()
+            np.testing.assert_array_equal(kept, np.full((3, 2), 15, np.float32))
             del outputs
+            (pid,) = driver_pids()
+            os.kill(pid, signal.SIGKILL)
+            with pytest.raises(aionn.DeviceMemoryLostError):
+                await state.snapshot()
+        # What is known of the model outlives the driver, so the state can go on in the next one.
+        async with await compilation.allocate(inputs=("state",), outputs=("stateN",), shape=(3, 2)) as state:
+            await state.copy_from(kept)
+            found = await compilation.compute({"x": rows(3), "state": state}, outputs={"stateN": state})
+            np.testing.assert_array_equal(found["y"], np.maximum(rows(3), 0))
+            np.testing.assert_array_equal(await state.snapshot(), kept + 1)
 
 
 @pytest.fixture
