@@ -58,18 +58,28 @@ class Way:
         input_bytes: of all inputs together.
     """
 
-    __slots__ = ("_believed", "arguments", "input_bytes", "inputs", "known", "layout", "outputs", "outputs_key")
+    __slots__ = ("_believed", "_declared", "arguments", "input_bytes", "inputs", "known", "layout", "outputs", "outputs_key")
 
     def __init__(
         self,
         model: Model,
         believed: dict[str, Operand],
         input_shapes: Shapes,
-        output_shapes: Sequence[tuple[int, ...] | None],
+        declared: Sequence[tuple[int, ...] | None],
         room: Sequence[int],
     ) -> None:
-        """`believed`: see `Arguments.outputs`; `room`: bytes for each output whose shape is not known."""
+        """
+        Args:
+            believed: see `Arguments.outputs`.
+            declared: of each output the shape that the model declares for these inputs; None while open.
+            room: bytes for each output whose shape is not known, or not believed.
+        """
         self._believed = believed
+        self._declared = declared
+        output_shapes = [
+            shape if believed[name].dimensions == operand.dimensions else None
+            for (name, operand), shape in zip(model.outputs.items(), declared, strict=True)
+        ]
         operands = list(model.inputs.items())
         input_bytes = tuple(prod(shape) * operand.type.element_bytes for (_, operand), shape in zip(operands, input_shapes, strict=True))
         output_bytes = []
@@ -142,7 +152,8 @@ class Way:
         for index, (name, dtype, shape, offset, length) in enumerate(self.outputs):
             if name in elsewhere:
                 continue
-            told = shapes[index].dimensions if shapes else shape
+            # A driver that has not seen the declaration fail says nothing of an output that came out as declared.
+            told = shapes[index].dimensions if shapes else self._declared[index]
             if told is None:
                 raise false_shapes(f"none came for output {name!r}")
             if min(told, default=0) < 0 or prod(told) * dtype.itemsize > length:
@@ -245,22 +256,22 @@ class Arguments:
 
     def widen(self, input_shapes: Shapes, told: Sequence[OutputShape]) -> Way:
         """A way with room for outputs of these shapes, after the driver told that there was too little."""
+        before = self.way(input_shapes)
         room = [
-            max(_FIRST_GUESS_BYTES, prod(shape.dimensions) * operand.type.element_bytes)
-            for operand, shape in zip(self.outputs.values(), told, strict=True)
+            max(length, prod(shape.dimensions) * dtype.itemsize)
+            for (_, dtype, _, _, length), shape in zip(before.outputs, told, strict=True)
         ]
         return self._make(input_shapes, room)
 
     def _make(self, input_shapes: Shapes, room: Sequence[int]) -> Way:
         """A way with that room for open outputs; at least what the model declares, since a new driver still goes by that."""
-        shapes = dict(zip(self._names, input_shapes, strict=True))
-        declared = resolve_shapes(self._model.outputs, self._model.inputs, shapes)
-        believed = resolve_shapes(self.outputs, self._model.inputs, shapes)
+        found = resolve_shapes(self._model.outputs, self._model.inputs, dict(zip(self._names, input_shapes, strict=True)))
+        declared = [found[name] for name in self.outputs]
         roomy = [
-            max(length, 0 if (shape := declared[name]) is None else prod(shape) * operand.type.element_bytes)
-            for (name, operand), length in zip(self.outputs.items(), room, strict=True)
+            max(length, 0 if shape is None else prod(shape) * operand.type.element_bytes)
+            for operand, shape, length in zip(self.outputs.values(), declared, room, strict=True)
         ]
-        way = Way(self._model, self.outputs, input_shapes, list(believed.values()), roomy)
+        way = Way(self._model, self.outputs, input_shapes, declared, roomy)
         self._remember(input_shapes, way)
         return way
 

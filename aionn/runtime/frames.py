@@ -23,7 +23,7 @@ class Frames:
     """Frame pools and their regions by slot. Satisfies `IBurstCallback`."""
 
     def __init__(self, *, exact: bool) -> None:
-        """`exact`: every frame has the same size, so none is rounded up."""
+        """`exact`: every frame has the same size, so none is rounded up; but where an output is larger than declared."""
         self._exact = exact
         self._pools: dict[int, FramePool] = {}
         self._regions: list[Region | None] = []
@@ -35,7 +35,7 @@ class Frames:
     def pool(self, way: Way) -> FramePool:
         """The pool whose frames fit `way`."""
         needed = way.layout.frame_bytes
-        size = needed if self._exact else 1 << (needed - 1).bit_length()
+        size = needed if self._exact and way.known else 1 << (needed - 1).bit_length()
         pool = self._pools.get(size)
         if pool is None:
             if self._closed:

@@ -24,6 +24,7 @@ from aionn.burst import PoolReference
 from aionn.errors import CallerError, DeviceMemoryLostError, DriverDiedError
 from aionn.hal.model import Model
 from aionn.hal.types import DataLocation, ErrorStatus, Operand, Request, RequestArgument, Result
+from aionn.memory.domain import full_shape
 from aionn.memory.hardware_buffer import HardwareBuffer
 from aionn.memory.memory import Memory
 from aionn.memory.region import Access, Region
@@ -140,7 +141,9 @@ class Placement:
         for index, (name, operand) in enumerate(model.outputs.items()):
             place = self.outputs.get(index)
             if place is not None and place.view is not None:
-                shape = told[index].dimensions if told else place.shape
+                shape = told[index].dimensions if told else place.shape or full_shape(operand.dimensions)
+                if shape is None:
+                    raise false_shapes(f"none came for output {name!r}")
                 if min(shape, default=0) < 0 or prod(shape) * operand.type.element_bytes > place.length:
                     raise false_shapes(f"output {name!r} of shape {shape} has room for {place.length} bytes")
                 found.append((name, np.ndarray(shape, operand.type.dtype, buffer=place.view)))

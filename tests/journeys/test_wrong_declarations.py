@@ -226,6 +226,26 @@ async def test_device_memory_takes_an_output_of_another_shape_than_declared(engi
                 np.testing.assert_array_equal(await memory.snapshot(), expected)
 
 
+@pytest.mark.parametrize("way", ["compute", "burst"])
+async def test_outputs_come_as_declared_from_a_driver_that_has_not_seen_the_declaration_fail(engine: str, way: str) -> None:
+    """The model that is swapped in has only been tried on inputs for which the declaration is true."""
+    proto, frames = batch_fixed_in_the_output_only()
+    other = model_of([helper.make_node("Abs", ["x"], ["y"])], proto.graph.input, proto.graph.output)
+    async with leak_check(), aionn.Runtime() as runtime:
+        compilation = await runtime.compile(aionn.Model.from_onnx(proto.SerializeToString()), devices=(engine,))
+        async with compilation.burst() as burst, aionn.Memory.allocate(4096) as memory:
+            compute = burst.compute if way == "burst" else compilation.compute
+            for inputs in frames[1:4]:
+                check(await compute(inputs), {"y": np.maximum(inputs["x"], 0)})
+            await runtime.swap(compilation, aionn.Model.from_onnx(other.SerializeToString()))
+            check(await compute(frames[0]), {"y": np.abs(frames[0]["x"])})
+            check(await compute(frames[0], outputs={"y": memory}), {"y": np.abs(frames[0]["x"])})
+            for inputs in (*frames, *frames):
+                check(await compute(inputs), {"y": np.abs(inputs["x"])})
+                if inputs["x"].nbytes <= 4096:
+                    check(await compute(inputs, outputs={"y": memory}), {"y": np.abs(inputs["x"])})
+
+
 def counting(declared: int) -> ModelProto:
     """y, and a state that grows by 1; both with a batch that only the outputs fix."""
     nodes = [helper.make_node("Relu", ["x"], ["y"]), helper.make_node("Add", ["state", "one"], ["stateN"])]
