@@ -23,7 +23,6 @@ import msgspec
 
 from aionn.caching.outcomes import MissReason, Refusal
 from aionn.errors import AionnError, CallerError, CompilationError
-from aionn.graph.unchanged import changeable_contents, written_ns
 from aionn.hal.interfaces import Artifact, CacheHandles, CompileOptions, Engine, Executable
 from aionn.hal.model import Model
 from aionn.hal.types import CacheFiles, Operand
@@ -61,6 +60,8 @@ class Source:
         Raises:
             CompilationError: a file cannot be read.
         """
+        from aionn.graph import changeable_contents, written_ns  # most models have no such constants
+
         try:
             written = written_ns(model)
             return cls(model, model.contents or changeable_contents(model), written)
@@ -69,6 +70,8 @@ class Source:
 
     def reason_not_to_store(self) -> Refusal | None:
         """After it is compiled: None if what was compiled is what the token names."""
+        from aionn.graph import changeable_contents, written_ns
+
         try:
             if (changeable_contents(self.model), written_ns(self.model)) == (self.contents, self.written_ns):
                 return None

@@ -27,7 +27,6 @@ from aionn.driver.artifacts import Artifacts, LentHandles, Source
 from aionn.driver.execution import BoundExecution, BoundModel, BoundPool, Pace, bind
 from aionn.driver.threads import SerialThread, Threads
 from aionn.errors import AionnError, CallerError, CompilationError, DeadlineError, ExecutionError
-from aionn.graph.unchanged import may_change
 from aionn.hal.interfaces import (
     CacheHandles,
     CancelFlag,
@@ -39,7 +38,7 @@ from aionn.hal.interfaces import (
     IPreparedModel,
     PrepareOptions,
 )
-from aionn.hal.model import Model
+from aionn.hal.model import Model, may_change
 from aionn.hal.types import (
     BufferDesc,
     BufferRole,

@@ -31,7 +31,7 @@ if _typing.TYPE_CHECKING:
     from aionn.graph.reading import Home, ReadGraph, read_onnx
     from aionn.graph.shapes import resolve_shapes
     from aionn.graph.support import gather_tables, supported_operations
-    from aionn.graph.unchanged import changeable_contents, contents_of, may_change, written_ns
+    from aionn.graph.unchanged import changeable_contents, contents_of, written_ns
 
 __all__ = [
     "Home",
@@ -42,7 +42,6 @@ __all__ = [
     "contents_of",
     "embed_constants",
     "gather_tables",
-    "may_change",
     "read_onnx",
     "resolve_shapes",
     "settle_exported",
@@ -60,7 +59,6 @@ if not _typing.TYPE_CHECKING:
         "contents_of": "aionn.graph.unchanged",
         "embed_constants": "aionn.graph.constants",
         "gather_tables": "aionn.graph.support",
-        "may_change": "aionn.graph.unchanged",
         "read_onnx": "aionn.graph.reading",
         "resolve_shapes": "aionn.graph.shapes",
         "settle_exported": "aionn.graph.constants",

@@ -16,17 +16,12 @@ from collections.abc import Iterable
 
 from blake3 import blake3
 
-from aionn.hal.model import Constant, Model
-from aionn.hal.types import IMemory, MemoryKind
+from aionn.hal.model import Constant, Model, may_change
+from aionn.hal.types import IMemory
 
-__all__ = ["changeable_contents", "contents_of", "may_change", "written_ns"]
+__all__ = ["changeable_contents", "contents_of", "written_ns"]
 
 _CHUNK_BYTES = 1 << 20
-
-
-def may_change(pool: IMemory) -> bool:
-    """Whether the bytes are a file's, or memory that somebody may write to."""
-    return pool.description.kind is MemoryKind.MMAP_FD or pool.description.writable
 
 
 def contents_of(digests: Iterable[bytes]) -> bytes:

@@ -85,3 +85,8 @@ class Model:
                 raise CallerError(
                     f"constant {constant.name!r}: {place.length} bytes, its shape and type need {constant.operand.size_bytes}"
                 )
+
+
+def may_change(pool: IMemory) -> bool:
+    """Whether a pool of constants is a file, or memory that somebody may write to; the others are sealed."""
+    return pool.description.kind is MemoryKind.MMAP_FD or pool.description.writable

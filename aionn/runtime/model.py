@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from aionn.errors import CallerError, ExecutionError
-from aionn.graph import Home, contents_of, may_change, read_onnx
+from aionn.graph import Home, contents_of, read_onnx
 from aionn.hal import model as hal_model
 from aionn.hal.types import IMemory
 from aionn.memory.memory import Memory
@@ -70,7 +70,8 @@ class Model(hal_model.Model):
             raise CallerError(f"the model's weights cannot be read: {error}. Put the whole file back") from error
         for region in regions:
             region.freeze()
-        read_constants = zip(read.constants, read.digests, strict=True)
+        changeable = [hal_model.may_change(pool) for pool in read.pools]
+        digests = zip(read.constants, read.digests, strict=True)
         return cls(
             graph=read.graph,
             inputs=read.inputs,
@@ -79,7 +80,7 @@ class Model(hal_model.Model):
             constants=read.constants,
             pools=read.pools,
             token=read.token,
-            contents=contents_of(digest for constant, digest in read_constants if may_change(read.pools[constant.location.pool_index])),
+            contents=contents_of(digest for constant, digest in digests if changeable[constant.location.pool_index]),
         )
 
 
