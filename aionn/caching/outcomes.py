@@ -41,6 +41,7 @@ class MissReason(enum.Enum):
     BAD_HANDLE = "bad_handle"  # a descriptor that is not a regular file opened read-write
     UNREADABLE = "unreadable"  # the manifest is damaged
     UNSAFE = "unsafe"  # a symlink, a foreign owner, or open to other accounts
+    CHANGED_WEIGHTS = "changed_weights"  # of `save_failure`: what was compiled is not what the model's token names
     REFUSED_BY_DEVICE = "refused_by_device"  # verified, yet the engine could not load it
     BUSY = "busy"  # another process still compiles, reads or writes it
     TOO_SLOW = "too_slow"  # the cache did not answer within its part of the deadline

@@ -16,6 +16,7 @@ import struct
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -42,6 +43,42 @@ class Description(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     model_token: bytes
     inputs: tuple[tuple[str, Operand], ...]
     outputs: tuple[tuple[str, Operand], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a model's constants were that somebody may still write to, and when they were written to last."""
+
+    model: Model
+    contents: bytes
+    written_ns: tuple[int, ...]
+
+    @classmethod
+    def of(cls, model: Model) -> Source:
+        """Before it is compiled. `contents` are what the token names, where the client says that; else what they are now.
+
+        Raises:
+            CompilationError: a file cannot be read.
+        """
+        from aionn.graph import changeable_contents, written_ns  # most models have no such constants
+
+        try:
+            written = written_ns(model)
+            return cls(model, model.contents or changeable_contents(model), written)
+        except OSError as error:
+            raise CompilationError(f"the weights beside the model cannot be read: {error}", reason=str(error)) from error
+
+    def reason_not_to_store(self) -> Refusal | None:
+        """After it is compiled: None if what was compiled is what the token names."""
+        from aionn.graph import changeable_contents, written_ns
+
+        try:
+            if (changeable_contents(self.model), written_ns(self.model)) == (self.contents, self.written_ns):
+                return None
+            found = "the weights beside the model have been written to since the model was read"
+        except (AionnError, OSError) as error:
+            found = f"the weights beside the model cannot be read any more: {error}"
+        return Refusal(MissReason.CHANGED_WEIGHTS, f"{found}; read the model again, and replace such files by renaming")
 
 
 class LentHandles:
@@ -114,8 +151,11 @@ class Artifacts:
                 self._store = IntegrityStore(self._engine.name, self._engine.version, self.files, state_directory=self._state_directory)
             return self._store
 
-    def save(self, executable: Executable, model: Model, handles: CacheHandles) -> str:
-        """Store a compiled model; "saved", "declined", or why not. Never raises for what an engine or a file system does."""
+    def save(self, executable: Executable, model: Model, handles: CacheHandles, source: Source | None = None) -> str:
+        """Store a compiled model; "saved", "declined", or why not. Never raises for what an engine or a file system does.
+
+        `source`: of a model with constants that somebody may still write to.
+        """
         if not self.files.supported:
             return str(Refusal(MissReason.WRONG_FILES, "this device does not cache"))
         if refusal := self._wrong_number(handles):
@@ -124,6 +164,8 @@ class Artifacts:
             artifact = self._engine.export(executable)
         except Exception as error:  # an engine that cannot export has compiled all the same
             return str(Refusal(MissReason.IO_ERROR, f"the engine's export failed: {type(error).__name__}: {error}"))
+        if source is not None and (changed := source.reason_not_to_store()) is not None:
+            return str(changed)
         if artifact is None:
             return "declined"
         try:

@@ -23,11 +23,11 @@ from anyio.abc import TaskGroup
 from aionn import trace
 from aionn.burst import ExecutionBurstServer, PoolReference, result_of
 from aionn.caching.outcomes import MissReason, Refusal
-from aionn.driver.artifacts import Artifacts, LentHandles
+from aionn.driver.artifacts import Artifacts, LentHandles, Source
 from aionn.driver.blobs import DeviceBlobs
 from aionn.driver.execution import BoundExecution, BoundModel, BoundPool, Pace, bind
 from aionn.driver.threads import SerialThread, Threads
-from aionn.errors import AionnError, CallerError, CompilationError, DeadlineError
+from aionn.errors import AionnError, CallerError, CompilationError, DeadlineError, ExecutionError
 from aionn.hal.interfaces import (
     CacheHandles,
     CancelFlag,
@@ -39,7 +39,7 @@ from aionn.hal.interfaces import (
     IPreparedModel,
     PrepareOptions,
 )
-from aionn.hal.model import Model
+from aionn.hal.model import Model, may_change
 from aionn.hal.types import (
     BufferDesc,
     BufferRole,
@@ -106,11 +106,14 @@ class EngineDevice:
         lent = None if cache is None else LentHandles(cache)
         try:
             may_export = lent is not None and self._artifacts.files.supported
+            source: Source | None = None
+            if may_export and any(map(may_change, model.pools)):
+                source = await self._blocking(lambda: Source.of(model), flag, options.deadline_ns)
             compile_options = CompileOptions(options.preference, options.priority, options.threads, flag, may_export, self._blobs)
             with trace.span("driver.compile", device=self.name):
                 executable, outcome = await self._blocking(lambda: self._compile(model, compile_options), flag, options.deadline_ns)
             if lent is not None and not outcome:
-                outcome = await self._save(executable, model, lent, flag, options.deadline_ns)
+                outcome = await self._save(executable, model, source, lent, flag, options.deadline_ns)
         finally:
             if lent is not None:
                 lent.give_up()
@@ -132,18 +135,20 @@ class EngineDevice:
         return executable, str(Refusal(MissReason.IO_ERROR, f"it compiles only without an artifact to store: {failed}"))
 
     def _compilation_error(self, error: Exception) -> AionnError:
-        if isinstance(error, AionnError):
+        if isinstance(error, AionnError) and not isinstance(error, ExecutionError):
             return error
         return CompilationError(f"device {self.name!r} cannot prepare the model: {type(error).__name__}: {error}", reason=str(error))
 
-    async def _save(self, executable: Executable, model: Model, lent: LentHandles, flag: CancelFlag, deadline_ns: int | None) -> str:
+    async def _save(
+        self, executable: Executable, model: Model, source: Source | None, lent: LentHandles, flag: CancelFlag, deadline_ns: int | None
+    ) -> str:
         """What became of it, in a word. Half of the time that is left is the client's, to publish it and go on."""
         now_ns = time.monotonic_ns()
         save_by_ns = None if deadline_ns is None else now_ns + max(0, deadline_ns - now_ns) // 2
         try:
             with trace.span("driver.save", device=self.name):
                 return await self._blocking(
-                    lambda: lent.during(lambda handles: self._artifacts.save(executable, model, handles)), flag, save_by_ns
+                    lambda: lent.during(lambda handles: self._artifacts.save(executable, model, handles, source)), flag, save_by_ns
                 )
         except DeadlineError:
             return str(Refusal(MissReason.TOO_SLOW, "storing it took longer than the deadline leaves"))
@@ -226,10 +231,25 @@ class EnginePreparedModel:
         self.outputs = MappingProxyType(dict(outputs))
         self.save_outcome = save_outcome
         number = next(_prepared_numbers)
-        self.info = ModelInfo(number, tuple(inputs.values()), tuple(outputs.values()))
         self._thread = SerialThread(f"{device.name} execution")
-        self._bound = BoundModel(number, list(inputs.items()), list(outputs.items()), self._thread, Pace(), device.buffers, constants)
+        self._bound = BoundModel(
+            number,
+            list(inputs.items()),
+            list(outputs.items()),
+            self._thread,
+            Pace(),
+            device.buffers,
+            constants,
+            disproved=set(options.open_outputs),
+        )
         self._bursts: set[ExecutionBurstServer] = set()
+
+    @property
+    def info(self) -> ModelInfo:
+        """What device buffers may stand for. An output whose declared shape has proven wrong may have any."""
+        disproved = self._bound.disproved
+        outputs = [Operand(operand.type, None) if name in disproved else operand for name, operand in self.outputs.items()]
+        return ModelInfo(self._bound.id, tuple(self.inputs.values()), tuple(outputs))
 
     async def execute(
         self, request: Request, pools: Sequence[IMemory | IBuffer], measure_timing: bool = False, deadline_ns: int | None = None
@@ -384,7 +404,7 @@ def _home_of(memory: IMemory) -> Extent:
 
 def _constants_of(model: Model) -> tuple[Extent, ...]:
     """Where the constants lie that are an app's own memory or a file; the others are sealed against writing."""
-    homes = [_home_of(pool) if pool.description.kind is MemoryKind.MMAP_FD or pool.description.writable else None for pool in model.pools]
+    homes = [_home_of(pool) if may_change(pool) else None for pool in model.pools]
     extents: list[Extent] = []
     for constant in model.constants:
         home, place = homes[constant.location.pool_index], constant.location

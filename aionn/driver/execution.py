@@ -4,13 +4,16 @@ Invariants
     `Executable.run` is never entered twice at once: the thread takes one run after the other, and a run on the loop
     happens only while the thread has none (`_pending` is 0), during which the loop can submit none.
     A bound execution holds views of its memories: they stay mapped until the run is over, whoever has let go of them.
+    The engine gets no array for an output in `BoundModel.disproved`: a run has shown that the model declares a wrong shape for it.
+    Such an output is open: its shape stands in each answer, and its bytes are copied to their place.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,6 +27,8 @@ from aionn.hal.types import ErrorStatus, Operand, OutputShape, Request, RequestA
 from aionn.memory.device_buffers import BufferRequest, DeviceBuffers
 from aionn.memory.region import Region
 from aionn.memory.requests import Extent, check_homes, check_request, input_shape, output_shape
+
+logger = logging.getLogger("aionn.driver")
 
 INLINE_RUN_NS = 500_000
 """A model whose runs are shorter than this may run on the loop: a thread's two wake-ups cost 30 to 60 us here, the run itself
@@ -59,25 +64,35 @@ class BoundExecution:
         executable: Executable,
         inputs: Mapping[str, NDArray[Any]],
         outputs: Mapping[str, NDArray[Any]],
-        open_outputs: Mapping[str, NDArray[np.uint8]],
-        names: Sequence[str],
-        thread: SerialThread,
-        pace: Pace,
+        places: Mapping[str, NDArray[np.uint8]],
+        model: BoundModel,
+        omitted: frozenset[str],
         domain: DomainUse | None = None,
         files: Sequence[Region] = (),
         written: Sequence[Region] = (),
     ) -> None:
-        """`files`: memories that are files and may be cut off; `written`: those of them that get outputs."""
+        """
+        Args:
+            outputs: arrays for the outputs whose shapes are known.
+            places: the bytes given for each output, but those in device buffers.
+            omitted: outputs that the request does not want.
+            files: memories that are files and may be cut off; `written`: those of them that get outputs.
+        """
         self._executable = executable
         self._domain = domain
         self._files = files
         self._written = written
         self._inputs = inputs
         self._outputs = outputs
-        self._open_outputs = open_outputs
-        self._names = names
-        self._thread = thread
-        self._pace = pace
+        self._places = places
+        self._omitted = omitted
+        self._is_open = len(outputs) < len(places)
+        self._names = [name for name, _ in model.outputs]
+        self._model = model
+        self._disproved = model.disproved
+        self._seen = len(model.disproved)
+        self._thread = model.thread
+        self._pace = model.pace
 
     def execute_now(self, measure_timing: bool) -> Result | None:
         if not self._pace.inline or self._written or not self._thread.idle:
@@ -97,9 +112,15 @@ class BoundExecution:
         try:
             for region in self._files:
                 region.check_backing()
+            if len(self._disproved) != self._seen:
+                self._open_disproved()
             if self._domain is None:
                 report = self._executable.run(self._inputs, self._outputs, measure_timing)
-                shapes, insufficient = self._open_shapes(report.outputs, {})
+                if self._is_open or (report.outputs and not self._omitted.issuperset(report.outputs)):
+                    self._learn(report.outputs, self._outputs)
+                    shapes, insufficient = self._place(report.outputs, {})
+                else:
+                    shapes, insufficient = (), ""
             else:
                 report, shapes, insufficient = self._run_in_domain(self._domain, measure_timing)
             for region in self._written:
@@ -122,43 +143,52 @@ class BoundExecution:
             timing = Timing(min(report.on_device_ns // 1000, in_driver_us), in_driver_us)
         return Result(ErrorStatus.NONE, shapes, timing)
 
+    def _open_disproved(self) -> None:
+        """Hand the engine no array for outputs whose declared shape has proven wrong since the last run."""
+        self._seen = len(self._disproved)
+        self._outputs = {name: array for name, array in self._outputs.items() if name not in self._disproved}
+        self._is_open = len(self._outputs) < len(self._places)
+
+    def _learn(self, made: Mapping[str, NDArray[Any]], wanted: Mapping[str, NDArray[Any]]) -> None:
+        """Remember outputs that came out in another shape than that of the array which the engine got for them."""
+        for name, array in wanted.items():
+            if name in made and made[name].shape != array.shape and name not in self._disproved:
+                self._model.disproved.add(name)
+                logger.info("output %r: the model declares the shape %s, it came out in %s", name, array.shape, made[name].shape)
+
     def _run_in_domain(self, domain: DomainUse, measure_timing: bool) -> tuple[ExecutionReport, tuple[OutputShape, ...], str]:
         """Run with buffers of the device's own: held from now until the run is over, their state following its outcome."""
         with domain.request.use() as use:
-            if use.arguments is None:
+            if use.arguments is None or use.arguments[0] != self._seen:
                 inputs, outputs = {}, dict(self._outputs)
                 for index, name in enumerate(domain.names):  # in the model's order, as always
                     array = use.inputs.get(index, self._inputs.get(name))
                     if array is not None:
                         inputs[name] = array
                 for index, place in use.outputs.items():
-                    if place is not None:
+                    if place is not None and self._names[index] not in self._disproved:
                         outputs[self._names[index]] = place
-                use.arguments = (inputs, outputs)
-            inputs, outputs = use.arguments
+                use.arguments = (self._seen, inputs, outputs)
+            _, inputs, outputs = use.arguments
             report = self._executable.run(inputs, outputs, measure_timing)
-            if use.closed and not self._open_outputs:
+            if use.closed and not self._is_open and self._omitted.issuperset(report.outputs):
                 use.succeed()
                 return report, (), ""
-            open_places = {index for index, place in use.outputs.items() if place is None}
-            in_domain = {self._names[index]: () for index in use.outputs}
-            shapes, insufficient = self._open_shapes(report.outputs, in_domain)
+            self._learn(report.outputs, outputs)
+            in_domain = {self._names[index]: index for index in use.outputs}
+            shapes, insufficient = self._place(report.outputs, in_domain)
             if not insufficient:
-                filled = use.succeed({index: report.outputs[self._names[index]] for index in open_places})
-                if open_places and not shapes:
-                    shapes = tuple(OutputShape(outputs[name].shape if name in outputs else ()) for name in self._names)
-                shapes = tuple(OutputShape(filled[i], True) if shapes and i in filled else shape for i, shape in enumerate(shapes))
+                computed = {i: report.outputs[name] for name, i in in_domain.items() if name not in outputs or name in report.outputs}
+                filled = use.succeed(computed)
+                shapes = tuple(OutputShape(filled[i], True) if i in filled else shape for i, shape in enumerate(shapes))
         return report, shapes, insufficient
 
-    def _open_shapes(self, made: Mapping[str, NDArray[Any]], elsewhere: Mapping[str, object]) -> tuple[tuple[OutputShape, ...], str]:
-        """Copy outputs of open shape to their place; all shapes, and what did not fit. No shapes: all were known."""
-        if not self._open_outputs:
-            return (), ""
+    def _place(self, made: Mapping[str, NDArray[Any]], elsewhere: Mapping[str, object]) -> tuple[tuple[OutputShape, ...], str]:
+        """Copy what the engine has made to its place; all shapes, and what did not fit. `elsewhere`: outputs in device buffers."""
         shapes, insufficient = [], ""
         for name in self._names:
-            place = self._open_outputs.get(name)
-            if place is None or name in elsewhere:
-                known = self._outputs.get(name)
+            known, place = self._outputs.get(name), self._places.get(name)
+            if place is None or name in elsewhere or (known is not None and name not in made):
                 shapes.append(OutputShape(() if known is None else known.shape))
                 continue
             array = np.asarray(made[name], order="C")  # ascontiguousarray would make a scalar's shape (1,)
@@ -223,7 +253,7 @@ def bind(
             array.flags.writeable = False
             given[name] = array
     wanted: dict[str, NDArray[Any]] = {}
-    open_outputs: dict[str, NDArray[np.uint8]] = {}
+    places: dict[str, NDArray[np.uint8]] = {}
     written: dict[int, Region] = {}
     for (name, operand), argument in zip(model.outputs, request.outputs, strict=True):
         if argument.has_no_value:
@@ -235,26 +265,27 @@ def bind(
             raise CallerError(f"output {name!r}: its pool may not be written to")
         if pool.file is not None:
             written[argument.location.pool_index] = pool.file
+        places[name] = pool.bytes[argument.location.offset :][: argument.location.length]
         shape = output_shape(operand, argument)
-        if shape is None:
-            open_outputs[name] = pool.bytes[argument.location.offset :][: argument.location.length]
-        else:
+        if shape is not None and name not in model.disproved:
             wanted[name] = _array(pool.bytes, argument, operand, shape, f"output {name!r}")
     domain = None
     tokens = tuple(pool.token for pool in pools)
     if any(token is not None for token in tokens):
         held = model.buffers.request(model.id, request.inputs, request.outputs, tokens)
         domain = DomainUse(held, tuple(name for name, _ in model.inputs))
-    names = [name for name, _ in model.outputs]
     files = tuple(pool.file for pool in pools if pool.file is not None)
-    return BoundExecution(executable, given, wanted, open_outputs, names, model.thread, model.pace, domain, files, tuple(written.values()))
+    omitted = frozenset(name for (name, _), argument in zip(model.outputs, request.outputs, strict=True) if argument.has_no_value)
+    return BoundExecution(executable, given, wanted, places, model, omitted, domain, files, tuple(written.values()))
 
 
 @dataclass(frozen=True, slots=True)
 class BoundModel:
     """What requests of one prepared model share. `id` is never given to another one in this process.
 
-    `constants`: where those lie that others may have mapped, too; no output may be written there.
+    Attributes:
+        constants: where those lie that others may have mapped, too; no output may be written there.
+        disproved: outputs that came out in another shape than the model declares. Names are only added.
     """
 
     id: int
@@ -264,6 +295,7 @@ class BoundModel:
     pace: Pace
     buffers: DeviceBuffers
     constants: Sequence[Extent] = ()
+    disproved: set[str] = field(default_factory=set)
 
 
 def _array(place: NDArray[np.uint8], argument: RequestArgument, operand: Operand, shape: tuple[int, ...], word: str) -> NDArray[Any]:

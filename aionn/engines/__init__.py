@@ -16,6 +16,7 @@ is imported when a model is there to be read: it brings `onnx`, which a driver t
 What all engines keep to
     Arrays given to `run` are used in place and never kept alive by an engine that can help it: the driver unmaps
     memory that an app has freed. Each engine says what it keeps.
+    An output that comes out in another shape than the array given for it goes back in the report (`outputs.deliver`).
     Accuracy is float32 as the model says it; an engine that would save bits by itself is set not to.
     The number of threads is always explicit, and from the CPUs this process may use, not from those of the machine.
 """

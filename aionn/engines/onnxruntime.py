@@ -36,6 +36,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from aionn.engines.outputs import deliver
 from aionn.engines.processor import Flushing, instruction_set, usable_cpus
 from aionn.errors import CallerError, CompilationError, DeviceUnavailableError
 from aionn.graph.arrays import arrays_over, constant_arrays
@@ -247,16 +248,34 @@ class OnnxRuntimeExecutable:
                 started_ns = time.monotonic_ns()
                 self._session.run_with_iobinding(bound.binding)
                 took_ns = time.monotonic_ns() - started_ns
-        except BaseException:
+        except BaseException as failure:
             self._bindings.pop(key, None)  # what it is bound to by now is ORT's secret
+            if outputs and isinstance(failure, Exception):
+                return self._run_apart(inputs, outputs, timing, failure)
             raise
         made = bound.take_made() if bound.made else {}
         for name in self._passed:  # ORT hands the input itself back, and leaves what is bound for the output untouched
-            if name in made:
+            if name in made or outputs[name].shape != inputs[name].shape:
                 made[name] = inputs[name].copy()
             else:
                 outputs[name][...] = inputs[name]
         return ExecutionReport(made, took_ns if timing else None)
+
+    def _run_apart(
+        self, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]], timing: bool, failure: Exception
+    ) -> ExecutionReport:
+        """Run again with outputs that ORT itself makes room for: it fails where a given array has not the output's true shape.
+
+        Raises:
+            Exception: `failure`, where this run fails as well.
+        """
+        try:
+            report = self.run(inputs, {}, timing)
+        except Exception:
+            raise failure from None
+        made = dict(report.outputs)
+        deliver(made, outputs)
+        return ExecutionReport(made, report.on_device_ns)
 
     def _bind(self, key: tuple[object, ...], inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]]) -> _Binding:
         bindings = self._bindings

@@ -29,6 +29,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from aionn.engines.outputs import deliver
 from aionn.engines.processor import Flushing, instruction_set, usable_cpus
 from aionn.errors import CallerError, CompilationError, DeviceUnavailableError
 from aionn.hal.interfaces import Artifact, CompileOptions, Executable, ExecutionReport
@@ -149,12 +150,19 @@ class OpenVINOExecutable:
             for source, port in zip(names.inputs, compiled.inputs, strict=True)
             if output.names & port.names
         }
+        self._open = {name for name, output in zip(names.outputs, compiled.outputs, strict=True) if output.partial_shape.is_dynamic}
         self._flushing = Flushing()
-        self._request = compiled.create_infer_request()
-        self._given: frozenset[str] = frozenset()
+        self._begin(frozenset())
+
+    def _begin(self, given: frozenset[str]) -> None:
+        """A new request: one writes to the last tensor set for an output, and never goes back to its own."""
+        self._request = self._compiled.create_infer_request()
+        self._given = given
         self._set_inputs: dict[str, NDArray[Any]] = {}
         self._set_outputs: dict[str, NDArray[Any]] = {}
         self._copies: dict[str, NDArray[Any]] = {}
+        # By output of open shape: the tensor over its array, and the shape it must still have after a run.
+        self._bound: dict[str, tuple[Any, Any]] = {}
 
     def run(self, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]], timing: bool) -> ExecutionReport:
         """Inputs and given outputs are used in place; an input in memory that is mapped read-only is copied each time.
@@ -163,12 +171,7 @@ class OpenVINOExecutable:
         """
         given = frozenset(outputs)
         if given != self._given:
-            # A request writes to the last tensor set for an output; only a new request goes back to its own.
-            self._request = self._compiled.create_infer_request()
-            self._set_inputs.clear()
-            self._set_outputs.clear()
-            self._copies.clear()
-            self._given = given
+            self._begin(given)
         request, tensor = self._request, self._ov.Tensor
         for name, array in inputs.items():
             if self._set_inputs.get(name) is not array:
@@ -181,24 +184,53 @@ class OpenVINOExecutable:
                 self._set_inputs[name] = array
             elif name in self._copies:
                 np.copyto(self._copies[name], array)
-        for name, array in outputs.items():
-            if self._set_outputs.get(name) is not array and name not in self._passed:
-                request.set_output_tensor(self._output_index[name], tensor(array, shared_memory=True))
-                self._set_outputs[name] = array
-        with self._flushing:
-            started_ns = time.monotonic_ns()
-            request.infer()
-            for name, source in self._passed.items():
-                if name in outputs:
-                    outputs[name][...] = inputs[source]
-            took_ns = time.monotonic_ns() - started_ns
+        try:
+            for name, array in outputs.items():
+                if self._set_outputs.get(name) is not array and name not in self._passed:
+                    target = tensor(array, shared_memory=True)
+                    request.set_output_tensor(self._output_index[name], target)
+                    self._set_outputs[name] = array
+                    if name in self._open:
+                        self._bound[name] = target, self._ov.Shape(array.shape)
+            with self._flushing:
+                started_ns = time.monotonic_ns()
+                request.infer()
+                took_ns = time.monotonic_ns() - started_ns
+        except Exception as failure:
+            if not outputs:
+                raise
+            return self._run_apart(inputs, outputs, timing, failure)
         made = {
             # A copy: the request writes its own tensor again next time.
             name: np.array(request.get_output_tensor(index).data)
             for name, index in self._output_index.items()
             if name not in outputs
         }
+        for name, (target, shape) in self._bound.items():
+            if target.shape != shape:  # OpenVINO has used a part of the array, and left in the rest what was there before
+                made[name] = np.array(target.data)
+        if self._passed:
+            passed = {name: inputs[source] for name, source in self._passed.items() if name in outputs}
+            deliver(passed, {name: outputs[name] for name in passed})
+            made.update((name, array.copy()) for name, array in passed.items())
         return ExecutionReport(made, took_ns if timing else None)
+
+    def _run_apart(
+        self, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]], timing: bool, failure: Exception
+    ) -> ExecutionReport:
+        """Run again with outputs of OpenVINO's own: it refuses an array that the output cannot be in, or has no room in.
+
+        Raises:
+            Exception: `failure`, where this run fails as well.
+        """
+        self._begin(frozenset())
+        try:
+            report = self.run(inputs, {}, timing)
+        except Exception:
+            raise failure from None
+        made = dict(report.outputs)
+        deliver(made, outputs)
+        return ExecutionReport(made, report.on_device_ns)
 
     def artifact(self) -> Artifact:
         if self._artifact is not None:

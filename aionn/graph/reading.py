@@ -37,6 +37,8 @@ class ReadGraph:
     constants: tuple[Constant, ...] = field(repr=False)
     pools: tuple[IMemory, ...] = field(repr=False)
     token: bytes
+    digests: tuple[bytes, ...] = field(repr=False)
+    """Of each constant's bytes, in the order of `constants`: what `token` is made of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,14 +116,17 @@ def _read(
         end = start + constant.length
         constant.refer(0, start)
     digest = blake3.blake3()
-    _digest(digest, b"aionn.model.1", model.SerializeToString(deterministic=True))
+    _digest(digest, b"aionn.model.2", model.SerializeToString(deterministic=True))
     constants, pools = _place(taken, allocate, attach)
+    digests = []
     for made in constants:
         place = made.location
-        _digest(digest, b"constant." + made.name.encode(), pools[place.pool_index].view()[place.offset : place.offset + place.length])
+        content = pools[place.pool_index].view()[place.offset : place.offset + place.length]
+        digests.append(blake3.blake3(content).digest())
+        _digest(digest, b"constant." + made.name.encode(), digests[-1])
     graph = model.SerializeToString(deterministic=True)
     operations = tuple(Operation(node.name, node.op_type, node.domain) for node in model.graph.node)
-    return ReadGraph(graph, inputs, outputs, operations, constants, pools, digest.digest())
+    return ReadGraph(graph, inputs, outputs, operations, constants, pools, digest.digest(), tuple(digests))
 
 
 def _place(

@@ -57,12 +57,14 @@ class PrepareOptions:
         priority: HAL 1.3.
         deadline_ns: CLOCK_MONOTONIC, or None. After it the call fails with `DeadlineError`.
         threads: how many threads the engine may use; 0 leaves it to the engine's own choice for this machine.
+        open_outputs: names of outputs whose declared shape has proven wrong before. A device finds that out itself, too.
     """
 
     preference: ExecutionPreference = ExecutionPreference.FAST_SINGLE_ANSWER
     priority: Priority = Priority.MEDIUM
     deadline_ns: int | None = None
     threads: int = 0
+    open_outputs: tuple[str, ...] = ()
 
 
 class IBuffer(Protocol):
@@ -272,7 +274,8 @@ class ExecutionReport:
     """What `Executable.run` returns.
 
     Attributes:
-        outputs: arrays of exactly those outputs that had no array to be written into, because their shape was open.
+        outputs: arrays of exactly those outputs that had no array to be written into, because their shape was open; and of those
+            whose array had another shape than the output has. What that array then holds is not used.
         on_device_ns: time spent computing, or None where the engine cannot tell.
     """
 
@@ -288,8 +291,9 @@ class Executable(Protocol):
 
         Args:
             inputs: one array per model input that was given, C-contiguous, in shared memory; not to be written to.
-            outputs: C-contiguous arrays of the right shape to write into; an output whose shape is not known yet is
-                missing and goes back in the report.
+            outputs: C-contiguous arrays to write into, of the shape that the model declares; an output whose shape is not known
+                yet is missing and goes back in the report. So does one that comes out in another shape: files do declare
+                wrong shapes.
             timing: whether `on_device_ns` is wanted.
 
         Raises:

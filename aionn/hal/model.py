@@ -49,6 +49,8 @@ class Model:
         constants: the large constants.
         pools: where the large constants' bytes are.
         token: 32 bytes that name the content: the graph and every constant.
+        contents: digest of those constants that somebody may still write to, as they were when `token` was made
+            (`aionn.graph.unchanged`); empty where there are none, or where it is not known.
     """
 
     graph: bytes = field(repr=False)
@@ -58,6 +60,7 @@ class Model:
     constants: tuple[Constant, ...] = field(repr=False)
     pools: tuple[IMemory, ...] = field(repr=False)
     token: bytes
+    contents: bytes = field(default=b"", repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "inputs", MappingProxyType(dict(self.inputs)))
@@ -82,3 +85,8 @@ class Model:
                 raise CallerError(
                     f"constant {constant.name!r}: {place.length} bytes, its shape and type need {constant.operand.size_bytes}"
                 )
+
+
+def may_change(pool: IMemory) -> bool:
+    """Whether a pool of constants is a file, or memory that somebody may write to; the others are sealed."""
+    return pool.description.kind is MemoryKind.MMAP_FD or pool.description.writable

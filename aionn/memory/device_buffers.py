@@ -69,22 +69,27 @@ class BufferUse:
         """The execution succeeded: outputs are initialized, in the shapes they have now.
 
         Args:
-            computed: arrays of those outputs that had no array to be written into, by index. Others are not looked at.
+            computed: by index arrays of those outputs that had no array to be written into, or came out in another shape than that had.
 
         Returns:
             The shape of each output by index.
 
         Raises:
-            ExecutionError: GENERAL_FAILURE: a result is missing or does not fit its buffer's initial dimensions. (Never
+            ExecutionError: GENERAL_FAILURE: a result is missing or does not fit its buffer's dimensions. (Never
                 OUTPUT_INSUFFICIENT_SIZE: the caller cannot give a bigger buffer.) The outputs are uninitialized then.
             MemoryAllocationError: a result needs more memory than there is. Likewise.
         """
         shapes: dict[int, tuple[int, ...]] = {}
+        computed = computed or {}
         for index, buffer in self._write.items():
             place = self.outputs[index]
-            if place is None:
-                place = (computed or {}).get(index)
-                _check_result(index, buffer, self._open[index], place)
+            if place is None or index in computed:
+                declared = None if place is None else place.shape
+                place = computed.get(index)
+                if place is not None and declared is not None and place.shape != declared:
+                    buffer.open_dimensions()
+                    self._open[index] = buffer.initial_dimensions
+                _check_result(index, buffer, self._open.get(index, declared), place)
                 assert place is not None
                 room = self._rooms[index] = buffer.room(place.shape)
                 np.copyto(buffer.as_array(room, place.shape, writeable=True), place)
@@ -156,8 +161,20 @@ class _ReadyUse(BufferUse):
         return True
 
     def succeed(self, computed: Mapping[int, NDArray[Any]] | None = None) -> dict[int, tuple[int, ...]]:
+        if computed:
+            return self._succeed_anew(computed)
         self._let_go(lambda buffer, memory, shape: buffer.end_writing(shape, memory))
         return self._shapes
+
+    def _succeed_anew(self, computed: Mapping[int, NDArray[Any]]) -> dict[int, tuple[int, ...]]:
+        """As a use that is not kept: an output has not the shape that it had whenever this use was taken before."""
+        self._held = False
+        with BufferUse() as use:  # which lets go of the buffers
+            use.outputs = self.outputs
+            use._read = [buffer for buffer, _, _ in self._reads]
+            for index, (buffer, memory, _) in zip(self._shapes, self._writes, strict=True):
+                use._write[index], use._rooms[index] = buffer, memory
+            return use.succeed(computed)
 
     def withdraw(self) -> None:
         self._let_go(lambda buffer, _memory, _shape: buffer.withdraw_writing())
@@ -209,11 +226,11 @@ class DeviceBuffers:
             ExecutionError: RESOURCE_EXHAUSTED_PERSISTENT: no token is left.
             MemoryAllocationError: the memory cannot be had now.
         """
-        roles, element, dimensions = combine_roles(desc, models, input_roles, output_roles)
+        roles, element, dimensions, bound = combine_roles(desc, models, input_roles, output_roles)
         token = next(self._tokens)
         if token > _LAST_TOKEN:
             raise ExecutionError("all 2^32 buffer tokens of this driver have been used", status=ErrorStatus.RESOURCE_EXHAUSTED_PERSISTENT)
-        buffer = DeviceBuffer(token, element, roles, dimensions, self._reserve, self._lock)
+        buffer = DeviceBuffer(token, element, roles, dimensions, bound, self._reserve, self._lock)
         with self._lock:
             self._buffers[token] = buffer
         return buffer
@@ -273,8 +290,8 @@ class DeviceBuffers:
 class BufferRequest:
     """The device buffers of one request that may be executed again and again. Made by `DeviceBuffers.request`.
 
-    Roles, initial dimensions and double uses belong to the tokens, which are never given out twice: they are checked at the first
-    use. Whether a buffer has been freed, is initialized, has other dimensions by now or is held by another is asked at each.
+    Roles and double uses belong to the tokens, which are never given out twice: they are checked at the first use. Whether a buffer
+    has been freed, is initialized, has other dimensions by now or is held by another is asked at each.
     """
 
     def __init__(
@@ -293,6 +310,7 @@ class BufferRequest:
         # What the last check has found: (index, token, dimensions that were right), (index, token, dimensions, their full shape).
         self._reads: tuple[tuple[int, int, Dimensions], ...] | None = None
         self._writes: tuple[tuple[int, int, Dimensions, tuple[int, ...] | None], ...] = ()
+        self._initial: tuple[tuple[int, Dimensions], ...] = ()
         self._ready: _ReadyUse | None = None
 
     def use(self) -> BufferUse:
@@ -365,6 +383,9 @@ class BufferRequest:
         for _, token in self._tokens:
             if token not in living:
                 return False
+        for token, initial in self._initial:
+            if living[token].initial_dimensions != initial:
+                return False
         for _, token, dimensions in reads:
             buffer = living[token]
             if not buffer.is_initialized or buffer.dimensions != dimensions:
@@ -377,6 +398,7 @@ class BufferRequest:
         reading = _readings(self._model_id, self._inputs, buffers)
         writing = _writings(self._model_id, self._outputs, buffers, {buffer.token for _, buffer in reading})
         self._writes = tuple((index, buffer.token, dimensions, full_shape(dimensions)) for index, buffer, dimensions in writing)
+        self._initial = tuple((buffer.token, buffer.initial_dimensions) for _, buffer, _ in writing)
         self._reads = reads = tuple((index, buffer.token, buffer.dimensions) for index, buffer in reading)
         return reads
 

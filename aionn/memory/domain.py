@@ -12,6 +12,8 @@ Invariants
     is_initialized is set by a successful copy_from or execution and cleared by a failed one; a request or copy that was
     refused because another holds the buffer changes nothing.
     Current dimensions are the initial ones with every open axis filled by the last success, never by the one before it.
+    An output that comes out in another shape than its model declares opens the initial dimensions, as far as neither desc nor an
+    input role says them (`bound_dimensions`).
     An initialized buffer has memory of exactly the bytes of its current dimensions.
     Arrays over its bytes are kept only of its present memory, or of that which an execution is writing (`_shown`).
 """
@@ -91,8 +93,9 @@ def full_shape(dimensions: Dimensions) -> tuple[int, ...] | None:
 
 def combine_roles(
     desc: BufferDesc, models: Sequence[ModelInfo | None], input_roles: Sequence[BufferRole], output_roles: Sequence[BufferRole]
-) -> tuple[frozenset[Role], OperandType, Dimensions]:
-    """What a buffer for those uses must be: its roles, element type and initial dimensions. Rules of IDevice::allocate.
+) -> tuple[frozenset[Role], OperandType, Dimensions, Dimensions]:
+    """What a buffer for those uses must be: its roles, element type, initial dimensions, and what desc and input roles say of those.
+    Rules of IDevice::allocate.
 
     Args:
         desc: extents to combine with those of the roles; () says nothing.
@@ -109,7 +112,7 @@ def combine_roles(
         raise CallerError("a device buffer for a prepared model that is not this driver's, or has been closed")
     roles: set[Role] = set()
     first: OperandType | None = None
-    dimensions = given(desc.dimensions)
+    dimensions = bound = given(desc.dimensions)
     uses: Iterable[tuple[Direction, BufferRole]] = [*(("input", r) for r in input_roles), *(("output", r) for r in output_roles)]
     for direction, asked in uses:
         role, operand = _checked_role(direction, asked, known)
@@ -123,9 +126,11 @@ def combine_roles(
             dimensions = combine_dimensions(dimensions, operand.dimensions)
         except CallerError as error:
             raise CallerError(f"{direction} {asked.io_index} of model {asked.model_index}: {error}") from None
+        if direction == "input":
+            bound = dimensions
     if first is None:
         raise CallerError("a device buffer without roles: say which inputs and outputs it is for")
-    return frozenset(roles), first, dimensions
+    return frozenset(roles), first, dimensions, bound
 
 
 def _checked_role(direction: Direction, asked: BufferRole, models: Sequence[ModelInfo]) -> tuple[Role, Operand]:
@@ -165,6 +170,7 @@ class DeviceBuffer:
         type: element type, the same in all roles.
         roles: the uses it was allocated for.
         initial_dimensions: what desc and roles say together; an open axis may differ from execution to execution.
+        bound_dimensions: what desc and input roles say together; what an output's declaration adds may prove wrong.
     """
 
     def __init__(
@@ -173,10 +179,12 @@ class DeviceBuffer:
         type: OperandType,  # noqa: A002  (Operand's own word)
         roles: frozenset[Role],
         initial_dimensions: Dimensions,
+        bound_dimensions: Dimensions,
         reserve: Callable[[int], Any],
         lock: threading.RLock,
     ) -> None:
-        self.token, self.type, self.roles, self.initial_dimensions = token, type, roles, initial_dimensions
+        self.token, self.type, self.roles = token, type, roles
+        self.initial_dimensions, self.bound_dimensions = initial_dimensions, bound_dimensions
         self._reserve, self._lock = reserve, lock
         self._dimensions = initial_dimensions
         self._memory: NDArray[np.uint8] | None = None
@@ -326,6 +334,12 @@ class DeviceBuffer:
             if self._shown is not None and self._shown[0] is not self._memory:
                 self._shown = None  # it would keep memory that is no longer the buffer's
                 self.forget_uses()
+
+    def open_dimensions(self) -> None:
+        """An output has come out in another shape than its model declares: only desc and input roles count from now on."""
+        with self._lock:
+            self.initial_dimensions = self.bound_dimensions
+            self.forget_uses()
 
     def withdraw_writing(self) -> None:
         """Let go of it without having begun: its state stays as it was."""

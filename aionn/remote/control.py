@@ -79,6 +79,7 @@ class ModelMessage(_Message, frozen=True):
     constants: tuple[Constant, ...]
     pools: tuple[MemoryDescription, ...]
     token: bytes
+    contents: bytes
 
 
 class CacheMessage(_Message, frozen=True):
@@ -96,6 +97,7 @@ class OptionsMessage(_Message, frozen=True):
     priority: Priority
     deadline_ns: int | None
     threads: int
+    open_outputs: tuple[str, ...] = ()
 
 
 class PoolMessage(_Message, frozen=True):

@@ -287,6 +287,7 @@ def model_message(model: Model) -> ModelMessage:
         model.constants,
         tuple(pool.description for pool in model.pools),
         model.token,
+        model.contents,
     )
 
 
@@ -295,7 +296,7 @@ def pool_fds(model: Model) -> list[int]:
 
 
 def _options(options: PrepareOptions) -> OptionsMessage:
-    return OptionsMessage(options.preference, options.priority, options.deadline_ns, options.threads)
+    return OptionsMessage(options.preference, options.priority, options.deadline_ns, options.threads, options.open_outputs)
 
 
 def _cache(cache: CacheHandles) -> CacheMessage:

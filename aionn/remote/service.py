@@ -16,7 +16,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from aionn.burst import result_of
-from aionn.errors import AionnError, CallerError
+from aionn.errors import AionnError, CallerError, CompilationError
 from aionn.hal.interfaces import CacheHandles, IBuffer, IBurstContext, IDevice, IPreparedModel, PrepareOptions
 from aionn.hal.model import Model
 from aionn.hal.types import IMemory, MemoryDescription, MQDescriptor
@@ -323,10 +323,18 @@ class _Received:
             return _Unmapped(description, error)
 
     def model(self, message: ModelMessage, descriptors: Descriptors) -> Model:
-        """The client's model; its constants are mapped copy-on-write: no engine can write through to the app's."""
+        """The client's model; its constants are mapped copy-on-write: no engine can write through to the app's.
+
+        Raises:
+            CompilationError: memory with constants is not what its description says: a file has been cut off, mostly.
+        """
         pools = []
         for description in message.pools:
-            region = attached(descriptors.take(), description, Access.PRIVATE)
+            try:
+                region = attached(descriptors.take(), description, Access.PRIVATE)
+            except MappingError as error:
+                why = f"the model's weights cannot be mapped: {error}. If their file was cut off, put it back and read the model again"
+                raise CompilationError(why, reason=str(error)) from error
             self._regions.append(region)
             pools.append(region)
         return Model(
@@ -337,6 +345,7 @@ class _Received:
             constants=message.constants,
             pools=tuple(pools),
             token=message.token,
+            contents=message.contents,
         )
 
 
@@ -396,7 +405,7 @@ def _descriptor(message: MQMessage, descriptors: Descriptors) -> MQDescriptor:
 
 
 def _options(message: OptionsMessage) -> PrepareOptions:
-    return PrepareOptions(message.preference, message.priority, message.deadline_ns, message.threads)
+    return PrepareOptions(message.preference, message.priority, message.deadline_ns, message.threads, message.open_outputs)
 
 
 def _known(table: Mapping[int, T], number: int, what: str) -> T:

@@ -55,13 +55,32 @@ class Way:
         inputs: (name, dtype, shape, offset) per input.
         outputs: (name, dtype, shape or None while open, offset, length) per output.
         arguments: of the request, relative to the frame's first byte.
-        known: whether every output's shape is.
+        known: whether every output's shape is, as the model declares it.
         input_bytes: of all inputs together.
     """
 
-    __slots__ = ("arguments", "input_bytes", "inputs", "known", "layout", "outputs", "outputs_key")
+    __slots__ = ("_believed", "_declared", "arguments", "input_bytes", "inputs", "known", "layout", "outputs", "outputs_key")
 
-    def __init__(self, model: Model, input_shapes: Shapes, output_shapes: Sequence[tuple[int, ...] | None], room: Sequence[int]) -> None:
+    def __init__(
+        self,
+        model: Model,
+        believed: dict[str, Operand],
+        input_shapes: Shapes,
+        declared: Sequence[tuple[int, ...] | None],
+        room: Sequence[int],
+    ) -> None:
+        """
+        Args:
+            believed: see `Arguments.outputs`.
+            declared: of each output the shape that the model declares for these inputs; None while open.
+            room: bytes for each output whose shape is not known, or not believed.
+        """
+        self._believed = believed
+        self._declared = declared
+        output_shapes = [
+            shape if believed[name].dimensions == operand.dimensions else None
+            for (name, operand), shape in zip(model.outputs.items(), declared, strict=True)
+        ]
         operands = list(model.inputs.items())
         input_bytes = tuple(prod(shape) * operand.type.element_bytes for (_, operand), shape in zip(operands, input_shapes, strict=True))
         output_bytes = []
@@ -93,9 +112,15 @@ class Way:
         return Request(made[0], made[1])
 
     def lacks_room(self, index: int, told: OutputShape) -> bool:
-        """Whether an output that is open may be of that shape, and has no room for it."""
-        _, dtype, shape, _, length = self.outputs[index]
-        return shape is None and min(told.dimensions, default=0) >= 0 and prod(told.dimensions) * dtype.itemsize > length
+        """Whether an output may be of that shape, and has no room for it."""
+        _, dtype, _, _, length = self.outputs[index]
+        return min(told.dimensions, default=0) >= 0 and prod(told.dimensions) * dtype.itemsize > length
+
+    def learn(self, index: int, told: tuple[int, ...]) -> None:
+        """An output has that shape. If the model declares another one, its declaration is not believed from now on."""
+        name, _, shape, _, _ = self.outputs[index]
+        if shape not in (None, told):
+            self._believed[name] = Operand(self._believed[name].type, None)
 
     def fits(self, inputs: Mapping[str, Any]) -> bool:
         """Whether these are plain arrays of exactly this way's shapes and dtypes: the check of a stream's every frame but the first."""
@@ -128,11 +153,14 @@ class Way:
         for index, (name, dtype, shape, offset, length) in enumerate(self.outputs):
             if name in elsewhere:
                 continue
-            told = shapes[index].dimensions if shapes else shape
+            # A driver that has not seen the declaration fail says nothing of an output that came out as declared.
+            told = shapes[index].dimensions if shapes else self._declared[index]
             if told is None:
                 raise false_shapes(f"none came for output {name!r}")
-            if shape not in (None, told) or min(told, default=0) < 0 or prod(told) * dtype.itemsize > length:
-                raise false_shapes(f"output {name!r} of shape {told} has room for {shape or length}")
+            if min(told, default=0) < 0 or prod(told) * dtype.itemsize > length:
+                raise false_shapes(f"output {name!r} of shape {told} has room for {length} bytes")
+            if told != shape:
+                self.learn(index, told)
             places.append((name, dtype, told, offset))
         return frame.cut((self, *[place[2] for place in places], *[place[0] for place in places]), places)
 
@@ -143,14 +171,25 @@ def false_shapes(found: str) -> ExecutionError:
 
 
 class Arguments:
-    """The arguments that one model takes. Remembers the way of each set of input shapes."""
+    """The arguments that one model takes. Remembers the way of each set of input shapes.
+
+    Attributes:
+        outputs: operands of the model's outputs by name. One that came out in another shape than the model declares has no
+            dimensions: files do declare wrong shapes.
+    """
 
     def __init__(self, model: Model) -> None:
         self._model = model
+        self.outputs = dict(model.outputs)
         self._names = tuple(model.inputs)
         self._operands = tuple(model.inputs.items())
         self._checks = tuple((name, operand, operand.type.dtype) for name, operand in self._operands)
         self._ways: dict[Shapes, Way] = {}
+
+    @property
+    def disproved(self) -> tuple[str, ...]:
+        """Names of outputs that came out in another shape than the model declares."""
+        return tuple(name for name, operand in self._model.outputs.items() if self.outputs[name].dimensions != operand.dimensions)
 
     def shapes_of(self, inputs: Mapping[str, Any], placed: Mapping[str, tuple[int, ...]] | None = None) -> Shapes:
         """Check names, dtypes and shapes; the shapes, in the model's order. `placed`: shapes of inputs that are no arrays.
@@ -214,23 +253,28 @@ class Arguments:
         """How a frame with these inputs is laid out."""
         way = self._ways.get(input_shapes)
         if way is None:
-            resolved = self._resolve(input_shapes)
             guess = max(_FIRST_GUESS_BYTES, 2 * sum(prod(s) for s in input_shapes) * 4)
-            way = Way(self._model, input_shapes, resolved, [guess] * len(resolved))
-            self._remember(input_shapes, way)
+            way = self._make(input_shapes, [guess] * len(self.outputs))
         return way
-
-    def _resolve(self, input_shapes: Shapes) -> list[tuple[int, ...] | None]:
-        by_name = resolve_shapes(self._model.outputs, self._model.inputs, dict(zip(self._names, input_shapes, strict=True)))
-        return [by_name[name] for name in self._model.outputs]
 
     def widen(self, input_shapes: Shapes, told: Sequence[OutputShape]) -> Way:
         """A way with room for outputs of these shapes, after the driver told that there was too little."""
+        before = self.way(input_shapes)
         room = [
-            max(_FIRST_GUESS_BYTES, prod(shape.dimensions) * operand.type.element_bytes)
-            for operand, shape in zip(self._model.outputs.values(), told, strict=True)
+            max(length, prod(shape.dimensions) * dtype.itemsize)
+            for (_, dtype, _, _, length), shape in zip(before.outputs, told, strict=True)
         ]
-        way = Way(self._model, input_shapes, self._resolve(input_shapes), room)
+        return self._make(input_shapes, room)
+
+    def _make(self, input_shapes: Shapes, room: Sequence[int]) -> Way:
+        """A way with that room for open outputs; at least what the model declares, since a new driver still goes by that."""
+        found = resolve_shapes(self._model.outputs, self._model.inputs, dict(zip(self._names, input_shapes, strict=True)))
+        declared = [found[name] for name in self.outputs]
+        roomy = [
+            max(length, 0 if shape is None else prod(shape) * operand.type.element_bytes)
+            for operand, shape, length in zip(self.outputs.values(), declared, room, strict=True)
+        ]
+        way = Way(self._model, self.outputs, input_shapes, declared, roomy)
         self._remember(input_shapes, way)
         return way
 
@@ -247,6 +291,9 @@ class Arguments:
         if result.status is not ErrorStatus.OUTPUT_INSUFFICIENT_SIZE or len(result.output_shapes) != len(way.outputs):
             return False
         short = [index for index, shape in enumerate(result.output_shapes) if not shape.is_sufficient]
+        for index in short:
+            if way.lacks_room(index, result.output_shapes[index]):
+                way.learn(index, result.output_shapes[index].dimensions)
         return bool(short) and all(index not in placed and way.lacks_room(index, result.output_shapes[index]) for index in short)
 
 

@@ -205,8 +205,8 @@ class Burst:
         if way is None or pool is None or outputs or link is None or link.controller.ended_by is not None or not way.fits(inputs):
             if self._recurrent is not None and type(inputs) is dict:
                 step = self._begin_step(self._recurrent, inputs, outputs or {})
-                if step is not None:
-                    return await self._step(step, inputs, measure_timing, deadline_ns)
+                if step is not None and (stepped := await self._step(step, inputs, measure_timing, deadline_ns)) is not None:
+                    return stepped
             return await self._compute_anew(inputs, outputs or {}, measure_timing, deadline_ns)
         # A stream's usual frame, in one piece: each call less is a tenth of a microsecond of the few that a round trip takes.
         try:
@@ -276,13 +276,17 @@ class Burst:
             return None
         return recurrent.begin(link, inputs, outputs)
 
-    async def _step(self, step: Step, inputs: dict[str, Any], measure_timing: bool, deadline_ns: int | None) -> Outputs:
+    async def _step(self, step: Step, inputs: dict[str, Any], measure_timing: bool, deadline_ns: int | None) -> Outputs | None:
+        """The outputs of a step; None: an output was larger than declared, so nothing was computed and the long way has room for it."""
         try:
             result, busy_ns = await step.link.controller.execute(step.body(inputs, measure_timing), step, deadline_ns)
             counts = self._counts
             counts["copied_bytes"] += step.way.copied_bytes
             counts["driver_busy_ns"] += busy_ns
             if result.status is not ErrorStatus.NONE:
+                if step.way.widened(self._arguments, result):
+                    self._recurrent = None
+                    return None
                 raise self._failure(result)
             counts["computed"] += 1
             return Outputs(step.way.outputs_in(step.frame, result), step.link.device, result.timing if measure_timing else None)
@@ -332,7 +336,7 @@ class Burst:
         """The outputs; or a way with room for them. Holds nothing when it raises."""
         if self._compiled.sampling is not None:
             await self._compiled.sampling.take_placed(inputs, placed_inputs)
-        placement, placed_shapes = await place(link.serving.model, link.prepared, placed_inputs, outputs)
+        placement, placed_shapes = await place(link.serving.model, self._arguments.outputs, link.prepared, placed_inputs, outputs)
         try:
             if leased is not None and wider is None:
                 way, frame = leased

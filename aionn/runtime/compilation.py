@@ -224,7 +224,7 @@ class Compilation:
 
     async def _preparation(self) -> tuple[RemotePreparedModel, tuple[CacheOutcome, ...]]:
         serving, devices = self._compiled.serving, self._runtime._devices
-        options = dataclasses.replace(self._options, deadline_ns=None)
+        options = dataclasses.replace(self._options, deadline_ns=None, open_outputs=self._arguments.disproved)
         if serving is None:
             prepared, outcome = await prepare_on_best(devices, self.model, self._candidates, options, self._cache)
         else:
@@ -336,7 +336,7 @@ class Compilation:
                 placed_shapes: dict[str, tuple[int, ...]] = {}
                 try:
                     if placing:
-                        placement, placed_shapes = await place(model, serving.prepared, inputs, outputs)
+                        placement, placed_shapes = await place(model, self._arguments.outputs, serving.prepared, inputs, outputs)
                         shapes = self._arguments.shapes_of(inputs, placed_shapes)
                     way = wider or self._arguments.way(shapes)
                     pool = self._frames.pool(way)

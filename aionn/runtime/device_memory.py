@@ -272,26 +272,33 @@ class DeviceMemory:
         with self._copying(over) as settled:
             await self._front.copy_from(source, shape, settled)
 
-    async def copy_to(self, target: Memory | None = None) -> NDArray[Any]:
+    async def copy_to(self, target: Memory | HardwareBuffer | None = None) -> NDArray[Any]:
         """Its contents: into `target`, or into a new array.
+
+        Args:
+            target: a `Memory` of exactly its bytes; or a `HardwareBuffer` that is the tensor, as for `copy_from`.
 
         Returns:
             An array of its dtype and shape: over `target`, or the caller's own.
 
         Raises:
-            CallerError: the size of `target` is another; or an execution that advances this memory is in flight.
+            CallerError: `target` has another size, or is not that tensor; or an execution that advances this memory is in flight.
             ExecutionError: it is not initialized, or is being written now.
             DeviceMemoryLostError: its driver has ended.
         """
         await self.ready()
-        if target is not None and not isinstance(target, Memory):
-            raise CallerError(f"copy_to a {type(target).__name__}: device memory is copied into a Memory; snapshot() gives an array")
+        if target is not None and not isinstance(target, Memory | HardwareBuffer):
+            raise CallerError(
+                f"copy_to a {type(target).__name__}: device memory is copied into a Memory or HardwareBuffer; snapshot() gives an array"
+            )
         self.check_filled()
         shape, size = self._shape, self.size_bytes
         if shape is None or size is None:
             raise CallerError("this device memory's shape is open until something fills it; copy_from or compute into it first")
         if target is not None:
-            with target[:] as part, self._copying() as settled:  # a user of its own: the app may close the target meanwhile
+            # A user of its own: the app may close the target meanwhile.
+            place = target[:] if isinstance(target, Memory) else target.locate(Operand(self.type, shape))[0]
+            with place as part, self._copying() as settled:
                 await self._front.copy_to(part, settled)
                 return part.array(self.type.dtype, shape)
         with Memory(Region.allocate(size)) as memory, self._copying() as settled:
@@ -408,6 +415,8 @@ class DeviceMemory:
 
     def written(self, shape: tuple[int, ...]) -> None:
         """An execution has written it, in that shape. One that it cannot have is a lie of the driver's, and no news."""
+        if not self._roles.operand.accepts(shape) and self._roles.bound.accepts(shape):
+            self._roles.operand = self._roles.bound
         if self._roles.operand.accepts(shape) and min(shape, default=1) > 0:
             self._shape = shape
 
@@ -417,6 +426,7 @@ class DeviceRoles:
 
     Attributes:
         operand: what all roles and the asked shape say together.
+        bound: what the inputs and the asked shape say; an output may come out in another shape than the model declares.
         shape: its extents where all are known.
     """
 
@@ -427,8 +437,9 @@ class DeviceRoles:
             raise CallerError("device memory without a role: name the inputs or outputs it will stand for")
         extents = () if shape is None else extents_of(shape)
         dimensions: Dimensions = given(extents)
+        bound = dimensions
         operands: list[Operand] = []
-        for names, known, what in ((inputs, model.inputs, "inputs"), (outputs, model.outputs, "outputs")):
+        for names, known, what in ((inputs, model.inputs, "inputs"), (outputs, compilation._arguments.outputs, "outputs")):
             unknown = [name for name in names if not isinstance(name, str) or name not in known]
             if unknown:
                 raise CallerError(f"{what}={unknown!r}: name {what} of the model in a tuple; they are {list(known)}")
@@ -442,11 +453,14 @@ class DeviceRoles:
                     dimensions = combine_dimensions(dimensions, known[name].dimensions)
                 except CallerError as error:
                     raise CallerError(f"{what[:-1]} {name!r}: {error}") from None
+                if what == "inputs":
+                    bound = dimensions
         self.inputs, self.outputs = inputs, outputs
         self._input_roles = [BufferRole(0, list(model.inputs).index(name)) for name in inputs]
         self._output_roles = [BufferRole(0, list(model.outputs).index(name)) for name in outputs]
         self._desc = BufferDesc(extents)
         self.operand = Operand(operands[0].type, dimensions)
+        self.bound = Operand(operands[0].type, bound)
         self.shape = full_shape(dimensions)
 
     async def allocate(self, prepared: RemotePreparedModel) -> RemoteBuffer:

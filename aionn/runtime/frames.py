@@ -32,7 +32,8 @@ class Frames:
     """Frame pools and their regions by slot. Satisfies `IBurstCallback`."""
 
     def __init__(self, *, exact: bool, max_frames: int = MAX_FRAMES) -> None:
-        """`exact`: every frame has the same size, so none is rounded up. `max_frames`: of each size."""
+        """`exact`: every frame has the same size, so none is rounded up, except where an output is larger than declared. `max_frames`: of
+        each size."""
         self._exact = exact
         self._max_frames = max_frames
         self._waiting: dict[FramePool, deque[asyncio.Future[Frame]]] = {}
@@ -46,7 +47,7 @@ class Frames:
     def pool(self, way: Way) -> FramePool:
         """The pool whose frames fit `way`."""
         needed = way.layout.frame_bytes
-        size = needed if self._exact else 1 << (needed - 1).bit_length()
+        size = needed if self._exact and way.known else 1 << (needed - 1).bit_length()
         pool = self._pools.get(size)
         if pool is None:
             if self._closed:

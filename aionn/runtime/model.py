@@ -10,8 +10,8 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from aionn.errors import CallerError
-from aionn.graph import Home, read_onnx
+from aionn.errors import CallerError, ExecutionError
+from aionn.graph import Home, contents_of, read_onnx
 from aionn.hal import model as hal_model
 from aionn.hal.types import IMemory
 from aionn.memory.memory import Memory
@@ -23,7 +23,7 @@ class Model(hal_model.Model):
 
     Attributes:
         inputs: `hal.Operand` by name, in the graph's order: `.type`, `.dimensions` (0: open), `.symbols`.
-        outputs: the same for its outputs.
+        outputs: the same for its outputs, as the file declares them. Files do declare wrong shapes; arrays have the true ones.
         token: 32 bytes that name the content (graph and every constant): the same file gives the same token in every
             run and at every path.
 
@@ -65,9 +65,14 @@ class Model(hal_model.Model):
             # One pool for all slices of it, with a user of its own: the app may close what it gave.
             whole = pools.setdefault(memory.pool, memory.whole())
             homes[name] = Home(whole, memory.offset_bytes, memory.size_bytes)
-        read = read_onnx(source, allocate, _mapped, homes)
+        try:
+            read = read_onnx(source, allocate, _mapped, homes)
+        except ExecutionError as error:
+            raise CallerError(f"the model's weights cannot be read: {error}. Put the whole file back") from error
         for region in regions:
             region.freeze()
+        changeable = [hal_model.may_change(pool) for pool in read.pools]
+        digests = zip(read.constants, read.digests, strict=True)
         return cls(
             graph=read.graph,
             inputs=read.inputs,
@@ -76,6 +81,7 @@ class Model(hal_model.Model):
             constants=read.constants,
             pools=read.pools,
             token=read.token,
+            contents=contents_of(digest for constant, digest in digests if changeable[constant.location.pool_index]),
         )
 
 

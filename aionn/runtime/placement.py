@@ -24,6 +24,7 @@ from aionn.burst import PoolReference
 from aionn.errors import CallerError, DeviceMemoryLostError, DriverDiedError
 from aionn.hal.model import Model
 from aionn.hal.types import DataLocation, ErrorStatus, Operand, Request, RequestArgument, Result
+from aionn.memory.domain import full_shape
 from aionn.memory.hardware_buffer import HardwareBuffer
 from aionn.memory.memory import Memory
 from aionn.memory.pool import Frame
@@ -147,18 +148,23 @@ class Placement:
         for index, (name, operand) in enumerate(model.outputs.items()):
             place = self.outputs.get(index)
             if place is not None and place.view is not None:
-                shape = told[index].dimensions if told else place.shape
-                fits = operand.accepts(shape) and place.shape in ((), shape) and min(shape, default=0) >= 0
-                if not fits or prod(shape) * operand.type.element_bytes > place.length:
-                    raise false_shapes(f"output {name!r} of shape {shape} has room for {place.shape or place.length}")
+                shape = told[index].dimensions if told else place.shape or full_shape(operand.dimensions)
+                if shape is None:
+                    raise false_shapes(f"none came for output {name!r}")
+                if min(shape, default=0) < 0 or prod(shape) * operand.type.element_bytes > place.length:
+                    raise false_shapes(f"output {name!r} of shape {shape} has room for {place.length} bytes")
                 found.append((name, np.ndarray(shape, operand.type.dtype, buffer=place.view)))
         return found
 
 
 async def place(
-    model: Model, prepared: RemotePreparedModel, inputs: Mapping[str, Any], outputs: Mapping[str, Any] | None
+    model: Model,
+    believed: Mapping[str, Operand],
+    prepared: RemotePreparedModel,
+    inputs: Mapping[str, Any],
+    outputs: Mapping[str, Any] | None,
 ) -> tuple[Placement, dict[str, tuple[int, ...]]]:
-    """Place what is not an array; the placement, and the shapes of the placed inputs by name.
+    """Place what is not an array; the placement, and the shapes of the placed inputs by name. `believed`: see `Arguments.outputs`.
 
     Raises:
         CallerError: something cannot stand for that operand; nothing is held then.
@@ -183,7 +189,7 @@ async def place(
     placement = Placement()
     try:
         shapes = _place_inputs(placement, model, prepared, inputs)
-        _place_outputs(placement, model, prepared, outputs, reading)
+        _place_outputs(placement, model, believed, prepared, outputs, reading)
         for memory in reading | writing:
             advance = memory in reading and memory in writing
             memory.begin(advance=advance)
@@ -216,7 +222,12 @@ def _place_inputs(
 
 
 def _place_outputs(
-    placement: Placement, model: Model, prepared: RemotePreparedModel, outputs: Mapping[str, Any], reading: set[DeviceMemory]
+    placement: Placement,
+    model: Model,
+    believed: Mapping[str, Operand],
+    prepared: RemotePreparedModel,
+    outputs: Mapping[str, Any],
+    reading: set[DeviceMemory],
 ) -> None:
     for index, (name, operand) in enumerate(model.outputs.items()):
         if name not in outputs:
@@ -232,7 +243,8 @@ def _place_outputs(
             placement._written.append((index, value))
         elif isinstance(value, Memory | HardwareBuffer):
             shape: tuple[int, ...] = ()
-            if operand.size_bytes is None and isinstance(value, Memory) and value.shape is None:
+            disproved = believed[name].dimensions != operand.dimensions
+            if isinstance(value, Memory) and (disproved or (operand.size_bytes is None and value.shape is None)):
                 part = value[:]  # room for whatever comes out
             else:
                 part, shape = _located(value, operand, "output", name)

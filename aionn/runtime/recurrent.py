@@ -26,7 +26,7 @@ from aionn.burst import PoolReference, encode_request_body
 from aionn.errors import DeviceMemoryLostError, DriverDiedError
 from aionn.hal.types import DataLocation, ErrorStatus, Request, RequestArgument, Result
 from aionn.memory.pool import Frame, FramePool, FramesInFlightError
-from aionn.runtime.arguments import Way
+from aionn.runtime.arguments import Arguments, Way
 from aionn.runtime.device_memory import DeviceMemory, lost_with
 from aionn.runtime.link import Link
 
@@ -153,6 +153,13 @@ class RecurrentWay:
         if result.output_shapes:
             return self._way.outputs_in(frame, result.output_shapes, [name for _, name in self._writes])
         return frame.arrays.get(self._outputs_key) or frame.cut(self._outputs_key, self._outputs)
+
+    def widened(self, arguments: Arguments, result: Result) -> bool:
+        """Whether the outputs in the frame had too little room; the next frame of these shapes has more then."""
+        if not arguments.may_retry(self._way, result, [index for index, _ in self._writes]):
+            return False
+        arguments.widen(tuple(shape for _, _, shape, _ in self._way.inputs), result.output_shapes)
+        return True
 
     def tell(self, written: list[DeviceMemory], result: Result) -> None:
         """Tell the memories that an execution has written which shapes it has given them."""

@@ -120,6 +120,40 @@ async def test_a_weights_file_beside_the_model_is_mapped_where_it_lies(runtime: 
     await added(runtime, copied)
 
 
+@pytest.mark.parametrize("mode", ["eager", "jit"])
+@pytest.mark.parametrize("cached", [False, True], ids=["no_cache", "cache"])
+@pytest.mark.parametrize("given", [False, True], ids=["beside_the_model", "memory_of_the_app"])
+async def test_weights_cut_off_on_disk_are_a_compilation_error(
+    runtime: aionn.Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: Any, cached: bool, given: bool
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    content = two_additions(4096, 4096 + BYTES)
+    (tmp_path / "model.onnx").write_bytes(content)
+    (tmp_path / "weights").write_bytes(bytes(4096) + A.tobytes() + B.tobytes())
+    if given:
+        with open(tmp_path / "weights", "rb") as file, aionn.Memory.from_fd(file, 4096 + 2 * BYTES, mmap.PROT_READ) as memory:
+            model = aionn.Model.from_onnx(content, memories={"weights": memory})
+    else:
+        model = aionn.Model.from_onnx(tmp_path / "model.onnx")
+    os.truncate(tmp_path / "weights", 100)
+    cache: dict[str, Any] = {"cache_dir": tmp_path / "cache", "token": model.token} if cached else {}
+    with pytest.raises(aionn.CompilationError, match="cut off") as told:
+        compilation = await runtime.compile(model, devices=("onnxruntime",), mode=mode, **cache)
+        await compilation.compute({"x": X})
+    assert "100 bytes" in told.value.reason
+    # The driver goes on, and the whole file compiles.
+    (tmp_path / "weights").write_bytes(bytes(4096) + A.tobytes() + B.tobytes())
+    await added(runtime, aionn.Model.from_onnx(tmp_path / "model.onnx"))
+
+
+def test_memory_cut_off_on_disk_is_refused_when_a_model_is_read_from_it(tmp_path: Path) -> None:
+    (tmp_path / "weights").write_bytes(A.tobytes() + B.tobytes())
+    with open(tmp_path / "weights", "rb") as file, aionn.Memory.from_fd(file, 2 * BYTES, mmap.PROT_READ) as memory:
+        os.truncate(tmp_path / "weights", 100)
+        with pytest.raises(aionn.CallerError, match="cut off"):
+            aionn.Model.from_onnx(two_additions(0, BYTES), memories={"weights": memory})
+
+
 @pytest.mark.parametrize(("first", "second"), [(0, 1024), (2**63, 0), (-4, 0), (800, 0), (2**64 - 256, 0)])
 def test_set_operand_value_from_memory_refuses_what_lies_beyond(first: int, second: int) -> None:
     with aionn.Memory.allocate(1024) as memory, pytest.raises(aionn.CallerError, match="bytes"):

@@ -50,6 +50,37 @@ async def test_single_partition_gives_memory_of_the_device_for_an_input_and_an_o
             np.testing.assert_array_equal(await memory.snapshot(), np.arange(4, dtype=np.float32))
 
 
+@pytest.mark.parametrize("dimensions", [(1, 4, 6, 3), (0, 4, 6, 3), (4, 6, 3)], ids=str)
+async def test_device_memory_is_copied_into_an_image_and_back(dimensions: tuple[int, ...]) -> None:
+    shape = tuple(extent or 1 for extent in dimensions)
+    picture = np.arange(72, dtype=np.uint8).reshape(shape)
+    async with leak_check(), aionn.Runtime() as runtime:
+        declared = tuple(extent or "N" for extent in dimensions)
+        compilation = await runtime.compile(aionn.Model.from_onnx(identity_model({"x": declared}, np.uint8)), devices=("onnxruntime",))
+        async with await compilation.allocate(inputs=("x",), outputs=("x_out",)) as memory:
+            await compilation.compute({"x": picture}, outputs={"x_out": memory})
+            with (
+                aionn.HardwareBuffer.allocate(6, 4, "rgb_888") as image,
+                aionn.HardwareBuffer.allocate(72) as blob,
+                aionn.HardwareBuffer.allocate(6, 4, "rgba_8888") as other,
+            ):
+                for target in (image, blob):
+                    found = await memory.copy_to(target)
+                    assert found.shape == shape
+                    np.testing.assert_array_equal(found, picture)
+                    assert bytes(target.view()) == picture.tobytes()
+                    target.view()[0] = 99
+                    assert found.flat[0] == 99  # over the buffer's own bytes
+                    await memory.copy_from(target)
+                    assert (await memory.snapshot()).flat[0] == 99
+                    target.view()[0] = 0
+                    await memory.copy_from(target)
+                for wrong in (other, aionn.HardwareBuffer.allocate(71)):
+                    with wrong, pytest.raises(aionn.CallerError, match=r"does not fit|same size"):
+                        await memory.copy_to(wrong)
+                del found, wrong
+
+
 async def test_a_use_after_a_cancelled_copy_waits_for_the_driver() -> None:
     async with leak_check(), aionn.Runtime() as runtime:
         compilation = await runtime.compile(aionn.Model.from_onnx(identity_model({"x": (4,)})), devices=("onnxruntime",))

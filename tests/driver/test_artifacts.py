@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import resource
 import threading
@@ -24,6 +25,7 @@ from aionn.errors import CallerError, CompilationError, DeadlineError
 from aionn.hal import Artifact, CacheFiles, CacheHandles, CompileOptions, Executable, IBlobCache, Model, PrepareOptions
 from aionn.testing.fake_engine import FakeEngine
 from aionn.testing.models import scaled_model
+from tests.conformance.test_app_memory import BYTES, two_additions
 
 pytestmark = pytest.mark.anyio
 TOKEN = bytes(32)
@@ -109,6 +111,27 @@ async def test_an_engine_is_given_exactly_the_bytes_it_exported(opened: Opened, 
     assert [bytes(content) for content in (*engine.given.model, *engine.given.data)] == [*exported.model, *exported.data]
     assert list(loaded.inputs.items()) == list(model.inputs.items())
     assert list(loaded.outputs.items()) == list(model.outputs.items())
+
+
+@pytest.mark.parametrize("said", [True, False], ids=["the_client_says_what_they_were", "it_does_not"])
+@pytest.mark.parametrize("declines", [True, False], ids=["declined", "exported"])
+async def test_weights_that_change_while_they_are_compiled_are_not_stored(
+    opened: Opened, handles: CacheHandles, said: bool, declines: bool
+) -> None:
+    engine, device = opened
+    with aionn.Memory.allocate(2 * BYTES) as memory:
+        read = aionn.Model.from_onnx(two_additions(0, BYTES), memories={"weights": memory})
+        assert read.contents
+        model = read if said else dataclasses.replace(read, contents=b"")
+        engine.compiling = lambda options: memory.view().__setitem__(0, 1)
+        if declines:
+            engine.export = lambda executable: None  # type: ignore[method-assign]
+        prepared = await device.prepare_model(model, PrepareOptions(), handles)
+        assert prepared.save_outcome.startswith("changed_weights: ")
+        assert [os.fstat(fd).st_size for fd in (*handles.model, *handles.data)] == [0, 0]
+        again = await device.prepare_model(model, PrepareOptions(), handles)
+        expected = "changed_weights" if said else "declined" if declines else "saved"
+        assert again.save_outcome.partition(":")[0] == expected
 
 
 async def test_a_device_asks_for_the_files_its_engine_does(model: aionn.Model) -> None:
