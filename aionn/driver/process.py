@@ -38,13 +38,24 @@ CLEAN_UP_S = 2.0
 """How long a driver may take to free what its client left; then it ends all the same."""
 
 
+GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that a terminal, systemd, `timeout` or a container's init sends to the whole process group.
+
+The app handles them and may still drain; its drivers end with it.
+"""
+
+
 def bind_to_parent() -> None:
-    """Ask the kernel to kill this process when its parent ends, and leave the terminal's Ctrl-C to the parent."""
+    """Ask the kernel to kill this process when its parent ends, and leave `GROUP_SIGNALS` to the parent.
+
+    The parent starts this process with every signal blocked, so none of them arrives before it is ignored.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed; the driver would outlive its app")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    for number in GROUP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 def stay_in_background(threads: int) -> None:

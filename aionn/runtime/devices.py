@@ -270,9 +270,9 @@ def _spawn(engine: str, name: str, theirs: socket.socket, background_threads: in
                 (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
                 (os.POSIX_SPAWN_DUP2, high, _SOCKET_FD),
             ],
-            # A Ctrl-C at the terminal is the app's to handle; the driver ignores it from its first instruction on.
-            setsigmask=[signal.SIGINT],
-            setsigdef=[signal.SIGTERM, signal.SIGPIPE, signal.SIGCHLD],
+            # A signal to the process group is the app's to handle. The driver unblocks signals once it ignores those.
+            setsigmask=signal.valid_signals(),
+            setsigdef=[signal.SIGPIPE, signal.SIGCHLD],
         )
     finally:
         os.close(high)
