@@ -77,6 +77,7 @@ class EngineDevice:
         self._threads = Threads(f"{engine.name} compilation", _COMPILES_AT_ONCE)
         self._artifacts = Artifacts(engine)
         self.buffers = DeviceBuffers(reserve)
+        self._paces: set[Pace] = set()  # of the models that are prepared now
         self.name = engine.name
         self.version = engine.version
         self.type: DeviceType = getattr(engine, "device_type", DeviceType.CPU)
@@ -189,6 +190,20 @@ class EngineDevice:
         self._artifacts.close()
         self._threads.close()
 
+    def enter(self, pace: Pace) -> None:
+        """Count one more prepared model."""
+        self._paces.add(pace)
+        self._note_company()
+
+    def leave(self, pace: Pace) -> None:
+        """Count one prepared model less."""
+        self._paces.discard(pace)
+        self._note_company()
+
+    def _note_company(self) -> None:
+        for pace in self._paces:
+            pace.alone(len(self._paces) == 1)
+
     def serve(self, server: ExecutionBurstServer, ended: Callable[[ExecutionBurstServer], None]) -> None:
         """Run a burst's listener; `ended` is called when it is over. Whatever goes wrong in it ends that burst and nothing else."""
         self._tasks.start_soon(self._listen, server, ended, name="burst listener")
@@ -225,6 +240,7 @@ class EnginePreparedModel:
         self.info = ModelInfo(number, tuple(inputs.values()), tuple(outputs.values()))
         self._thread = SerialThread(f"{device.name} execution")
         self._bound = BoundModel(number, list(inputs.items()), list(outputs.items()), self._thread, Pace(), device.buffers, constants)
+        device.enter(self._bound.pace)
         self._bursts: set[ExecutionBurstServer] = set()
 
     async def execute(
@@ -261,6 +277,7 @@ class EnginePreparedModel:
             await burst.aclose()
         self._thread.close()
         self._executable = None
+        self.device.leave(self._bound.pace)
 
 
 class EngineBuffer:

@@ -8,6 +8,7 @@ Invariants
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,16 +37,25 @@ _DONE = Result(ErrorStatus.NONE)
 
 
 class Pace:
-    """Whether a model's runs are short enough for the loop."""
+    """Whether a model's runs are short enough for the loop.
 
-    __slots__ = ("_short_runs",)
+    Past runs do not bound the next one, and a long run on the loop stalls all that the loop serves. So a model runs
+    there only while no other model is prepared in this process.
+    """
+
+    __slots__ = ("_needed", "_short_runs")
 
     def __init__(self) -> None:
         self._short_runs = 0
+        self._needed: float = _QUALIFYING_RUNS
+
+    def alone(self, alone: bool) -> None:
+        """Note whether its model is the only one of the process."""
+        self._needed = _QUALIFYING_RUNS if alone else math.inf
 
     @property
     def inline(self) -> bool:
-        return self._short_runs >= _QUALIFYING_RUNS
+        return self._short_runs >= self._needed
 
     def ran(self, nanoseconds: int) -> None:
         self._short_runs = self._short_runs + 1 if nanoseconds < INLINE_RUN_NS else 0
