@@ -4,6 +4,7 @@ Invariants
     `Executable.run` is never entered twice at once: the thread takes one run after the other, and a run on the loop
     happens only while the thread has none (`_pending` is 0), during which the loop can submit none.
     A bound execution holds views of its memories: they stay mapped until the run is over, whoever has let go of them.
+    Every run begins and ends in its model's slot of the statistics page, also one that fails.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from aionn.hal.types import ErrorStatus, Operand, OutputShape, Request, RequestA
 from aionn.memory.device_buffers import BufferRequest, DeviceBuffers
 from aionn.memory.region import Region
 from aionn.memory.requests import Extent, check_homes, check_request, input_shape, output_shape
+from aionn.pages import Slot
 
 INLINE_RUN_NS = 500_000
 """A model whose runs are shorter than this may run on the loop: a thread's two wake-ups cost 30 to 60 us here, the run itself
@@ -73,11 +75,12 @@ class BoundExecution:
         names: Sequence[str],
         thread: SerialThread,
         pace: Pace,
+        slot: Slot,
         domain: DomainUse | None = None,
         files: Sequence[Region] = (),
         written: Sequence[Region] = (),
     ) -> None:
-        """`files`: memories that are files and may be cut off; `written`: those of them that get outputs."""
+        """`files`: memories that are files and may be cut off; `written`: those of them that get outputs; `slot`: shows runs."""
         self._executable = executable
         self._domain = domain
         self._files = files
@@ -88,6 +91,7 @@ class BoundExecution:
         self._names = names
         self._thread = thread
         self._pace = pace
+        self._slot = slot
 
     def execute_now(self, measure_timing: bool) -> Result | None:
         if not self._pace.inline or self._written or not self._thread.idle:
@@ -103,7 +107,8 @@ class BoundExecution:
         return await self._thread.run(job)
 
     def _run(self, measure_timing: bool) -> Result:
-        began_ns = time.monotonic_ns()
+        slot = self._slot
+        began_ns, took_ns = slot.begin(), -1
         try:
             for region in self._files:
                 region.check_backing()
@@ -114,13 +119,16 @@ class BoundExecution:
                 report, shapes, insufficient = self._run_in_domain(self._domain, measure_timing)
             for region in self._written:
                 region.flush()
+            took_ns = slot.end(began_ns)
         except AionnError as error:
             return result_of(error)
         except MemoryError as error:
             return Result(ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT, message=f"the engine ran out of memory: {error}")
         except (Exception, SystemExit) as error:  # whatever an engine raises is this execution's failure and nothing else
             return Result(ErrorStatus.GENERAL_FAILURE, message=f"{type(error).__name__}: {' '.join(str(error).split())}")
-        took_ns = time.monotonic_ns() - began_ns
+        finally:
+            if took_ns < 0:
+                slot.end(began_ns)
         self._pace.ran(took_ns)
         if insufficient:
             return Result(ErrorStatus.OUTPUT_INSUFFICIENT_SIZE, shapes, message=insufficient)
@@ -257,7 +265,9 @@ def bind(
         domain = DomainUse(held, tuple(name for name, _ in model.inputs))
     names = [name for name, _ in model.outputs]
     files = tuple(pool.file for pool in pools if pool.file is not None)
-    return BoundExecution(executable, given, wanted, open_outputs, names, model.thread, model.pace, domain, files, tuple(written.values()))
+    return BoundExecution(
+        executable, given, wanted, open_outputs, names, model.thread, model.pace, model.slot, domain, files, tuple(written.values())
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +282,7 @@ class BoundModel:
     outputs: Sequence[tuple[str, Operand]]
     thread: SerialThread
     pace: Pace
+    slot: Slot
     buffers: DeviceBuffers
     constants: Sequence[Extent] = ()
 

@@ -8,7 +8,9 @@ while it compiles (ONNX Runtime: a directory "aionn-ort-..." among the temporary
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
+import faulthandler
 import gc
 import os
 import platform
@@ -22,7 +24,8 @@ import anyio.to_thread
 from aionn.driver.device import EngineDevice
 from aionn.driver.registry import find_engine
 from aionn.errors import AionnError, DeviceUnavailableError
-from aionn.remote.control import Refused, encode, failure_of
+from aionn.pages import BEAT_S, DriverPage
+from aionn.remote.control import STACKS_SIGNAL, Refused, encode, failure_of
 from aionn.remote.service import DeviceService
 
 _PR_SET_PDEATHSIG = 1
@@ -88,9 +91,16 @@ def close_inherited(keep: int) -> None:
             continue  # the listing's own
 
 
+def _beat(page: DriverPage) -> None:
+    """Write the loop's heartbeat, now and from now on."""
+    page.beat()
+    asyncio.get_running_loop().call_later(BEAT_S, _beat, page)
+
+
 async def serve(name: str, home: str, sock: socket.socket) -> None:
     """Serve one client on `sock` with the engine of that name and home (see `find_engine`), until the client is gone."""
     try:
+        page = DriverPage()
         engine = await anyio.to_thread.run_sync(find_engine, name, home)
     except Exception as error:  # the app is told whatever keeps the engine from loading
         refusal = error if isinstance(error, AionnError) else DeviceUnavailableError(name, f"device {name!r} cannot start: {error}")
@@ -100,10 +110,12 @@ async def serve(name: str, home: str, sock: socket.socket) -> None:
         except ConnectionError:
             return  # the app has gone meanwhile
         return
+    faulthandler.register(STACKS_SIGNAL, file=page.fd, all_threads=True)
+    _beat(page)
     gc.freeze()  # what is here now stays: no collection need look at it again
     gc.enable()
     async with anyio.create_task_group() as tasks:
-        service = DeviceService(EngineDevice(engine, tasks), sock, tasks)
+        service = DeviceService(EngineDevice(engine, tasks, page), sock, tasks, page.fd)
         await service.start()
         await service.ended.wait()
         with anyio.move_on_after(CLEAN_UP_S, shield=True):

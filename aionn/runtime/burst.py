@@ -22,7 +22,7 @@ import numpy as np
 
 from aionn import trace
 from aionn.burst import PoolReference, encode_request_body
-from aionn.errors import AionnError, CallerError, DriverHungError
+from aionn.errors import AionnError, CallerError
 from aionn.hal.types import ErrorStatus, ExecutionPreference, Result
 from aionn.memory import pool as memory_pool
 from aionn.remote.device import RemoteBuffer
@@ -120,7 +120,7 @@ class Burst:
     async def link_to(self, serving: Serving) -> Link:
         """A link that is not in use yet."""
         low_power = self._compilation.preference is ExecutionPreference.LOW_POWER
-        return await open_link(serving, self._frames, self._depth, self._queue_capacity, low_power, self._hung)
+        return await open_link(serving, self._frames, self._depth, self._queue_capacity, low_power)
 
     def install(self, link: Link) -> Link | None:
         """Use `link` from now on; the one before, which is to be closed, as a link is that a closed burst has no use for."""
@@ -139,9 +139,6 @@ class Burst:
     def count_from_now(self) -> None:
         """The shortest way counts nothing: leave it until `CompiledModel.watched` is over."""
         self._last = (None, None)
-
-    def _hung(self, serving: Serving, waited_s: float) -> None:
-        self._compilation._runtime._devices.kill(serving.prepared.device, DriverHungError(serving.device, waited_s))
 
     def _lease(self, shapes: Shapes) -> tuple[Way, memory_pool.Frame]:
         self._compilation._runtime._check_loop()
@@ -178,8 +175,8 @@ class Burst:
             outputs: where outputs are to be written instead, by name: a `DeviceMemory` (it is then missing from the result;
                 one that is also an input is advanced: a recurrent state) or a `Memory`.
             measure_timing: fill `.timing` of the result.
-            timeout_s: seconds after which the call ends with `DeadlineError`; a driver that still gives no answer
-                `aionn.burst.HANG_GRACE_S` (1 second) later is killed: `DriverHungError` for all who wait for it then.
+            timeout_s: seconds after which this call ends with `DeadlineError`. It ends nothing else: whether the driver hangs is
+                judged by what it gets done (`Runtime(hang_s=)`), and the frame stays its own until it has answered.
 
         Returns:
             One array per output, by name: views of the burst's memory, valid until the next `compute` on this burst.

@@ -18,15 +18,13 @@ import dataclasses
 import time
 import weakref
 from contextlib import nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
 
 from aionn import trace
-from aionn.burst import HANG_GRACE_S
 from aionn.caching.outcomes import CacheOutcome
-from aionn.errors import AionnError, CallerError, DeadlineError, DriverHungError, again
+from aionn.errors import AionnError, CallerError, DeadlineError, again
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model
 from aionn.hal.types import ExecutionPreference, Priority, Result
@@ -46,7 +44,7 @@ from aionn.runtime.stages import Stage, StagePolicy, Staging
 from aionn.tasks import bounded_shield, deadline_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from aionn.runtime.runtime import Runtime
 
@@ -374,32 +372,12 @@ class Compilation:
             if placement is not None:
                 placement.settled(result)
 
-        watch = _HangWatch(deadline_ns, settled, partial(self._hung, serving))
         seconds = None if deadline_ns is None else max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)
         pools: list[Region | RemoteBuffer] = [frame.region, *(placement.pools if placement else ())]
         request = placement.request(way, frame.offset) if placement else way.request(frame.offset)
         with trace.span("compute", device=serving.device), anyio.move_on_after(seconds):
-            return await serving.prepared.execute(request, pools, measure_timing, deadline_ns, serving.entered(watch.settled))
+            return await serving.prepared.execute(request, pools, measure_timing, deadline_ns, serving.entered(settled))
         raise DeadlineError("the driver's answer did not come by the deadline; the driver may still be busy with it")
-
-    def _hung(self, serving: Serving) -> None:
-        self._runtime._devices.kill(serving.prepared.device, DriverHungError(serving.device, HANG_GRACE_S))
-
-
-class _HangWatch:
-    """Holds a driver to its deadline, also when the caller has left: calls `hung` unless the call is settled in time."""
-
-    def __init__(self, deadline_ns: int | None, settled: Callable[[Result | None], None], hung: partial[None]) -> None:
-        self._settled = settled
-        self._timer: asyncio.TimerHandle | None = None
-        if deadline_ns is not None:
-            seconds = max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9) + HANG_GRACE_S
-            self._timer = asyncio.get_running_loop().call_later(seconds, hung)
-
-    def settled(self, result: Result | None) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._settled(result)
 
 
 class _Flight:

@@ -27,6 +27,7 @@ from aionn.hal.model import Model
 from aionn.hal.types import CACHE_TOKEN_BYTES, ExecutionPreference, Priority
 from aionn.runtime.compilation import Compilation
 from aionn.runtime.devices import Device, Devices
+from aionn.runtime.liveness import DEFAULT_HANG_S, checked_hang_s
 from aionn.runtime.plan import prepare_on_best
 from aionn.runtime.preparation import CacheChoice
 from aionn.runtime.stages import StagePolicy, prepare_first
@@ -45,6 +46,13 @@ Mode = Literal["eager", "jit", "staged"]
 class Runtime:
     """Where models run. Use it in `async with`, in an asyncio or uvloop loop.
 
+    Args:
+        hang_s: a driver process that makes no progress for so many seconds is killed, and its calls end with `DriverHungError`.
+            A long execution that computes is progress. None: it is logged, and never killed.
+
+    Raises:
+        CallerError: `hang_s` is not a positive number.
+
     Attributes:
         stage_policy: a `StagePolicy`: when better stages are made, and what they must show, for later calls of `compile` with mode
             "staged": `runtime.stage_policy = aionn.StagePolicy(executions=100, min_gain=0.2)`.
@@ -55,7 +63,8 @@ class Runtime:
         ...     outputs = await compilation.compute({"input": x})
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, hang_s: float | None = DEFAULT_HANG_S) -> None:
+        self._hang_s = checked_hang_s(hang_s)
         self._context: AbstractAsyncContextManager[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._devices: Devices
@@ -84,7 +93,7 @@ class Runtime:
         with ungrouped():
             async with anyio.create_task_group() as tasks:
                 self._tasks = tasks
-                self._devices = Devices(tasks)
+                self._devices = Devices(tasks, self._hang_s)
                 try:
                     yield
                 finally:

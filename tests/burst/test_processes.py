@@ -31,9 +31,9 @@ def numbered(number: float) -> dict[str, NDArray[np.float32]]:
 
 
 @asynccontextmanager
-async def compiled(model: bytes | None = None, **options: Any) -> AsyncIterator[tuple[FakeDevice, aionn.Compilation]]:
+async def compiled(model: bytes | None = None, hang_s: float = 10.0, **options: Any) -> AsyncIterator[tuple[FakeDevice, aionn.Compilation]]:
     with FakeDevice() as fake:
-        async with aionn.Runtime() as runtime:
+        async with aionn.Runtime(hang_s=hang_s) as runtime:
             yield fake, await runtime.compile(aionn.Model.from_onnx(model or identity_model()), devices=(fake.name,), **options)
 
 
@@ -159,7 +159,7 @@ async def test_every_caller_of_a_killed_driver_is_told_and_the_next_call_starts_
 
 @pytest.mark.parametrize("how", ["stopped", "spinning with the GIL", "hanging in its engine"])
 async def test_a_driver_that_does_not_answer_is_declared_hung_killed_and_replaced(how: str) -> None:
-    async with compiled() as (fake, compilation), compilation.burst() as burst:
+    async with compiled(hang_s=0.3) as (fake, compilation), compilation.burst() as burst:
         for number in range(20):  # short enough by now for the driver to run it on its loop
             await burst.compute(numbered(number))
         for _ in range(20):

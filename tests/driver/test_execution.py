@@ -21,12 +21,14 @@ async def test_short_runs_are_on_the_loop_only_while_their_model_is_the_only_one
     model, options = aionn.Model.from_onnx(identity_model()), PrepareOptions()
     one = await device.prepare_model(model, options)
     pace = one._bound.pace
+    told = [pace.inline]
     for _ in range(20):
         pace.ran(1000)
-    assert pace.inline
+    told.append(pace.inline)
     other = await device.prepare_model(model, options)
-    assert not pace.inline
+    told.append(pace.inline)
     await other.aclose()
-    assert pace.inline
+    told.append(pace.inline)
+    assert told == [False, True, False, True]
     await one.aclose()
     device.close()

@@ -179,15 +179,16 @@ async def test_a_compile_that_times_out_is_cancelled_in_the_driver_and_a_later_o
                 assert set(await compilation.compute(X)) == {"input_out"}
 
 
-async def test_a_driver_that_stands_still_over_a_compile_is_killed_past_its_deadline(model: aionn.Model) -> None:
+async def test_a_driver_that_stands_still_over_a_compile_is_killed_for_that_and_not_by_the_deadline(model: aionn.Model) -> None:
     async with leak_check():
         with FakeDevice() as fake:
-            async with aionn.Runtime() as runtime:
+            async with aionn.Runtime(hang_s=0.2) as runtime:
                 await runtime.compile(model, devices=(fake.name,))
                 (pid,) = driver_pids()
                 os.kill(pid, signal.SIGSTOP)
                 with pytest.raises(DeadlineError):
                     await runtime.compile(model, devices=(fake.name,), timeout_s=0.1)
+                assert driver_pids() == [pid]
                 assert await ended(pid, 10)
                 with anyio.fail_after(20):
                     try:
