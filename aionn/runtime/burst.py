@@ -33,7 +33,7 @@ from aionn.runtime.frames import LARGE_BYTES, Frames, fill, fill_large
 from aionn.runtime.link import Link, open_link
 from aionn.runtime.placement import Placement, is_placed, place
 from aionn.runtime.recurrent import RecurrentWay, Step
-from aionn.tasks import deadline_of
+from aionn.tasks import deadline_of, ending_by
 
 if TYPE_CHECKING:
     from aionn.runtime.compilation import Compilation
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 _REMEMBERED_BODIES = 64
 """So many encoded requests are remembered per frame."""
+
+_NO_ANSWER = "the burst's answer did not come"
 
 _NONE = ErrorStatus.NONE  # each look into an enumeration costs as much as a small copy
 
@@ -204,7 +206,8 @@ class Burst:
                 step = self._begin_step(self._recurrent, inputs, outputs or {})
                 if step is not None:
                     return await self._step(step, inputs, measure_timing, deadline_ns)
-            return await self._compute_anew(inputs, outputs or {}, measure_timing, deadline_ns)
+            with ending_by(deadline_ns, _NO_ANSWER):
+                return await self._compute_anew(inputs, outputs or {}, measure_timing, deadline_ns)
         # A stream's usual frame, in one piece: each call less is a tenth of a microsecond of the few that a round trip takes.
         frame = pool.lease()
         try:
@@ -225,7 +228,8 @@ class Burst:
             counts["copied_bytes"] += way.input_bytes
             counts["driver_busy_ns"] += busy_ns
             if result.status is not _NONE:
-                return await self._retry_or_raise(result, way, inputs, measure_timing, deadline_ns)
+                with ending_by(deadline_ns, _NO_ANSWER):
+                    return await self._retry_or_raise(result, way, inputs, measure_timing, deadline_ns)
             counts["computed"] += 1
             shapes = result.output_shapes
             found = None if shapes else arrays.get(way.outputs_key)

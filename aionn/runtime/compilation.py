@@ -41,7 +41,7 @@ from aionn.runtime.placement import Placement, is_placed, place
 from aionn.runtime.plan import prepare_on_best
 from aionn.runtime.preparation import CacheChoice, prepare
 from aionn.runtime.stages import Stage, StagePolicy, Staging
-from aionn.tasks import bounded_shield, deadline_of
+from aionn.tasks import bounded_shield, deadline_of, ending_by
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -226,13 +226,19 @@ class Compilation:
         return prepared, (outcome,)
 
     async def allocate(
-        self, *, inputs: Sequence[str] = (), outputs: Sequence[str] = (), shape: tuple[int, ...] | None = None
+        self,
+        *,
+        inputs: Sequence[str] = (),
+        outputs: Sequence[str] = (),
+        shape: tuple[int, ...] | None = None,
+        timeout_s: float | None = None,
     ) -> DeviceMemory:
         """Memory in the driver that may stand for those inputs and outputs of this model (a memory domain).
 
         Args:
             inputs, outputs: names; all have one element type, and shapes that fit each other.
             shape: to fill in what the operands leave open.
+            timeout_s: seconds after which the call ends with `DeadlineError`.
 
         Returns:
             Uninitialized memory: fill it by `copy_from`, `reset`, or an execution that writes it.
@@ -240,6 +246,7 @@ class Compilation:
         Raises:
             CallerError: the names, types or shapes do not go together.
             MemoryAllocationError: the driver cannot have that memory now.
+            DeadlineError: it was not allocated in time.
             DriverDiedError, DriverHungError: the driver is gone.
 
         NNAPI: ANeuralNetworksMemory_createFromDesc.
@@ -248,8 +255,13 @@ class Compilation:
             if isinstance(names, str):
                 raise CallerError(f"{what}={names!r}: give names in a tuple, as in {what}=({names!r},)")
         roles = DeviceRoles(self, tuple(inputs), tuple(outputs), shape)
+        deadline_ns = deadline_of(timeout_s)
+        with ending_by(deadline_ns, "the device memory was not allocated"):
+            return await self._allocate(roles, deadline_ns)
+
+    async def _allocate(self, roles: DeviceRoles, deadline_ns: int | None) -> DeviceMemory:
         while True:
-            serving = await self._live()
+            serving = await self._live(deadline_ns)
             with trace.span("allocate", device=serving.device):
                 buffer = await roles.allocate(serving.prepared)
             if serving is self._compiled.serving:
@@ -300,8 +312,14 @@ class Compilation:
 
         NNAPI: ANeuralNetworksExecution_compute.
         """
-        deadline_ns = deadline_of(timeout_s)
         check_mapping(inputs)
+        deadline_ns = deadline_of(timeout_s)
+        with ending_by(deadline_ns, "the driver's answer did not come"):
+            return await self._compute(inputs, outputs, measure_timing, deadline_ns)
+
+    async def _compute(
+        self, inputs: Mapping[str, Any], outputs: Mapping[str, Any] | None, measure_timing: bool, deadline_ns: int | None
+    ) -> Outputs:
         placing = bool(outputs) or any(is_placed(value) for value in inputs.values())
         shapes = () if placing else self._arguments.shapes_of(inputs)
         while True:
@@ -372,12 +390,10 @@ class Compilation:
             if placement is not None:
                 placement.settled(result)
 
-        seconds = None if deadline_ns is None else max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)
         pools: list[Region | RemoteBuffer] = [frame.region, *(placement.pools if placement else ())]
         request = placement.request(way, frame.offset) if placement else way.request(frame.offset)
-        with trace.span("compute", device=serving.device), anyio.move_on_after(seconds):
+        with trace.span("compute", device=serving.device), ending_by(deadline_ns, "the driver's answer did not come"):
             return await serving.prepared.execute(request, pools, measure_timing, deadline_ns, serving.entered(settled))
-        raise DeadlineError("the driver's answer did not come by the deadline; the driver may still be busy with it")
 
 
 class _Flight:

@@ -32,7 +32,7 @@ from aionn.runtime.plan import prepare_on_best
 from aionn.runtime.preparation import CacheChoice
 from aionn.runtime.stages import StagePolicy, prepare_first
 from aionn.runtime.swapping import swap_model
-from aionn.tasks import bounded_shield, deadline_of, running_loop, ungrouped
+from aionn.tasks import bounded_shield, deadline_of, ending_by, running_loop, ungrouped
 
 CLOSE_STORES_S = 5.0
 """A cache directory on a disk that hangs must not hold up the app's end."""
@@ -235,7 +235,7 @@ class Runtime:
         self._check_open()
         if not isinstance(compilation, Compilation) or compilation._runtime is not self:
             raise CallerError("swap takes a compilation of this runtime")
-        with trace.span("swap"):
+        with trace.span("swap"), ending_by(deadline_of(timeout_s), "the new model was not swapped in"):
             await swap_model(compilation, model, timeout_s)
 
 
