@@ -132,19 +132,21 @@ class DeviceMemoryLostError(DriverDiedError):
 
 
 class DriverHungError(AionnError):
-    """The driver gave no answer past the deadline and the grace; it has been killed.
+    """The driver process made no progress for the runtime's `hang_s`; it has been killed.
 
     Attributes:
         device: the name of the device whose driver it was.
-        waited_s: how long the answer was waited for, in seconds.
+        waited_s: for how long it made no progress, in seconds.
+        stack: the stacks of its threads, at most 16 KiB of text; empty if it wrote none, as a stopped process does.
     """
 
-    def __init__(self, device: str, waited_s: float) -> None:
+    def __init__(self, device: str, waited_s: float, stack: str = "") -> None:
         super().__init__(
-            f"the driver process of device {device!r} gave no answer for {waited_s:.3f} s and was killed; the next use starts a new one"
+            f"the driver process of device {device!r} made no progress for {waited_s:.3f} s and was killed; the next use starts a new one"
         )
         self.device = device
         self.waited_s = waited_s
+        self.stack = stack
 
 
 class DeadlineError(AionnError, TimeoutError):

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 import anyio
 
-from aionn.errors import CallerError
+from aionn.errors import CallerError, DeadlineError
 
 T = TypeVar("T")
 
@@ -44,6 +44,22 @@ def bounded_shield(seconds: float) -> Iterator[anyio.CancelScope]:
     """Finish what must be finished though the caller is cancelled, but for no longer than that."""
     with anyio.move_on_after(seconds, shield=True) as scope:
         yield scope
+
+
+@contextmanager
+def ending_by(deadline_ns: int | None, what: str) -> Iterator[None]:
+    """End the body at a deadline (CLOCK_MONOTONIC) as if its caller had left; None: let it take its time.
+
+    Raises:
+        DeadlineError: the body was ended; `what` begins its sentence.
+    """
+    if deadline_ns is None:
+        yield
+        return
+    with anyio.move_on_after(max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)) as scope:
+        yield
+    if scope.cancelled_caught:
+        raise DeadlineError(f"{what} by the deadline; the driver may still be busy with it")
 
 
 def running_loop() -> asyncio.AbstractEventLoop:

@@ -13,7 +13,7 @@ HOUSE = Path(__file__).parent.parent / "aionn"
 FLOORS = (
     {"lazy", "errors", "tasks", "trace"},
     {"hal"},
-    {"caching", "memory", "graph"},
+    {"caching", "memory", "graph", "pages"},
     {"fmq", "engines"},
     {"burst"},
     {"remote"},
@@ -25,7 +25,7 @@ FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in room
 GROUND_ORDER = ("lazy", "errors", "trace", "tasks")
 
 IO_MODULES = {"anyio", "os", "socket", "mmap", "asyncio", "fcntl", "subprocess", "select", "selectors", "aiofiles"}
-SANS_IO = ("hal", "burst/packets.py", "remote/control.py", "caching/manifest.py", "caching/token.py", "fmq/layout.py")
+SANS_IO = ("pages/layout.py", "hal", "burst/packets.py", "remote/control.py", "caching/manifest.py", "caching/token.py", "fmq/layout.py")
 
 
 def modules() -> Iterator[tuple[Path, ast.Module]]:
@@ -108,12 +108,13 @@ def test_the_borders_are_sans_io() -> None:
 
 
 def test_each_kind_of_act_has_one_place() -> None:
-    """Only memory/region maps; only fmq imports the ring; only runtime/devices starts processes."""
+    """Only memory/region and pages map; only fmq imports the ring; only runtime/spawning starts processes."""
     only = {
-        "mmap": {"memory/region.py"},
-        "subprocess": {"runtime/devices.py"},
+        "mmap": {"memory/region.py", "pages/page.py"},
+        "subprocess": {"runtime/spawning.py"},
         "multiprocessing": set(),
         "pickle": set(),
+        "aionn.pages._page": {"pages/page.py"},
         "aionn.fmq._ring": {"fmq/event_flag.py", "fmq/message_queue.py", "fmq/__init__.py"},
     }
     strays = [

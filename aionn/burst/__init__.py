@@ -5,7 +5,7 @@ task that listens, executes and answers, and `awake` the one rule for looking a 
 creates both queues; the driver attaches. Memories are named by slot and fetched once through `IBurstCallback`.
 """
 
-from aionn.burst.controller import HANG_GRACE_S, ExecutionBurstController
+from aionn.burst.controller import ExecutionBurstController
 from aionn.burst.packets import (
     DATUM_BYTES,
     PacketError,
@@ -28,7 +28,6 @@ from aionn.burst.server import (
 
 __all__ = [
     "DATUM_BYTES",
-    "HANG_GRACE_S",
     "DefaultBurstExecutorWithCache",
     "ExecutionBurstController",
     "ExecutionBurstServer",

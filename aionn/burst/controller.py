@@ -44,9 +44,6 @@ from aionn.tasks import running_loop
 _REMEMBERED = 256
 """So many different answers are remembered decoded."""
 
-HANG_GRACE_S = 1.0
-"""A request this long past its deadline without an answer: the driver hangs."""
-
 
 Settled = Callable[[Result | None], None]
 """Told the answer to a request, or None: it was not sent, or will never be answered."""
@@ -75,7 +72,6 @@ class ExecutionBurstController:
         results: queue of 24-byte datums; the driver writes it.
         depth: so many requests may be in flight; further callers wait their turn, in order.
         low_power: never stay awake while waiting.
-        on_hung: called once when a request is `HANG_GRACE_S` past its deadline and unanswered.
 
     Attributes:
         ended_by: why the burst is over, or None while it goes on. Set by `end` alone.
@@ -88,14 +84,12 @@ class ExecutionBurstController:
         *,
         depth: int = 8,
         low_power: bool = False,
-        on_hung: Callable[[float], None] | None = None,
     ) -> None:
         self._loop = running_loop()
         self._requests = requests
         self._results = results
         self._depth = depth
         self._awake = Awake(APP_WINDOW_NS, low_power=low_power)
-        self._on_hung = on_hung
         self._in_flight: dict[int, _InFlight] = {}
         self._turns: dict[asyncio.Future[None], None] = {}
         self._writing = 0
@@ -327,13 +321,6 @@ class ExecutionBurstController:
             if identity not in self._in_flight:
                 return
             _fail_late(entry.answer, "the driver's answer")
-        entry.timer = self._loop.call_later(HANG_GRACE_S, self._hung, identity) if self._on_hung is not None else None
-
-    def _hung(self, identity: int) -> None:
-        self._look()
-        if identity in self._in_flight and self._on_hung is not None:
-            on_hung, self._on_hung = self._on_hung, None
-            on_hung(HANG_GRACE_S)
 
     def _event(self) -> None:
         if self.ended_by is not None:

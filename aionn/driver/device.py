@@ -55,6 +55,7 @@ from aionn.hal.types import (
 )
 from aionn.memory import DeviceBuffer, DeviceBuffers, Memory, ModelInfo, Region, check_request, reserve
 from aionn.memory.requests import Extent
+from aionn.pages import DriverPage, Slot, private_slot
 
 T = TypeVar("T")
 logger = logging.getLogger("aionn.driver")
@@ -71,22 +72,27 @@ class EngineDevice:
         engine: made once for this process.
         tasks: where burst listeners run; they end with it.
         state_directory: where digests and the blob cache are kept; None: the user's.
+        page: shows what the device does; None: it is not shown.
     """
 
-    def __init__(self, engine: Engine, tasks: TaskGroup, state_directory: str | os.PathLike[str] | None = None) -> None:
+    def __init__(
+        self, engine: Engine, tasks: TaskGroup, state_directory: str | os.PathLike[str] | None = None, page: DriverPage | None = None
+    ) -> None:
         self._engine = engine
+        self._page = page
         self._tasks = tasks
         self._threads = Threads(f"{engine.name} compilation", _COMPILES_AT_ONCE)
         self._artifacts = Artifacts(engine, state_directory)
         self._blobs = DeviceBlobs(engine.name, engine.version, state_directory)
         self.buffers = DeviceBuffers(reserve)
+        self._paces: set[Pace] = set()  # of the models that are prepared now
         self.name = engine.name
         self.version = engine.version
         self.type: DeviceType = getattr(engine, "device_type", DeviceType.CPU)
         self.priority_matters: bool = getattr(engine, "priority_matters", False)
 
     async def get_supported_operations(self, model: Model) -> Sequence[bool]:
-        supported = await self._threads.run(lambda: self._judge(model))
+        supported = await self._threads.run(lambda: self._shown(lambda: self._judge(model)))
         found, wanted = len(supported), len(model.operations)
         if found != wanted:
             raise CompilationError(f"device {self.name!r} judged {found} operations of a model that has {wanted}; its engine is at fault")
@@ -160,7 +166,10 @@ class EngineDevice:
         try:
             with trace.span("driver.load", device=self.name):
                 executable, stored = await self._blocking(
-                    lambda: lent.during(lambda handles: self._artifacts.load(handles, compile_options)), flag, options.deadline_ns
+                    lambda: lent.during(lambda handles: self._artifacts.load(handles, compile_options)),
+                    flag,
+                    options.deadline_ns,
+                    loading=True,
                 )
         finally:
             lent.give_up()
@@ -179,8 +188,19 @@ class EngineDevice:
         ]
         return EngineBuffer(self.buffers, self.buffers.allocate(desc, models, input_roles, output_roles))
 
-    async def _blocking(self, work: Callable[[], T], flag: CancelFlag, deadline_ns: int | None) -> T:
+    def _shown(self, work: Callable[[], T], loading: bool = False) -> T:
+        """Run an engine's blocking call in this thread, and show it on the page."""
+        if self._page is None:
+            return work()
+        with self._page.loading() if loading else self._page.compiling():
+            return work()
+
+    async def _blocking(self, call: Callable[[], T], flag: CancelFlag, deadline_ns: int | None, *, loading: bool = False) -> T:
         """Run an engine's blocking call; give up, and tell the engine so, when cancelled or late."""
+
+        def work() -> T:
+            return self._shown(call, loading)
+
         try:
             if deadline_ns is None:
                 return await self._threads.run(work)
@@ -197,6 +217,23 @@ class EngineDevice:
         self._artifacts.close()
         self._blobs.close()
         self._threads.close()
+
+    def enter(self, model: int, pace: Pace) -> Slot:
+        """Count one more prepared model; returns where its executions are shown."""
+        self._paces.add(pace)
+        self._note_company()
+        return private_slot() if self._page is None else self._page.slot(model)
+
+    def leave(self, pace: Pace, slot: Slot) -> None:
+        """Count one prepared model less."""
+        self._paces.discard(pace)
+        self._note_company()
+        if self._page is not None:
+            self._page.free(slot)
+
+    def _note_company(self) -> None:
+        for pace in self._paces:
+            pace.alone(len(self._paces) == 1)
 
     def serve(self, server: ExecutionBurstServer, ended: Callable[[ExecutionBurstServer], None]) -> None:
         """Run a burst's listener; `ended` is called when it is over. Whatever goes wrong in it ends that burst and nothing else."""
@@ -232,12 +269,15 @@ class EnginePreparedModel:
         self.save_outcome = save_outcome
         number = next(_prepared_numbers)
         self._thread = SerialThread(f"{device.name} execution")
+        pace = Pace()
+        slot = device.enter(number, pace)
         self._bound = BoundModel(
             number,
             list(inputs.items()),
             list(outputs.items()),
             self._thread,
-            Pace(),
+            pace,
+            slot,
             device.buffers,
             constants,
             disproved=set(options.open_outputs),
@@ -285,6 +325,7 @@ class EnginePreparedModel:
             await burst.aclose()
         self._thread.close()
         self._executable = None
+        self.device.leave(self._bound.pace, self._bound.slot)
 
 
 class EngineBuffer:

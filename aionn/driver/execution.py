@@ -6,11 +6,13 @@ Invariants
     A bound execution holds views of its memories: they stay mapped until the run is over, whoever has let go of them.
     The engine gets no array for an output in `BoundModel.disproved`: a run has shown that the model declares a wrong shape for it.
     Such an output is open: its shape stands in each answer, and its bytes are copied to their place.
+    Every run begins and ends in its model's slot of the statistics page, also one that fails.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +29,7 @@ from aionn.hal.types import ErrorStatus, Operand, OutputShape, Request, RequestA
 from aionn.memory.device_buffers import BufferRequest, DeviceBuffers
 from aionn.memory.region import Region
 from aionn.memory.requests import Extent, check_homes, check_request, input_shape, output_shape
+from aionn.pages import Slot
 
 logger = logging.getLogger("aionn.driver")
 
@@ -41,16 +44,25 @@ _DONE = Result(ErrorStatus.NONE)
 
 
 class Pace:
-    """Whether a model's runs are short enough for the loop."""
+    """Whether a model's runs are short enough for the loop.
 
-    __slots__ = ("_short_runs",)
+    Past runs do not bound the next one, and a long run on the loop stalls all that the loop serves. So a model runs
+    there only while no other model is prepared in this process.
+    """
+
+    __slots__ = ("_needed", "_short_runs")
 
     def __init__(self) -> None:
         self._short_runs = 0
+        self._needed: float = _QUALIFYING_RUNS
+
+    def alone(self, alone: bool) -> None:
+        """Note whether its model is the only one of the process."""
+        self._needed = _QUALIFYING_RUNS if alone else math.inf
 
     @property
     def inline(self) -> bool:
-        return self._short_runs >= _QUALIFYING_RUNS
+        return self._short_runs >= self._needed
 
     def ran(self, nanoseconds: int) -> None:
         self._short_runs = self._short_runs + 1 if nanoseconds < INLINE_RUN_NS else 0
@@ -93,6 +105,7 @@ class BoundExecution:
         self._seen = len(model.disproved)
         self._thread = model.thread
         self._pace = model.pace
+        self._slot = model.slot
 
     def execute_now(self, measure_timing: bool) -> Result | None:
         if not self._pace.inline or self._written or not self._thread.idle:
@@ -108,7 +121,8 @@ class BoundExecution:
         return await self._thread.run(job)
 
     def _run(self, measure_timing: bool) -> Result:
-        began_ns = time.monotonic_ns()
+        slot = self._slot
+        began_ns, took_ns = slot.begin(), -1
         try:
             for region in self._files:
                 region.check_backing()
@@ -125,13 +139,16 @@ class BoundExecution:
                 report, shapes, insufficient = self._run_in_domain(self._domain, measure_timing)
             for region in self._written:
                 region.flush()
+            took_ns = slot.end(began_ns)
         except AionnError as error:
             return result_of(error)
         except MemoryError as error:
             return Result(ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT, message=f"the engine ran out of memory: {error}")
         except (Exception, SystemExit) as error:  # whatever an engine raises is this execution's failure and nothing else
             return Result(ErrorStatus.GENERAL_FAILURE, message=f"{type(error).__name__}: {' '.join(str(error).split())}")
-        took_ns = time.monotonic_ns() - began_ns
+        finally:
+            if took_ns < 0:
+                slot.end(began_ns)
         self._pace.ran(took_ns)
         if insufficient:
             return Result(ErrorStatus.OUTPUT_INSUFFICIENT_SIZE, shapes, message=insufficient)
@@ -293,6 +310,7 @@ class BoundModel:
     outputs: Sequence[tuple[str, Operand]]
     thread: SerialThread
     pace: Pace
+    slot: Slot
     buffers: DeviceBuffers
     constants: Sequence[Extent] = ()
     disproved: set[str] = field(default_factory=set)

@@ -8,7 +8,9 @@ compiles leaves them if it is killed just then. No engine of aionn does.)
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
+import faulthandler
 import gc
 import os
 import platform
@@ -23,7 +25,8 @@ import anyio.to_thread
 from aionn.driver.device import EngineDevice
 from aionn.driver.registry import find_engine
 from aionn.errors import AionnError, DeviceUnavailableError
-from aionn.remote.control import Refused, encode, failure_of
+from aionn.pages import BEAT_S, DriverPage
+from aionn.remote.control import STACKS_SIGNAL, Refused, encode, failure_of
 from aionn.remote.service import DeviceService
 
 _PR_SET_PDEATHSIG = 1
@@ -39,13 +42,24 @@ CLEAN_UP_S = 2.0
 """How long a driver may take to free what its client left; then it ends all the same."""
 
 
+GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that a terminal, systemd, `timeout` or a container's init sends to the whole process group.
+
+The app handles them and may still drain; its drivers end with it.
+"""
+
+
 def bind_to_parent() -> None:
-    """Ask the kernel to kill this process when its parent ends, and leave the terminal's Ctrl-C to the parent."""
+    """Ask the kernel to kill this process when its parent ends, and leave `GROUP_SIGNALS` to the parent.
+
+    The parent starts this process with every signal blocked, so none of them arrives before it is ignored.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed; the driver would outlive its app")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    for number in GROUP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 def stay_in_background(threads: int) -> None:
@@ -84,9 +98,16 @@ def close_inherited(keep: int) -> None:
             continue  # the listing's own
 
 
+def _beat(page: DriverPage) -> None:
+    """Write the loop's heartbeat, now and from now on."""
+    page.beat()
+    asyncio.get_running_loop().call_later(BEAT_S, _beat, page)
+
+
 async def serve(name: str, home: str, sock: socket.socket, state_directory: str | None) -> None:
     """Serve one client on `sock` with the engine of that name and home (see `find_engine`), until the client is gone."""
     try:
+        page = DriverPage()
         engine = await anyio.to_thread.run_sync(find_engine, name, home)
     except Exception as error:  # the app is told whatever keeps the engine from loading
         refusal = error if isinstance(error, AionnError) else DeviceUnavailableError(name, f"device {name!r} cannot start: {error}")
@@ -96,10 +117,12 @@ async def serve(name: str, home: str, sock: socket.socket, state_directory: str 
         except ConnectionError:
             return  # the app has gone meanwhile
         return
+    faulthandler.register(STACKS_SIGNAL, file=page.fd, all_threads=True)
+    _beat(page)
     gc.freeze()  # what is here now stays: no collection need look at it again
     gc.enable()
     async with anyio.create_task_group() as tasks:
-        service = DeviceService(EngineDevice(engine, tasks, state_directory), sock, tasks)
+        service = DeviceService(EngineDevice(engine, tasks, state_directory, page), sock, tasks, page.fd)
         await service.start()
         await service.ended.wait()
         with anyio.move_on_after(CLEAN_UP_S, shield=True):

@@ -2,7 +2,7 @@
 
 Invariants
     An id is in `_calls` from just before its frame is posted until it is answered or the connection ends, also when
-    its caller has been cancelled: `settled` runs then, and only then, so what the peer may still touch stays pinned.
+    its caller has been cancelled or is late: `settled` runs then, and only then, so what the peer may still touch stays pinned.
     After `end` nothing waits: every call has its error, and each its own copy of it.
     An answer is of the type that was asked for, or the peer has broken the protocol.
 """
@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from typing import TypeVar, cast
 
 from aionn import trace
-from aionn.errors import AionnError, ExecutionError, again
+from aionn.errors import AionnError, DeadlineError, ExecutionError, again
 from aionn.hal.types import ErrorStatus
 from aionn.remote.channel import Channel, Descriptors
 from aionn.remote.control import (
@@ -39,12 +39,9 @@ from aionn.tasks import Answer
 R = TypeVar("R", bound=ReplyBody)
 CallHandler = Callable[[int, CallBody, Descriptors], None]
 
-HANG_GRACE_S = 1.0
-"""A peer that has not answered a call so long after the call's deadline hangs: it answers even what it has given up."""
-
 
 class _Calling:
-    __slots__ = ("answer", "answer_type", "settled", "timer", "unwanted")
+    __slots__ = ("answer", "answer_type", "settled", "unwanted")
 
     def __init__(
         self,
@@ -57,7 +54,6 @@ class _Calling:
         self.answer_type = answer_type
         self.settled = settled
         self.unwanted = unwanted
-        self.timer: asyncio.TimerHandle | None = None
 
 
 class Connection:
@@ -66,9 +62,8 @@ class Connection:
     Args:
         on_call: answers a call of the peer by `reply`, now or later; it owns the descriptors.
         on_end: the socket has ended, with the error if the peer broke the protocol. The owner then calls `end`.
-        on_greeting: gets `Ready` or `Refused`.
+        on_greeting: gets `Ready` or `Refused`; it owns the descriptors.
         on_cancel: the peer no longer waits for that call of its own.
-        on_hung: a call with a deadline is still unanswered `HANG_GRACE_S` after it; gets the seconds since the deadline.
     """
 
     def __init__(
@@ -76,9 +71,8 @@ class Connection:
         sock: socket.socket,
         on_call: CallHandler,
         on_end: Callable[[Exception | None], None],
-        on_greeting: Callable[[Ready | Refused], None] | None = None,
+        on_greeting: Callable[[Ready | Refused, Descriptors], None] | None = None,
         on_cancel: Callable[[int], None] | None = None,
-        on_hung: Callable[[float], None] | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._calls: dict[int, _Calling] = {}
@@ -88,7 +82,6 @@ class Connection:
         self._on_call = on_call
         self._on_greeting = on_greeting
         self._on_cancel = on_cancel
-        self._on_hung = on_hung
         self._channel = Channel(sock, self._message, on_end)
 
     @property
@@ -114,10 +107,11 @@ class Connection:
         Args:
             settled: called once, when the peer can no longer touch what the call lent it: with its answer, or with None at
                 the end of the connection and when nothing could be sent. Not tied to the caller's own fate.
-            unwanted: gets an answer that comes after its caller has been cancelled, to give back what it brings.
-            deadline_ns: CLOCK_MONOTONIC; the peer knows it too and answers by then, or hangs. It does not end this wait.
+            unwanted: gets an answer that comes after its caller has left, to give back what it brings.
+            deadline_ns: CLOCK_MONOTONIC; it ends this wait. The peer is asked to stop then, and what was lent stays lent.
 
         Raises:
+            DeadlineError: no answer came by the deadline.
             AionnError: what the peer answered, or why the connection ended.
         """
         if self._ended_by is not None:
@@ -141,9 +135,9 @@ class Connection:
         except BaseException:
             self._settle(call_id)
             raise
-        if deadline_ns is not None and self._on_hung is not None:
-            seconds = max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9) + HANG_GRACE_S
-            calling.timer = self._loop.call_later(seconds, self._on_hung, HANG_GRACE_S)
+        late = None
+        if deadline_ns is not None:
+            late = self._loop.call_later(max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9), self._late, call_id)
         try:
             reply, descriptors = await calling.answer.wait()
         except asyncio.CancelledError:
@@ -153,11 +147,21 @@ class Connection:
             elif (answered := calling.answer.result) is not None:
                 _discard(calling, *answered)  # cancelled between the answer and the resumption
             raise
+        finally:
+            if late is not None:
+                late.cancel()
         if isinstance(reply, Failure):
             descriptors.close()
             raise error_of(reply)
         assert isinstance(reply, answer_type)  # `_message` has seen to it
         return reply, descriptors
+
+    def _late(self, call_id: int) -> None:
+        """End the wait for a call at its deadline. The answer that still comes goes to `settled` and `unwanted`."""
+        calling = self._calls.get(call_id)
+        if calling is not None:
+            calling.answer.fail(DeadlineError("the driver's answer did not come by the deadline; the driver may still be busy with it"))
+            self._channel.post(Cancel(call_id))
 
     def post(self, body: CallBody, fds: Sequence[int] = ()) -> None:
         """Ask the peer without waiting: for giving things back. Its answer is taken in and dropped."""
@@ -179,8 +183,8 @@ class Connection:
     def reply_failure(self, call_id: int, error: BaseException) -> None:
         self._channel.post(Reply(call_id, failure_of(error)))
 
-    def greet(self, greeting: Ready | Refused) -> None:
-        self._channel.post(greeting)
+    def greet(self, greeting: Ready | Refused, fds: Sequence[int] = ()) -> None:
+        self._channel.post(greeting, fds)
 
     def when_ended(self, key: object, callback: Callable[[BaseException], None]) -> None:
         """Call back at `end`; `forget(key)` takes it back."""
@@ -214,8 +218,6 @@ class Connection:
         calling = self._calls.pop(call_id, None)
         if calling is None:
             return None
-        if calling.timer is not None:
-            calling.timer.cancel()
         if calling.settled is not None:
             calling.settled(answer)
         return calling
@@ -248,7 +250,7 @@ class Connection:
             case Ready() | Refused():
                 if self._on_greeting is None:
                     raise ControlError("a greeting came from the side that has none to send")
-                self._on_greeting(message)
+                self._on_greeting(message, descriptors)
 
 
 def _discard(calling: _Calling, body: ReplyBody, descriptors: Descriptors) -> None:

@@ -10,6 +10,7 @@ the values' own checks (`hal`) run on what comes in.
 
 from __future__ import annotations
 
+import signal
 from struct import Struct
 
 import msgspec
@@ -43,8 +44,11 @@ from aionn.hal.types import (
     Result,
 )
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Grows with every change of a message; two ends of different numbers refuse each other at once."""
+
+STACKS_SIGNAL = int(signal.SIGRTMIN) + 7
+"""A driver that has greeted answers this signal by writing the stacks of all its threads into its statistics page."""
 
 HEADER = Struct("<IHH")
 MAX_BODY_BYTES = 256 * 2**20
@@ -247,7 +251,7 @@ class Failure(_Message, frozen=True):
 
 
 class Ready(_Message, frozen=True):
-    """The first frame of a driver: who it is."""
+    """The first frame of a driver: who it is. The descriptor of its statistics page travels beside it."""
 
     protocol: int
     name: str

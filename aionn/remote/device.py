@@ -74,7 +74,7 @@ class RemoteDevice:
         self._bursts: dict[int, IBurstCallback] = {}
 
     async def get_supported_operations(self, model: Model, deadline_ns: int | None = None) -> Sequence[bool]:
-        """As the HAL says. `deadline_ns`: a driver that has not answered a while after it is taken for hung."""
+        """As the HAL says. `deadline_ns`: when the caller stops waiting, by `DeadlineError`."""
         body = GetSupportedOperations(model_message(model))
         flags, _ = await self.connection.call(body, Flags, pool_fds(model), deadline_ns=deadline_ns)
         if len(flags.supported) != len(model.operations):

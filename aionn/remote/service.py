@@ -74,9 +74,11 @@ class DeviceService:
         device: what is offered.
         sock: taken over.
         tasks: where calls and burst listeners run.
+        page_fd: of this process's statistics page, which the client gets with the greeting. It stays the caller's.
     """
 
-    def __init__(self, device: IDevice, sock: socket.socket, tasks: TaskGroup) -> None:
+    def __init__(self, device: IDevice, sock: socket.socket, tasks: TaskGroup, page_fd: int | None = None) -> None:
+        self._page_fds = () if page_fd is None else (page_fd,)
         self._device = device
         self._tasks = tasks
         self._prepared: dict[int, IPreparedModel] = {}
@@ -91,7 +93,8 @@ class DeviceService:
         """Greet the client: from now on it may call."""
         cache_files = await self._device.get_number_of_cache_files_needed()
         device = self._device
-        self._connection.greet(Ready(PROTOCOL, device.name, device.version, device.type, cache_files, device.priority_matters))
+        ready = Ready(PROTOCOL, device.name, device.version, device.type, cache_files, device.priority_matters)
+        self._connection.greet(ready, self._page_fds)
 
     def _end(self, error: Exception | None) -> None:
         if error is not None:

@@ -22,7 +22,7 @@ import numpy as np
 
 from aionn import trace
 from aionn.burst import PoolReference, encode_request_body
-from aionn.errors import AionnError, CallerError, DriverHungError
+from aionn.errors import AionnError, CallerError
 from aionn.hal.types import ErrorStatus, ExecutionPreference, Result
 from aionn.memory import pool as memory_pool
 from aionn.remote.device import RemoteBuffer
@@ -33,7 +33,7 @@ from aionn.runtime.frames import LARGE_BYTES, Frames, Spare, fill, fill_large
 from aionn.runtime.link import Link, open_link
 from aionn.runtime.placement import Placement, is_placed, place
 from aionn.runtime.recurrent import RecurrentWay, Step
-from aionn.tasks import deadline_of
+from aionn.tasks import deadline_of, ending_by
 
 if TYPE_CHECKING:
     from aionn.runtime.compilation import Compilation
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 _REMEMBERED_BODIES = 64
 """So many encoded requests are remembered per frame."""
+
+_NO_ANSWER = "the burst's answer did not come"
 
 _NONE = ErrorStatus.NONE  # each look into an enumeration costs as much as a small copy
 
@@ -120,7 +122,7 @@ class Burst:
     async def link_to(self, serving: Serving) -> Link:
         """A link that is not in use yet."""
         low_power = self._compilation.preference is ExecutionPreference.LOW_POWER
-        return await open_link(serving, self._frames, self._depth, self._queue_capacity, low_power, self._hung)
+        return await open_link(serving, self._frames, self._depth, self._queue_capacity, low_power)
 
     def install(self, link: Link) -> Link | None:
         """Use `link` from now on; the one before, which is to be closed, as a link is that a closed burst has no use for."""
@@ -139,9 +141,6 @@ class Burst:
     def count_from_now(self) -> None:
         """The shortest way counts nothing: leave it until `CompiledModel.watched` is over."""
         self._last = (None, None)
-
-    def _hung(self, serving: Serving, waited_s: float) -> None:
-        self._compilation._runtime._devices.kill(serving.prepared.device, DriverHungError(serving.device, waited_s))
 
     async def _lease(self, shapes: Shapes, deadline_ns: int | None = None) -> tuple[Way, memory_pool.Frame]:
         self._compilation._runtime._check_loop()
@@ -178,8 +177,8 @@ class Burst:
             outputs: where outputs are to be written instead, by name: a `DeviceMemory` (it is then missing from the result;
                 one that is also an input is advanced: a recurrent state) or a `Memory`.
             measure_timing: fill `.timing` of the result.
-            timeout_s: seconds after which the call ends with `DeadlineError`; a driver that still gives no answer
-                `aionn.burst.HANG_GRACE_S` (1 second) later is killed: `DriverHungError` for all who wait for it then.
+            timeout_s: seconds after which this call ends with `DeadlineError`. It ends nothing else: whether the driver hangs is
+                judged by what it gets done (`Runtime(hang_s=)`), and the frame stays its own until it has answered.
 
         Returns:
             One array per output, by name: views of the burst's memory, valid until the next `compute` on this burst.
@@ -207,12 +206,14 @@ class Burst:
                 step = self._begin_step(self._recurrent, inputs, outputs or {})
                 if step is not None and (stepped := await self._step(step, inputs, measure_timing, deadline_ns)) is not None:
                     return stepped
-            return await self._compute_anew(inputs, outputs or {}, measure_timing, deadline_ns)
+            with ending_by(deadline_ns, _NO_ANSWER):
+                return await self._compute_anew(inputs, outputs or {}, measure_timing, deadline_ns)
         # A stream's usual frame, in one piece: each call less is a tenth of a microsecond of the few that a round trip takes.
         try:
             frame = pool.lease()
         except memory_pool.FramesInFlightError:
-            return await self._compute_anew(inputs, {}, measure_timing, deadline_ns)
+            with ending_by(deadline_ns, _NO_ANSWER):
+                return await self._compute_anew(inputs, {}, measure_timing, deadline_ns)
         try:
             arrays = frame.arrays
             controller = link.controller
@@ -239,7 +240,8 @@ class Burst:
                 return Outputs(found or way.outputs_in(frame, shapes), link.device, result.timing if measure_timing else None)
         finally:
             frame.settled(None)
-        return await self._retry_or_raise(result, way, inputs, measure_timing, deadline_ns)
+        with ending_by(deadline_ns, _NO_ANSWER):
+            return await self._retry_or_raise(result, way, inputs, measure_timing, deadline_ns)
 
     async def _compute_anew(
         self, inputs: Mapping[str, Any] | Frame, outputs: Mapping[str, Any], measure_timing: bool, deadline_ns: int | None

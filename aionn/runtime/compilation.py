@@ -18,15 +18,13 @@ import dataclasses
 import time
 import weakref
 from contextlib import nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
 
 from aionn import trace
-from aionn.burst import HANG_GRACE_S
 from aionn.caching.outcomes import CacheOutcome
-from aionn.errors import AionnError, CallerError, DeadlineError, DriverHungError, again
+from aionn.errors import AionnError, CallerError, DeadlineError, again
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model
 from aionn.hal.types import ExecutionPreference, Priority, Result
@@ -43,10 +41,10 @@ from aionn.runtime.placement import Placement, is_placed, place
 from aionn.runtime.plan import prepare_on_best
 from aionn.runtime.preparation import CacheChoice, prepare
 from aionn.runtime.stages import Stage, StagePolicy, Staging
-from aionn.tasks import bounded_shield, deadline_of
+from aionn.tasks import bounded_shield, deadline_of, ending_by
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from aionn.runtime.runtime import Runtime
 
@@ -232,13 +230,19 @@ class Compilation:
         return prepared, (outcome,)
 
     async def allocate(
-        self, *, inputs: Sequence[str] = (), outputs: Sequence[str] = (), shape: tuple[int, ...] | None = None
+        self,
+        *,
+        inputs: Sequence[str] = (),
+        outputs: Sequence[str] = (),
+        shape: tuple[int, ...] | None = None,
+        timeout_s: float | None = None,
     ) -> DeviceMemory:
         """Memory in the driver that may stand for those inputs and outputs of this model (a memory domain).
 
         Args:
             inputs, outputs: names; all have one element type, and shapes that fit each other.
             shape: to fill in what the operands leave open.
+            timeout_s: seconds after which the call ends with `DeadlineError`.
 
         Returns:
             Uninitialized memory: fill it by `copy_from`, `reset`, or an execution that writes it.
@@ -246,13 +250,19 @@ class Compilation:
         Raises:
             CallerError: the names, types or shapes do not go together.
             MemoryAllocationError: the driver cannot have that memory now.
+            DeadlineError: it was not allocated in time.
             DriverDiedError, DriverHungError: the driver is gone.
 
         NNAPI: ANeuralNetworksMemory_createFromDesc.
         """
         roles = DeviceRoles(self, inputs, outputs, shape)
+        deadline_ns = deadline_of(timeout_s)
+        with ending_by(deadline_ns, "the device memory was not allocated"):
+            return await self._allocate(roles, deadline_ns)
+
+    async def _allocate(self, roles: DeviceRoles, deadline_ns: int | None) -> DeviceMemory:
         while True:
-            serving = await self._live()
+            serving = await self._live(deadline_ns)
             with trace.span("allocate", device=serving.device):
                 buffer = await roles.allocate(serving.prepared)
             if serving is self._compiled.serving:
@@ -303,8 +313,14 @@ class Compilation:
 
         NNAPI: ANeuralNetworksExecution_compute.
         """
-        deadline_ns = deadline_of(timeout_s)
         check_mapping(inputs)
+        deadline_ns = deadline_of(timeout_s)
+        with ending_by(deadline_ns, "the driver's answer did not come"):
+            return await self._compute(inputs, outputs, measure_timing, deadline_ns)
+
+    async def _compute(
+        self, inputs: Mapping[str, Any], outputs: Mapping[str, Any] | None, measure_timing: bool, deadline_ns: int | None
+    ) -> Outputs:
         placing = bool(outputs) or any(is_placed(value) for value in inputs.values())
         shapes = () if placing else self._arguments.shapes_of(inputs)
         while True:
@@ -381,32 +397,10 @@ class Compilation:
             if placement is not None:
                 placement.settled(result)
 
-        watch = _HangWatch(deadline_ns, settled, partial(self._hung, serving))
-        seconds = None if deadline_ns is None else max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)
         pools: list[Region | RemoteBuffer] = [frame.region, *(placement.pools if placement else ())]
         request = placement.request(way, frame.offset) if placement else way.request(frame.offset)
-        with trace.span("compute", device=serving.device), anyio.move_on_after(seconds):
-            return await serving.prepared.execute(request, pools, measure_timing, deadline_ns, serving.entered(watch.settled))
-        raise DeadlineError("the driver's answer did not come by the deadline; the driver may still be busy with it")
-
-    def _hung(self, serving: Serving) -> None:
-        self._runtime._devices.kill(serving.prepared.device, DriverHungError(serving.device, HANG_GRACE_S))
-
-
-class _HangWatch:
-    """Holds a driver to its deadline, also when the caller has left: calls `hung` unless the call is settled in time."""
-
-    def __init__(self, deadline_ns: int | None, settled: Callable[[Result | None], None], hung: partial[None]) -> None:
-        self._settled = settled
-        self._timer: asyncio.TimerHandle | None = None
-        if deadline_ns is not None:
-            seconds = max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9) + HANG_GRACE_S
-            self._timer = asyncio.get_running_loop().call_later(seconds, hung)
-
-    def settled(self, result: Result | None) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._settled(result)
+        with trace.span("compute", device=serving.device), ending_by(deadline_ns, "the driver's answer did not come"):
+            return await serving.prepared.execute(request, pools, measure_timing, deadline_ns, serving.entered(settled))
 
 
 class _Flight:

@@ -37,9 +37,13 @@ from aionn.memory.memory import Memory, extents_of
 from aionn.memory.region import Region
 from aionn.remote.control import Done
 from aionn.remote.device import RemoteBuffer, RemotePreparedModel
+from aionn.tasks import deadline_of, ending_by
 
 if TYPE_CHECKING:
     from aionn.runtime.compilation import Compilation
+
+CLOSE_S = 2.0
+"""The driver is given this long to finish what uses a memory that is closed, and to free it. It frees it later all the same."""
 
 
 class DeviceMemory:
@@ -118,22 +122,23 @@ class DeviceMemory:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Free it in the driver. Executions that use it finish first."""
+        """Free it in the driver. Executions that use it finish first, and are waited for no longer than `CLOSE_S`."""
         if self._closed:
             return
         self._compilation._runtime._check_loop()
         self._closed = True
         self._finalizer.detach()
         try:
-            while self._uses and self._ended_by() is None:
-                await self._next_end()
-            for buffer in self._buffers:
-                await buffer.aclose()
+            with anyio.move_on_after(CLOSE_S):
+                while self._uses and self._ended_by() is None:
+                    await self._next_end()
+                for buffer in self._buffers:
+                    await buffer.aclose()
         except AionnError as error:
             trace.count("device_memory.free_failed", reason=str(error))  # its driver is gone, and it with it
         finally:
             for buffer in self._buffers:
-                buffer.release()  # a cancelled caller does not leave it behind
+                buffer.release()  # a caller who is cancelled or late does not leave it behind
 
     def _ended_by(self) -> BaseException | None:
         return self._prepared.device.connection.ended_by
@@ -186,19 +191,31 @@ class DeviceMemory:
                 "this device memory is not initialized: the last copy_from was refused; fill it again", status=ErrorStatus.GENERAL_FAILURE
             )
 
-    async def copy_from(self, source: NDArray[Any] | Memory | HardwareBuffer | DeviceMemory, shape: tuple[int, ...] | None = None) -> None:
+    async def copy_from(
+        self,
+        source: NDArray[Any] | Memory | HardwareBuffer | DeviceMemory,
+        shape: tuple[int, ...] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> None:
         """Fill it. A copy that fails leaves it without contents, as after `allocate`, unless an execution uses it now.
 
         Args:
             source: an array of its dtype and shape; a `Memory` or `HardwareBuffer` of exactly its bytes, read in place by
                 the driver; or another `DeviceMemory`, here or in another driver.
             shape: of a `Memory`'s bytes, where more than one extent of this memory is open.
+            timeout_s: seconds after which the call ends with `DeadlineError`; the driver may fill the memory all the same.
 
         Raises:
             CallerError: dtype, shape or size does not fit; or an execution that advances this memory is in flight.
             ExecutionError: an execution uses it now, and nothing has changed; or `source` holds nothing.
+            DeadlineError: the driver had not filled it in time.
             DeviceMemoryLostError: its driver has ended.
         """
+        with ending_by(deadline_of(timeout_s), "the device memory was not filled"):
+            await self._copy_from(source, shape)
+
+    async def _copy_from(self, source: NDArray[Any] | Memory | HardwareBuffer | DeviceMemory, shape: tuple[int, ...] | None = None) -> None:
         await self.ready()
         if source is self:
             return
@@ -272,8 +289,8 @@ class DeviceMemory:
         with self._copying(over) as settled:
             await self._front.copy_from(source, shape, settled)
 
-    async def copy_to(self, target: Memory | HardwareBuffer | None = None) -> NDArray[Any]:
-        """Its contents: into `target`, or into a new array.
+    async def copy_to(self, target: Memory | HardwareBuffer | None = None, *, timeout_s: float | None = None) -> NDArray[Any]:
+        """Its contents: into `target`, or into a new array. `timeout_s`: seconds after which the call ends with `DeadlineError`.
 
         Args:
             target: a `Memory` of exactly its bytes; or a `HardwareBuffer` that is the tensor, as for `copy_from`.
@@ -284,8 +301,13 @@ class DeviceMemory:
         Raises:
             CallerError: `target` has another size, or is not that tensor; or an execution that advances this memory is in flight.
             ExecutionError: it is not initialized, or is being written now.
+            DeadlineError: the driver had not copied it in time.
             DeviceMemoryLostError: its driver has ended.
         """
+        with ending_by(deadline_of(timeout_s), "the device memory was not copied"):
+            return await self._copy_to(target)
+
+    async def _copy_to(self, target: Memory | HardwareBuffer | None) -> NDArray[Any]:
         await self.ready()
         if target is not None and not isinstance(target, Memory | HardwareBuffer):
             raise CallerError(
@@ -305,21 +327,25 @@ class DeviceMemory:
             await self._front.copy_to(memory, settled)
             return memory.array(self.type.dtype, shape).copy()
 
-    async def snapshot(self) -> NDArray[Any]:
-        """Its contents as an array of the caller's own; `copy_from` brings them back, here or in another driver."""
-        return await self.copy_to()
+    async def snapshot(self, *, timeout_s: float | None = None) -> NDArray[Any]:
+        """Its contents as an array of the caller's own; `copy_from` brings them back, here or in another driver.
 
-    async def reset(self, value: float = 0) -> None:
+        Raises:
+            CallerError, ExecutionError, DeadlineError, DeviceMemoryLostError: as `copy_to`.
+        """
+        return await self.copy_to(timeout_s=timeout_s)
+
+    async def reset(self, value: float = 0, *, timeout_s: float | None = None) -> None:
         """Fill it with one value, which its element type can hold: 2.5 is none for int8, and refused.
 
         Raises:
-            CallerError, ExecutionError, DeviceMemoryLostError: as `copy_from`.
+            CallerError, ExecutionError, DeadlineError, DeviceMemoryLostError: as `copy_from`.
         """
         if self._shape is None:
             raise CallerError("this device memory's shape is open; fill it once with copy_from(array)")
         if not _holds(self.type.dtype, value):
             raise CallerError(f"device memory of {self.type.value} cannot be filled with {value!r}; nothing is cast in silence")
-        await self.copy_from(np.full(self._shape, value, self.type.dtype))
+        await self.copy_from(np.full(self._shape, value, self.type.dtype), timeout_s=timeout_s)
 
     @contextmanager
     def _copying(self, over: Callable[[bool], None] | None = None) -> Iterator[Callable[[object], None]]:

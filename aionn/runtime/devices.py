@@ -1,4 +1,4 @@
-"""Driver processes: started, watched, ended, started again. Only this file starts processes.
+"""Driver processes: started, watched, ended, started again. `spawning` makes the process itself.
 
 A driver is started with one end of a socket pair, by posix_spawn and exec, so nothing of the app's loop or threads is
 copied into it. It is watched through its pidfd and through the socket. However it ends, what it still said is taken
@@ -16,13 +16,13 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
 import os
 import signal
 import socket
 import sys
 import time
+from functools import partial
 
 import anyio
 from anyio.abc import TaskGroup
@@ -31,10 +31,13 @@ from aionn import trace
 from aionn.engines.installed import installed_engines
 from aionn.errors import AionnError, CallerError, DeviceUnavailableError, DriverDiedError, DriverHungError
 from aionn.hal.types import CacheFiles, DeviceType
+from aionn.pages import Activity, LayoutError, PageReader
 from aionn.remote.channel import Descriptors
 from aionn.remote.connection import Connection
-from aionn.remote.control import PROTOCOL, CallBody, ControlError, Ready, Refused, error_of
+from aionn.remote.control import PROTOCOL, STACKS_SIGNAL, CallBody, ControlError, Ready, Refused, error_of
 from aionn.remote.device import RemoteDevice
+from aionn.runtime.liveness import DEFAULT_HANG_S, Judge, watch
+from aionn.runtime.spawning import spawn
 from aionn.tasks import bounded_shield, running_loop
 
 logger = logging.getLogger("aionn.runtime")
@@ -48,18 +51,25 @@ KILL_S = 5.0
 START_S = 60.0
 """A driver must greet within this time: importing an engine from a cold disk takes seconds."""
 
-_SOCKET_FD = 3
-
 
 class DriverProcess:
     """One driver process and the connection to it."""
 
-    def __init__(self, name: str, tasks: TaskGroup, background_threads: int = 0, home: str = "", state_dir: str = "") -> None:
+    def __init__(
+        self,
+        name: str,
+        tasks: TaskGroup,
+        background_threads: int = 0,
+        home: str = "",
+        state_dir: str = "",
+        hang_s: float | None = DEFAULT_HANG_S,
+    ) -> None:
         """Start it. Nothing is awaited: it is `ready` once it has greeted.
 
         `home`: "package.module:Class" of an installed engine, so that the driver need not look for it again.
         `background_threads`: at the lowest priority, on so many CPUs; 0: like the app itself.
         `state_dir`: where the driver keeps its records; empty: in the user's state directory.
+        `hang_s`: as for `Runtime`.
         """
         self.name = name
         self._tasks = tasks
@@ -70,13 +80,15 @@ class DriverProcess:
         self._killed_by: AionnError | None = None
         self._broke: Exception | None = None
         self._remote: RemoteDevice | None = None
+        self._hang_s = hang_s
+        self._page: PageReader | None = None
         self.exit_code: int | None = None
         self.started_ns = time.monotonic_ns()
         try:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
             with theirs:
                 try:
-                    self.pid, self._pidfd = _spawn(f"{name}={home}" if home else name, name, theirs, background_threads, state_dir)
+                    self.pid, self._pidfd = spawn(f"{name}={home}" if home else name, name, theirs, background_threads, state_dir)
                 except BaseException:
                     ours.close()
                     raise
@@ -87,7 +99,8 @@ class DriverProcess:
         self._calls: asyncio.Queue[tuple[int, CallBody, Descriptors] | None] = asyncio.Queue()
         tasks.start_soon(self._answer_calls, name=f"answers to {name}")
         self._loop.add_reader(self._pidfd, self._exited)
-        self.connection = Connection(ours, self._call, self._socket_ended, self._greeted, on_hung=self._hung)
+        tasks.start_soon(self._watch, name=f"watch over {name}")
+        self.connection = Connection(ours, self._call, self._socket_ended, self._greeted)
 
     @property
     def alive(self) -> bool:
@@ -135,7 +148,12 @@ class DriverProcess:
             self._start_error = error
             self._started.set()
 
-    def _greeted(self, greeting: Ready | Refused) -> None:
+    @property
+    def activity(self) -> Activity | None:
+        """What it does now; None before it has greeted and after its end."""
+        return None if self._page is None else self._page.read()
+
+    def _greeted(self, greeting: Ready | Refused, descriptors: Descriptors) -> None:
         if not self.starting:
             raise ControlError("a driver greets once")
         if isinstance(greeting, Refused):
@@ -148,6 +166,10 @@ class DriverProcess:
                 )
             )
         else:
+            try:
+                self._page = PageReader(descriptors.take())
+            except LayoutError as error:
+                raise ControlError(str(error)) from error
             self._remote = RemoteDevice(self.connection, greeting, self.name)
             self._started.set()
             trace.span_at("driver.start", self.started_ns, time.monotonic_ns(), device=self.name, pid=self.pid)
@@ -180,10 +202,16 @@ class DriverProcess:
             self._killed_by = reason
         self._signal(signal.SIGKILL)
 
-    def _hung(self, waited_s: float) -> None:
-        self.kill(DriverHungError(self.name, waited_s))
+    async def _watch(self) -> None:
+        """Kill it if it hangs. With `hang_s` None, only log that it does."""
+        await self._started.wait()
+        if self._page is not None and self._remote is not None:
+            judge = Judge(self._hang_s or DEFAULT_HANG_S, self._remote.type is DeviceType.CPU, time.monotonic_ns())
+            # A process in between (a wrapper around Python) would not survive a driver's own signal.
+            ask = partial(self._signal, STACKS_SIGNAL) if self._page.pid == self.pid else None
+            await watch(self.name, self._page, judge, self._ended, ask, None if self._hang_s is None else self.kill)
 
-    def _signal(self, number: signal.Signals) -> None:
+    def _signal(self, number: int) -> None:
         if self._pidfd < 0:
             return
         try:
@@ -210,9 +238,15 @@ class DriverProcess:
         error = self._killed_by or self._death()
         self._start_failed(error)
         self.connection.end(error)
+        self._over()
+        trace.count("driver.ended", device=self.name, exit_code=self.exit_code)
+
+    def _over(self) -> None:
         self._calls.put_nowait(None)
         self._ended.set()
-        trace.count("driver.ended", device=self.name, exit_code=self.exit_code)
+        page, self._page = self._page, None
+        if page is not None:
+            page.close()
 
     def _death(self) -> DriverDiedError:
         why = ""
@@ -240,65 +274,7 @@ class DriverProcess:
         if not self._ended.is_set():
             logger.error("the driver process %d of device %r does not end, even killed; it is left to the system", self.pid, self.name)
             self._forget_pidfd()
-            self._calls.put_nowait(None)
-            self._ended.set()
-
-
-def _spawn(engine: str, name: str, theirs: socket.socket, background_threads: int, state_dir: str) -> tuple[int, int]:
-    """Start `python -m aionn.driver ENGINE`: its pid and pidfd.
-
-    The child has the socket as descriptor 3, no stdin, and our stderr for all it prints.
-
-    Raises:
-        OSError: it cannot be started; nothing is left of it.
-        DeviceUnavailableError: this app has no Python of its own to start it with.
-    """
-    if not sys.executable or getattr(sys, "frozen", False):
-        found = "is the app itself (it is frozen)" if sys.executable else "is not set"
-        raise DeviceUnavailableError(
-            name, f"device {name!r} cannot start: sys.executable {found}; set it to a Python that has aionn installed"
-        )
-    # Out of the way of the child's own numbers, so that each dup2 really duplicates and clears close-on-exec.
-    high = fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD_CLOEXEC, 10)
-    try:
-        pid = os.posix_spawn(
-            sys.executable,
-            [sys.executable, "-P", "-m", "aionn.driver", engine, str(_SOCKET_FD), str(background_threads), *filter(None, [state_dir])],
-            _environment(),
-            file_actions=[
-                *([] if _has_stderr() else [(os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0)]),
-                (os.POSIX_SPAWN_DUP2, 2, 1),
-                (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-                (os.POSIX_SPAWN_DUP2, high, _SOCKET_FD),
-            ],
-            # A Ctrl-C at the terminal is the app's to handle; the driver ignores it from its first instruction on.
-            setsigmask=[signal.SIGINT],
-            setsigdef=[signal.SIGTERM, signal.SIGPIPE, signal.SIGCHLD],
-        )
-    finally:
-        os.close(high)
-    try:
-        return pid, os.pidfd_open(pid)
-    except BaseException:
-        # Our own child, not yet waited for: the number is still its.
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        raise
-
-
-def _has_stderr() -> bool:
-    """Whether descriptor 2 is meant to be inherited. In a daemon it is closed, or something else that got its number."""
-    try:
-        return os.get_inheritable(2)
-    except OSError:
-        return False
-
-
-def _environment() -> dict[str, str]:
-    environment = dict(os.environ)
-    # Buffered prints of an engine would be lost when its driver is killed.
-    environment["PYTHONUNBUFFERED"] = "1"
-    return environment
+            self._over()
 
 
 class Device:
@@ -312,8 +288,9 @@ class Device:
         pid: of its driver process; None while none runs.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, devices: Devices) -> None:
         self.name = name
+        self._devices = devices
         self.version: str | None = None
         self.type: DeviceType | None = None
         self.cache_files: CacheFiles | None = None
@@ -334,6 +311,22 @@ class Device:
     def pid(self) -> int | None:
         return self._process.pid if self._process is not None and self._process.alive else None
 
+    @property
+    def activity(self) -> Activity | None:
+        """What its driver does now, and since when (`aionn.pages.Activity`); None while none runs."""
+        return self._process.activity if self._process is not None and self._process.alive else None
+
+    async def restart(self) -> None:
+        """End its driver process at once, whatever it does, and start a new one.
+
+        Calls that wait for the old one end with `DriverDiedError`. Compilations prepare their models again when they are used next.
+
+        Raises:
+            CallerError: the runtime was closed.
+            DeviceUnavailableError, DriverDiedError, DriverHungError: the new one cannot be started.
+        """
+        await self._devices.restart(self)
+
     def statistics(self) -> dict[str, int | None]:
         """starts: driver processes so far; pid; last_exit_code (None: none has ended); calls_in_flight over the control socket."""
         process = self._process
@@ -345,11 +338,12 @@ class Device:
 class Devices:
     """All devices of one runtime."""
 
-    def __init__(self, tasks: TaskGroup, state_dir: str = "") -> None:
+    def __init__(self, tasks: TaskGroup, state_dir: str = "", hang_s: float | None = DEFAULT_HANG_S) -> None:
         self._tasks = tasks
         self._state_dir = state_dir
+        self._hang_s = hang_s
         self._homes = {name: f"{point.module}:{point.attr}" for name, point in installed_engines().items()}
-        self._devices: dict[str, Device] = {name: Device(name) for name in self._homes}
+        self._devices: dict[str, Device] = {name: Device(name, self) for name in self._homes}
         self._workers: set[DriverProcess] = set()
         self._closed = False
 
@@ -382,7 +376,7 @@ class Devices:
             if ":" not in name or "\0" in name:
                 known = ", ".join(device.name for device in self.known) or "none"
                 raise DeviceUnavailableError(name, f"device {name!r} is not installed; installed are: {known}")
-            device = self._devices[name] = Device(name)
+            device = self._devices[name] = Device(name, self)
         return device
 
     async def get(self, name: str) -> RemoteDevice:
@@ -404,7 +398,8 @@ class Devices:
             # No await from here to the start: `aclose` ends what it finds, and a process that is started after it would stay for ever.
             self.check_open()
             if process is None or not process.alive:
-                process = device._process = DriverProcess(name, self._tasks, home=self._homes.get(name, ""), state_dir=self._state_dir)
+                home, state_dir = self._homes.get(name, ""), self._state_dir
+                process = device._process = DriverProcess(name, self._tasks, 0, home, state_dir, self._hang_s)
                 device._starts += 1
             try:
                 remote = await process.ready()
@@ -415,6 +410,15 @@ class Devices:
                 device._last_exit_code, device._process = process.exit_code, None
                 raise
             return device.introduced(remote)
+
+    async def restart(self, device: Device) -> None:
+        """See `Device.restart`."""
+        self.check_open()
+        process = device._process
+        if process is not None and process.alive:
+            process.kill(DriverDiedError(device.name, -signal.SIGKILL, "because the app restarted the device"))
+            await process.wait_ended()
+        await self.get(device.name)
 
     def check_open(self) -> None:
         """Refuse what can no longer be done.
@@ -433,7 +437,7 @@ class Devices:
         """
         self.find(name)
         self.check_open()
-        process = DriverProcess(name, self._tasks, threads, self._homes.get(name, ""), self._state_dir)
+        process = DriverProcess(name, self._tasks, threads, self._homes.get(name, ""), self._state_dir, self._hang_s)
         self._workers.add(process)
         return process
 
@@ -445,13 +449,6 @@ class Devices:
     def worker_pids(self) -> list[int]:
         """Of the processes that compile in the background now."""
         return [process.pid for process in self._workers if process.alive]
-
-    def kill(self, remote: RemoteDevice, reason: AionnError) -> None:
-        """End the driver process behind `remote` at once; its callers get `reason`."""
-        for device in self._devices.values():
-            process = device._process
-            if process is not None and process.connection is remote.connection:
-                process.kill(reason)
 
     async def aclose(self) -> None:
         """End every driver process, side by side."""

@@ -7,8 +7,6 @@ a driver asks for the memory behind a slot when it first meets it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from functools import partial
 
 from aionn import trace
 from aionn.burst import DATUM_BYTES, ExecutionBurstController
@@ -56,9 +54,7 @@ class Link:
                 return  # the loop closed meanwhile, and the driver with it
 
 
-async def open_link(
-    serving: Serving, frames: Frames, depth: int, queue_capacity: int, low_power: bool, on_hung: Callable[[Serving, float], None]
-) -> Link:
+async def open_link(serving: Serving, frames: Frames, depth: int, queue_capacity: int, low_power: bool) -> Link:
     """Connect to the driver of `serving`.
 
     Raises:
@@ -70,7 +66,7 @@ async def open_link(
     except BaseException:
         requests.close()
         raise
-    controller = ExecutionBurstController(requests, results, depth=depth, low_power=low_power, on_hung=partial(on_hung, serving))
+    controller = ExecutionBurstController(requests, results, depth=depth, low_power=low_power)
     try:
         context = await serving.prepared.configure_execution_burst(frames, requests.descriptor(), results.descriptor())
     except BaseException:

@@ -27,11 +27,12 @@ from aionn.hal.model import Model
 from aionn.hal.types import CACHE_TOKEN_BYTES, ExecutionPreference, Priority
 from aionn.runtime.compilation import Compilation
 from aionn.runtime.devices import Device, Devices
+from aionn.runtime.liveness import DEFAULT_HANG_S, checked_hang_s
 from aionn.runtime.plan import prepare_on_best
 from aionn.runtime.preparation import CacheChoice
 from aionn.runtime.stages import StagePolicy, prepare_first
 from aionn.runtime.swapping import swap_model
-from aionn.tasks import bounded_shield, deadline_of, running_loop, ungrouped
+from aionn.tasks import bounded_shield, deadline_of, ending_by, running_loop, ungrouped
 
 CLOSE_STORES_S = 5.0
 """A cache directory on a disk that hangs must not hold up the app's end."""
@@ -49,6 +50,11 @@ class Runtime:
         state_dir: folder in which drivers keep the digests of what they stored, private to this account and made if it is missing. It
             must live as long as the cache: where only the cache survives, nothing in it can be trusted. None: the user's state folder
             (`$XDG_STATE_HOME/aionn`, else `~/.local/state/aionn`).
+        hang_s: a driver process that makes no progress for so many seconds is killed, and its calls end with `DriverHungError`.
+            A long execution that computes is progress. None: it is logged, and never killed.
+
+    Raises:
+        CallerError: `hang_s` is not a positive number.
 
     Attributes:
         stage_policy: a `StagePolicy`: when better stages are made, and what they must show, for later calls of `compile` with mode
@@ -60,7 +66,8 @@ class Runtime:
         ...     outputs = await compilation.compute({"input": x})
     """
 
-    def __init__(self, *, state_dir: str | os.PathLike[str] | None = None) -> None:
+    def __init__(self, *, hang_s: float | None = DEFAULT_HANG_S, state_dir: str | os.PathLike[str] | None = None) -> None:
+        self._hang_s = checked_hang_s(hang_s)
         self._state_dir = _checked_state_dir(state_dir)
         self._context: AbstractAsyncContextManager[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -90,7 +97,7 @@ class Runtime:
         with ungrouped():
             async with anyio.create_task_group() as tasks:
                 self._tasks = tasks
-                self._devices = Devices(tasks, self._state_dir)
+                self._devices = Devices(tasks, self._state_dir, self._hang_s)
                 try:
                     yield
                 finally:
@@ -232,7 +239,7 @@ class Runtime:
         self._check_open()
         if not isinstance(compilation, Compilation) or compilation._runtime is not self:
             raise CallerError("swap takes a compilation of this runtime")
-        with trace.span("swap"):
+        with trace.span("swap"), ending_by(deadline_of(timeout_s), "the new model was not swapped in"):
             await swap_model(compilation, model, timeout_s)
 
 

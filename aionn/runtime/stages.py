@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import anyio
@@ -49,6 +50,9 @@ logger = logging.getLogger("aionn.runtime")
 
 State = Literal["waiting", "compiling", "loading", "comparing", "serving", "replaced", "rejected", "skipped"]
 _STEPS: Mapping[str, float] = {"waiting": 0.0, "compiling": 0.1, "loading": 0.7, "comparing": 0.8}
+
+_STORED_SHARE = 0.5
+"""Of the time that is left, what looking for stored stages may take before the first one is prepared."""
 
 _SWAP_TRIES = 5
 """A swap that finds the moment wrong is tried again in another gap so often."""
@@ -411,8 +415,15 @@ async def prepare_first(
     for name in names:
         devices.find(name)
     stages = [Stage(name) for name in names]
+    left_s = preparation._left_s(options)
+    patience_s = None if left_s is None else left_s * _STORED_SHARE / max(1, len(names) - 1)
     for index in range(len(names) - 1, 0, -1):
-        if cache is not None and (found := await _stored(devices, names[index], names[index - 1], model, options, cache)) is not None:
+        if cache is None:
+            break
+        # A disk may hang in any of this, and the app's deadline does not wait for it.
+        work = partial(_stored, devices, names[index], names[index - 1], model, options, cache)
+        found = await preparation._in_time(devices._tasks, work, patience_s, _release_stored)
+        if found is not None:
             for stage in stages[:index]:
                 stage._enter("skipped", f"stage {names[index]!r} was stored already")
             stages[index].made_by = "cache"
@@ -432,6 +443,11 @@ async def prepare_first(
         stage._enter("serving")
         return prepared, outcome, stages
     raise AssertionError("the last stage returns or raises")
+
+
+async def _release_stored(found: tuple[RemotePreparedModel, CacheOutcome] | None) -> None:
+    if found is not None:
+        found[0].release()
 
 
 async def _stored(

@@ -7,6 +7,7 @@ orders before; `behave` takes them all back. What was heard before the last chan
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import tempfile
@@ -17,7 +18,7 @@ from typing import Any
 import anyio
 import msgspec
 
-from aionn.testing.fake_engine import EVENTS_SUFFIX, Behaviour, FakeEngine
+from aionn.testing.fake_engine import EVENTS_SUFFIX, HOLD_SUFFIX, Behaviour, FakeEngine, lock_of
 
 
 class FakeDevice:
@@ -41,10 +42,12 @@ class FakeDevice:
         self._heard = b""
         self._before: str | None = None
         self._behaviour = Behaviour()
+        self._hold_fd = -1
 
     def __enter__(self) -> FakeDevice:
         self._directory = tempfile.TemporaryDirectory(prefix="aionn-fake-")
         self._path = Path(self._directory.name) / "behaviour.json"
+        self._hold_fd = os.open(f"{self._path}{HOLD_SUFFIX}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._write(Behaviour())
         os.mkfifo(f"{self._path}{EVENTS_SUFFIX}")
         # Read-write: then it is never at its end while no engine has it open.
@@ -59,17 +62,22 @@ class FakeDevice:
         else:
             os.environ[self._variable] = self._before
         self.behave()
+        os.close(self._hold_fd)
+        self._hold_fd = -1
         os.close(self._events_fd)
         self._events_fd = -1
         assert self._directory is not None
         self._directory.cleanup()
 
     def _write(self, behaviour: Behaviour) -> None:
+        behaviour = msgspec.structs.replace(behaviour, hold=self._behaviour.hold + 1)
         self._behaviour = behaviour
         self._forget()
+        fcntl.fcntl(self._hold_fd, fcntl.F_OFD_SETLK, lock_of(fcntl.F_WRLCK, behaviour.hold))
         new = self._path.with_suffix(".new")
         new.write_bytes(msgspec.json.encode(behaviour))
         os.replace(new, self._path)  # the engine reads the old or the new one, never half
+        fcntl.fcntl(self._hold_fd, fcntl.F_OFD_SETLK, lock_of(fcntl.F_UNLCK, behaviour.hold - 1))  # what hangs reads the new one
 
     def _forget(self) -> None:
         self._heard = b""

@@ -8,9 +8,11 @@ announced in the FIFO beside it. Without the variable it behaves.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import itertools
 import os
 import signal
+import struct
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,13 +28,15 @@ from aionn.hal import Artifact, CacheFiles, CompileOptions, Executable, Executio
 
 VARIABLE = "AIONN_FAKE_DEVICE"
 EVENTS_SUFFIX = ".events"
+HOLD_SUFFIX = ".hold"
 _LOOK_S = 0.005
-"""How often a hanging or waiting fake looks whether it may go on. Only a test waits for it."""
+"""How often a waiting fake looks whether it may go on. Only a test waits for it."""
 
 
 class Behaviour(msgspec.Struct, frozen=True):
     """What the fake is to do, per act ("start", "supported", "compile", "export", "load", "run").
 
+    `hold`: of a file's bytes, the one that is locked as long as this behaviour holds. What hangs waits for it, so it uses no CPU.
     `after`: so many acts of a kind go well in each driver process, before the orders for that kind begin.
     """
 
@@ -48,6 +52,7 @@ class Behaviour(msgspec.Struct, frozen=True):
     decline: bool = False
     version: str = "1"
     cache_files: tuple[int, int] = (1, 1)
+    hold: int = 0
 
 
 class FakeEngine:
@@ -99,14 +104,30 @@ class FakeEngine:
             threading.Event().wait()  # a signal that does not kill at once must not let the act go on
         if delay_s := behaviour.delay_s.get(kind):
             self._wait(options, until=time.monotonic() + delay_s)
-        while kind in self.behaviour().hang:
-            if behaviour.hang_with_gil:
-                _hold_gil(10 * _LOOK_S)
-            else:
+        while kind in (told := self.behaviour()).hang:
+            if options is not None and not told.hang_with_gil:
                 self._wait(options, until=time.monotonic() + _LOOK_S)
+            else:
+                self._stand_still(told)
         if kind in behaviour.fail:
             raise CompilationError(behaviour.fail_message) if kind in ("compile", "load") else RuntimeError(behaviour.fail_message)
         return behaviour
+
+    def _stand_still(self, behaviour: Behaviour) -> None:
+        """Wait for the end of this behaviour; with the GIL held, as a careless extension does, if it says so."""
+        try:
+            fd = os.open(f"{self._path}{HOLD_SUFFIX}", os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return
+        try:
+            lock = lock_of(fcntl.F_RDLCK, behaviour.hold)
+            if behaviour.hang_with_gil:
+                ctypes.PyDLL(None).fcntl(fd, fcntl.F_OFD_SETLKW, lock)
+            else:
+                fcntl.fcntl(fd, fcntl.F_OFD_SETLKW, lock)
+        finally:
+            os.close(fd)
+        time.sleep(_LOOK_S)  # where the test has died with its lock, this loop must not spin
 
     @staticmethod
     def _wait(options: CompileOptions | None, until: float) -> None:
@@ -175,11 +196,11 @@ class FakeExecutable:
         return ExecutionReport(made, time.perf_counter_ns() - began_ns if timing else None)
 
 
+def lock_of(kind: int, byte: int) -> bytes:
+    """A lock of one byte of a file, by one open file description, as the kernel takes it (struct flock)."""
+    return struct.pack("@hhqqi0q", kind, os.SEEK_SET, byte, 1, 0)
+
+
 def weights_of(model: Model) -> bytes:
     """All large constants of a model in one piece: what the fake stores as its data."""
     return b"".join(bytes(pool.view()) for pool in model.pools)
-
-
-def _hold_gil(seconds: float) -> None:
-    """Sleep without letting any other Python thread of this process run: what a careless extension does."""
-    ctypes.PyDLL(None).usleep(int(seconds * 1e6))

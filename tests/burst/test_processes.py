@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 import aionn
 from aionn.testing import FakeDevice
 from aionn.testing.models import identity_model
+from tests.runtime.uneven_engine import UnevenEngine
 
 pytestmark = pytest.mark.anyio
 
@@ -29,9 +31,9 @@ def numbered(number: float) -> dict[str, NDArray[np.float32]]:
 
 
 @asynccontextmanager
-async def compiled(model: bytes | None = None, **options: Any) -> AsyncIterator[tuple[FakeDevice, aionn.Compilation]]:
+async def compiled(model: bytes | None = None, hang_s: float = 10.0, **options: Any) -> AsyncIterator[tuple[FakeDevice, aionn.Compilation]]:
     with FakeDevice() as fake:
-        async with aionn.Runtime() as runtime:
+        async with aionn.Runtime(hang_s=hang_s) as runtime:
             yield fake, await runtime.compile(aionn.Model.from_onnx(model or identity_model()), devices=(fake.name,), **options)
 
 
@@ -160,7 +162,7 @@ async def test_every_caller_of_a_killed_driver_is_told_and_the_next_call_starts_
 
 @pytest.mark.parametrize("how", ["stopped", "spinning with the GIL", "hanging in its engine"])
 async def test_a_driver_that_does_not_answer_is_declared_hung_killed_and_replaced(how: str) -> None:
-    async with compiled() as (fake, compilation), compilation.burst() as burst:
+    async with compiled(hang_s=0.3) as (fake, compilation), compilation.burst() as burst:
         for number in range(20):  # short enough by now for the driver to run it on its loop
             await burst.compute(numbered(number))
         for _ in range(20):
@@ -273,3 +275,34 @@ async def test_several_bursts_of_one_driver_side_by_side() -> None:
 @pytest.mark.parametrize("bursts", [1, 8])
 async def test_eight_in_flight_for_minutes_without_a_lost_answer(bursts: int) -> None:
     assert await many_in_flight(180, bursts=bursts, callers=10, cancel=True) > 100_000
+
+
+async def test_a_long_run_after_short_ones_does_not_stall_the_other_models_of_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    with FakeDevice(UnevenEngine) as fake:
+        async with aionn.Runtime() as runtime:
+            model = aionn.Model.from_onnx(identity_model())
+            one = await runtime.compile(model, devices=(fake.name,))
+            async with one.burst() as burst:
+                for number in range(20):
+                    await burst.compute(numbered(number))
+                pids = {await fake.heard("run") for _ in range(20)}
+                other = await runtime.compile(model, devices=(fake.name,))
+                async with other.burst() as other_burst:
+                    fake.hang("slow")
+                    answered = anyio.Event()
+
+                    async def long_run() -> None:
+                        assert (await burst.compute(numbered(-1)))["input_out"][0, 0] == -1
+                        answered.set()
+
+                    with anyio.fail_after(20):
+                        async with anyio.create_task_group() as tasks:
+                            tasks.start_soon(long_run)
+                            pids.add(await fake.heard("slow"))
+                            for number in range(20):
+                                assert (await other_burst.compute(numbered(number)))["input_out"][0, 0] == number
+                                assert (await other.compute(numbered(number)))["input_out"][0, 0] == number
+                            assert not answered.is_set()
+                            fake.behave()
+                assert len(pids) == 1

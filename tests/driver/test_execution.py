@@ -14,6 +14,7 @@ from aionn.driver.threads import SerialThread
 from aionn.hal import ErrorStatus, ExecutionReport, Operand, OperandType, Request, RequestArgument
 from aionn.hal.types import BufferDesc, BufferRole, DataLocation
 from aionn.memory import DeviceBuffers, ModelInfo
+from aionn.pages import private_slot
 
 FLOAT = OperandType.FLOAT32
 DECLARED = Operand(FLOAT, (4, 2))
@@ -45,7 +46,7 @@ class Driver:
         self.truth = truth
         self.buffers = DeviceBuffers()
         x = Operand(FLOAT, (0, 2))
-        self.model = BoundModel(1, [("x", x)], [("y", DECLARED)], SerialThread("test"), Pace(), self.buffers)
+        self.model = BoundModel(1, [("x", x)], [("y", DECLARED)], SerialThread("test"), Pace(), private_slot(), self.buffers)
         self.info = ModelInfo(1, (x,), (DECLARED,))
         self.pool = np.full(512, 7, np.uint8)
         self.given_bytes = given_bytes

@@ -25,7 +25,7 @@ async def remote_device(engine: Engine) -> AsyncIterator[RemoteDevice]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     greeted: Answer[RemoteDevice] = Answer(running_loop())
 
-    def on_greeting(greeting: Ready | Refused) -> None:
+    def on_greeting(greeting: Ready | Refused, _: Descriptors) -> None:
         assert isinstance(greeting, Ready)
         greeted.set(RemoteDevice(connection, greeting))
 

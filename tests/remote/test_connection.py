@@ -13,9 +13,8 @@ from contextlib import asynccontextmanager
 import anyio
 import pytest
 
-from aionn.errors import AionnError, CallerError, DriverDiedError, ExecutionError
+from aionn.errors import AionnError, CallerError, DeadlineError, DriverDiedError, ExecutionError
 from aionn.hal.types import ErrorStatus
-from aionn.remote import connection as module
 from aionn.remote.channel import Channel, Descriptors
 from aionn.remote.connection import Connection
 from aionn.remote.control import Allocated, Call, Cancel, Done, FreeBuffer, Message, Reply, ReplyBody, failure_of
@@ -45,10 +44,10 @@ class Peer:
 
 
 @asynccontextmanager
-async def conversation(hung: list[float] | None = None) -> AsyncIterator[tuple[Connection, Peer, list[Exception | None]]]:
+async def conversation() -> AsyncIterator[tuple[Connection, Peer, list[Exception | None]]]:
     ours, theirs = socket.socketpair()
     ends: list[Exception | None] = []
-    connection = Connection(ours, lambda *_: None, ends.append, on_hung=None if hung is None else hung.append)
+    connection = Connection(ours, lambda *_: None, ends.append)
     peer = Peer(theirs)
     try:
         yield connection, peer, ends
@@ -157,26 +156,43 @@ async def test_what_no_message_can_hold_is_the_callers_error() -> None:
         assert connection.calls_in_flight == 0
 
 
-async def test_a_call_unanswered_past_its_deadline_and_the_grace_is_told_and_an_answered_one_is_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(module, "HANG_GRACE_S", 0.01)
-    hung: list[float] = []
-    async with conversation(hung) as (connection, peer, _), anyio.create_task_group() as tasks:
+async def test_a_deadline_ends_the_wait_and_what_was_lent_stays_lent_until_the_answer() -> None:
+    settled: list[ReplyBody | None] = []
+    unwanted: list[ReplyBody] = []
+    async with conversation() as (connection, peer, ends):
+        for late in (Done(), failure_of(ExecutionError("late", status=ErrorStatus.GENERAL_FAILURE))):
+            with anyio.fail_after(5), pytest.raises(DeadlineError):
+                await connection.call(
+                    FreeBuffer(1), Done, settled=settled.append, unwanted=unwanted.append, deadline_ns=time.monotonic_ns() + 10**6
+                )
+            assert connection.calls_in_flight == 1
+            assert settled == []
+            call_id = await peer.call(len([m for m in peer.heard if isinstance(m, Call)]) or 1)
+            with anyio.fail_after(5):
+                while Cancel(call_id) not in peer.heard:
+                    await anyio.lowlevel.checkpoint()
+            peer.answer(call_id, late)
+            with anyio.fail_after(5):
+                while not settled:
+                    await anyio.lowlevel.checkpoint()
+            assert settled == [late]
+            assert unwanted == ([late] if isinstance(late, Done) else [])
+            settled.clear()
+            unwanted.clear()
+            assert connection.calls_in_flight == 0
+        assert ends == []  # it ended nothing else
+
+
+async def test_an_answer_before_the_deadline_is_the_answer() -> None:
+    async with conversation() as (connection, peer, _), anyio.create_task_group() as tasks:
+        answers: list[ReplyBody] = []
 
         async def ask() -> None:
-            await connection.call(FreeBuffer(1), Done, deadline_ns=time.monotonic_ns())
+            answers.append((await connection.call(FreeBuffer(1), Done, deadline_ns=time.monotonic_ns() + 10**12))[0])
 
         tasks.start_soon(ask)
-        first = await peer.call()
-        peer.answer(first, Done())
-        connection.drain()
-        assert connection.calls_in_flight == 0
-        tasks.start_soon(ask)
-        second = await peer.call(2)
+        peer.answer(await peer.call(), Done())
         with anyio.fail_after(5):
-            while not hung:
+            while not answers:
                 await anyio.lowlevel.checkpoint()
-        assert len(hung) == 1
-        peer.answer(second, failure_of(ExecutionError("late", status=ErrorStatus.GENERAL_FAILURE)))
-        tasks.cancel_scope.cancel()
+        assert connection.calls_in_flight == 0

@@ -22,13 +22,15 @@ from aionn.errors import AionnError
 from aionn.fmq import MessageQueue
 from aionn.hal import CacheFiles, DeviceType, ErrorStatus, MQDescriptor, Operand, OperandType, OutputShape, Result, Timing
 from aionn.hal.types import UNKNOWN_TIME_US, MQFlavor
+from aionn.pages import DriverPage
 from aionn.remote import control
 from aionn.remote.control import HEADER, PROTOCOL, Call, Ready, Reply, encode
 
 Frame = tuple[bytes, int]
-"""Bytes, and how many descriptors (of pipes) go with them."""
+"""Bytes, and how many descriptors (of pipes) go with them. PAGE: one, of a statistics page."""
 
-READY = encode(Ready(PROTOCOL, "hostile", "1", DeviceType.CPU, CacheFiles()), 0)
+PAGE = -1
+READY = encode(Ready(PROTOCOL, "hostile", "1", DeviceType.CPU, CacheFiles()), 1)
 OTHER = (("else", Operand(OperandType.INT8, (7,))),)
 
 
@@ -48,14 +50,16 @@ GREETINGS: dict[str, list[Frame]] = {
     "endless": [(HEADER.pack(2**32 - 1, 0, 0), 0)],
     "descriptors_that_never_come": [(HEADER.pack(len(READY) - HEADER.size, 9, 0) + READY[HEADER.size :], 0)],
     "descriptors_nobody_spoke_of": [(READY, 5)],
+    "no_page": [(encode(Ready(PROTOCOL, "hostile", "1", DeviceType.CPU, CacheFiles()), 0), 0)],
+    "a_pipe_for_a_page": [(READY, 1)],
     "descriptors_without_end": [(READY[:1], 200), (READY[1:2], 200)],
     "another_protocol": [(encode(Ready(PROTOCOL + 1, "hostile", "1", DeviceType.CPU, CacheFiles()), 0), 0)],
-    "two_greetings": [(READY, 0), (READY, 0)],
+    "two_greetings": [(READY, PAGE), (READY, PAGE)],
     "an_answer_first": [(encode(Reply(1, control.Done()), 0), 0)],
     "wrong_types": [raw(["Ready", "one", 2, 3, "four", [5]])],
     "a_name_of_numbers": [raw(["Ready", PROTOCOL, [1, 2], "1", 2, [0, 0], False])],
     "too_many_fields": [raw(["Ready", PROTOCOL, "hostile", "1", 2, [0, 0], False, 1, 2, 3])],
-    "half": [(READY[:-3], 0)],
+    "half": [(READY[:-3], PAGE)],
     "nothing": [],
 }
 
@@ -130,6 +134,7 @@ class Hostile:
     def __init__(self, lie: str) -> None:
         self._lie = lie
         self._tokens = 0
+        self._page = DriverPage()
         self._socket = socket.socket(fileno=os.dup(int(sys.argv[2])))
         self._socket.setblocking(True)
         try:
@@ -139,8 +144,8 @@ class Hostile:
 
     def _send(self, frames: list[Frame]) -> None:
         for data, pipes in frames:
-            ends = [fd for _ in range(-(-pipes // 2)) for fd in os.pipe()]
-            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", ends[:pipes]))] if pipes else []
+            ends = [os.dup(self._page.fd)] if pipes == PAGE else [fd for _ in range(-(-pipes // 2)) for fd in os.pipe()]
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", ends[: abs(pipes)]))] if pipes else []
             self._socket.sendmsg([data], rights)
             for fd in ends:
                 os.close(fd)
@@ -151,7 +156,7 @@ class Hostile:
             if self._lie in ("half", "nothing"):
                 return
         else:
-            self._send([(READY, 0)])
+            self._send([(READY, PAGE)])
         for call, fds in self._calls():
             verb, lie = ANSWERS.get(self._lie, ("", None))
             if lie is not None and type(call.body).__name__ == verb:

@@ -180,15 +180,16 @@ async def test_a_compile_that_times_out_is_cancelled_in_the_driver_and_a_later_o
                 assert set(await compilation.compute(X)) == {"input_out"}
 
 
-async def test_a_driver_that_stands_still_over_a_compile_is_killed_past_its_deadline(model: aionn.Model) -> None:
+async def test_a_driver_that_stands_still_over_a_compile_is_killed_for_that_and_not_by_the_deadline(model: aionn.Model) -> None:
     async with leak_check():
         with FakeDevice() as fake:
-            async with aionn.Runtime() as runtime:
+            async with aionn.Runtime(hang_s=0.2) as runtime:
                 await runtime.compile(model, devices=(fake.name,))
                 (pid,) = driver_pids()
                 os.kill(pid, signal.SIGSTOP)
                 with pytest.raises(DeadlineError):
                     await runtime.compile(model, devices=(fake.name,), timeout_s=0.1)
+                assert driver_pids() == [pid]
                 assert await ended(pid, 10)
                 with anyio.fail_after(20):
                     try:
@@ -358,3 +359,73 @@ def test_a_runtime_works_in_two_loops_at_once_and_dies_with_neither(model: aionn
 
     with leak_check(), FakeDevice() as fake:
         asyncio.run(life(fake))
+
+
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGINT)
+
+
+async def test_signals_to_a_driver_from_its_first_instruction_on_do_not_end_it(model: aionn.Model) -> None:
+    async with leak_check():
+        with FakeDevice() as fake:
+            async with aionn.Runtime() as runtime:
+                sent = 0
+                compiled = anyio.Event()
+
+                async def compile_it() -> None:
+                    await runtime.compile(model, devices=(fake.name,))
+                    compiled.set()
+
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(compile_it)
+                    pid = await until_a_driver_runs()
+                    while not compiled.is_set():
+                        for number in ENDING_SIGNALS:
+                            os.kill(pid, number)
+                            sent += 1
+                        await anyio.lowlevel.checkpoint()
+                assert sent >= len(ENDING_SIGNALS)
+                assert driver_pids() == [pid]
+
+
+DRAINING_APP = """
+import asyncio, os, signal
+import numpy as np
+import aionn
+from aionn.testing import FakeDevice, identity_model
+
+async def main():
+    told = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        asyncio.get_running_loop().add_signal_handler(number, told.set)
+    x = {"input": np.zeros((1, 16), np.float32)}
+    with FakeDevice() as fake:
+        async with aionn.Runtime() as runtime:
+            compilation = await runtime.compile(aionn.Model.from_onnx(identity_model()), devices=(fake.name,))
+            async with compilation.burst() as burst:
+                await burst.compute(x)
+                print("at work", flush=True)
+                await told.wait()
+                for _ in range(20):
+                    await burst.compute(x)
+                    await compilation.compute(x)
+                assert [device.statistics()["starts"] for device in runtime.devices if device.pid] == [1]
+    print("drained", flush=True)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT], ids=lambda number: number.name)
+def test_an_app_drains_on_its_drivers_when_its_process_group_is_signalled(number: signal.Signals) -> None:
+    """systemd, `timeout` and `tini -g` signal the whole group; the app answers what it has begun, and its drivers end with it."""
+    with leak_check():
+        app = subprocess.Popen([sys.executable, "-c", DRAINING_APP], stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+        try:
+            assert app.stdout is not None
+            assert app.stdout.readline() == b"at work\n"
+            os.killpg(app.pid, number)
+            out, complaints = app.communicate(timeout=20)
+        finally:
+            app.kill()
+            app.wait()
+        assert (app.returncode, out, complaints) == (0, b"drained\n", b"")

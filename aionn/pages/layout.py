@@ -1,0 +1,171 @@
+"""Where each number of a statistics page lies, and what it means. No I/O; `_page.c` repeats the numbers of a slot.
+
+Every number is an unsigned 64-bit word in the machine's own byte order: both processes run on one machine. Times are
+CLOCK_MONOTONIC in nanoseconds.
+
+Invariants
+    An execution of a model is in progress if and only if its slot has begun more executions than it has finished.
+    The buckets of a slot's histogram add up to its finished executions, except while one ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+MAGIC = int.from_bytes(b"aionnpg\0", "little")
+VERSION = 1
+ROLE_DRIVER = 2
+
+PAGE_BYTES = 256 * 1024
+STACK_BYTES = 16 * 1024
+STACK_OFFSET = PAGE_BYTES - STACK_BYTES
+"""The stacks are last: a write that goes on behind them would enlarge the file, and its seals forbid that."""
+
+# Words of the header.
+HEADER_MAGIC, HEADER_VERSION, HEADER_ROLE, HEADER_PID, HEADER_START, HEADER_BYTES, HEADER_SLOTS, HEADER_SLOT_BYTES = range(8)
+HEADER_WORDS = 8
+
+# Words of the activity, behind room for a longer header.
+HEARTBEAT, LOADS_BEGUN, LOADS_ENDED, LOADING_SINCE, COMPILES_BEGUN, COMPILES_ENDED, COMPILING_SINCE, SLOTS_USED = range(32, 40)
+
+# Words of a slot. `_page.c` has the same numbers.
+SLOT_OFFSET = 4096
+SLOT_BYTES = 1024
+SLOT_WORDS = SLOT_BYTES // 8
+SLOTS = (STACK_OFFSET - SLOT_OFFSET) // SLOT_BYTES
+MODEL, BEGUN, FINISHED, SINCE, ENDED, HISTOGRAM = 0, 1, 2, 3, 4, 16
+BUCKETS = 90
+
+# Four buckets per octave from 2^-18 s to 2^4 s, in units of 2^-30 s, and one for all that is shorter or longer.
+_FIRST_OCTAVE, _LAST_OCTAVE = 12, 33
+
+State = Literal["idle", "loading", "compiling", "executing"]
+
+
+class LayoutError(ValueError):
+    """These bytes are not a page of this layout, or not of the process that sent them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """One execution in progress.
+
+    Attributes:
+        slot: of its model.
+        number: how many executions that model had begun, this one counted: it tells one execution from the next.
+        since_ns: when it began.
+    """
+
+    slot: int
+    number: int
+    since_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """What a driver does at one moment.
+
+    Attributes:
+        state: "executing" before "compiling" before "loading" before "idle".
+        since_ns: since when; of several executions, the one that began first. In "idle": when the last execution ended, or 0.
+        executing: the executions in progress.
+        finished: executions finished so far, by the models that are prepared now.
+        ended_ns: when the last of them ended; 0: none has.
+        heartbeat_ns: when the driver's loop last ran its heartbeat.
+    """
+
+    state: State
+    since_ns: int
+    executing: tuple[Execution, ...]
+    finished: int
+    ended_ns: int
+    heartbeat_ns: int
+
+
+def header(pid: int, start_time: int) -> list[int]:
+    """The words of a driver page's header."""
+    words = [0] * HEADER_WORDS
+    words[HEADER_MAGIC], words[HEADER_VERSION], words[HEADER_ROLE] = MAGIC, VERSION, ROLE_DRIVER
+    words[HEADER_PID], words[HEADER_START] = pid, start_time
+    words[HEADER_BYTES], words[HEADER_SLOTS], words[HEADER_SLOT_BYTES] = PAGE_BYTES, SLOTS, SLOT_BYTES
+    return words
+
+
+def check_header(words: Sequence[int]) -> None:
+    """Check that a page is a driver's and of this layout.
+
+    Raises:
+        LayoutError: it is not; the text says in what.
+    """
+    wanted = header(words[HEADER_PID], words[HEADER_START])
+    names = ("magic", "version", "role", "pid", "start time", "size", "slots", "slot size")
+    for what, found, right in zip(names, words[:HEADER_WORDS], wanted, strict=True):
+        if found != right:
+            raise LayoutError(f"a statistics page with {what} {found}; {right} was expected")
+
+
+def activity(words: Sequence[int]) -> Activity:
+    """Read what the driver does from the words of its page."""
+    executing: list[Execution] = []
+    finished = ended_ns = 0
+    for slot in range(min(words[SLOTS_USED], SLOTS)):
+        at = slot_word(slot)
+        done = words[at + FINISHED]  # before `begun`, so that an execution that begins and ends meanwhile is not missed
+        begun = words[at + BEGUN]
+        finished += done
+        ended_ns = max(ended_ns, words[at + ENDED])
+        if begun > done:
+            executing.append(Execution(slot, begun, words[at + SINCE]))
+    if executing:
+        state: State = "executing"
+        since_ns = min(execution.since_ns for execution in executing)
+    elif words[COMPILES_BEGUN] > words[COMPILES_ENDED]:
+        state, since_ns = "compiling", words[COMPILING_SINCE]
+    elif words[LOADS_BEGUN] > words[LOADS_ENDED]:
+        state, since_ns = "loading", words[LOADING_SINCE]
+    else:
+        state, since_ns = "idle", ended_ns
+    return Activity(state, since_ns, tuple(executing), finished, ended_ns, words[HEARTBEAT])
+
+
+def slot_word(slot: int) -> int:
+    """Index of a slot's first word."""
+    return (SLOT_OFFSET + slot * SLOT_BYTES) // 8
+
+
+def bucket_of(nanoseconds: int) -> int:
+    """The histogram's bucket for a duration."""
+    units = nanoseconds * 1152921504 >> 30  # as the native code rounds it
+    if nanoseconds >= 16 * 10**9:
+        return BUCKETS - 1
+    octave = units.bit_length() - 1
+    if octave < _FIRST_OCTAVE:
+        return 0
+    if octave > _LAST_OCTAVE:
+        return BUCKETS - 1
+    return 1 + (octave - _FIRST_OCTAVE) * 4 + (units >> (octave - 2)) - 4
+
+
+def longest_in_bucket_s(bucket: int) -> float:
+    """The upper edge of a bucket in seconds; of the last one: infinity."""
+    if bucket >= BUCKETS - 1:
+        return float("inf")
+    if bucket == 0:
+        return float(2.0 ** (_FIRST_OCTAVE - 30))
+    octave, quarter = divmod(bucket - 1, 4)
+    return float((5 + quarter) * 2.0 ** (_FIRST_OCTAVE + octave - 2 - 30))
+
+
+def quantile_s(buckets: Sequence[int], quantile: float, least: int) -> float | None:
+    """An upper bound of a quantile of a histogram in seconds, or None if it counts fewer than `least` durations."""
+    count = sum(buckets)
+    if count < least:
+        return None
+    seen = 0
+    for bucket, number in enumerate(buckets):
+        seen += number
+        if seen >= quantile * count:
+            return longest_in_bucket_s(bucket)
+    return float("inf")

@@ -1,0 +1,201 @@
+"""A statistics page, as its process writes it and as another process reads it.
+
+Invariants
+    A page has its full size, and seals against any other, before its descriptor leaves its process: no reader can be
+    ended by SIGBUS. What is written to is reserved first, so no writer can be either.
+    The descriptor's file offset is that of the next byte of stacks; nothing else uses it.
+    The driver's event loop writes the heartbeat and hands out slots; `_busy` guards the counts of loads and compiles.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from aionn.pages import layout
+from aionn.pages._page import Slot
+from aionn.pages.layout import Activity, LayoutError
+
+__all__ = ["BEAT_S", "DriverPage", "PageReader", "Slot", "private_slot", "start_time_of"]
+
+BEAT_S = 0.5
+"""How often a driver's loop writes its heartbeat."""
+
+_SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+
+
+def start_time_of(pid: int) -> int:
+    """Return when a process started, in clock ticks since the machine's boot: with its pid, a name that is never used twice.
+
+    Raises:
+        OSError: there is no such process, or /proc does not show it.
+    """
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        return int(file.read().rpartition(b")")[2].split()[19])
+
+
+class DriverPage:
+    """The page of this process, a driver.
+
+    Attributes:
+        fd: its descriptor, to be sent to the app.
+    """
+
+    def __init__(self) -> None:
+        """Make it.
+
+        Raises:
+            OSError: there is no memory or no descriptor for it.
+        """
+        self.fd = os.memfd_create("aionn-stats", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.fd, layout.PAGE_BYTES)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | fcntl.F_SEAL_SEAL)
+            os.posix_fallocate(self.fd, 0, layout.SLOT_OFFSET)
+            os.lseek(self.fd, layout.STACK_OFFSET, os.SEEK_SET)
+            self._mapping = mmap.mmap(self.fd, layout.PAGE_BYTES, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        except BaseException:
+            os.close(self.fd)
+            raise
+        self._words = memoryview(self._mapping).cast("Q")
+        self._busy = threading.Lock()
+        self._free = list(range(layout.SLOTS - 1, -1, -1))
+        self._taken: dict[Slot, int] = {}
+        for index, word in enumerate(layout.header(os.getpid(), start_time_of(os.getpid()))):
+            self._words[index] = word
+        self.beat()
+
+    def beat(self) -> None:
+        """Write the heartbeat."""
+        self._words[layout.HEARTBEAT] = time.monotonic_ns()
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Show that a model is being loaded from an artifact during the body. Any thread."""
+        with self._counted(layout.LOADS_BEGUN, layout.LOADS_ENDED, layout.LOADING_SINCE):
+            yield
+
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Show that a model is being judged, compiled or exported during the body. Any thread."""
+        with self._counted(layout.COMPILES_BEGUN, layout.COMPILES_ENDED, layout.COMPILING_SINCE):
+            yield
+
+    @contextmanager
+    def _counted(self, begun: int, ended: int, since: int) -> Iterator[None]:
+        words = self._words
+        with self._busy:
+            if words[begun] == words[ended]:
+                words[since] = time.monotonic_ns()
+            words[begun] += 1
+        try:
+            yield
+        finally:
+            with self._busy:
+                words[ended] += 1
+
+    def slot(self, model: int) -> Slot:
+        """Give a prepared model its slot. Without a free one, or memory for it, its executions are not shown."""
+        if not self._free:
+            return private_slot()
+        number = self._free[-1]
+        offset = layout.SLOT_OFFSET + number * layout.SLOT_BYTES
+        try:
+            os.posix_fallocate(self.fd, offset, layout.SLOT_BYTES)
+        except OSError:
+            return private_slot()
+        self._free.pop()
+        first = layout.slot_word(number)
+        for word in range(first, first + layout.SLOT_WORDS):
+            self._words[word] = 0
+        self._words[first + layout.MODEL] = model
+        self._words[layout.SLOTS_USED] = max(self._words[layout.SLOTS_USED], number + 1)
+        slot = Slot(self._mapping, offset)
+        self._taken[slot] = number
+        return slot
+
+    def free(self, slot: Slot) -> None:
+        """Take a slot back: its model has been released. An execution that still runs is no longer shown."""
+        slot.release()
+        number = self._taken.pop(slot, None)
+        if number is not None:
+            first = layout.slot_word(number)
+            for word in range(first, first + layout.SLOT_WORDS):
+                self._words[word] = 0
+            self._free.append(number)
+
+
+def private_slot() -> Slot:
+    """A slot that no other process sees."""
+    return Slot(bytearray(layout.SLOT_BYTES), 0)
+
+
+class PageReader:
+    """A driver's page, read by its app.
+
+    Attributes:
+        pid, start_time: of the process that made it, as it says.
+    """
+
+    def __init__(self, fd: int) -> None:
+        """Map it. Takes over `fd`, also when it fails.
+
+        Raises:
+            LayoutError: the descriptor is not such a page.
+            OSError: it cannot be mapped.
+        """
+        self._fd = fd
+        try:
+            try:
+                seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+            except OSError as error:
+                raise LayoutError("a statistics page is a memfd; the descriptor is something else") from error
+            if seals & _SIZE_SEALS != _SIZE_SEALS or os.fstat(fd).st_size != layout.PAGE_BYTES:
+                raise LayoutError(f"a statistics page has {layout.PAGE_BYTES} bytes and seals against any other size")
+            self._mapping = mmap.mmap(fd, layout.PAGE_BYTES, mmap.MAP_SHARED, mmap.PROT_READ)
+        except BaseException:
+            os.close(fd)
+            raise
+        self._words = memoryview(self._mapping).cast("Q")
+        try:
+            layout.check_header(self._words)
+        except BaseException:
+            self.close()
+            raise
+        self.pid, self.start_time = self._words[layout.HEADER_PID], self._words[layout.HEADER_START]
+
+    def read(self) -> Activity:
+        """Return what the driver does now."""
+        return layout.activity(self._words)
+
+    def usual_s(self, slot: int, quantile: float, least: int) -> float | None:
+        """Return an upper bound of a quantile of how long that model's executions took; None: fewer than `least` have ended."""
+        first = layout.slot_word(slot) + layout.HISTOGRAM
+        return layout.quantile_s(self._words[first : first + layout.BUCKETS].tolist(), quantile, least)
+
+    def clear_stacks(self) -> None:
+        """Make room for new stacks."""
+        os.lseek(self._fd, layout.STACK_OFFSET, os.SEEK_SET)
+        os.pwrite(self._fd, bytes(layout.STACK_BYTES), layout.STACK_OFFSET)
+
+    def stack_bytes(self) -> int:
+        """Return how many bytes of stacks have been written so far."""
+        return os.lseek(self._fd, 0, os.SEEK_CUR) - layout.STACK_OFFSET
+
+    def stacks(self) -> str:
+        """Return the stacks written so far, as text."""
+        written = max(0, min(self.stack_bytes(), layout.STACK_BYTES))
+        return os.pread(self._fd, written, layout.STACK_OFFSET).decode(errors="replace")
+
+    def close(self) -> None:
+        """Unmap it and close its descriptor. Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            self._words.release()
+            self._mapping.close()
+            os.close(fd)

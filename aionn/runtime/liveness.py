@@ -1,0 +1,290 @@
+"""Whether a driver process hangs or is busy: judged by what it gets done, never by somebody's deadline.
+
+A driver hangs if one of these lasts for `hang_s`:
+
+    a deadlock     it executes, finishes nothing, none of its threads is ready to run or waits for a disk, and it uses less
+                   than 1 % of a CPU. Only for devices that are CPUs: an engine that waits for an accelerator uses none
+    too long       one execution takes more than 20 times the 99th percentile of at least 100 executions of its model
+    a dead loop    it does nothing, and its event loop does not write its heartbeat
+
+A first execution, a long one that computes, a load and a compile are none of these. Only time counts in which the watch ran
+itself: a stopped app or a suspended machine is no hang of the driver. Neither is a driver that gets no CPU time.
+
+`Judge` decides from what it is shown, without I/O. `Witness` looks at the process. `stacks_of` asks a hanging one where it stands.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import anyio
+
+from aionn import trace
+from aionn.errors import CallerError, DriverHungError
+from aionn.pages import BEAT_S, Activity, Execution, PageReader, start_time_of
+
+logger = logging.getLogger("aionn.runtime")
+
+DEFAULT_HANG_S = 10.0
+
+_LONGEST_TICK_S = 1.0
+_TICKS = 5
+"""So many looks at the threads of a driver must agree before it counts as hung, where `hang_s` is short."""
+
+_CPU_SHARE = 0.01
+_STARVED_SHARE = 0.1
+"""A process that is ready to run and gets less than this share of a CPU waits for the CPU."""
+
+_TIMES_USUAL = 20.0
+_USUAL_QUANTILE = 0.99
+_USUAL_RUNS = 100
+
+_FIRST_STACK_S = 0.2
+"""A process that is stopped writes no stacks; it is not waited for longer than this."""
+
+_STACK_PAUSE_S = 0.05
+"""Stacks that have not grown for so long are complete."""
+
+_ALL_STACKS_S = 0.6
+
+
+@dataclass(frozen=True, slots=True)
+class Hang:
+    """A verdict.
+
+    Attributes:
+        waited_s: for how long the driver has made no progress.
+        why: what was seen, as the rest of a sentence that begins with the device.
+    """
+
+    waited_s: float
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """A process at one moment.
+
+    Attributes:
+        runnable: whether one of its threads runs, is ready to run, or waits for a disk.
+        cpu_ns: CPU time that it has used since it began.
+    """
+
+    runnable: bool
+    cpu_ns: int
+
+
+def checked_hang_s(hang_s: float | None) -> float | None:
+    """Return a valid `hang_s`.
+
+    Raises:
+        CallerError: it is not a positive number of seconds, nor None.
+    """
+    if hang_s is None:
+        return None
+    if isinstance(hang_s, bool) or not isinstance(hang_s, int | float) or not hang_s > 0:
+        raise CallerError(f"hang_s={hang_s!r}: give the seconds after which a driver without progress is killed, or None for never")
+    return None if hang_s == float("inf") else float(hang_s)
+
+
+class Judge:
+    """Decides whether one driver hangs.
+
+    Args:
+        hang_s: how long it may make no progress.
+        cpu_decides: whether a driver that uses no CPU does nothing: its device is a CPU.
+        now_ns: CLOCK_MONOTONIC.
+    """
+
+    def __init__(self, hang_s: float, cpu_decides: bool, now_ns: int) -> None:
+        self._hang_s = hang_s
+        self._cpu_decides = cpu_decides
+        self._tick_s = min(_LONGEST_TICK_S, hang_s / _TICKS)
+        self._last_ns = now_ns
+        self._last_cpu_ns: int | None = None
+        self._ages: dict[Execution, float] = {}
+        self._stall: tuple[int, int] | None = None
+        self._still_s = 0.0
+        self._still_cpu_ns = 0
+        self._heartbeat_ns = 0
+        self._beatless_s = 0.0
+
+    @property
+    def next_look_s(self) -> float:
+        """After how many seconds to observe the driver again."""
+        return min(self._tick_s, max(0.002, self._hang_s - self._still_s + 0.001)) if self._stall else self._tick_s
+
+    def observe(
+        self, now_ns: int, activity: Activity, evidence: Callable[[], Evidence | None], usual_s: Callable[[int], float | None]
+    ) -> Hang | None:
+        """Take in what the driver does now.
+
+        Args:
+            evidence: looks at the process; None: it cannot be seen.
+            usual_s: of a slot, how long its executions take at most, or None if too few have ended. Inclusive of all but 1 %.
+        """
+        counted_s = min((now_ns - self._last_ns) / 1e9, 2 * self._tick_s)
+        self._last_ns = now_ns
+        if not activity.executing:
+            self._ages.clear()
+            self._stall = None
+            return self._without_heartbeat(now_ns, counted_s, activity, evidence)
+        self._beatless_s = 0.0
+        seen = evidence()
+        hang = self._deadlocked(now_ns, counted_s, activity, seen) or self._too_long(now_ns, counted_s, activity, seen, usual_s)
+        self._last_cpu_ns = None if seen is None else seen.cpu_ns
+        return hang
+
+    def _deadlocked(self, now_ns: int, counted_s: float, activity: Activity, seen: Evidence | None) -> Hang | None:
+        began_ns = max(activity.since_ns, activity.ended_ns)
+        if seen is None:
+            self._stall = None
+            return None
+        if self._stall != (began_ns, activity.finished):
+            self._stall = began_ns, activity.finished
+            self._still_s, self._still_cpu_ns = min(counted_s, max(0.0, (now_ns - began_ns) / 1e9)), seen.cpu_ns
+        else:
+            self._still_s += counted_s
+        if seen.runnable or (seen.cpu_ns - self._still_cpu_ns) / 1e9 >= _CPU_SHARE * self._hang_s:
+            self._still_s, self._still_cpu_ns = 0.0, seen.cpu_ns
+        if not self._cpu_decides or self._still_s < self._hang_s:
+            return None
+        waited_s = (now_ns - began_ns) / 1e9
+        return Hang(waited_s, f"has finished nothing and used no CPU for {waited_s:.1f} s of an execution")
+
+    def _too_long(
+        self, now_ns: int, counted_s: float, activity: Activity, seen: Evidence | None, usual_s: Callable[[int], float | None]
+    ) -> Hang | None:
+        starved = seen is None
+        if seen is not None and seen.runnable:
+            used_s = 0.0 if self._last_cpu_ns is None else (seen.cpu_ns - self._last_cpu_ns) / 1e9
+            starved = used_s < _STARVED_SHARE * counted_s
+        ages = {}
+        for execution in activity.executing:
+            passed_s = min(counted_s, max(0.0, (now_ns - execution.since_ns) / 1e9))
+            age_s = ages[execution] = self._ages.get(execution, 0.0) + (0.0 if starved else passed_s)
+            if age_s <= self._hang_s:
+                continue
+            usual = usual_s(execution.slot)
+            if usual is not None and age_s > _TIMES_USUAL * usual:
+                self._ages = ages
+                waited_s = (now_ns - execution.since_ns) / 1e9
+                return Hang(waited_s, f"executes one request for {waited_s:.1f} s, where nearly all take at most {usual:.3g} s")
+        self._ages = ages
+        return None
+
+    def _without_heartbeat(self, now_ns: int, counted_s: float, activity: Activity, evidence: Callable[[], Evidence | None]) -> Hang | None:
+        if activity.state != "idle" or activity.heartbeat_ns != self._heartbeat_ns:
+            self._heartbeat_ns, self._beatless_s = activity.heartbeat_ns, 0.0
+            return None
+        seen = evidence()
+        if seen is None or seen.runnable:
+            self._beatless_s = 0.0
+            return None
+        self._beatless_s += counted_s
+        if self._beatless_s <= self._hang_s + 2 * BEAT_S:
+            return None
+        waited_s = (now_ns - activity.heartbeat_ns) / 1e9
+        return Hang(waited_s, f"executes nothing, and its event loop has stood still for {waited_s:.1f} s")
+
+
+class Witness:
+    """Looks at a process through /proc. It must not be reaped meanwhile, or its number may become another's."""
+
+    def __init__(self, pid: int, start_time: int) -> None:
+        self._pid = pid
+        self._start_time = start_time
+
+    def look(self) -> Evidence | None:
+        """Return what is seen; None: the process cannot be seen from here."""
+        try:
+            if start_time_of(self._pid) != self._start_time:
+                return None
+            runnable = False
+            for thread in os.listdir(f"/proc/{self._pid}/task"):
+                try:
+                    with open(f"/proc/{self._pid}/task/{thread}/stat", "rb") as file:
+                        runnable = runnable or file.read().rpartition(b")")[2].split()[0] in (b"R", b"D")
+                except FileNotFoundError:
+                    continue  # this thread has ended meanwhile
+            # The kernel's clock of another process's CPU time (clock_getcpuclockid). /proc counts in steps of 10 ms.
+            return Evidence(runnable, time.clock_gettime_ns((~self._pid << 3) | 2))
+        except (OSError, IndexError, ValueError):
+            return None
+
+
+async def watch(
+    device: str,
+    page: PageReader,
+    judge: Judge,
+    ended: anyio.Event,
+    ask: Callable[[], None] | None,
+    kill: Callable[[DriverHungError], None] | None,
+) -> None:
+    """Watch a driver until it has `ended` or is killed for hanging.
+
+    Args:
+        ask: sends it the signal that it answers by its stacks; None: it cannot be asked.
+        kill: ends it; None: a hang is only logged.
+    """
+    witness = Witness(page.pid, page.start_time)
+    reported: tuple[Execution, ...] | None = None
+    while not await _set_within(ended, judge.next_look_s):
+        activity = page.read()
+        if reported is not None and activity.executing == reported:
+            continue
+        reported = None
+        hang = judge.observe(time.monotonic_ns(), activity, witness.look, lambda slot: page.usual_s(slot, _USUAL_QUANTILE, _USUAL_RUNS))
+        if hang is None:
+            continue
+        stack = "" if ask is None else await stacks_of(page, ask)
+        if ended.is_set():
+            return
+        if (now := page.read()).executing != activity.executing or now.finished != activity.finished:
+            continue  # it has gone on meanwhile
+        outcome = "it is left alone, because hang_s is None" if kill is None else "it is killed"
+        logger.warning("the driver process of device %r hangs: it %s; %s. Its stacks:\n%s", device, hang.why, outcome, stack or "(none)")
+        trace.count("driver.hung", device=device)
+        if kill is not None:
+            kill(DriverHungError(device, hang.waited_s, stack))
+            return
+        reported = activity.executing
+
+
+async def _set_within(event: anyio.Event, seconds: float) -> bool:
+    with anyio.move_on_after(seconds):
+        await event.wait()
+    return event.is_set()
+
+
+async def stacks_of(page: PageReader, ask: Callable[[], None]) -> str:
+    """Return the stacks of all threads of a driver; empty if it writes none, as a stopped process does.
+
+    Args:
+        ask: sends the driver the signal that it answers by its stacks.
+    """
+    try:
+        return await _stacks_of(page, ask)
+    except OSError:
+        return ""  # the driver has ended meanwhile, and its page has been closed
+
+
+async def _stacks_of(page: PageReader, ask: Callable[[], None]) -> str:
+    page.clear_stacks()
+    ask()
+    began = anyio.current_time()
+    written, grown = 0, began
+    while True:
+        await anyio.sleep(0.01)
+        now = anyio.current_time()
+        if (more := page.stack_bytes()) != written:
+            written, grown = more, now
+        elif now - grown >= _STACK_PAUSE_S if written else now - began >= _FIRST_STACK_S:
+            break
+        if now - began >= _ALL_STACKS_S:
+            break
+    return page.stacks()

@@ -1,0 +1,73 @@
+"""Making a driver's process. Only this file starts processes.
+
+A driver is started by posix_spawn and exec, so nothing of the app's loop or threads is copied into it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import socket
+import sys
+
+from aionn.errors import DeviceUnavailableError
+
+_SOCKET_FD = 3
+
+
+def spawn(engine: str, name: str, theirs: socket.socket, background_threads: int, state_dir: str) -> tuple[int, int]:
+    """Start `python -m aionn.driver ENGINE`: its pid and pidfd.
+
+    The child has the socket as descriptor 3, no stdin, and our stderr for all it prints.
+
+    Raises:
+        OSError: it cannot be started; nothing is left of it.
+        DeviceUnavailableError: this app has no Python of its own to start it with.
+    """
+    if not sys.executable or getattr(sys, "frozen", False):
+        found = "is the app itself (it is frozen)" if sys.executable else "is not set"
+        raise DeviceUnavailableError(
+            name, f"device {name!r} cannot start: sys.executable {found}; set it to a Python that has aionn installed"
+        )
+    # Out of the way of the child's own numbers, so that each dup2 really duplicates and clears close-on-exec.
+    high = fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD_CLOEXEC, 10)
+    try:
+        pid = os.posix_spawn(
+            sys.executable,
+            [sys.executable, "-P", "-m", "aionn.driver", engine, str(_SOCKET_FD), str(background_threads), *filter(None, [state_dir])],
+            _environment(),
+            file_actions=[
+                *([] if _has_stderr() else [(os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0)]),
+                (os.POSIX_SPAWN_DUP2, 2, 1),
+                (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                (os.POSIX_SPAWN_DUP2, high, _SOCKET_FD),
+            ],
+            # A signal to the process group is the app's to handle. The driver unblocks signals once it ignores those.
+            setsigmask=signal.valid_signals(),
+            setsigdef=[signal.SIGPIPE, signal.SIGCHLD],
+        )
+    finally:
+        os.close(high)
+    try:
+        return pid, os.pidfd_open(pid)
+    except BaseException:
+        # Our own child, not yet waited for: the number is still its.
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        raise
+
+
+def _has_stderr() -> bool:
+    """Whether descriptor 2 is meant to be inherited. In a daemon it is closed, or something else that got its number."""
+    try:
+        return os.get_inheritable(2)
+    except OSError:
+        return False
+
+
+def _environment() -> dict[str, str]:
+    environment = dict(os.environ)
+    # Buffered prints of an engine would be lost when its driver is killed.
+    environment["PYTHONUNBUFFERED"] = "1"
+    return environment
