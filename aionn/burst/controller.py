@@ -19,7 +19,6 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -39,7 +38,7 @@ from aionn.burst.packets import (
 from aionn.errors import AionnError, CallerError, DeadlineError, again
 from aionn.fmq import Caller, MessageQueue, QueueClosedError
 from aionn.hal.types import Result
-from aionn.tasks import running_loop
+from aionn.tasks import leave_in_child, running_loop
 
 _REMEMBERED = 256
 """So many different answers are remembered decoded."""
@@ -111,9 +110,9 @@ class ExecutionBurstController:
         self._caller = Caller(requests, results)
         self.ended_by: BaseException | None = None
         self._yield_by_ns = 0
-        self._pid = os.getpid()
         self._result_fd = results.reader_fd
         self._loop.add_reader(self._result_fd, self._event)
+        leave_in_child(self)
 
     @property
     def in_flight(self) -> int:
@@ -443,8 +442,7 @@ class ExecutionBurstController:
             return
         self._drain_last()
         self.ended_by = error
-        if os.getpid() == self._pid:
-            self._loop.remove_reader(self._result_fd)
+        self._loop.remove_reader(self._result_fd)
         in_flight, self._in_flight = self._in_flight, {}
         for entry in in_flight.values():
             self._settle(entry)
@@ -453,6 +451,10 @@ class ExecutionBurstController:
                 turn.set_result(None)
         self._requests.close()
         self._results.close()
+
+    def leave(self) -> None:
+        """In a child of fork: the requests in flight and the event are the parent's."""
+        self.ended_by = self.ended_by or CallerError("this burst belongs to the parent process; open a runtime in this one")
 
     def _drain_last(self) -> None:
         try:

@@ -5,12 +5,15 @@ one. Frames belong to the burst, not to the connection; the new driver asks for 
 
 Invariants
     `_link` is alive or None; a dead one is replaced under `_connecting`, by one task. A living one is replaced by a swap (`install`).
+    `_held` holds `_link` for the finalizer. Nothing that the loop or the driver's connection knows refers to the burst, so one that
+    the app drops is collected, and then closed.
     A frame is pinned by its lease (the app's, or that of a running `compute`) and by each request in flight over it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import weakref
 from asyncio import _get_running_loop  # the public one raises where there is no loop, and is then caught at every call
 from collections.abc import AsyncGenerator, Callable, Container, Coroutine, Mapping, Sequence
 from functools import partial
@@ -33,11 +36,12 @@ from aionn.runtime.frames import LARGE_BYTES, Frames, fill, fill_large
 from aionn.runtime.link import Link, open_link
 from aionn.runtime.placement import Placement, is_placed, place
 from aionn.runtime.recurrent import RecurrentWay, Step
-from aionn.tasks import deadline_of
+from aionn.tasks import call_soon_from_anywhere, deadline_of
 
 if TYPE_CHECKING:
     from aionn.runtime.compilation import Compilation
     from aionn.runtime.compiled_model import Serving
+    from aionn.runtime.devices import Devices
 
 _REMEMBERED_BODIES = 64
 """So many encoded requests are remembered per frame."""
@@ -64,6 +68,9 @@ class Burst:
         self._last: tuple[Way, memory_pool.FramePool] | tuple[None, None] = (None, None)
         self._recurrent: RecurrentWay | None = None
         self._link: Link | None = None
+        self._held: list[Link] = []
+        self._finalizer = weakref.finalize(self, call_soon_from_anywhere, compilation._runtime._home, _release, self._frames, self._held)
+        self._finalizer.atexit = False
         self._connecting = anyio.Lock()
         self._streams: set[stream.Stream] = set()
         self._open = False
@@ -86,17 +93,28 @@ class Burst:
 
     async def aclose(self) -> None:
         """End the burst: calls that still wait get `CallerError`; queues, frames and the driver's part are freed."""
-        if not self._open:
+        if not self._open or self._compilation._runtime.inherited:
             return
         self._compilation._runtime._check_loop()
         self._open = False
         for running in list(self._streams):
             running.cancel()
         self._compiled.bursts.discard(self)
-        link, self._link = self._link, None
-        if link is not None:
-            await link.aclose(CallerError("the burst was closed while this call waited"))
-        self._frames.close()
+        try:
+            if self._link is not None:
+                await self._link.aclose(CallerError("the burst was closed while this call waited"))
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        """As `aclose`, without waiting. What `aclose` has begun is not done twice."""
+        self._open = False
+        for running in list(self._streams):
+            running.cancel()
+        self._compiled.bursts.discard(self)
+        self._link = None
+        self._finalizer.detach()
+        _release(self._frames, self._held)
 
     async def _connect(self, deadline_ns: int | None) -> Link:
         """The live link; a new one if there is none."""
@@ -120,13 +138,15 @@ class Burst:
     async def link_to(self, serving: Serving) -> Link:
         """A link that is not in use yet."""
         low_power = self._compilation.preference is ExecutionPreference.LOW_POWER
-        return await open_link(serving, self._frames, self._depth, self._queue_capacity, low_power, self._hung)
+        hung = partial(_hung, self._compilation._runtime._devices)
+        return await open_link(serving, self._frames, self._depth, self._queue_capacity, low_power, hung)
 
     def install(self, link: Link) -> Link | None:
         """Use `link` from now on; the one before, which is to be closed, as a link is that a closed burst has no use for."""
         if not self._open:
             return link
         before, self._link = self._link, link
+        self._held[:] = [link]
         self._frames.on_gone = link.forget_memory
         self._counts["connections"] += 1
         return before
@@ -139,9 +159,6 @@ class Burst:
     def count_from_now(self) -> None:
         """The shortest way counts nothing: leave it until `CompiledModel.watched` is over."""
         self._last = (None, None)
-
-    def _hung(self, serving: Serving, waited_s: float) -> None:
-        self._compilation._runtime._devices.kill(serving.prepared.device, DriverHungError(serving.device, waited_s))
 
     def _lease(self, shapes: Shapes) -> tuple[Way, memory_pool.Frame]:
         self._compilation._runtime._check_loop()
@@ -482,6 +499,18 @@ class Burst:
         """
         in_flight = self._link.controller.in_flight if self._link is not None else 0
         return {**self._counts, "in_flight": in_flight, **self._frames.count()}
+
+
+def _hung(devices: Devices, serving: Serving, waited_s: float) -> None:
+    devices.kill(serving.prepared.device, DriverHungError(serving.device, waited_s))
+
+
+def _release(frames: Frames, held: list[Link]) -> None:
+    """A burst is over, or has been collected: free its queues, its frames and the driver's part."""
+    for link in held:
+        link.release(CallerError("the burst was closed while this call waited"))
+    held.clear()
+    frames.close()
 
 
 def _check_frame(way: Way, placed_shapes: Mapping[str, tuple[int, ...]]) -> None:

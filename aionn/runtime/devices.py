@@ -19,13 +19,13 @@ import asyncio
 import fcntl
 import logging
 import os
+import select
 import signal
 import socket
 import sys
 import time
 
 import anyio
-from anyio.abc import TaskGroup
 
 from aionn import trace
 from aionn.engines.installed import installed_engines
@@ -35,7 +35,7 @@ from aionn.remote.channel import Descriptors
 from aionn.remote.connection import Connection
 from aionn.remote.control import PROTOCOL, CallBody, ControlError, Ready, Refused, error_of
 from aionn.remote.device import RemoteDevice
-from aionn.tasks import bounded_shield, running_loop
+from aionn.tasks import OwnedTasks, bounded_shield, leave_in_child, running_loop
 
 logger = logging.getLogger("aionn.runtime")
 
@@ -44,6 +44,9 @@ GRACE_S = 2.0
 
 KILL_S = 5.0
 """A killed process is waited for this long: the kernel may be busy freeing its memory. It is then left to init."""
+
+ABORT_S = 1.0
+"""The same where closing is cancelled. Nothing else runs meanwhile, so the time is short."""
 
 START_S = 60.0
 """A driver must greet within this time: importing an engine from a cold disk takes seconds."""
@@ -54,7 +57,7 @@ _SOCKET_FD = 3
 class DriverProcess:
     """One driver process and the connection to it."""
 
-    def __init__(self, name: str, tasks: TaskGroup, background_threads: int = 0, home: str = "") -> None:
+    def __init__(self, name: str, tasks: OwnedTasks, background_threads: int = 0, home: str = "") -> None:
         """Start it. Nothing is awaited: it is `ready` once it has greeted.
 
         `home`: "package.module:Class" of an installed engine, so that the driver need not look for it again.
@@ -86,6 +89,7 @@ class DriverProcess:
         self._calls: asyncio.Queue[tuple[int, CallBody, Descriptors] | None] = asyncio.Queue()
         tasks.start_soon(self._answer_calls, name=f"answers to {name}")
         self._loop.add_reader(self._pidfd, self._exited)
+        leave_in_child(self)
         self.connection = Connection(ours, self._call, self._socket_ended, self._greeted, on_hung=self._hung)
 
     @property
@@ -196,7 +200,15 @@ class DriverProcess:
             self._loop.remove_reader(fd)
             os.close(fd)
 
+    def leave(self) -> None:
+        """In a child of fork: the driver is the parent's. Its socket has been parted by the connection."""
+        fd, self._pidfd = self._pidfd, -1
+        if fd >= 0:
+            os.close(fd)
+
     def _exited(self) -> None:
+        if self._pidfd < 0:
+            return
         try:
             status = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
             if status is None:
@@ -225,17 +237,34 @@ class DriverProcess:
         await self._ended.wait()
 
     async def aclose(self) -> None:
-        """End the driver: close its socket, give it GRACE_S, kill it. Ends in bounded time whatever the driver does."""
+        """End the driver: close its socket, give it GRACE_S, kill it. Ends in bounded time whatever the driver does.
+
+        A caller that is cancelled leaves no driver behind: it is killed at once.
+        """
         if self._ended.is_set():
             return
         self._start_failed(CallerError("the runtime was closed"))
         self.connection.end(CallerError("the runtime was closed"))
-        with bounded_shield(GRACE_S):
-            await self._ended.wait()
-        if not self._ended.is_set():
-            self._signal(signal.SIGKILL)
-            with bounded_shield(KILL_S):
+        try:
+            with bounded_shield(GRACE_S):
                 await self._ended.wait()
+            if not self._ended.is_set():
+                self._signal(signal.SIGKILL)
+                with bounded_shield(KILL_S):
+                    await self._ended.wait()
+        finally:
+            self._abort()
+
+    def _abort(self) -> None:
+        """Kill and reap the process where nobody has waited for its end; give it up if it does not end."""
+        if self._ended.is_set():
+            return
+        self._signal(signal.SIGKILL)
+        if self._pidfd >= 0:
+            waiting = select.poll()
+            waiting.register(self._pidfd, select.POLLIN)
+            waiting.poll(ABORT_S * 1000)
+            self._exited()
         if not self._ended.is_set():
             logger.error("the driver process %d of device %r does not end, even killed; it is left to the system", self.pid, self.name)
             self._forget_pidfd()
@@ -344,7 +373,7 @@ class Device:
 class Devices:
     """All devices of one runtime."""
 
-    def __init__(self, tasks: TaskGroup) -> None:
+    def __init__(self, tasks: OwnedTasks) -> None:
         self._tasks = tasks
         self._homes = {name: f"{point.module}:{point.attr}" for name, point in installed_engines().items()}
         self._devices: dict[str, Device] = {name: Device(name) for name in self._homes}
@@ -432,7 +461,8 @@ class Devices:
         self.find(name)
         self.check_open()
         process = DriverProcess(name, self._tasks, threads, self._homes.get(name, ""))
-        self._workers.add(process)
+        # One that was cancelled while it waited for its worker's end has not forgotten it.
+        self._workers = {worker for worker in self._workers if worker.alive} | {process}
         return process
 
     def forget_worker(self, process: DriverProcess) -> None:

@@ -43,14 +43,16 @@ class EntryHold:
     """A shared or exclusive hold of an entry lock. `release` frees it from any task or thread, and waits for nothing."""
 
     _fd: int
+    _pid: int = field(default_factory=os.getpid)
 
     def release(self) -> None:
         fd, self._fd = self._fd, -1
         if fd < 0:
             return
         try:
-            # Closing alone would leave it locked where a forked child has the descriptor too.
-            unlock_descriptor(fd)
+            # Closing alone would leave it locked where a forked child has the descriptor too. The child has no right to unlock it.
+            if self._pid == os.getpid():
+                unlock_descriptor(fd)
         finally:
             os.close(fd)
 
