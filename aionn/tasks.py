@@ -14,9 +14,9 @@ import os
 import select
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import anyio
 from anyio.abc import TaskGroup
@@ -85,6 +85,12 @@ def deadline_of(timeout_s: float | None) -> int | None:
     return min(time.monotonic_ns() + int(seconds * 1e9), 2**63 - 1)
 
 
+class Tasks(Protocol):
+    """Where tasks are started: `OwnedTasks`, or a task group of anyio's."""
+
+    def start_soon(self, work: Callable[..., Coroutine[Any, Any, Any]], /, *args: Any, name: str | None = None) -> object: ...
+
+
 class OwnedTasks:
     """A task group in a task of its own: any task of the loop may open it, start tasks in it and close it.
 
@@ -121,7 +127,7 @@ class OwnedTasks:
             self._asked.set()
             raise
 
-    def start_soon(self, work: Callable[..., Awaitable[object]], *args: object, name: str | None = None) -> None:
+    def start_soon(self, work: Callable[..., Coroutine[Any, Any, Any]], /, *args: Any, name: str | None = None) -> None:
         """Start a task.
 
         Raises:
@@ -167,7 +173,7 @@ class OwnedTasks:
             self._group = None
             self._stands.set()
 
-    async def _guarded(self, work: Callable[..., Awaitable[object]], args: tuple[object, ...]) -> None:
+    async def _guarded(self, work: Callable[..., Coroutine[Any, Any, Any]], args: tuple[Any, ...]) -> None:
         task = asyncio.current_task()
         assert task is not None
         _forget_at_loop_end(task)
@@ -242,8 +248,8 @@ def _epoll_of(loop: asyncio.AbstractEventLoop) -> int:
     backend = getattr(loop, "_get_backend_id", None)  # uvloop's
     if backend is not None:
         return int(backend())
-    selector = getattr(loop, "_selector", None)
-    return int(selector.fileno()) if hasattr(selector, "fileno") else -1
+    waiting = getattr(getattr(loop, "_selector", None), "fileno", None)  # asyncio's, where its selector is an epoll
+    return -1 if waiting is None else int(waiting())
 
 
 os.register_at_fork(after_in_child=_in_child)

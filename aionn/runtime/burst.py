@@ -25,7 +25,7 @@ import numpy as np
 
 from aionn import trace
 from aionn.burst import PoolReference, encode_request_body
-from aionn.errors import AionnError, CallerError, DriverHungError
+from aionn.errors import AionnError, CallerError
 from aionn.hal.types import ErrorStatus, ExecutionPreference, Result
 from aionn.memory import pool as memory_pool
 from aionn.remote.device import RemoteBuffer
@@ -33,15 +33,14 @@ from aionn.runtime import stream
 from aionn.runtime.arguments import Outputs, Shapes, Way, check_mapping, failure_of
 from aionn.runtime.frame import Frame
 from aionn.runtime.frames import LARGE_BYTES, Frames, fill, fill_large
-from aionn.runtime.link import Link, open_link
-from aionn.runtime.placement import Placement, is_placed, place
+from aionn.runtime.link import Link, kill_hung, open_link, release
+from aionn.runtime.placement import Placement, check_frame, is_placed, place, settle_placed
 from aionn.runtime.recurrent import RecurrentWay, Step
 from aionn.tasks import call_soon_from_anywhere, deadline_of
 
 if TYPE_CHECKING:
     from aionn.runtime.compilation import Compilation
     from aionn.runtime.compiled_model import Serving
-    from aionn.runtime.devices import Devices
 
 _REMEMBERED_BODIES = 64
 """So many encoded requests are remembered per frame."""
@@ -57,7 +56,7 @@ class Burst:
 
     def __init__(self, compilation: Compilation, *, depth: int, queue_capacity: int) -> None:
         self._compilation = compilation
-        self._loop = compilation._runtime._loop
+        self._loop = compilation._loop
         self._compiled = compilation._compiled
         self._names = tuple(compilation.model.inputs)
         self._arguments = compilation._arguments
@@ -69,7 +68,7 @@ class Burst:
         self._recurrent: RecurrentWay | None = None
         self._link: Link | None = None
         self._held: list[Link] = []
-        self._finalizer = weakref.finalize(self, call_soon_from_anywhere, compilation._runtime._home, _release, self._frames, self._held)
+        self._finalizer = weakref.finalize(self, call_soon_from_anywhere, self._loop, release, self._frames, self._held)
         self._finalizer.atexit = False
         self._connecting = anyio.Lock()
         self._streams: set[stream.Stream] = set()
@@ -114,7 +113,7 @@ class Burst:
         self._compiled.bursts.discard(self)
         self._link = None
         self._finalizer.detach()
-        _release(self._frames, self._held)
+        release(self._frames, self._held)
 
     async def _connect(self, deadline_ns: int | None) -> Link:
         """The live link; a new one if there is none."""
@@ -138,7 +137,7 @@ class Burst:
     async def link_to(self, serving: Serving) -> Link:
         """A link that is not in use yet."""
         low_power = self._compilation.preference is ExecutionPreference.LOW_POWER
-        hung = partial(_hung, self._compilation._runtime._devices)
+        hung = partial(kill_hung, self._compilation._runtime._devices)
         return await open_link(serving, self._frames, self._depth, self._queue_capacity, low_power, hung)
 
     def install(self, link: Link) -> Link | None:
@@ -339,7 +338,7 @@ class Burst:
         try:
             if leased is not None and wider is None:
                 way, frame = leased
-                _check_frame(way, placed_shapes)
+                check_frame(way, placed_shapes)
             else:
                 way = wider or self._arguments.way(self._arguments.shapes_of(inputs, placed_shapes))
                 frame = self._frames.pool(way).lease()
@@ -417,7 +416,7 @@ class Burst:
         if placement is None:
             body = frame.bindings.get((way, measure_timing)) or self._body(way, frame, measure_timing)
         else:
-            settled = partial(_settle_placed, pool, frame, placement)
+            settled = partial(settle_placed, pool, frame, placement)
             try:
                 body = self._placed_body(way, frame, measure_timing, placement)
             except BaseException:
@@ -499,27 +498,3 @@ class Burst:
         """
         in_flight = self._link.controller.in_flight if self._link is not None else 0
         return {**self._counts, "in_flight": in_flight, **self._frames.count()}
-
-
-def _hung(devices: Devices, serving: Serving, waited_s: float) -> None:
-    devices.kill(serving.prepared.device, DriverHungError(serving.device, waited_s))
-
-
-def _release(frames: Frames, held: list[Link]) -> None:
-    """A burst is over, or has been collected: free its queues, its frames and the driver's part."""
-    for link in held:
-        link.release(CallerError("the burst was closed while this call waited"))
-    held.clear()
-    frames.close()
-
-
-def _check_frame(way: Way, placed_shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """An app's frame has been laid out for the shapes it was asked for, also those of what stands elsewhere."""
-    for name, _, shape, _ in way.inputs:
-        if placed_shapes.get(name, shape) != shape:
-            raise CallerError(f"input {name!r}: memory of shape {placed_shapes[name]} in a frame for {shape}; say frame(shapes=...)")
-
-
-def _settle_placed(pool: memory_pool.FramePool, frame: memory_pool.Frame, placement: Placement, result: Result | None) -> None:
-    pool.unpin(frame)
-    placement.settled(result)

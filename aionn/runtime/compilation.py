@@ -89,7 +89,8 @@ class Compilation:
         self._static = all(operand.size_bytes is not None for operand in (*model.inputs.values(), *model.outputs.values()))
         self._frames = Frames(exact=self._static)
         self._closed = False
-        self._finalizer = weakref.finalize(self, _release_soon, asyncio.get_running_loop(), self._compiled)
+        self._loop = asyncio.get_running_loop()
+        self._finalizer = weakref.finalize(self, call_soon_from_anywhere, self._loop, self._compiled.release)
         self._finalizer.atexit = False
 
     def __repr__(self) -> str:
@@ -421,8 +422,3 @@ class _Flight:
         self.landed = anyio.Event()
         self.serving: Serving | None = None
         self.error: BaseException | None = None
-
-
-def _release_soon(loop: asyncio.AbstractEventLoop, compiled: CompiledModel) -> None:
-    """A collected compilation gives its model back."""
-    call_soon_from_anywhere(loop, compiled.release)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from aionn.runtime.comparing import Samples
     from aionn.runtime.device_memory import DeviceMemory
     from aionn.runtime.link import Link
-    from aionn.tasks import OwnedTasks
+    from aionn.tasks import Tasks
 
 DRAIN_S = 2.0
 """How long a swap holds new executions back until those in flight have ended. A model slower than that is swapped without
@@ -279,7 +279,7 @@ class CompiledModel:
         swaps: how many there have been.
     """
 
-    def __init__(self, tasks: OwnedTasks) -> None:
+    def __init__(self, tasks: Tasks) -> None:
         self._tasks = tasks
         self.serving: Serving | None = None
         self.use = Use()

@@ -35,7 +35,7 @@ from aionn.remote.channel import Descriptors
 from aionn.remote.connection import Connection
 from aionn.remote.control import PROTOCOL, CallBody, ControlError, Ready, Refused, error_of
 from aionn.remote.device import RemoteDevice
-from aionn.tasks import OwnedTasks, bounded_shield, leave_in_child, running_loop
+from aionn.tasks import Tasks, bounded_shield, leave_in_child, running_loop
 
 logger = logging.getLogger("aionn.runtime")
 
@@ -57,7 +57,7 @@ _SOCKET_FD = 3
 class DriverProcess:
     """One driver process and the connection to it."""
 
-    def __init__(self, name: str, tasks: OwnedTasks, background_threads: int = 0, home: str = "") -> None:
+    def __init__(self, name: str, tasks: Tasks, background_threads: int = 0, home: str = "") -> None:
         """Start it. Nothing is awaited: it is `ready` once it has greeted.
 
         `home`: "package.module:Class" of an installed engine, so that the driver need not look for it again.
@@ -237,10 +237,7 @@ class DriverProcess:
         await self._ended.wait()
 
     async def aclose(self) -> None:
-        """End the driver: close its socket, give it GRACE_S, kill it. Ends in bounded time whatever the driver does.
-
-        A caller that is cancelled leaves no driver behind: it is killed at once.
-        """
+        """End the driver: close its socket, give it GRACE_S, kill it. Kill it at once if the caller is cancelled. Ends in bounded time."""
         if self._ended.is_set():
             return
         self._start_failed(CallerError("the runtime was closed"))
@@ -260,11 +257,9 @@ class DriverProcess:
         if self._ended.is_set():
             return
         self._signal(signal.SIGKILL)
-        if self._pidfd >= 0:
-            waiting = select.poll()
-            waiting.register(self._pidfd, select.POLLIN)
-            waiting.poll(ABORT_S * 1000)
-            self._exited()
+        (waiting := select.poll()).register(self._pidfd, select.POLLIN)
+        waiting.poll(ABORT_S * 1000)
+        self._exited()
         if not self._ended.is_set():
             logger.error("the driver process %d of device %r does not end, even killed; it is left to the system", self.pid, self.name)
             self._forget_pidfd()
@@ -373,7 +368,7 @@ class Device:
 class Devices:
     """All devices of one runtime."""
 
-    def __init__(self, tasks: OwnedTasks) -> None:
+    def __init__(self, tasks: Tasks) -> None:
         self._tasks = tasks
         self._homes = {name: f"{point.module}:{point.attr}" for name, point in installed_engines().items()}
         self._devices: dict[str, Device] = {name: Device(name) for name in self._homes}

@@ -9,15 +9,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 from aionn import trace
 from aionn.burst import DATUM_BYTES, ExecutionBurstController
-from aionn.errors import AionnError, CallerError
+from aionn.errors import AionnError, CallerError, DriverHungError
 from aionn.fmq import MessageQueue
 from aionn.remote.device import RemoteBurstContext
 from aionn.runtime.compiled_model import Serving
 from aionn.runtime.frames import Frames
 from aionn.tasks import bounded_shield, call_soon_from_anywhere
+
+if TYPE_CHECKING:
+    from aionn.runtime.devices import Devices
 
 CLOSE_S = 2.0
 """The driver is given this long to free what it holds for a burst; its process frees the rest when it ends."""
@@ -82,3 +86,15 @@ async def open_link(
         raise
     serving.prepared.device.connection.when_ended(controller, controller.end)
     return Link(serving, controller, context)
+
+
+def kill_hung(devices: Devices, serving: Serving, waited_s: float) -> None:
+    devices.kill(serving.prepared.device, DriverHungError(serving.device, waited_s))
+
+
+def release(frames: Frames, held: list[Link]) -> None:
+    """A burst is over, or has been collected: free its queues, its frames and the driver's part."""
+    for link in held:
+        link.release(CallerError("the burst was closed while this call waited"))
+    held.clear()
+    frames.close()

@@ -24,6 +24,7 @@ from aionn.burst import PoolReference
 from aionn.errors import CallerError, DeviceMemoryLostError, DriverDiedError
 from aionn.hal.model import Model
 from aionn.hal.types import DataLocation, ErrorStatus, Operand, Request, RequestArgument, Result
+from aionn.memory import pool as memory_pool
 from aionn.memory.hardware_buffer import HardwareBuffer
 from aionn.memory.memory import Memory
 from aionn.memory.region import Access, Region
@@ -251,3 +252,15 @@ def _check_device_memory(memory: DeviceMemory, prepared: RemotePreparedModel, na
 def is_placed(value: Any) -> bool:
     """Whether an argument is used where it is rather than copied."""
     return isinstance(value, Memory | HardwareBuffer | DeviceMemory)
+
+
+def check_frame(way: Way, placed_shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """An app's frame has been laid out for the shapes it was asked for, also those of what stands elsewhere."""
+    for name, _, shape, _ in way.inputs:
+        if placed_shapes.get(name, shape) != shape:
+            raise CallerError(f"input {name!r}: memory of shape {placed_shapes[name]} in a frame for {shape}; say frame(shapes=...)")
+
+
+def settle_placed(pool: memory_pool.FramePool, frame: memory_pool.Frame, placement: Placement, result: Result | None) -> None:
+    pool.unpin(frame)
+    placement.settled(result)

@@ -292,7 +292,8 @@ class Poisoned(dict[str, Any]):
     def __getitem__(self, name: str) -> Any:
         raise self.error
 
-    get = __getitem__
+    def get(self, *_: Any) -> Any:
+        raise self.error
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyError("theirs"), asyncio.CancelledError()], ids=repr)
