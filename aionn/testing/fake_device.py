@@ -8,6 +8,7 @@ told before; `behave` takes it all back. Whatever was heard before the last chan
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import tempfile
 from pathlib import Path
@@ -35,16 +36,16 @@ class FakeDevice:
     def __init__(self, engine: type[FakeEngine] = FakeEngine) -> None:
         self.name = f"{engine.__module__}:{engine.__qualname__}"
         self._variable = engine.variable
-        self._directory: tempfile.TemporaryDirectory[str] | None = None
         self._path = Path()
+        self._pid = os.getpid()
         self._events_fd = -1
         self._heard = b""
         self._before: str | None = None
         self._behaviour = Behaviour()
 
     def __enter__(self) -> FakeDevice:
-        self._directory = tempfile.TemporaryDirectory(prefix="aionn-fake-")
-        self._path = Path(self._directory.name) / "behaviour.json"
+        self._path = Path(tempfile.mkdtemp(prefix="aionn-fake-")) / "behaviour.json"
+        self._pid = os.getpid()
         self._write(Behaviour())
         os.mkfifo(f"{self._path}{EVENTS_SUFFIX}")
         # Read-write: then it is never at its end while no engine has it open.
@@ -54,6 +55,8 @@ class FakeDevice:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if os.getpid() != self._pid:
+            return  # a child of fork: the directory and the drivers are its parent's
         if self._before is None:
             os.environ.pop(self._variable, None)
         else:
@@ -61,8 +64,7 @@ class FakeDevice:
         self.behave()
         os.close(self._events_fd)
         self._events_fd = -1
-        assert self._directory is not None
-        self._directory.cleanup()
+        shutil.rmtree(self._path.parent)
 
     def _write(self, behaviour: Behaviour) -> None:
         self._behaviour = behaviour

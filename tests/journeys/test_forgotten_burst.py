@@ -43,7 +43,9 @@ def held_by_the_driver(compilation: aionn.Compilation) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("used", ["opened", "computed", "streamed"])
-async def test_a_burst_that_is_dropped_is_collected_and_leaves_nothing_here_or_in_the_driver(compilation: aionn.Compilation, used: str) -> None:
+async def test_a_burst_that_is_dropped_is_collected_and_leaves_nothing_here_or_in_the_driver(
+    compilation: aionn.Compilation, used: str
+) -> None:
     async with compilation.burst() as burst:  # what the first burst makes once
         await burst.compute(INPUTS)
     here, there = Inventory.take(), held_by_the_driver(compilation)
