@@ -35,9 +35,9 @@ from aionn.burst.packets import (
     read_result_identity,
     split_results,
 )
-from aionn.errors import AionnError, CallerError, DeadlineError, again
-from aionn.fmq import Caller, MessageQueue, QueueClosedError
-from aionn.hal.types import Result
+from aionn.errors import AionnError, CallerError, DeadlineError, ExecutionError, again
+from aionn.fmq import Caller, MessageQueue, QueueClosedError, QueueCorruptedError
+from aionn.hal.types import ErrorStatus, Result
 from aionn.tasks import leave_in_child, running_loop
 
 _REMEMBERED = 256
@@ -197,7 +197,7 @@ class ExecutionBurstController:
             except BaseException as error:
                 self._not_sent(entry, error)
                 if self.ended_by is not None and isinstance(error, AionnError):
-                    raise again(self.ended_by) from None
+                    raise (over := self._why_over()) from over.__cause__
                 raise
         if entry.result is None and self.ended_by is None:
             entry.answer = answer = self._loop.create_future()
@@ -214,7 +214,7 @@ class ExecutionBurstController:
                 self._suspended -= 1
         found = entry.result
         if found is None:
-            raise again(self.ended_by) if self.ended_by else QueueClosedError("the burst was closed")
+            raise self._why_over()
         if trace.active:
             _trace(found, identity, entry.service_ns, entry.began_ns)
         return found, entry.service_ns
@@ -224,7 +224,7 @@ class ExecutionBurstController:
     async def _turn(self, entry: _InFlight, deadline_ns: int | None) -> None:
         """Wait until fewer than `depth` requests are in flight. First come, first served."""
         if self.ended_by is not None:
-            raise again(self.ended_by)
+            raise self._why_over()
         turn: asyncio.Future[None] = self._loop.create_future()
         self._turns[turn] = None
         timer = None
@@ -241,7 +241,7 @@ class ExecutionBurstController:
             if timer is not None:
                 timer.cancel()
         if self.ended_by is not None:
-            raise again(self.ended_by)
+            raise self._why_over()
         entry.began_ns, entry.sleeps = time.monotonic_ns(), self._sleeps
 
     def _next_turn(self) -> None:
@@ -451,6 +451,17 @@ class ExecutionBurstController:
                 turn.set_result(None)
         self._requests.close()
         self._results.close()
+
+    def _why_over(self) -> BaseException:
+        """`ended_by` for one more caller. Apps know no queues and packets: those errors say that the driver has ended the burst."""
+        error = self.ended_by
+        assert error is not None  # a request without an answer is settled by the end
+        if not isinstance(error, QueueClosedError | QueueCorruptedError | PacketError):
+            return again(error)
+        why = f"the driver has ended this burst, and the request with it ({error}); the next use of the burst connects anew"
+        lost = ExecutionError(why, status=ErrorStatus.DEVICE_UNAVAILABLE)
+        lost.__cause__ = again(error)
+        return lost
 
     def leave(self) -> None:
         """In a child of fork: the requests in flight and the event are the parent's."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -15,6 +17,8 @@ import numpy as np
 import pytest
 
 import aionn
+from aionn.fmq import MessageQueue, QueueClosedError
+from aionn.hal import ErrorStatus
 from aionn.runtime import devices
 from aionn.testing import FakeDevice, identity_model
 from tests.leaks import leak_check, wait_for_end
@@ -212,6 +216,35 @@ async def test_a_runtime_is_not_closed_in_another_loop(fake: FakeDevice) -> None
             await anyio.to_thread.run_sync(lambda: asyncio.run(runtime.aclose()))
         compilation = await runtime.compile(MODEL, devices=(fake.name,))
         assert list(await compilation.compute(INPUTS)) == ["input_out"]
+
+
+@pytest.mark.parametrize("at", ["in flight", "before it is sent"])
+async def test_no_error_of_a_queue_reaches_an_app_when_a_driver_ends_a_burst(fake: FakeDevice, at: str) -> None:
+    async with aionn.Runtime() as runtime:
+        compilation = await runtime.compile(MODEL, devices=(fake.name,))
+        async with compilation.burst() as burst:
+            await burst.compute(INPUTS)
+            assert burst._link is not None
+            controller = burst._link.controller
+            theirs = [
+                MessageQueue.attach(dataclasses.replace(queue.descriptor(), fds=tuple(os.dup(fd) for fd in queue.descriptor().fds)))
+                for queue in (controller._requests, controller._results)
+            ]
+            if at == "in flight":
+                fake.hang()
+                running = asyncio.ensure_future(burst.compute(INPUTS))
+                await fake.heard("run")
+            for queue in theirs:
+                queue.close()
+            if at != "in flight":
+                running = asyncio.ensure_future(burst.compute(INPUTS))
+            with pytest.raises(aionn.ExecutionError, match="the driver has ended this burst") as lost:
+                await running
+            assert lost.value.status is ErrorStatus.DEVICE_UNAVAILABLE
+            assert isinstance(lost.value.__cause__, QueueClosedError)
+            fake.behave()
+            assert list(await burst.compute(INPUTS)) == ["input_out"]
+            assert burst.statistics()["connections"] == 2
 
 
 FORGETFUL = """
