@@ -19,7 +19,6 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -36,10 +35,10 @@ from aionn.burst.packets import (
     read_result_identity,
     split_results,
 )
-from aionn.errors import AionnError, CallerError, DeadlineError, again
-from aionn.fmq import Caller, MessageQueue, QueueClosedError
-from aionn.hal.types import Result
-from aionn.tasks import running_loop
+from aionn.errors import AionnError, CallerError, DeadlineError, ExecutionError, again
+from aionn.fmq import Caller, MessageQueue, QueueClosedError, QueueCorruptedError
+from aionn.hal.types import ErrorStatus, Result
+from aionn.tasks import leave_in_child, running_loop
 
 _REMEMBERED = 256
 """So many different answers are remembered decoded."""
@@ -105,9 +104,9 @@ class ExecutionBurstController:
         self._caller = Caller(requests, results)
         self.ended_by: BaseException | None = None
         self._yield_by_ns = 0
-        self._pid = os.getpid()
         self._result_fd = results.reader_fd
         self._loop.add_reader(self._result_fd, self._event)
+        leave_in_child(self)
 
     @property
     def in_flight(self) -> int:
@@ -192,7 +191,7 @@ class ExecutionBurstController:
             except BaseException as error:
                 self._not_sent(entry, error)
                 if self.ended_by is not None and isinstance(error, AionnError):
-                    raise again(self.ended_by) from None
+                    raise (over := self._why_over()) from over.__cause__
                 raise
         if entry.result is None and self.ended_by is None:
             entry.answer = answer = self._loop.create_future()
@@ -209,7 +208,7 @@ class ExecutionBurstController:
                 self._suspended -= 1
         found = entry.result
         if found is None:
-            raise again(self.ended_by) if self.ended_by else QueueClosedError("the burst was closed")
+            raise self._why_over()
         if trace.active:
             _trace(found, identity, entry.service_ns, entry.began_ns)
         return found, entry.service_ns
@@ -219,7 +218,7 @@ class ExecutionBurstController:
     async def _turn(self, entry: _InFlight, deadline_ns: int | None) -> None:
         """Wait until fewer than `depth` requests are in flight. First come, first served."""
         if self.ended_by is not None:
-            raise again(self.ended_by)
+            raise self._why_over()
         turn: asyncio.Future[None] = self._loop.create_future()
         self._turns[turn] = None
         timer = None
@@ -236,7 +235,7 @@ class ExecutionBurstController:
             if timer is not None:
                 timer.cancel()
         if self.ended_by is not None:
-            raise again(self.ended_by)
+            raise self._why_over()
         entry.began_ns, entry.sleeps = time.monotonic_ns(), self._sleeps
 
     def _next_turn(self) -> None:
@@ -430,8 +429,7 @@ class ExecutionBurstController:
             return
         self._drain_last()
         self.ended_by = error
-        if os.getpid() == self._pid:
-            self._loop.remove_reader(self._result_fd)
+        self._loop.remove_reader(self._result_fd)
         in_flight, self._in_flight = self._in_flight, {}
         for entry in in_flight.values():
             self._settle(entry)
@@ -440,6 +438,21 @@ class ExecutionBurstController:
                 turn.set_result(None)
         self._requests.close()
         self._results.close()
+
+    def _why_over(self) -> BaseException:
+        """`ended_by` for one more caller. Apps know no queues and packets: those errors say that the driver has ended the burst."""
+        error = self.ended_by
+        assert error is not None  # a request without an answer is settled by the end
+        if not isinstance(error, QueueClosedError | QueueCorruptedError | PacketError):
+            return again(error)
+        why = f"the driver has ended this burst, and the request with it ({error}); the next use of the burst connects anew"
+        lost = ExecutionError(why, status=ErrorStatus.DEVICE_UNAVAILABLE)
+        lost.__cause__ = again(error)
+        return lost
+
+    def leave(self) -> None:
+        """In a child of fork: the requests in flight and the event are the parent's."""
+        self.ended_by = self.ended_by or CallerError("this burst belongs to the parent process; open a runtime in this one")
 
     def _drain_last(self) -> None:
         try:

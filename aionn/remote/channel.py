@@ -29,6 +29,7 @@ from collections.abc import Callable, Sequence
 from aionn.errors import ExecutionError
 from aionn.hal.types import ErrorStatus
 from aionn.remote.control import HEADER, MAX_DESCRIPTORS, ControlError, Message, decode, decode_header, encode
+from aionn.tasks import leave_in_child
 
 _CHUNK_BYTES = 256 * 1024
 _READS_PER_WAKE = 16
@@ -105,6 +106,7 @@ class Channel:
         self._outgoing: deque[tuple[memoryview, tuple[int, ...]]] = deque()
         self._closed = False
         self._loop.add_reader(self._fd, self._readable)
+        leave_in_child(self)
 
     @property
     def closed(self) -> bool:
@@ -235,9 +237,13 @@ class Channel:
         """Stop watching, close the socket and every descriptor not yet sent or taken. `on_end` is not called."""
         if self._closed:
             return
-        self._closed = True
         self._loop.remove_reader(self._fd)
         self._loop.remove_writer(self._fd)
+        self.leave()
+
+    def leave(self) -> None:
+        """As `close`, and all of it that a child of fork may do: the loop still watches the parent's socket."""
+        self._closed = True
         self._socket.close()
         for _, fds in self._outgoing:
             for fd in fds:

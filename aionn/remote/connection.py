@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from typing import TypeVar, cast
 
 from aionn import trace
-from aionn.errors import AionnError, DeadlineError, ExecutionError, again
+from aionn.errors import AionnError, CallerError, DeadlineError, ExecutionError, again
 from aionn.hal.types import ErrorStatus
 from aionn.remote.channel import Channel, Descriptors
 from aionn.remote.control import (
@@ -34,7 +34,7 @@ from aionn.remote.control import (
     error_of,
     failure_of,
 )
-from aionn.tasks import Answer
+from aionn.tasks import Answer, leave_in_child
 
 R = TypeVar("R", bound=ReplyBody)
 CallHandler = Callable[[int, CallBody, Descriptors], None]
@@ -83,6 +83,7 @@ class Connection:
         self._on_greeting = on_greeting
         self._on_cancel = on_cancel
         self._channel = Channel(sock, self._message, on_end)
+        leave_in_child(self)
 
     @property
     def ended_by(self) -> BaseException | None:
@@ -213,6 +214,10 @@ class Connection:
             for call_id in list(self._calls):
                 self._calls[call_id].answer.fail(again(error))
                 stack.callback(self._settle, call_id)
+
+    def leave(self) -> None:
+        """In a child of fork: every call from now on fails. Those in flight are the parent's; the child's copies settle nothing."""
+        self._ended_by = self._ended_by or CallerError("this connection belongs to the parent process; open a runtime in this one")
 
     def _settle(self, call_id: int, answer: ReplyBody | None = None) -> _Calling | None:
         calling = self._calls.pop(call_id, None)

@@ -221,6 +221,7 @@ class RemoteBurstContext:
     def __init__(self, device: RemoteDevice, number: int) -> None:
         self._device = device
         self._number = number
+        self._closed = False
 
     async def free_memory(self, slot: int) -> None:
         await self._device.connection.call(FreeMemory(self._number, slot), Done)
@@ -232,10 +233,18 @@ class RemoteBurstContext:
     async def aclose(self) -> None:
         """Returns when the driver has freed all it held for the burst, or is gone."""
         try:
-            if self._device.connection.ended_by is None:
+            if not self._closed and self._device.connection.ended_by is None:
+                self._closed = True
                 await self._device.connection.call(CloseBurst(self._number), Done)
         finally:
             self._device.forget_burst(self._number)
+
+    def release(self) -> None:
+        """As `aclose`, without waiting."""
+        if not self._closed:
+            self._closed = True
+            self._device.post(CloseBurst(self._number))
+        self._device.forget_burst(self._number)
 
 
 Settled = Callable[[object], None]

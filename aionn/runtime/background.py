@@ -111,10 +111,12 @@ class _Making:
             wanted = preparation._wanted(serving, self._model, self._options, cache.token)
             # A hit shares the entry with every reader; a miss makes us the only one who compiles it, in any process.
             found = await preparation._open_refused(cache.store, wanted, refused, cache.store.wait_s)
+            prepared: RemotePreparedModel | None = None
             try:
                 if isinstance(found, Hit):
                     try:
-                        return Made(await self._load(serving, found.handles), by)
+                        prepared = await self._load(serving, found.handles)
+                        return Made(prepared, by)
                     except AionnError as error:
                         refusals += 1
                         if refusals >= _REFUSALS:
@@ -125,7 +127,8 @@ class _Making:
                 if isinstance(found, Declined):
                     preparation._raise_if_unsupported(serving, self._model, found)
                     self._phase("compiling")
-                    return Made(await preparation._compile(serving, self._model, self._options), "driver")
+                    prepared = await preparation._compile(serving, self._model, self._options)
+                    return Made(prepared, "driver")
                 publisher = found.publisher
                 if publisher is None:
                     if found.outcome.reason is MissReason.BUSY:
@@ -144,7 +147,7 @@ class _Making:
                     return None
                 by, refused = "worker", None
             finally:
-                await found.aclose()
+                await preparation._leave(found, prepared)
 
     async def through_memory(self) -> Made:
         with _anonymous((await self._devices.get(self._name)).cache_files) as handles:

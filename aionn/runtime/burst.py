@@ -5,12 +5,15 @@ one. Frames belong to the burst, not to the connection; the new driver asks for 
 
 Invariants
     `_link` is alive or None; a dead one is replaced under `_connecting`, by one task. A living one is replaced by a swap (`install`).
+    `_held` holds `_link` for the finalizer. Nothing that the loop or the driver's connection knows refers to the burst, so one that
+    the app drops is collected, and then closed.
     A frame is pinned by its lease (the app's, or that of a running `compute`) and by each request in flight over it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import weakref
 from asyncio import _get_running_loop  # the public one raises where there is no loop, and is then caught at every call
 from collections.abc import AsyncGenerator, Callable, Container, Coroutine, Mapping, Sequence
 from functools import partial
@@ -30,10 +33,10 @@ from aionn.runtime import stream
 from aionn.runtime.arguments import Outputs, Shapes, Way, check_mapping, failure_of
 from aionn.runtime.frame import Frame, check_frame
 from aionn.runtime.frames import LARGE_BYTES, Frames, Spare, fill, fill_large
-from aionn.runtime.link import Link, open_link
+from aionn.runtime.link import Link, open_link, release
 from aionn.runtime.placement import Placement, is_placed, place
 from aionn.runtime.recurrent import RecurrentWay, Step
-from aionn.tasks import deadline_of, ending_by
+from aionn.tasks import call_soon_from_anywhere, deadline_of, ending_by
 
 if TYPE_CHECKING:
     from aionn.runtime.compilation import Compilation
@@ -55,7 +58,7 @@ class Burst:
 
     def __init__(self, compilation: Compilation, *, depth: int, queue_capacity: int) -> None:
         self._compilation = compilation
-        self._loop = compilation._runtime._loop
+        self._loop = compilation._loop
         self._compiled = compilation._compiled
         self._names = tuple(compilation.model.inputs)
         self._arguments = compilation._arguments
@@ -66,6 +69,9 @@ class Burst:
         self._last: tuple[Way, memory_pool.FramePool] | tuple[None, None] = (None, None)
         self._recurrent: RecurrentWay | None = None
         self._link: Link | None = None
+        self._held: list[Link] = []
+        self._finalizer = weakref.finalize(self, call_soon_from_anywhere, self._loop, release, self._frames, self._held)
+        self._finalizer.atexit = False
         self._connecting = anyio.Lock()
         self._streams: set[stream.Stream] = set()
         self._open = False
@@ -88,17 +94,28 @@ class Burst:
 
     async def aclose(self) -> None:
         """End the burst: calls that still wait get `CallerError`; queues, frames and the driver's part are freed."""
-        if not self._open:
+        if not self._open or self._compilation._runtime.inherited:
             return
         self._compilation._runtime._check_loop()
         self._open = False
         for running in list(self._streams):
             running.cancel()
         self._compiled.bursts.discard(self)
-        link, self._link = self._link, None
-        if link is not None:
-            await link.aclose(CallerError("the burst was closed while this call waited"))
-        self._frames.close()
+        try:
+            if self._link is not None:
+                await self._link.aclose(CallerError("the burst was closed while this call waited"))
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        """As `aclose`, without waiting. What `aclose` has begun is not done twice."""
+        self._open = False
+        for running in list(self._streams):
+            running.cancel()
+        self._compiled.bursts.discard(self)
+        self._link = None
+        self._finalizer.detach()
+        release(self._frames, self._held)
 
     async def _connect(self, deadline_ns: int | None) -> Link:
         """The live link; a new one if there is none."""
@@ -129,6 +146,7 @@ class Burst:
         if not self._open:
             return link
         before, self._link = self._link, link
+        self._held[:] = [link]
         self._frames.on_gone = link.forget_memory
         self._counts["connections"] += 1
         return before

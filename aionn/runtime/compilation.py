@@ -41,7 +41,7 @@ from aionn.runtime.placement import Placement, is_placed, place
 from aionn.runtime.plan import prepare_on_best
 from aionn.runtime.preparation import CacheChoice, prepare
 from aionn.runtime.stages import Stage, StagePolicy, Staging
-from aionn.tasks import bounded_shield, deadline_of, ending_by
+from aionn.tasks import bounded_shield, call_soon_from_anywhere, deadline_of, ending_by
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -91,7 +91,8 @@ class Compilation:
         self._static = all(operand.size_bytes is not None for operand in (*model.inputs.values(), *model.outputs.values()))
         self._frames = Frames(exact=self._static, max_frames=_IN_FLIGHT)
         self._closed = False
-        self._finalizer = weakref.finalize(self, _release_soon, asyncio.get_running_loop(), self._compiled)
+        self._loop = asyncio.get_running_loop()
+        self._finalizer = weakref.finalize(self, call_soon_from_anywhere, self._loop, self._compiled.release)
         self._finalizer.atexit = False
 
     def __repr__(self) -> str:
@@ -106,24 +107,36 @@ class Compilation:
     async def aclose(self) -> None:
         """Close its bursts and let the driver free the model, which it does once executions in flight are over.
 
-        Returns after `CLOSE_S` per burst and for the model at the latest: a driver that is long busy frees it later.
+        Returns after `CLOSE_S` per burst and for the model at the latest: a driver that is long busy frees it later. A caller that is
+        cancelled leaves nothing behind: all of it is asked for at once, and not waited for.
         """
-        if self._closed:
+        if self._closed or self._runtime.inherited:
             return
         self._runtime._check_loop()
         self._closed = True
         self._finalizer.detach()
-        self._compiled.abandon()
-        if self._staging is not None:
-            await self._staging.stop()
-        for burst in list(self._compiled.bursts):
-            await burst.aclose()
-        with bounded_shield(CLOSE_S):
-            try:
+        bursts = list(self._compiled.bursts)
+        try:
+            self._compiled.abandon()
+            if self._staging is not None:
+                await self._staging.stop()
+            for burst in bursts:
+                await burst.aclose()
+            with bounded_shield(CLOSE_S):
                 if self._compiled.serving is not None:
                     await self._compiled.serving.prepared.aclose()
-            except AionnError as error:
-                trace.count("compilation.release_failed", reason=str(error))  # the driver is gone, and the model with it
+        except AionnError as error:
+            trace.count("compilation.release_failed", reason=str(error))  # the driver is gone, and the model with it
+        finally:
+            for burst in bursts:
+                burst._end()
+            self._compiled.release()
+            self._frames.close()
+
+    def _end(self) -> None:
+        """The runtime has closed, and every driver has ended: give the memory back."""
+        for burst in list(self._compiled.bursts):
+            burst._end()
         self._frames.close()
 
     # --- stages --------------------------------------------------------------------------------------------------------
@@ -410,12 +423,3 @@ class _Flight:
         self.landed = anyio.Event()
         self.serving: Serving | None = None
         self.error: BaseException | None = None
-
-
-def _release_soon(loop: asyncio.AbstractEventLoop, compiled: CompiledModel) -> None:
-    """A collected compilation gives its model back; the collector may run in any thread."""
-    if not loop.is_closed():
-        try:
-            loop.call_soon_threadsafe(compiled.release)
-        except RuntimeError:
-            return  # the loop closed meanwhile, and the driver with it

@@ -36,12 +36,11 @@ from aionn.remote.device import RemotePreparedModel
 from aionn.runtime.moving import MovedMemory, NotNowError, move
 
 if TYPE_CHECKING:
-    from anyio.abc import TaskGroup
-
     from aionn.runtime.burst import Burst
     from aionn.runtime.comparing import Samples
     from aionn.runtime.device_memory import DeviceMemory
     from aionn.runtime.link import Link
+    from aionn.tasks import Tasks
 
 DRAIN_S = 2.0
 """How long a swap holds new executions back until those in flight have ended. A model slower than that is swapped without
@@ -280,7 +279,7 @@ class CompiledModel:
         swaps: how many there have been.
     """
 
-    def __init__(self, tasks: TaskGroup) -> None:
+    def __init__(self, tasks: Tasks) -> None:
         self._tasks = tasks
         self.serving: Serving | None = None
         self.use = Use()

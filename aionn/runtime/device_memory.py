@@ -37,7 +37,7 @@ from aionn.memory.memory import Memory, extents_of
 from aionn.memory.region import Region
 from aionn.remote.control import Done
 from aionn.remote.device import RemoteBuffer, RemotePreparedModel
-from aionn.tasks import deadline_of, ending_by
+from aionn.tasks import call_soon_from_anywhere, deadline_of, ending_by
 
 if TYPE_CHECKING:
     from aionn.runtime.compilation import Compilation
@@ -123,7 +123,7 @@ class DeviceMemory:
 
     async def aclose(self) -> None:
         """Free it in the driver. Executions that use it finish first, and are waited for no longer than `CLOSE_S`."""
-        if self._closed:
+        if self._closed or self._compilation._runtime.inherited:
             return
         self._compilation._runtime._check_loop()
         self._closed = True
@@ -524,11 +524,6 @@ def lost_with(device: str, error: BaseException) -> DeviceMemoryLostError:
 
 
 def _release_soon(loop: asyncio.AbstractEventLoop, buffers: list[RemoteBuffer]) -> None:
-    """A collected device memory gives its buffers back; the collector may run in any thread."""
-    if loop.is_closed():
-        return
-    try:
-        for buffer in buffers:
-            loop.call_soon_threadsafe(buffer.release)
-    except RuntimeError:
-        return  # the loop closed meanwhile, and the driver with it
+    """A collected device memory gives its buffers back."""
+    for buffer in buffers:
+        call_soon_from_anywhere(loop, buffer.release)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import select
 import signal
 import socket
 import sys
@@ -25,7 +26,6 @@ import time
 from functools import partial
 
 import anyio
-from anyio.abc import TaskGroup
 
 from aionn import trace
 from aionn.engines.installed import installed_engines
@@ -38,7 +38,7 @@ from aionn.remote.control import PROTOCOL, STACKS_SIGNAL, CallBody, ControlError
 from aionn.remote.device import RemoteDevice
 from aionn.runtime.liveness import DEFAULT_HANG_S, Judge, watch
 from aionn.runtime.spawning import spawn
-from aionn.tasks import bounded_shield, running_loop
+from aionn.tasks import Tasks, bounded_shield, leave_in_child, running_loop
 
 logger = logging.getLogger("aionn.runtime")
 
@@ -47,6 +47,9 @@ GRACE_S = 2.0
 
 KILL_S = 5.0
 """A killed process is waited for this long: the kernel may be busy freeing its memory. It is then left to init."""
+
+ABORT_S = 1.0
+"""The same where closing is cancelled. Nothing else runs meanwhile, so the time is short."""
 
 START_S = 60.0
 """A driver must greet within this time: importing an engine from a cold disk takes seconds."""
@@ -58,7 +61,7 @@ class DriverProcess:
     def __init__(
         self,
         name: str,
-        tasks: TaskGroup,
+        tasks: Tasks,
         background_threads: int = 0,
         home: str = "",
         state_dir: str = "",
@@ -99,6 +102,7 @@ class DriverProcess:
         self._calls: asyncio.Queue[tuple[int, CallBody, Descriptors] | None] = asyncio.Queue()
         tasks.start_soon(self._answer_calls, name=f"answers to {name}")
         self._loop.add_reader(self._pidfd, self._exited)
+        leave_in_child(self)
         tasks.start_soon(self._watch, name=f"watch over {name}")
         self.connection = Connection(ours, self._call, self._socket_ended, self._greeted)
 
@@ -225,7 +229,15 @@ class DriverProcess:
             self._loop.remove_reader(fd)
             os.close(fd)
 
+    def leave(self) -> None:
+        """In a child of fork: the driver is the parent's. Its socket has been parted by the connection."""
+        fd, self._pidfd = self._pidfd, -1
+        if fd >= 0:
+            os.close(fd)
+
     def _exited(self) -> None:
+        if self._pidfd < 0:
+            return
         try:
             status = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
             if status is None:
@@ -260,17 +272,29 @@ class DriverProcess:
         await self._ended.wait()
 
     async def aclose(self) -> None:
-        """End the driver: close its socket, give it GRACE_S, kill it. Ends in bounded time whatever the driver does."""
+        """End the driver: close its socket, give it GRACE_S, kill it. Kill it at once if the caller is cancelled. Ends in bounded time."""
         if self._ended.is_set():
             return
         self._start_failed(CallerError("the runtime was closed"))
         self.connection.end(CallerError("the runtime was closed"))
-        with bounded_shield(GRACE_S):
-            await self._ended.wait()
-        if not self._ended.is_set():
-            self._signal(signal.SIGKILL)
-            with bounded_shield(KILL_S):
+        try:
+            with bounded_shield(GRACE_S):
                 await self._ended.wait()
+            if not self._ended.is_set():
+                self._signal(signal.SIGKILL)
+                with bounded_shield(KILL_S):
+                    await self._ended.wait()
+        finally:
+            self._abort()
+
+    def _abort(self) -> None:
+        """Kill and reap the process where nobody has waited for its end; give it up if it does not end."""
+        if self._ended.is_set():
+            return
+        self._signal(signal.SIGKILL)
+        (waiting := select.poll()).register(self._pidfd, select.POLLIN)
+        waiting.poll(ABORT_S * 1000)
+        self._exited()
         if not self._ended.is_set():
             logger.error("the driver process %d of device %r does not end, even killed; it is left to the system", self.pid, self.name)
             self._forget_pidfd()
@@ -338,7 +362,7 @@ class Device:
 class Devices:
     """All devices of one runtime."""
 
-    def __init__(self, tasks: TaskGroup, state_dir: str = "", hang_s: float | None = DEFAULT_HANG_S) -> None:
+    def __init__(self, tasks: Tasks, state_dir: str = "", hang_s: float | None = DEFAULT_HANG_S) -> None:
         self._tasks = tasks
         self._state_dir = state_dir
         self._hang_s = hang_s
@@ -438,7 +462,8 @@ class Devices:
         self.find(name)
         self.check_open()
         process = DriverProcess(name, self._tasks, threads, self._homes.get(name, ""), self._state_dir, self._hang_s)
-        self._workers.add(process)
+        # One that was cancelled while it waited for its worker's end has not forgotten it.
+        self._workers = {worker for worker in self._workers if worker.alive} | {process}
         return process
 
     def forget_worker(self, process: DriverProcess) -> None:

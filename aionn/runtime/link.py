@@ -7,6 +7,7 @@ a driver asks for the memory behind a slot when it first meets it.
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
 from aionn import trace
 from aionn.burst import DATUM_BYTES, ExecutionBurstController
@@ -15,7 +16,10 @@ from aionn.fmq import MessageQueue
 from aionn.remote.device import RemoteBurstContext
 from aionn.runtime.compiled_model import Serving
 from aionn.runtime.frames import Frames
-from aionn.tasks import bounded_shield
+from aionn.tasks import bounded_shield, call_soon_from_anywhere
+
+if TYPE_CHECKING:
+    pass
 
 CLOSE_S = 2.0
 """The driver is given this long to free what it holds for a burst; its process frees the rest when it ends."""
@@ -36,22 +40,26 @@ class Link:
 
     async def aclose(self, error: AionnError) -> None:
         """Free queues and the driver's part. Calls that still wait get `error`."""
+        self._end(error)
+        # Bounded: a driver that hangs must not hold up the app. It loses the client's memory by the closed queues all the same.
+        try:
+            with bounded_shield(CLOSE_S):
+                await self.context.aclose()
+        except AionnError as gone:
+            trace.count("burst.close_failed", reason=str(gone))
+
+    def release(self, error: AionnError) -> None:
+        """As `aclose`, without waiting."""
+        self._end(error)
+        self.context.release()
+
+    def _end(self, error: AionnError) -> None:
         self.prepared.device.connection.forget(self.controller)
         self.controller.end(error)
-        # Bounded: a driver that hangs must not hold up the app. It loses the client's memory by the closed queues all the same.
-        with bounded_shield(CLOSE_S):
-            try:
-                await self.context.aclose()
-            except AionnError as gone:
-                trace.count("burst.close_failed", reason=str(gone))
 
     def forget_memory(self, slot: int) -> None:
         """An app's memory has been closed, perhaps by the collector in another thread: the driver may unmap it."""
-        if not self._loop.is_closed():
-            try:
-                self._loop.call_soon_threadsafe(self.context.forget_memory, slot)
-            except RuntimeError:
-                return  # the loop closed meanwhile, and the driver with it
+        call_soon_from_anywhere(self._loop, self.context.forget_memory, slot)
 
 
 async def open_link(serving: Serving, frames: Frames, depth: int, queue_capacity: int, low_power: bool) -> Link:
@@ -74,3 +82,11 @@ async def open_link(serving: Serving, frames: Frames, depth: int, queue_capacity
         raise
     serving.prepared.device.connection.when_ended(controller, controller.end)
     return Link(serving, controller, context)
+
+
+def release(frames: Frames, held: list[Link]) -> None:
+    """A burst is over, or has been collected: free its queues, its frames and the driver's part."""
+    for link in held:
+        link.release(CallerError("the burst was closed while this call waited"))
+    held.clear()
+    frames.close()

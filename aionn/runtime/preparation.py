@@ -29,7 +29,6 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import anyio
-from anyio.abc import TaskGroup
 from blake3 import blake3
 
 from aionn import trace
@@ -41,7 +40,7 @@ from aionn.hal.model import Model, Operation
 from aionn.hal.types import MAX_CACHE_FILES
 from aionn.remote.device import RemoteDevice, RemotePreparedModel
 from aionn.runtime.devices import Devices
-from aionn.tasks import Answer, running_loop
+from aionn.tasks import Answer, Tasks, running_loop
 
 logger = logging.getLogger("aionn.runtime")
 
@@ -268,7 +267,7 @@ async def _compile(remote: RemoteDevice, model: Model, options: PrepareOptions) 
 
 
 async def _compile_and_publish(
-    tasks: TaskGroup, remote: RemoteDevice, model: Model, options: PrepareOptions, miss: Miss, store: CacheStore
+    tasks: Tasks, remote: RemoteDevice, model: Model, options: PrepareOptions, miss: Miss, store: CacheStore
 ) -> tuple[RemotePreparedModel, CacheOutcome]:
     publisher = miss.publisher
     if publisher is None:
@@ -297,7 +296,7 @@ async def _compile_and_publish(
 
 
 async def _publish(
-    tasks: TaskGroup, store: CacheStore, publisher: Publisher, declined: bool, compile_ns: int, options: PrepareOptions
+    tasks: Tasks, store: CacheStore, publisher: Publisher, declined: bool, compile_ns: int, options: PrepareOptions
 ) -> Refusal | None:
     """What kept the entry from being stored, if anything did. Goes on behind the caller's back if the deadline comes before the disk
     is done."""
@@ -353,7 +352,7 @@ async def _give_back(found: _Opened) -> None:
 
 
 async def _in_time(
-    tasks: TaskGroup, work: Callable[[], Awaitable[T]], seconds: float | None, late: Callable[[T], Awaitable[None]] | None
+    tasks: Tasks, work: Callable[[], Awaitable[T]], seconds: float | None, late: Callable[[T], Awaitable[None]] | None
 ) -> T | None:
     """What `work` gives, or None if it takes longer than that.
 

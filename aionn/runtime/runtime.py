@@ -1,7 +1,8 @@
 """`Runtime`: owns every task, every driver process and all memory; leaves nothing behind.
 
-A runtime belongs to the event loop it was entered in. Leaving it ends calls that still wait with `CallerError`, and every
-driver process, in bounded time.
+A runtime belongs to the event loop it was opened in. Its tasks live in a task of their own (`OwnedTasks`), so any task of that loop
+may close it. Closing ends calls that still wait with `CallerError`, and every driver process, in bounded time. A loop that ends closes
+the runtimes that were left open in it. A child of `os.fork` can close a runtime of its parent, which does nothing.
 """
 
 from __future__ import annotations
@@ -10,14 +11,12 @@ import asyncio
 import os
 import time
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 import anyio
-from anyio.abc import TaskGroup
 
 from aionn import trace
 from aionn.caching.store import CacheStore
@@ -26,16 +25,19 @@ from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model
 from aionn.hal.types import CACHE_TOKEN_BYTES, ExecutionPreference, Priority
 from aionn.runtime.compilation import Compilation
-from aionn.runtime.devices import Device, Devices
+from aionn.runtime.devices import GRACE_S, KILL_S, Device, Devices
 from aionn.runtime.liveness import DEFAULT_HANG_S, checked_hang_s
 from aionn.runtime.plan import prepare_on_best
 from aionn.runtime.preparation import CacheChoice
 from aionn.runtime.stages import StagePolicy, prepare_first
 from aionn.runtime.swapping import swap_model
-from aionn.tasks import bounded_shield, deadline_of, ending_by, running_loop, ungrouped
+from aionn.tasks import OwnedTasks, bounded_shield, deadline_of, ending_by, is_ours, running_loop
 
 CLOSE_STORES_S = 5.0
 """A cache directory on a disk that hangs must not hold up the app's end."""
+
+CLOSE_S = GRACE_S + 2 * KILL_S + CLOSE_STORES_S
+"""What closing a runtime may take."""
 
 T = TypeVar("T")
 Preference = Literal["fast_single_answer", "sustained_speed", "low_power"]
@@ -44,7 +46,7 @@ Mode = Literal["eager", "jit", "staged"]
 
 
 class Runtime:
-    """Where models run. Use it in `async with`, in an asyncio or uvloop loop.
+    """Where models run, in an asyncio or uvloop loop. Use it in `async with`, or `open` it and `aclose` it.
 
     Args:
         state_dir: folder in which drivers keep the digests of what they stored, private to this account and made if it is missing. It
@@ -69,56 +71,85 @@ class Runtime:
     def __init__(self, *, hang_s: float | None = DEFAULT_HANG_S, state_dir: str | os.PathLike[str] | None = None) -> None:
         self._hang_s = checked_hang_s(hang_s)
         self._state_dir = _checked_state_dir(state_dir)
-        self._context: AbstractAsyncContextManager[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._home: asyncio.AbstractEventLoop | None = None
+        self._pid = os.getpid()
         self._devices: Devices
-        self._tasks: TaskGroup
+        self._tasks: OwnedTasks
         self._stores: dict[str, CacheStore] = {}
         self.stage_policy = StagePolicy()
         self._compilations: weakref.WeakSet[Compilation] = weakref.WeakSet()
 
     async def __aenter__(self) -> Runtime:
-        if self._context is not None:
-            raise CallerError("this runtime has been entered already; make a new aionn.Runtime() for another `async with`")
-        self._loop = running_loop()
-        self._context = self._opened()
-        await self._context.__aenter__()
+        await self.open()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool | None:
-        assert self._context is not None
-        self._loop = None
-        return await self._context.__aexit__(kind, error, traceback)
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        await self.aclose()
 
-    @asynccontextmanager
-    async def _opened(self) -> AsyncIterator[None]:
-        with ungrouped():
-            async with anyio.create_task_group() as tasks:
-                self._tasks = tasks
-                self._devices = Devices(tasks, self._state_dir, self._hang_s)
-                try:
-                    yield
-                finally:
-                    # First, or a stage would try to go on with devices that end.
-                    for compilation in list(self._compilations):
-                        compilation._compiled.abandon()
-                    await self._devices.aclose()
-                    for compilation in self._compilations:
-                        compilation._frames.close()
-                    # Side by side: none is to wait for another's disk before it tells those who wait in it.
-                    with bounded_shield(CLOSE_STORES_S):
-                        async with anyio.create_task_group() as closing:
-                            for store in self._stores.values():
-                                closing.start_soon(store.aclose)
-                    tasks.cancel_scope.cancel()
+    async def open(self) -> None:
+        """Open the runtime in this event loop; `aclose` must follow. A runtime is opened once.
+
+        Raises:
+            CallerError: it has been opened before, or no asyncio or uvloop loop runs.
+        """
+        if self._home is not None:
+            raise CallerError("this runtime has been opened already; make a new aionn.Runtime() to open another one")
+        self._loop = self._home = running_loop()
+        self._pid = os.getpid()
+        is_ours(self._home)  # noted, before there can be a fork
+        self._tasks = OwnedTasks(self._close, "runtime")
+        self._devices = Devices(self._tasks, self._state_dir, self._hang_s)
+        await self._tasks.open()
+
+    async def aclose(self) -> None:
+        """Close the runtime: calls that still wait end with `CallerError`, and driver processes end.
+
+        Call it from any task of the runtime's loop, and as often as you like: each call returns when the runtime is closed. A caller that
+        is cancelled with `asyncio.Task.cancel` returns at once, and the closing goes on.
+
+        Raises:
+            CallerError: the runtime belongs to another event loop.
+        """
+        if self._home is None or self.inherited:
+            return
+        if running_loop() is not self._home:
+            raise CallerError("this runtime belongs to another event loop; close it in the loop that opened it")
+        self._loop = None
+        await self._tasks.aclose(CLOSE_S)
+
+    @property
+    def inherited(self) -> bool:
+        """Whether this process is a child, by `os.fork`, of the one that opened the runtime: nothing of it may be touched here."""
+        return os.getpid() != self._pid
+
+    async def _close(self) -> None:
+        """What the runtime's own task does at its end. In bounded time, also when that task is cancelled."""
+        self._loop = None
+        # First, or a stage would try to go on with devices that end.
+        for compilation in list(self._compilations):
+            compilation._compiled.abandon()
+        try:
+            await self._devices.aclose()
+        finally:
+            for compilation in list(self._compilations):
+                compilation._end()
+            # Side by side: none is to wait for another's disk before it tells those who wait in it.
+            with bounded_shield(CLOSE_STORES_S):
+                async with anyio.create_task_group() as closing:
+                    for store in self._stores.values():
+                        closing.start_soon(store.aclose)
 
     def _check_open(self) -> None:
+        if self.inherited:
+            raise CallerError("this runtime belongs to the process that opened it, of which this one is a child; open one in this process")
         if self._loop is None:
+            failure = self._tasks.failure if self._home is not None else None
+            if failure is not None:
+                raise CallerError(f"the runtime has ended by an error of its own ({type(failure).__name__}); open a new one") from failure
             raise CallerError("the runtime is not open; use it inside `async with aionn.Runtime() as runtime`")
         if running_loop() is not self._loop:
-            raise CallerError("this runtime belongs to another event loop; a runtime is used in the loop that entered it")
+            raise CallerError("this runtime belongs to another event loop; a runtime is used in the loop that opened it")
 
     def _check_loop(self) -> None:
         """For what may still be done when the runtime has been left, such as closing."""

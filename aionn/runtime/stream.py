@@ -8,13 +8,18 @@ What happens to a frame for which there is no place is the policy:
     "latest"  the newest frame waits and replaces an older one that waits; the older one is dropped and counted.
     "reject"  the stream ends with ExecutionError, RESOURCE_EXHAUSTED_TRANSIENT.
 
+A stream's failure is that stream's. Whatever its source raises, `CancelledError` and `SystemExit` included, is raised by `results`, after
+the answers to the frames before it. Nothing of it reaches the runtime's other tasks.
+
 Invariants
     `_entries` is in the order of `seq`; at most `depth` long. `_computing` of them have no answer yet.
+    `_over` is None while the consumer may still take what comes.
     The pump and all computes end before `results` returns or is closed: they live in one task group, cancelled in its `finally`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Mapping
@@ -25,7 +30,7 @@ import anyio
 import anyio.lowlevel
 
 from aionn import trace
-from aionn.errors import AionnError, CallerError, DeadlineError, ExecutionError
+from aionn.errors import CallerError, DeadlineError, ExecutionError
 from aionn.hal.types import ErrorStatus
 from aionn.runtime.arguments import Outputs
 from aionn.tasks import Answer, running_loop
@@ -126,6 +131,8 @@ class Stream:
 
     def cancel(self) -> None:
         """Stop pulling and computing. Requests in flight are answered into nothing."""
+        if self._burst._compilation._runtime.inherited:
+            return
         if self._over is None:
             self._over = CallerError("the burst was closed while its stream went on")
         if self._tasks is not None:
@@ -137,10 +144,6 @@ class Stream:
             async with anyio.create_task_group() as self._tasks:
                 if self._over is None:
                     await self._pump()
-        except BaseExceptionGroup as group:
-            self._over = self._over or group.exceptions[0]
-            if group.split(Exception)[1] is not None:
-                raise
         finally:
             self._over = self._over or CallerError("the stream was cancelled")
             self._changed.set()
@@ -154,9 +157,20 @@ class Stream:
             while self._newest is not None:
                 await self._wait_for_place()  # the last frame is answered too
             self._over = self._over or StopAsyncIteration()
-        except Exception as error:  # the source's own errors, and a rejected frame, reach whoever takes the results
-            self._over = error
+        except asyncio.CancelledError as error:
+            # Where the stream itself was cancelled, `_over` tells why.
+            if self._over is None:
+                self._over = CallerError("the source of this stream raised CancelledError; to end a stream, return from its source")
+                self._over.__cause__ = error
+        except BaseException as error:  # the source's own errors, and a rejected frame, reach whoever takes the results
+            self._keep(error)
+            self._over = self._over or error
         self._changed.set()
+
+    def _keep(self, error: BaseException) -> None:
+        """Raise an error that ends the app where no consumer is left to raise it, and where this is a child by `os.fork`."""
+        if not isinstance(error, Exception) and (self._over is not None or self._burst._compilation._runtime.inherited):
+            raise error
 
     async def _offer(self, entry: _Entry) -> None:
         if self._has_place():
@@ -204,11 +218,12 @@ class Stream:
             if timeout_s is not None and timeout_s <= 0:
                 raise DeadlineError(f"frame {entry.seq} was older than the stream's deadline before it could be sent")
             entry.answer.set(await self._burst.compute(entry.inputs, timeout_s=timeout_s))
-        except AionnError as error:
+        except asyncio.CancelledError:
+            entry.answer.fail(CallerError("the stream was closed"))
+        except BaseException as error:
+            self._keep(error)
             entry.answer.fail(error)
         finally:
-            if not entry.answer.settled:
-                entry.answer.fail(CallerError("the stream was closed"))
             self._computing -= 1
             self._place_freed()
 

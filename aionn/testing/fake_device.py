@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import signal
 import tempfile
 from pathlib import Path
@@ -36,8 +37,8 @@ class FakeDevice:
     def __init__(self, engine: type[FakeEngine] = FakeEngine) -> None:
         self.name = f"{engine.__module__}:{engine.__qualname__}"
         self._variable = engine.variable
-        self._directory: tempfile.TemporaryDirectory[str] | None = None
         self._path = Path()
+        self._pid = os.getpid()
         self._events_fd = -1
         self._heard = b""
         self._before: str | None = None
@@ -45,8 +46,8 @@ class FakeDevice:
         self._hold_fd = -1
 
     def __enter__(self) -> FakeDevice:
-        self._directory = tempfile.TemporaryDirectory(prefix="aionn-fake-")
-        self._path = Path(self._directory.name) / "behaviour.json"
+        self._path = Path(tempfile.mkdtemp(prefix="aionn-fake-")) / "behaviour.json"
+        self._pid = os.getpid()
         self._hold_fd = os.open(f"{self._path}{HOLD_SUFFIX}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._write(Behaviour())
         os.mkfifo(f"{self._path}{EVENTS_SUFFIX}")
@@ -57,6 +58,8 @@ class FakeDevice:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if os.getpid() != self._pid:
+            return  # a child of fork: the directory and the drivers are its parent's
         if self._before is None:
             os.environ.pop(self._variable, None)
         else:
@@ -66,8 +69,7 @@ class FakeDevice:
         self._hold_fd = -1
         os.close(self._events_fd)
         self._events_fd = -1
-        assert self._directory is not None
-        self._directory.cleanup()
+        shutil.rmtree(self._path.parent)
 
     def _write(self, behaviour: Behaviour) -> None:
         behaviour = msgspec.structs.replace(behaviour, hold=self._behaviour.hold + 1)

@@ -12,7 +12,7 @@ import pytest
 
 from aionn.burst import DATUM_BYTES, ExecutionBurstController, PacketError, PoolReference, ResultPacket, encode_result
 from aionn.burst.packets import encode_request_body
-from aionn.errors import AionnError, CallerError, DeadlineError, DriverDiedError
+from aionn.errors import AionnError, CallerError, DeadlineError, DriverDiedError, ExecutionError
 from aionn.fmq import QueueClosedError
 from aionn.hal.types import ErrorStatus, Result
 from tests.burst.ends import RawDriver, raw_driver, request
@@ -250,7 +250,7 @@ async def test_a_hostile_answer_ends_the_burst_with_a_reason_and_hangs_nobody(wh
                 await anyio.lowlevel.checkpoint()
     assert isinstance(controller.ended_by, PacketError)
     assert all(len(call.settled) == 1 for call in calls)
-    assert sum(isinstance(call.error, PacketError) for call in calls) >= 2
+    assert sum(isinstance(call.error, ExecutionError) and isinstance(call.error.__cause__, PacketError) for call in calls) >= 2
 
 
 async def test_a_driver_that_closes_its_queues_ends_the_burst() -> None:
@@ -260,7 +260,8 @@ async def test_a_driver_that_closes_its_queues_ends_the_burst() -> None:
         await driver.wait_for(1)
         await anyio.wait_all_tasks_blocked()
         driver.close()
-    assert isinstance(call.error, QueueClosedError)
+    assert isinstance(call.error, ExecutionError)
+    assert isinstance(controller.ended_by, QueueClosedError)
     assert len(call.settled) == 1
     assert controller.in_flight == 0
 
@@ -270,7 +271,8 @@ async def test_a_request_that_finds_the_queue_closed_ends_the_burst_too() -> Non
         driver.close()
         call = Call(controller)
         await call()
-        assert isinstance(call.error, QueueClosedError)
+        assert isinstance(call.error, ExecutionError)
+        assert call.error.status is ErrorStatus.DEVICE_UNAVAILABLE
         assert isinstance(controller.ended_by, QueueClosedError)
         assert call.settled == [None]
 

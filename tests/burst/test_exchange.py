@@ -30,7 +30,7 @@ from aionn.burst.packets import (
     split_requests,
     split_results,
 )
-from aionn.errors import CallerError
+from aionn.errors import CallerError, ExecutionError
 from aionn.fmq import Caller, Listener, MessageQueue
 from aionn.hal.types import ErrorStatus, OutputShape, Result
 from tests.burst.ends import Gate, RawDriver, packet, raw_client, raw_driver, request
@@ -367,11 +367,12 @@ async def test_a_false_answer_at_once_ends_the_burst_with_a_reason(monkeypatch: 
         settled: list[Result | None] = []
         sent = burst.at_once(BODY)
         assert isinstance(sent, int)
-        with pytest.raises(PacketError, match="99"):
+        with pytest.raises(ExecutionError, match="99"):
             await burst.execute(BODY, settled.append, None, sent)
         assert settled == [None]
         assert burst.at_once(BODY) == 0
-        with pytest.raises(PacketError, match="99"):
+        assert isinstance(burst.ended_by, PacketError)
+        with pytest.raises(ExecutionError, match="99"):
             await burst.execute(BODY)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing
+from typing import Any
 
 import anyio
 import numpy as np
@@ -206,3 +208,124 @@ async def test_outputs_held_by_the_app_are_never_overwritten(burst: aionn.Burst)
 async def test_a_wrong_argument_is_one_sentence(burst: aionn.Burst, arguments: dict[str, object], words: str) -> None:
     with pytest.raises(aionn.CallerError, match=words):
         burst.map(**{"frames": [], **arguments})  # type: ignore[arg-type]
+
+
+class Silence:
+    """A consumer of another stream of the same runtime, which must not notice anything."""
+
+    def __init__(self, burst: aionn.Burst) -> None:
+        self._burst = burst
+        self.answered = 0
+
+    async def watch(self) -> None:
+        async with self._burst._compilation.burst() as other:
+            async for _ in other.map([frame(n) for n in range(50)]):
+                self.answered += 1
+
+
+async def raising(error: BaseException, after: int) -> AsyncIterator[Frame]:
+    for number in range(after):
+        yield frame(number)
+    raise error
+
+
+def raising_in_place(error: BaseException, after: int) -> Iterator[Frame]:
+    for number in range(after):
+        yield frame(number)
+    raise error
+
+
+@pytest.mark.parametrize("source", [raising, raising_in_place])
+@pytest.mark.parametrize("after", [0, 2])
+@pytest.mark.parametrize(
+    ("error", "comes_out"),
+    [
+        (asyncio.CancelledError("theirs"), aionn.CallerError),
+        (SystemExit(3), SystemExit),
+        (KeyboardInterrupt(), KeyboardInterrupt),
+        (GeneratorExit(), GeneratorExit),
+        (BaseExceptionGroup("theirs", [SystemExit(4)]), BaseExceptionGroup),
+        (ExceptionGroup("theirs", [OSError("lens")]), ExceptionGroup),
+        (StopAsyncIteration(), RuntimeError),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
+async def test_whatever_a_source_raises_reaches_its_own_consumer_and_nobody_else(
+    burst: aionn.Burst, source: Callable[[BaseException, int], Any], error: BaseException, comes_out: type[BaseException], after: int
+) -> None:
+    other, seen = Silence(burst), []
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(other.watch)
+        try:
+            async for result in burst.map(source(error, after)):
+                seen.append(result.seq)
+        except BaseException as caught:
+            found = caught
+    assert type(found) is comes_out, found
+    assert comes_out is RuntimeError or found is error or found.__cause__ is error
+    assert seen == list(range(after))
+    assert other.answered == 50
+    assert list(await burst.compute(frame(1))) == ["input_out"]
+
+
+async def test_a_source_that_awaits_a_cancelled_task_ends_its_stream_alone(burst: aionn.Burst) -> None:
+    async def camera() -> AsyncIterator[Frame]:
+        driver = asyncio.ensure_future(asyncio.sleep(3600))
+        yield frame(0)
+        driver.cancel()
+        await driver
+
+    with pytest.raises(aionn.CallerError, match="source of this stream raised CancelledError"):
+        async for _ in burst.map(camera()):
+            pass
+    assert [result.seq async for result in burst.map([frame(0)])] == [0]
+
+
+class Poisoned(dict[str, Any]):
+    """Inputs that raise when they are read."""
+
+    error: BaseException
+
+    def items(self) -> Any:
+        raise self.error
+
+    def __getitem__(self, name: str) -> Any:
+        raise self.error
+
+    def get(self, *_: Any) -> Any:
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyError("theirs"), asyncio.CancelledError()], ids=repr)
+async def test_inputs_that_raise_end_their_own_stream(burst: aionn.Burst, error: BaseException) -> None:
+    poisoned = Poisoned(frame(0))
+    poisoned.error = error
+    try:
+        async for _ in burst.map([frame(0), poisoned]):
+            pass
+    except BaseException as caught:
+        found = caught
+    assert found is error or isinstance(found, aionn.CallerError)
+    assert [result.seq async for result in burst.map([frame(0)])] == [0]
+
+
+async def test_a_stream_that_waits_ends_when_its_runtime_is_closed(fake: FakeDevice) -> None:
+    runtime = aionn.Runtime()
+    await runtime.open()
+    compilation = await runtime.compile(aionn.Model.from_onnx(identity_model()), devices=(fake.name,))
+    camera, ended_by = Camera(), []
+
+    async def watch() -> None:
+        async with compilation.burst() as burst:
+            try:
+                async for _ in burst.map(camera.frames()):
+                    pass
+            except aionn.CallerError as error:
+                ended_by.append(str(error))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(watch)
+        await anyio.wait_all_tasks_blocked()
+        await runtime.aclose()
+    assert len(ended_by) == 1
+    camera.stop()

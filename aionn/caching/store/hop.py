@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import anyio
 
-from aionn.tasks import running_loop
+from aionn.tasks import is_ours, running_loop
 
 __all__ = ["hop"]
 
@@ -27,16 +27,21 @@ async def hop(act: Callable[..., T], *arguments: object, undo: Callable[[T], obj
     A cancelled caller waits for the thread: it works on files and locks that the caller is about to free. If the
     cancellation is the task's own (`Task.cancel`) it is raised after that, and `undo(result)` has run, so that what the thread
     opened does not stay open. A cancelled anyio scope strikes at the caller's next await, when it already owns the result.
+
+    A child of fork has the loop and its tasks, but none of the threads, and the files are its parent's: there every hop is cancelled.
     """
+    loop = running_loop()
+    if not is_ours(loop):
+        raise asyncio.CancelledError("this directory is in use by the parent process")
     cancelled: asyncio.CancelledError | None = None
     with anyio.CancelScope(shield=True):
-        future = running_loop().run_in_executor(None, partial(act, *arguments))
+        future = loop.run_in_executor(None, partial(act, *arguments))
         while True:
             try:
                 result = await asyncio.shield(future)
                 break
             except asyncio.CancelledError as error:
-                if future.cancelled():
+                if future.cancelled() or not is_ours(loop):
                     raise
                 cancelled = error
     if cancelled is None:

@@ -43,6 +43,7 @@ class EntryHold:
     """A shared or exclusive hold of an entry lock. `release` frees it from any task or thread, and waits for nothing."""
 
     _fd: int
+    _pid: int = field(default_factory=os.getpid)
 
     @classmethod
     def without_a_lock(cls) -> EntryHold:
@@ -54,8 +55,9 @@ class EntryHold:
         if fd < 0:
             return
         try:
-            # Closing alone would leave it locked where a forked child has the descriptor too.
-            unlock_descriptor(fd)
+            # Closing alone would leave it locked where a forked child has the descriptor too. The child has no right to unlock it.
+            if self._pid == os.getpid():
+                unlock_descriptor(fd)
         finally:
             os.close(fd)
 
