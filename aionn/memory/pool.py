@@ -155,6 +155,11 @@ class FramePool:
     def slots(self) -> list[int]:
         return [slot for slot, _ in self._regions]
 
+    @property
+    def used_last(self) -> Frame | None:
+        """The free frame that was given back last; what was written into it still stands there. None: none was used yet, or all are in use."""
+        return self._free[-1] if self._free and self._free[-1].generation else None
+
     def lease(self) -> Frame:
         """A frame that nobody uses and nobody looks at, pinned once.
 

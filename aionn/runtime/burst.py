@@ -22,7 +22,7 @@ import numpy as np
 
 from aionn import trace
 from aionn.burst import PoolReference, encode_request_body
-from aionn.errors import AionnError, CallerError, DriverHungError
+from aionn.errors import AionnError, CallerError, DriverHungError, ExecutionError
 from aionn.hal.types import ErrorStatus, ExecutionPreference, Result
 from aionn.memory import pool as memory_pool
 from aionn.remote.device import RemoteBuffer
@@ -361,7 +361,7 @@ class Burst:
     ) -> Outputs:
         """Once more with room for outputs whose true shapes the driver has just told; raise what any other failure means."""
         if not self._arguments.may_retry(way, result):
-            raise self._failure(result)
+            raise self._failure(result, inputs)
         wider = self._arguments.widen(tuple(shape for _, _, shape, _ in way.inputs), result.output_shapes)
         self._last = (None, None)
         roomy = self._frames.pool(wider).lease()
@@ -444,9 +444,12 @@ class Burst:
         self._counts["computed"] += 1
         return Outputs(way.outputs_in(frame, result.output_shapes, elsewhere), link.device, result.timing if measure_timing else None)
 
-    def _failure(self, result: Result) -> AionnError:
+    def _failure(self, result: Result, inputs: Mapping[str, Any] | None = None) -> AionnError:
         self._counts["failed"] += 1
-        return failure_of(result, self._compilation.model, self._compilation.device)
+        error = failure_of(result, self._compilation.model, self._compilation.device)
+        if self._link is not None and isinstance(error, ExecutionError):
+            self._compiled.failed(self._link.serving, error, inputs)
+        return error
 
     def map(
         self, frames: stream.Frames, *, policy: stream.Policy = "block", depth: int = 2, deadline_s: float | None = None

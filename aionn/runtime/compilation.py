@@ -17,7 +17,7 @@ import asyncio
 import dataclasses
 import time
 import weakref
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,18 @@ import anyio
 from aionn import trace
 from aionn.burst import HANG_GRACE_S
 from aionn.caching.outcomes import CacheOutcome
-from aionn.errors import AionnError, CallerError, DeadlineError, DriverHungError, again
+from aionn.errors import (
+    AionnError,
+    CallerError,
+    CompilationError,
+    DeadlineError,
+    DeviceUnavailableError,
+    DriverDiedError,
+    DriverHungError,
+    ExecutionError,
+    MemoryAllocationError,
+    again,
+)
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model
 from aionn.hal.types import ExecutionPreference, Priority, Result
@@ -42,7 +53,8 @@ from aionn.runtime.link import CLOSE_S
 from aionn.runtime.placement import Placement, is_placed, place
 from aionn.runtime.plan import prepare_on_best
 from aionn.runtime.preparation import CacheChoice, prepare
-from aionn.runtime.stages import Stage, StagePolicy, Staging
+from aionn.runtime.stage import Stage, StagePolicy
+from aionn.runtime.stages import Staging
 from aionn.tasks import bounded_shield, deadline_of
 
 if TYPE_CHECKING:
@@ -200,6 +212,8 @@ class Compilation:
         compiled, dead = self._compiled, self._compiled.serving
         try:
             name = "compilation.prepare" if dead is None else "compilation.prepare_again"
+            if dead is not None and isinstance(ended_by := dead.prepared.device.connection.ended_by, DriverDiedError | DriverHungError):
+                compiled.failed(dead, ended_by)
             with trace.span(name, device=self.device):
                 prepared, self.outcomes = await self._preparation()
             if self._closed:
@@ -210,6 +224,8 @@ class Compilation:
                 flight.serving = compiled.serving
             else:
                 flight.serving = compiled.serving = Serving(prepared, self.model, compiled.use)
+                if dead is not None and compiled.replaced is not None:
+                    compiled.replaced(dead, flight.serving)
         except Exception as failed:  # every caller gets it
             error = failed
         finally:
@@ -223,8 +239,13 @@ class Compilation:
         options = dataclasses.replace(self._options, deadline_ns=None)
         if serving is None:
             prepared, outcome = await prepare_on_best(devices, self.model, self._candidates, options, self._cache)
-        else:
-            prepared, outcome = await prepare(devices, serving.device, self.model, options, self._cache)
+            return prepared, (outcome,)
+        names = [serving.device] if self._compiled.devices_for is None else self._compiled.devices_for(serving)
+        for name in names[:-1]:
+            with suppress(CompilationError, DeviceUnavailableError, DriverDiedError, DriverHungError, MemoryAllocationError):
+                prepared, outcome = await prepare(devices, name, self.model, options, self._cache)
+                return prepared, (outcome,)
+        prepared, outcome = await prepare(devices, names[-1], self.model, options, self._cache)
         return prepared, (outcome,)
 
     async def allocate(
@@ -315,7 +336,11 @@ class Compilation:
         with serving.used():
             if (sampling := self._compiled.sampling) is not None:
                 await sampling.take_placed(inputs, inputs)
-            return await self._compute_on(serving, shapes, inputs, outputs, measure_timing, deadline_ns)
+            try:
+                return await self._compute_on(serving, shapes, inputs, outputs, measure_timing, deadline_ns)
+            except ExecutionError as error:
+                self._compiled.failed(serving, error, inputs)
+                raise
 
     async def _compute_on(
         self,

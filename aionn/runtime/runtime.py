@@ -29,7 +29,8 @@ from aionn.runtime.compilation import Compilation
 from aionn.runtime.devices import Device, Devices
 from aionn.runtime.plan import prepare_on_best
 from aionn.runtime.preparation import CacheChoice
-from aionn.runtime.stages import StagePolicy, prepare_first
+from aionn.runtime.stage import StagePolicy
+from aionn.runtime.stages import prepare_first
 from aionn.runtime.swapping import swap_model
 from aionn.tasks import bounded_shield, deadline_of, running_loop, ungrouped
 
@@ -191,7 +192,7 @@ class Runtime:
     async def _compile_staged(
         self, model: Model, names: Sequence[str], options: PrepareOptions, cache: CacheChoice | None, policy: StagePolicy
     ) -> Compilation:
-        prepared, outcome, stages = await prepare_first(self._devices, model, names, options, cache)
+        prepared, outcome, stages = await prepare_first(self._devices, model, names, options, cache, policy)
         compilation = Compilation(self, model, options, cache, names, prepared, (outcome,))
         compilation._begin_stages(stages, policy)
         return compilation
