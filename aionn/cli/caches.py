@@ -65,7 +65,7 @@ def list_entries(directory: Path, as_json: bool) -> None:
                 "threads>",
                 "inputs",
                 "faster by>",
-                "largest difference>",
+                "off by up to>",
                 "measured>",
                 "detail",
             ],

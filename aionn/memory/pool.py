@@ -157,7 +157,7 @@ class FramePool:
 
     @property
     def used_last(self) -> Frame | None:
-        """The free frame that was given back last; what was written into it still stands there. None: none was used yet, or all are in use."""
+        """The free frame that was given back last, with what was written into it. None if no frame is free, or none has been used."""
         return self._free[-1] if self._free and self._free[-1].generation else None
 
     def lease(self) -> Frame:

@@ -29,7 +29,7 @@ import anyio
 from aionn import trace
 from aionn.caching import CacheOutcome, CacheOutcomeKind, StageMeasurement
 from aionn.caching.store import Hit
-from aionn.errors import AionnError, CallerError, CompilationError, DeadlineError, StageRejected
+from aionn.errors import AionnError, CallerError, CompilationError, DeadlineError, DriverDiedError, DriverHungError, StageRejected
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model
 from aionn.remote.device import RemotePreparedModel
@@ -373,7 +373,7 @@ async def prepare_first(
 
     Raises:
         CallerError, DeviceUnavailableError: a name is wrong.
-        CompilationError: no stage can be prepared.
+        CompilationError, DriverDiedError, DriverHungError: no stage can be prepared.
     """
     if isinstance(names, str) or len(set(names)) < len(names) or not names:
         raise CallerError(f"stages={names!r}: give the names of devices from quick to best, each once")
@@ -390,7 +390,7 @@ async def prepare_first(
     for stage in stages:
         try:
             prepared, outcome = await preparation.prepare(devices, stage.name, model, options, cache)
-        except CompilationError as error:
+        except (CompilationError, DriverDiedError, DriverHungError) as error:
             stage._enter("rejected", str(error))
             trace.count("stage.rejected", stage=stage.name, reason=str(error))
             if stage is stages[-1]:
