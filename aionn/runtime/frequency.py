@@ -14,16 +14,19 @@ _STEPS = 16
 """The count is looked at so often in one period. Executions are forgotten up to one step too early, never too late."""
 
 
-async def until_frequent(use: Use, executions: int, per_s: float, *, earlier: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
-    """Return when there have been so many executions within the last `per_s` seconds, at least one of them from now on.
+async def until_frequent(
+    use: Use, executions: int, per_s: float, *, since: int = 0, earlier: int = 0, clock: Callable[[], float] = time.monotonic
+) -> None:
+    """Return when there have been so many executions within the last `per_s` seconds, at least one of them in this start.
 
     Args:
+        since: the count when this start began.
         earlier: executions of starts before this one. They count as if they had just ended.
     """
     if not executions:
         return
-    marks = deque([(clock(), use.executions - earlier)])
-    await use.wait_for(use.executions + 1)
+    marks = deque([(clock(), since - earlier)])
+    await use.wait_for(since + 1)
     while True:
         now_s = clock()
         while marks and marks[0][0] < now_s - per_s:

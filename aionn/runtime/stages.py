@@ -101,7 +101,7 @@ class Staging:
         self._ended_by = "the compilation was closed"
         self._scope = anyio.CancelScope()
         self._over = anyio.Event()
-        self._counted = compiled.use.executions
+        self._began = self._counted = compiled.use.executions
         self._way_back = WayBack(compiled, self._before, self._prepare_again, run, policy.run_timeout_s, self._gone_back)
         compiled.abandoned = self._abandoned
         if any(stage.state == "waiting" for stage in stages):
@@ -192,7 +192,7 @@ class Staging:
 
         async def used() -> None:
             earlier = 0 if cache is None else await cache.store.use(self._model.token, policy.per_s)
-            await until_frequent(self._compiled.use, policy.executions, policy.per_s, earlier=earlier)
+            await until_frequent(self._compiled.use, policy.executions, policy.per_s, since=self._began, earlier=earlier)
             with anyio.move_on_after(_WITHIN_S):
                 await self._pause()
 

@@ -17,7 +17,9 @@ import pytest
 import aionn
 from aionn.caching import OutputDifference, StageMeasurement
 from aionn.caching.store import CacheStore
+from aionn.hal import ExecutionPreference, PrepareOptions, Priority
 from aionn.runtime import stages, verdicts
+from aionn.runtime.preparation import CacheChoice
 from aionn.testing import FakeDevice, identity_model
 from tests.leaks import leak_check
 from tests.runtime.staged_streams import SHAPE, frame, rejected, staged, streaming
@@ -107,9 +109,6 @@ def test_a_measurement_holds_for_the_versions_and_threads_that_it_was_made_with(
 
 
 def test_the_scope_of_a_measurement_is_the_model_the_token_the_options_and_the_stage() -> None:
-    from aionn.hal import ExecutionPreference, PrepareOptions, Priority
-    from aionn.runtime.preparation import CacheChoice
-
     store = CacheStore("nowhere")
     other = aionn.Model.from_onnx(identity_model({"x": (1, 17)}, outputs=["y"]))
     scopes = {
@@ -223,7 +222,7 @@ async def test_what_was_measured_on_made_up_inputs_never_lets_a_stage_serve(quic
     assert await begins_with(quick, best, tmp_path / "cache") == best.name
     async with CacheStore(tmp_path / "cache") as store:  # a measurement on made-up inputs takes no other's place
         (found,) = await store.measurements()
-        scope = verdicts.scope(stages.CacheChoice(store, MODEL.token), MODEL, stages.PrepareOptions(), best.name)
+        scope = verdicts.scope(CacheChoice(store, MODEL.token), MODEL, PrepareOptions(), best.name)
         await store.remember(scope, msgspec.structs.replace(found, made_up=True))
         assert await store.measurements(scope) == [found]
 
