@@ -15,6 +15,7 @@ import pytest
 
 import aionn
 from aionn.caching.store import CacheStore
+from aionn.runtime import stages
 from aionn.runtime.compiled_model import Use
 from aionn.runtime.frequency import until_frequent
 from aionn.testing import FakeDevice, identity_model
@@ -67,26 +68,23 @@ async def test_executions_of_earlier_starts_warrant_a_stage(quick: FakeDevice, b
     assert await counted(cache) == 10
 
 
-async def test_a_policy_may_want_a_higher_frequency(quick: FakeDevice, best: FakeDevice, tmp_path: Path) -> None:
-    """The use of earlier starts is older than `per_s` here, so it does not count."""
+async def test_a_policy_may_name_a_higher_frequency(
+    quick: FakeDevice, best: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache = tmp_path / "cache"
     await start(quick, best, cache, 9)
-    asked: list[float] = []
-    original = CacheStore.use
+    asked = anyio.Event()
 
-    async def use(self: CacheStore, digest: bytes, within_s: float) -> int:
-        asked.append(within_s)
-        return await original(self, digest, within_s)
+    async def frequent(use: Use, executions: int, per_s: float, *, since: int, earlier: int) -> None:
+        assert (executions, per_s, since, earlier) == (3, 1e-9, 0, 0)  # what earlier starts have executed is older
+        asked.set()
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CacheStore, "use", use)
-        async with aionn.Runtime() as runtime:
-            runtime.stage_policy = dataclasses.replace(runtime.stage_policy, executions=3, per_s=1e-9)
-            compilation = await staged(runtime, MODEL, quick, best, cache)
-            for number in range(9):
-                await compilation.compute(frame(number))
-            assert asked == [1e-9]
-            assert compilation.stages[1].state == "waiting"
+    monkeypatch.setattr(stages, "until_frequent", frequent)
+    async with aionn.Runtime() as runtime:
+        runtime.stage_policy = dataclasses.replace(runtime.stage_policy, executions=3, per_s=1e-9)
+        await staged(runtime, MODEL, quick, best, cache)
+        with anyio.fail_after(20):
+            await asked.wait()
 
 
 @pytest.mark.parametrize("end", ["Task.cancel", "error", "abandoned", "closed"])
