@@ -7,8 +7,8 @@
     faster   pairs of runs on one input, the old stage first, then the new one, each alone on the machine as far as this compilation
              goes (`measuring` has the rule). The new stage is to be faster by the wanted gain in more than half of `runs` pairs: that
              is, in the median of the ratios. It ends as soon as the majority is sure, so what is clearly slower costs few runs.
-    sure     what is measured on inputs that were made up is remembered to be shown, and decides nothing at a later start; nor does speed
-             that disturbed runs decided.
+    sure     a speed is remembered if undisturbed runs decided, or the new stage was faster all the same. What was measured on inputs that
+             were made up can be looked at, and decides nothing at a later start.
 """
 
 from __future__ import annotations
@@ -72,7 +72,6 @@ class Comparison:
         holds, held_s: how often the app's executions were held back for a run, and for how many seconds in all.
         made_up: nothing had been executed yet, so the inputs were made up from the model's operands.
         refused: why the new stage is not to serve; empty if it may.
-        sure: it would be found again: real inputs, and outputs or undisturbed runs that decided.
     """
 
     samples: int
@@ -85,7 +84,6 @@ class Comparison:
     held_s: float = 0.0
     made_up: bool = False
     refused: str = ""
-    sure: bool = True
     differs: str = ""
     gain: float | None = None
 
@@ -208,7 +206,7 @@ async def compare(
     pairs = _Pairs(runs, min_gain or 0.0)
     warm: list[tuple[float, float]] = []
 
-    def comparison(refused: str, *, sure: bool = True) -> Comparison:
+    def comparison(refused: str) -> Comparison:
         before_s, after_s = (pairs.before_s, pairs.after_s) if pairs.count else ([old for old, _ in warm], [new for _, new in warm])
         return Comparison(
             samples=len(warm),
@@ -221,7 +219,6 @@ async def compare(
             held_s=meter.held_s,
             made_up=made_up,
             refused=refused,
-            sure=sure and not made_up,
             differs=outputs.differs,
             gain=pairs.measured,
         )
@@ -240,7 +237,7 @@ async def compare(
         if wrong := await outputs.check(expected, found):
             return comparison(wrong)
     if not usable:
-        return comparison("the stage before could not run any of the inputs, so there is nothing to compare with", sure=False)
+        return comparison("the stage before could not run any of the inputs, so there is nothing to compare with")
     if min_gain is None:
         return comparison("")
     with anyio.move_on_after(compare_s):
@@ -268,10 +265,9 @@ async def compare(
     if pairs.lost:
         why = not_faster(min_gain, statistics.median(pairs.before_s), statistics.median(pairs.after_s), cut=pairs.cut)
         beside = ", measured beside the stream, which left no other room" if pairs.unsure else ""
-        return comparison(f"{why}{beside}", sure=not pairs.unsure)
+        return comparison(f"{why}{beside}")
     return comparison(
         f"whether it is faster could not be told within {compare_s:g} s: {pairs.count} of {runs} pairs of runs had room in the stream",
-        sure=False,
     )
 
 

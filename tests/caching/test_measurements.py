@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import msgspec
 import pytest
 
@@ -127,6 +130,40 @@ async def test_use_that_is_still_being_written_is_waited_for_at_close(tmp_path: 
     async with CacheStore(tmp_path / "cache") as store:
         assert await store.use(MODEL, 86400) == 5
         assert len(await store.measurements(SCOPE)) == 1
+
+
+async def test_a_cancelled_caller_does_not_wait_for_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = threading.Event()
+    original = Index.use
+
+    def use(self: Index, digest: bytes, within_s: float) -> int:
+        asked.set()
+        answers.wait()
+        return original(self, digest, within_s)
+
+    monkeypatch.setattr(Index, "use", use)
+    asked = threading.Event()
+    async with CacheStore(tmp_path / "cache") as store:
+        store.count_use(MODEL, 5)
+    async with CacheStore(tmp_path / "cache") as store:
+        for cancel in ("scope", "Task.cancel"):
+            asked.clear()
+            asking = asyncio.create_task(_ask(store, cancel == "scope"))
+            await anyio.to_thread.run_sync(asked.wait)
+            if cancel == "Task.cancel":
+                asking.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await asking
+            else:
+                await asking
+        assert not answers.is_set()
+        answers.set()
+        assert await store.use(MODEL, 86400) == 5
+
+
+async def _ask(store: CacheStore, leaving: bool) -> None:
+    with anyio.move_on_after(0.01 if leaving else None):
+        await store.use(MODEL, 86400)
 
 
 async def test_many_stores_add_up(tmp_path: Path) -> None:

@@ -175,11 +175,24 @@ class CacheStore:
         """Ask the index of the directory as it is now; None if either cannot be used. Blocking."""
         return None if isinstance(self._house.current(), Refusal) else self._house.with_index(act)
 
+    async def _asked(self, act: Callable[[Index], T]) -> T | None:
+        """Ask the index in a thread. A cancelled caller does not wait for the disk; the store does, before it closes."""
+        asking = running_loop().run_in_executor(None, self._with_index, act)
+        self._behind.add(asking)
+
+        def asked(_: object) -> None:
+            self._behind.discard(asking)
+            asking.exception()  # its caller has it, or has left
+            self._close_if_given_up()
+
+        asking.add_done_callback(asked)
+        return await asyncio.shield(asking)
+
     # --- what stages measured, and how often models are used ----------------------------------------------------------
 
     async def measurements(self, scope: bytes | None = None) -> list[StageMeasurement]:
         """Stage measurements of one scope (see `Index.remember`), or all, the newest first. Those that are too old are left out."""
-        return await hop(self._with_index, lambda index: index.measurements(scope)) or []
+        return await self._asked(lambda index: index.measurements(scope)) or []
 
     async def remember(self, scope: bytes, measurement: StageMeasurement) -> None:
         """Keep a stage measurement. A directory that cannot be written to keeps none."""
@@ -191,7 +204,7 @@ class CacheStore:
 
     async def use(self, model_digest: bytes, within_s: float) -> int:
         """How often the model was executed within that time, as far as `count_use` was told."""
-        return await hop(self._with_index, lambda index: index.use(model_digest, within_s)) or 0
+        return await self._asked(lambda index: index.use(model_digest, within_s)) or 0
 
     def count_use(self, model_digest: bytes, executions: int) -> None:
         """Add executions, in a thread, without waiting for it."""
