@@ -155,8 +155,8 @@ class Staging:
             with self._compiled.watching():
                 for stage in self.stages:
                     if stage.state == "waiting":
-                        await self._use_warrants_it()
                         with self._judged(stage):
+                            await self._use_warrants_it()
                             await self._make(stage)
         finally:
             self._compiled.sampling = None

@@ -82,9 +82,10 @@ async def test_a_policy_may_name_a_higher_frequency(
     monkeypatch.setattr(stages, "until_frequent", frequent)
     async with aionn.Runtime() as runtime:
         runtime.stage_policy = dataclasses.replace(runtime.stage_policy, executions=3, per_s=1e-9)
-        await staged(runtime, MODEL, quick, best, cache)
+        compilation = await staged(runtime, MODEL, quick, best, cache)
         with anyio.fail_after(20):
             await asked.wait()
+        await compilation.aclose()
 
 
 @pytest.mark.parametrize("end", ["Task.cancel", "error", "abandoned", "closed"])
