@@ -13,6 +13,9 @@ from aionn.runtime.compiled_model import Use
 _STEPS = 16
 """The count is looked at so often in one period. Executions are forgotten up to one step too early, never too late."""
 
+_STEP_S = 0.05
+"""A short period has fewer steps: nothing is to look at the count all the time."""
+
 
 async def until_frequent(
     use: Use, executions: int, per_s: float, *, since: int = 0, earlier: int = 0, clock: Callable[[], float] = time.monotonic
@@ -36,6 +39,6 @@ async def until_frequent(
         enough = marks[0][1] + executions
         if use.executions >= enough:
             return
-        with anyio.move_on_after(per_s / _STEPS):
+        with anyio.move_on_after(max(per_s / _STEPS, _STEP_S)):
             await use.wait_for(enough)
         marks.append((clock(), use.executions))
