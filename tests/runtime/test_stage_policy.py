@@ -1,5 +1,5 @@
 """Each field of `StagePolicy` has its effect. Others have theirs shown elsewhere: `executions` and `per_s` in `test_stage_use`,
-`timeout_s` and `run_timeout_s` in `test_stage_failures`, `min_gain` in `test_stage_measurements`, `hold` and `state` in `test_stages`.
+`timeout_s` in `test_stage_failures`, `min_gain` in `test_stage_measurements`, `hold` and `state` in `test_stages`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import aionn
-from aionn.runtime import comparing
+from aionn.runtime import comparing, stages
 from aionn.runtime.comparing import Samples
 from aionn.testing import FakeDevice, identity_model
 from tests.leaks import leak_check
@@ -97,6 +97,20 @@ async def test_tolerances_say_how_far_outputs_may_differ(quick: FakeDevice, best
                 await compilation.wait_for_stage(best.name, timeout_s=60)
             else:
                 assert (await rejected(compilation, best)).startswith("output 'y': 16 of 16 elements are")
+
+
+@pytest.mark.anyio
+async def test_a_run_that_takes_longer_than_the_policy_allows_is_not_timed_but_given_up(
+    quick: FakeDevice, best: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stages, "RUNS", 1)
+    best.delay(0.8)  # slow, and well under the second after which a driver that misses its deadline counts as hung
+    for run_timeout_s, reason in ((0.2, "did not come by the deadline"), (20.0, "it is not faster by 10%")):
+        async with leak_check(), aionn.Runtime() as runtime:
+            runtime.stage_policy = dataclasses.replace(runtime.stage_policy, run_timeout_s=run_timeout_s)
+            compilation = await staged(runtime, MODEL, quick, best)
+            await compilation.compute(frame(1))
+            assert reason in await rejected(compilation, best)
 
 
 def test_samples_stay_within_their_number_and_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
