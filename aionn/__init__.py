@@ -53,7 +53,7 @@ if _typing.TYPE_CHECKING:
     from aionn.runtime.frame import Frame
     from aionn.runtime.model import Model
     from aionn.runtime.runtime import Runtime, run
-    from aionn.runtime.stages import Stage, StagePolicy
+    from aionn.runtime.stage import Stage, StagePolicy
     from aionn.runtime.stream import StreamResult
 
 # Silent unless the app asks to hear of it; a driver's own words reach the app over its control socket.
@@ -122,8 +122,8 @@ _HOMES = {
     "Outputs": "aionn.runtime.arguments",
     "PlaneLayout": "aionn.memory",
     "Runtime": "aionn.runtime.runtime",
-    "Stage": "aionn.runtime.stages",
-    "StagePolicy": "aionn.runtime.stages",
+    "Stage": "aionn.runtime.stage",
+    "StagePolicy": "aionn.runtime.stage",
     "StageRejected": "aionn.errors",
     "StreamResult": "aionn.runtime.stream",
     "Tolerance": "aionn.runtime.comparing",

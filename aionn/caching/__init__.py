@@ -5,6 +5,7 @@
     store      entries, locks, budget; files' only room  blob_cache  bytes by bytes, for a driver's own small things
                manifest  what was stored, reason to miss state       a private directory for both
     outcomes   what happened, as a value (both sides)
+    measurements  what a comparison of stages measured
 
 Who guards what. The store guards the *entry*: one generation of all its files or none, across crashes, full disks and many
 processes; one compiles, the others wait. It believes in no byte of a file. The driver guards the *bytes*: it remembers in its own private
@@ -20,6 +21,7 @@ This module is the face for `runtime`; drivers import `integrity` and `blob_cach
 """
 
 from aionn.caching.manifest import Wanted
+from aionn.caching.measurements import OutputDifference, StageMeasurement
 from aionn.caching.outcomes import CacheOutcome, CacheOutcomeKind, MissReason, Refusal
 from aionn.caching.token import KeyParts, changed_parts, encode_parts, encoded_keys, entry_key, family_key
 
@@ -28,7 +30,9 @@ __all__ = [
     "CacheOutcomeKind",
     "KeyParts",
     "MissReason",
+    "OutputDifference",
     "Refusal",
+    "StageMeasurement",
     "Wanted",
     "changed_parts",
     "encode_parts",

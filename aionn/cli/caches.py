@@ -1,4 +1,4 @@
-"""`aionn cache`: list, verify and prune a directory of cached compilations."""
+"""`aionn cache`: list, verify and prune a directory of cached compilations, and what was measured of stages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 import aionn
+from aionn.caching import StageMeasurement
 from aionn.caching.outcomes import Refusal
 from aionn.caching.store import BadEntry, CacheStore, EntryInfo, PruneReport
 from aionn.cli.printing import NotDoneError, ago, digest, duration, entries, print_json, print_table, size
@@ -15,21 +18,21 @@ __all__ = ["list_entries", "prune_entries", "verify_entries"]
 
 
 def list_entries(directory: Path, as_json: bool) -> None:
-    """Print every entry.
+    """Print every entry, then every stage measurement.
 
     Raises:
         NotDoneError: the directory cannot be read, or is not safe to use.
     """
 
-    async def listed() -> list[EntryInfo] | Refusal:
+    async def listed() -> tuple[list[EntryInfo] | Refusal, list[StageMeasurement]]:
         async with CacheStore(directory) as store:
-            return await store.entries()
+            return await store.entries(), await store.measurements()
 
-    found = aionn.run(listed)
+    found, measurements = aionn.run(listed)
     if isinstance(found, Refusal):
         raise NotDoneError(f"cache {str(directory)!r} cannot be listed: {found}")
     if as_json:
-        print_json([_as_json(entry) for entry in found])
+        print_json([*(_as_json(entry) for entry in found), *(_measurement_as_json(one) for one in measurements)])
         return
     print_table(
         f"{entries(len(found))}, {size(sum(entry.size_bytes for entry in found))}",
@@ -49,6 +52,52 @@ def list_entries(directory: Path, as_json: bool) -> None:
             for entry in found
         ],
     )
+    if measurements:
+        print()
+        print_table(
+            f"{len(measurements)} stage measurement{'s' * (len(measurements) > 1)}",
+            [
+                "model",
+                "stage",
+                "version",
+                "after",
+                "its version",
+                "threads>",
+                "inputs",
+                "faster by>",
+                "off by up to>",
+                "measured>",
+                "detail",
+            ],
+            [
+                (
+                    digest(one.model_digest),
+                    one.stage,
+                    one.version,
+                    one.base,
+                    one.base_version,
+                    str(one.threads),
+                    "made up" if one.made_up else "real",
+                    "?" if one.gain is None else f"{one.gain:.0%}",
+                    _largest_difference(one),
+                    ago(one.measured_s),
+                    one.detail,
+                )
+                for one in measurements
+            ],
+        )
+
+
+def _largest_difference(measurement: StageMeasurement) -> str:
+    """Over all outputs that were compared."""
+    differences = [output.largest for output in measurement.outputs.values()]
+    finite = [largest for largest in differences if largest is not None]
+    return "?" if not differences or len(finite) < len(differences) else f"{max(finite):.3g}"
+
+
+def _measurement_as_json(measurement: StageMeasurement) -> dict[str, Any]:
+    told = msgspec.to_builtins(msgspec.structs.replace(measurement, model_digest=b""))
+    return {"kind": "stage measurement", **told, "model_digest": measurement.model_digest.hex()}
 
 
 def _state(entry: EntryInfo) -> str:
@@ -57,7 +106,7 @@ def _state(entry: EntryInfo) -> str:
 
 
 def _as_json(entry: EntryInfo) -> dict[str, Any]:
-    return {**asdict(entry), "key": entry.key.hex(), "model_digest": entry.model_digest.hex()}
+    return {"kind": "entry", **asdict(entry), "key": entry.key.hex(), "model_digest": entry.model_digest.hex()}
 
 
 def verify_entries(directory: Path, as_json: bool) -> None:
@@ -89,7 +138,7 @@ def verify_entries(directory: Path, as_json: bool) -> None:
         raise NotDoneError(f"cache {str(directory)!r}: {entries(len(bad))} not as stored; the next compilation replaces what is bad")
 
 
-def prune_entries(directory: Path, max_bytes: int | None, as_json: bool) -> None:
+def prune_entries(directory: Path, max_bytes: int | None, measurements: bool, as_json: bool) -> None:
     """Prune and tell what went.
 
     Raises:
@@ -98,7 +147,7 @@ def prune_entries(directory: Path, max_bytes: int | None, as_json: bool) -> None
 
     async def prune() -> PruneReport | Refusal:
         async with CacheStore(directory) as store:
-            return await store.prune(max_bytes)
+            return await store.prune(max_bytes, measurements=measurements)
 
     report = aionn.run(prune)
     if isinstance(report, Refusal):
@@ -107,4 +156,5 @@ def prune_entries(directory: Path, max_bytes: int | None, as_json: bool) -> None
         print_json(asdict(report))
         return
     in_use = f"; {report.in_use} had to stay, somebody uses them" if report.in_use else ""
-    print(f"{entries(report.removed)} removed, {size(report.freed_bytes)} freed, {size(report.left_bytes)} left{in_use}")
+    forgotten = f"; stage measurements removed: {report.measurements}" if report.measurements else ""
+    print(f"{entries(report.removed)} removed, {size(report.freed_bytes)} freed, {size(report.left_bytes)} left{in_use}{forgotten}")

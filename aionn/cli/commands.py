@@ -56,7 +56,8 @@ def compile_(
         cache_dir: Directory of the cache; made if it is missing.
         device: Name of a device to compile for; give it again for more. Default: the best one that can run the model.
         stages: Names of devices from quick to best, with commas. Each is stored and compared with the one before, on inputs that are
-            made up; an app that asks for these stages with this cache then begins with the best one that was found good.
+            made up. An app that asks for these stages with this cache compiles none of them; it compares them once more, on its own
+            inputs, before a better one serves.
         state_dir: Folder of the records that vouch for the cache; it must last as long. Default: $XDG_STATE_HOME/aionn, else
             ~/.local/state/aionn.
     """
@@ -113,7 +114,7 @@ def devices(*, json: Json = False) -> None:
 
 @cache.command
 def ls(directory: str, /, *, json: Json = False) -> None:
-    """List what a cache holds, oldest first.
+    """List what a cache holds, oldest first, and what was measured of stages.
 
     Args:
         directory: Directory of the cache.
@@ -138,16 +139,24 @@ def verify(directory: str, /, *, json: Json = False) -> None:
 
 
 @cache.command
-def prune(directory: str, /, *, max_bytes: Annotated[str | None, Parameter(name="--max-bytes")] = None, json: Json = False) -> None:
+def prune(
+    directory: str,
+    /,
+    *,
+    max_bytes: Annotated[str | None, Parameter(name="--max-bytes")] = None,
+    stage_measurements: Annotated[bool, Parameter(name="--stage-measurements", negative="", show_default=False)] = False,
+    json: Json = False,
+) -> None:
     """Remove entries of older driver versions, unreadable ones, and the least valuable ones beyond a budget.
 
     Args:
         directory: Directory of the cache.
         max_bytes: The budget, as 500000000, 500M or 2G (powers of 1000). Default: 4 GiB, as for an app.
+        stage_measurements: Remove every stage measurement, too, so that apps compare their stages anew. Those older than a week always go.
     """
     from aionn.cli.caches import prune_entries
 
-    prune_entries(existing(directory), None if max_bytes is None else bytes_of(max_bytes), json)
+    prune_entries(existing(directory), None if max_bytes is None else bytes_of(max_bytes), stage_measurements, json)
 
 
 def existing(directory: str) -> Path:

@@ -1,7 +1,7 @@
 """`aionn compile`: a model into a cache, for each device asked for; with progress on stderr while it lasts.
 
 With stages it is compiled for each of them first, so that each is stored whatever the comparison finds. Then a staged compilation loads
-and compares them as an app's would, and leaves its verdicts in the cache.
+and compares them on inputs that are made up. What it measures stands in the cache to be looked at; an app compares on its own inputs.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ __all__ = [
 _WIDE = 10_000
 """Columns of a table that goes into a file or a pipe: nothing is wrapped or cut there."""
 
-_PROSE = {"version", "reason", "state", "stage", "detail"}
+_PROSE = {"version", "its version", "reason", "state", "stage", "detail"}
 """Columns that a narrow terminal may wrap. The others hold what is copied or compared: they are never cut, and where even they do not
 fit, the terminal itself wraps the lines."""
 

@@ -182,6 +182,11 @@ class FramePool:
     def slots(self) -> list[int]:
         return [slot for slot, _ in self._regions]
 
+    @property
+    def used_last(self) -> Frame | None:
+        """The free frame that was given back last, with what was written into it. None if no frame is free, or none has been used."""
+        return self._free[-1] if self._free and self._free[-1].generation else None
+
     def lease(self) -> Frame:
         """Return a frame without users and without readers, pinned once.
 

@@ -19,6 +19,7 @@ as always.
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import time
@@ -40,6 +41,8 @@ from aionn.runtime import preparation
 from aionn.runtime.devices import Devices, DriverProcess
 from aionn.runtime.preparation import CacheChoice
 from aionn.tasks import bounded_shield
+
+logger = logging.getLogger("aionn.runtime")
 
 _END_WORKER_S = 5.0
 """A killed worker is waited for this long."""
@@ -178,7 +181,10 @@ class _Making:
 
 @asynccontextmanager
 async def worker(devices: Devices, name: str, threads: int) -> AsyncIterator[RemoteDevice]:
-    """A driver process of that device at the lowest priority, for the body; killed at its end, whatever it does then."""
+    """A driver process of that device at the lowest priority, for the body; killed at its end, whatever it does then.
+
+    `threads`: CPUs that it may use; 0: as many as any driver, at the app's priority.
+    """
     process: DriverProcess = devices.start_worker(name, threads)
     try:
         yield await process.ready()
@@ -188,6 +194,18 @@ async def worker(devices: Devices, name: str, threads: int) -> AsyncIterator[Rem
         with bounded_shield(_END_WORKER_S):
             await process.wait_ended()
         devices.forget_worker(process)
+
+
+async def version_of(devices: Devices, name: str) -> str | None:
+    """The version of a device. If it has no driver yet, one is started to ask it and ended again; None if that does not work."""
+    device = devices.find(name)
+    if device.version is None:
+        try:
+            async with worker(devices, name, 0) as remote:
+                device.introduced(remote)
+        except AionnError as error:
+            logger.info("the version of device %r is not known: %s", name, error)
+    return device.version
 
 
 @contextmanager

@@ -25,7 +25,7 @@ import numpy as np
 
 from aionn import trace
 from aionn.burst import PoolReference, encode_request_body
-from aionn.errors import AionnError, CallerError
+from aionn.errors import AionnError, CallerError, ExecutionError
 from aionn.hal.types import ErrorStatus, ExecutionPreference, Result
 from aionn.memory import pool as memory_pool
 from aionn.remote.device import RemoteBuffer
@@ -398,7 +398,7 @@ class Burst:
     ) -> Outputs:
         """Once more with room for outputs of the shapes that the driver has told, or raise. It may wait: its caller holds no frame."""
         if not self._arguments.may_retry(way, result):
-            raise self._failure(result)
+            raise self._failure(result, inputs)
         wider = self._arguments.widen(tuple(shape for _, _, shape, _ in way.inputs), result.output_shapes)
         self._last = (None, None)
         roomy = await self._frames.lease(wider, deadline_ns)
@@ -484,9 +484,12 @@ class Burst:
             arrays = {name: array.copy() for name, array in arrays.items()}
         return Outputs(arrays, link.device, result.timing if measure_timing else None)
 
-    def _failure(self, result: Result) -> AionnError:
+    def _failure(self, result: Result, inputs: Mapping[str, Any] | None = None) -> AionnError:
         self._counts["failed"] += 1
-        return failure_of(result, self._compilation.model, self._compilation.device)
+        error = failure_of(result, self._compilation.model, self._compilation.device)
+        if self._link is not None and isinstance(error, ExecutionError):
+            self._compiled.failed(self._link.serving, error, inputs)
+        return error
 
     def map(
         self, frames: stream.Frames, *, policy: stream.Policy = "block", depth: int = 2, deadline_s: float | None = None

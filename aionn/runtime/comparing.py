@@ -7,11 +7,13 @@
     faster   pairs of runs on one input, the old stage first, then the new one, each alone on the machine as far as this compilation
              goes (`measuring` has the rule). The new stage is to be faster by the wanted gain in more than half of `runs` pairs: that
              is, in the median of the ratios. It ends as soon as the majority is sure, so what is clearly slower costs few runs.
-    sure     Neither outputs nor speed are remembered from inputs that were made up, and speed only from runs that were alone.
+    sure     a speed is remembered if undisturbed runs decided, or the new stage was faster all the same. What was measured on inputs that
+             were made up can be looked at, and decides nothing at a later start.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import deque
@@ -60,14 +62,16 @@ class Comparison:
 
     Attributes:
         samples: inputs that were compared.
-        worst: per output the largest absolute difference.
+        worst: per output the largest absolute difference, where there is a finite one.
         tolerances: per output what was allowed.
+        differs: the output that differed by more than that; empty if none did.
         before_s, after_s: seconds of one run on the stage before, and on the new one: medians, of the pairs if there were any.
         pairs: pairs of runs that counted.
+        gain: the new stage is faster by this share in the median pair; -1 stands for "half as fast or slower". None if the speed was not
+            measured, or could not be decided.
         holds, held_s: how often the app's executions were held back for a run, and for how many seconds in all.
         made_up: nothing had been executed yet, so the inputs were made up from the model's operands.
         refused: why the new stage is not to serve; empty if it may.
-        sure: it would be found again: real inputs, and outputs or undisturbed runs that decided.
     """
 
     samples: int
@@ -80,7 +84,8 @@ class Comparison:
     held_s: float = 0.0
     made_up: bool = False
     refused: str = ""
-    sure: bool = True
+    differs: str = ""
+    gain: float | None = None
 
 
 @dataclass
@@ -139,11 +144,21 @@ class _Pairs:
     gain: float
     before_s: list[float] = field(default_factory=list)
     after_s: list[float] = field(default_factory=list)
+    gains: list[float] = field(default_factory=list)
     wins: int = 0
     unsure: bool = False
     cut: bool = False
 
+    @property
+    def measured(self) -> float | None:
+        """The gain of the median pair; None while nothing is decided, or if disturbed runs decided against the new stage."""
+        if not (self.won or (self.lost and not self.unsure)):
+            return None
+        # A run that was cut off took at least as long as the one before, and nobody knows how much longer.
+        return max(-1.0, statistics.median(self.gains))
+
     def add(self, before: Timed, after: Timed) -> None:
+        self.gains.append(-math.inf if after.late else 1 - after.seconds / before.seconds if before.seconds else 0.0)
         won = not after.late and after.seconds <= (1 - self.gain) * before.seconds
         self.wins += won
         self.unsure |= not won and not after.alone and not after.late
@@ -191,7 +206,7 @@ async def compare(
     pairs = _Pairs(runs, min_gain or 0.0)
     warm: list[tuple[float, float]] = []
 
-    def comparison(refused: str, *, sure: bool = True) -> Comparison:
+    def comparison(refused: str) -> Comparison:
         before_s, after_s = (pairs.before_s, pairs.after_s) if pairs.count else ([old for old, _ in warm], [new for _, new in warm])
         return Comparison(
             samples=len(warm),
@@ -204,7 +219,8 @@ async def compare(
             held_s=meter.held_s,
             made_up=made_up,
             refused=refused,
-            sure=sure and not made_up,
+            differs=outputs.differs,
+            gain=pairs.measured,
         )
 
     usable: list[Inputs] = []
@@ -221,7 +237,7 @@ async def compare(
         if wrong := await outputs.check(expected, found):
             return comparison(wrong)
     if not usable:
-        return comparison("the stage before could not run any of the inputs, so there is nothing to compare with", sure=False)
+        return comparison("the stage before could not run any of the inputs, so there is nothing to compare with")
     if min_gain is None:
         return comparison("")
     with anyio.move_on_after(compare_s):
@@ -247,50 +263,59 @@ async def compare(
     if pairs.won:
         return comparison("")
     if pairs.lost:
-        after = f"{statistics.median(pairs.after_s) * 1e3:.3f} ms{' or longer' if pairs.cut else ''}"
-        took = f"a run takes {after} instead of {statistics.median(pairs.before_s) * 1e3:.3f} ms"
+        why = not_faster(min_gain, statistics.median(pairs.before_s), statistics.median(pairs.after_s), cut=pairs.cut)
         beside = ", measured beside the stream, which left no other room" if pairs.unsure else ""
-        return comparison(f"it is not faster by {min_gain:.0%}: {took}{beside}", sure=not pairs.unsure)
+        return comparison(f"{why}{beside}")
     return comparison(
         f"whether it is faster could not be told within {compare_s:g} s: {pairs.count} of {runs} pairs of runs had room in the stream",
-        sure=False,
     )
+
+
+def not_faster(min_gain: float, before_s: float, after_s: float, *, cut: bool = False) -> str:
+    """The reason why a stage is refused for its speed."""
+    after = f"{after_s * 1e3:.3f} ms{' or longer' if cut else ''}"
+    return f"it is not faster by {min_gain:.0%}: a run takes {after} instead of {before_s * 1e3:.3f} ms"
 
 
 @dataclass
 class _Outputs:
-    """Outputs of both sides so far: per output what is allowed, and the largest absolute difference."""
+    """Outputs of both sides so far: per output what is allowed, and the largest absolute difference; and the one that differs too much."""
 
     allowed: Mapping[str, Tolerance]
     worst: dict[str, float] = field(default_factory=dict)
+    differs: str = ""
 
     async def check(self, expected: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]]) -> str:
         """What is wrong; empty if nothing is. In a thread: large outputs take milliseconds, which the stream is not to wait for."""
-        for name, difference in await anyio.to_thread.run_sync(lambda: list(_differences(expected, outputs, self.allowed))):
-            if isinstance(difference, str):
-                return f"output {name!r}: {difference}"
-            self.worst[name] = max(self.worst.get(name, 0.0), difference)
+        for name, largest, wrong in await anyio.to_thread.run_sync(lambda: list(_differences(expected, outputs, self.allowed))):
+            if math.isfinite(largest):
+                self.worst[name] = max(self.worst.get(name, 0.0), largest)
+            else:
+                self.worst.pop(name, None)
+            if wrong:
+                self.differs = name
+                return f"output {name!r}: {wrong}"
         return ""
 
 
 def _differences(
     expected: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]], allowed: Mapping[str, Tolerance]
-) -> Iterator[tuple[str, float | str]]:
-    """Per output the largest absolute difference, or what is wrong with it."""
+) -> Iterator[tuple[str, float, str]]:
+    """Per output the largest absolute difference (infinite if there is none to name), and what is wrong with it."""
     for name, old in expected.items():
         new, tolerance = outputs.get(name), allowed[name]
         if new is None:
-            yield name, "it is missing"
+            yield name, math.inf, "it is missing"
         elif new.shape != old.shape:
-            yield name, f"it has shape {new.shape} instead of {old.shape}"
+            yield name, math.inf, f"it has shape {new.shape} instead of {old.shape}"
         elif tolerance == Tolerance():
             wrong = int(np.count_nonzero(new != old))
-            yield name, 0.0 if not wrong else f"{wrong} of {old.size} elements are not equal"
+            yield name, math.inf if wrong else 0.0, f"{wrong} of {old.size} elements are not equal" if wrong else ""
         else:
-            yield name, _difference(old.astype(np.float64), new.astype(np.float64), tolerance)
+            yield name, *_difference(old.astype(np.float64), new.astype(np.float64), tolerance)
 
 
-def _difference(old: NDArray[np.float64], new: NDArray[np.float64], tolerance: Tolerance) -> float | str:
+def _difference(old: NDArray[np.float64], new: NDArray[np.float64], tolerance: Tolerance) -> tuple[float, str]:
     equal = (old == new) | (np.isnan(old) & np.isnan(new))
     with np.errstate(invalid="ignore"):
         off = np.where(equal, 0.0, np.abs(new - old))
@@ -299,8 +324,8 @@ def _difference(old: NDArray[np.float64], new: NDArray[np.float64], tolerance: T
     if count:
         largest = float(np.max(np.nan_to_num(off[wrong], nan=np.inf)))
         allowed = f"{tolerance.absolute:g} + {tolerance.relative:g} |old|"
-        return f"{count} of {old.size} elements are off by up to {largest:.3g}, allowed are {allowed}"
-    return float(off.max()) if off.size else 0.0
+        return largest, f"{count} of {old.size} elements are off by up to {largest:.3g}, allowed are {allowed}"
+    return float(off.max()) if off.size else 0.0, ""
 
 
 def made_up_inputs(model: Model) -> Iterator[Inputs]:

@@ -17,14 +17,25 @@ import asyncio
 import dataclasses
 import time
 import weakref
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import anyio
 
 from aionn import trace
 from aionn.caching.outcomes import CacheOutcome
-from aionn.errors import AionnError, CallerError, DeadlineError, again
+from aionn.errors import (
+    AionnError,
+    CallerError,
+    CompilationError,
+    DeadlineError,
+    DeviceUnavailableError,
+    DriverDiedError,
+    DriverHungError,
+    ExecutionError,
+    MemoryAllocationError,
+    again,
+)
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model
 from aionn.hal.types import ExecutionPreference, Priority, Result
@@ -40,7 +51,8 @@ from aionn.runtime.link import CLOSE_S
 from aionn.runtime.placement import Placement, is_placed, place
 from aionn.runtime.plan import prepare_on_best
 from aionn.runtime.preparation import CacheChoice, prepare
-from aionn.runtime.stages import Stage, StagePolicy, Staging
+from aionn.runtime.stage import Stage, StagePolicy
+from aionn.runtime.stages import Staging
 from aionn.tasks import bounded_shield, call_soon_from_anywhere, deadline_of, ending_by
 
 if TYPE_CHECKING:
@@ -215,6 +227,8 @@ class Compilation:
         compiled, dead = self._compiled, self._compiled.serving
         try:
             name = "compilation.prepare" if dead is None else "compilation.prepare_again"
+            if dead is not None and isinstance(ended_by := dead.prepared.device.connection.ended_by, DriverDiedError | DriverHungError):
+                compiled.failed(dead, ended_by)
             with trace.span(name, device=self.device):
                 prepared, self.outcomes = await self._preparation()
             if self._closed:
@@ -225,6 +239,8 @@ class Compilation:
                 flight.serving = compiled.serving
             else:
                 flight.serving = compiled.serving = Serving(prepared, self.model, compiled.use)
+                if dead is not None and compiled.replaced is not None:
+                    compiled.replaced(dead, flight.serving)
         except Exception as failed:  # every caller gets it
             error = failed
         finally:
@@ -238,8 +254,13 @@ class Compilation:
         options = dataclasses.replace(self._options, deadline_ns=None, open_outputs=self._arguments.disproved)
         if serving is None:
             prepared, outcome = await prepare_on_best(devices, self.model, self._candidates, options, self._cache)
-        else:
-            prepared, outcome = await prepare(devices, serving.device, self.model, options, self._cache)
+            return prepared, (outcome,)
+        names = [serving.device] if self._compiled.devices_for is None else self._compiled.devices_for(serving)
+        for name in names[:-1]:
+            with suppress(CompilationError, DeviceUnavailableError, DriverDiedError, DriverHungError, MemoryAllocationError):
+                prepared, outcome = await prepare(devices, name, self.model, options, self._cache)
+                return prepared, (outcome,)
+        prepared, outcome = await prepare(devices, names[-1], self.model, options, self._cache)
         return prepared, (outcome,)
 
     async def allocate(
@@ -345,7 +366,11 @@ class Compilation:
         with serving.used():
             if (sampling := self._compiled.sampling) is not None:
                 await sampling.take_placed(inputs, inputs)
-            return await self._compute_on(serving, shapes, inputs, outputs, measure_timing, deadline_ns)
+            try:
+                return await self._compute_on(serving, shapes, inputs, outputs, measure_timing, deadline_ns)
+            except ExecutionError as error:
+                self._compiled.failed(serving, error, inputs)
+                raise
 
     async def _compute_on(
         self,

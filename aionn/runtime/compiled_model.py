@@ -20,10 +20,10 @@ import statistics
 import time
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anyio
 from anyio.lowlevel import checkpoint
@@ -277,6 +277,10 @@ class CompiledModel:
         watched: bursts count their executions (`Serving.enter`); they leave that out otherwise, for it costs.
         sampling: keeps inputs of executions, or None.
         swaps: how many there have been.
+        on_failure: called when an execution of the app's was answered with an error, and when the driver has died; with the inputs if
+            they are at hand.
+        devices_for: the devices that may serve after a driver's death, the best first; None: the same device again.
+        replaced: called when the model was prepared anew after a driver's death.
     """
 
     def __init__(self, tasks: Tasks) -> None:
@@ -290,6 +294,9 @@ class CompiledModel:
         self.bursts: weakref.WeakSet[Burst] = weakref.WeakSet()
         self.memories: weakref.WeakSet[DeviceMemory] = weakref.WeakSet()
         self.abandoned: Callable[[], None] | None = None
+        self.on_failure: Callable[[Serving, AionnError, Mapping[str, Any] | None], None] | None = None
+        self.devices_for: Callable[[Serving], Sequence[str]] | None = None
+        self.replaced: Callable[[Serving, Serving], None] | None = None
         self.closed = False
         self._swapping = anyio.Lock()
         self._filled: anyio.Event | None = None
@@ -299,6 +306,11 @@ class CompiledModel:
         self.closed = True
         if self.abandoned is not None:
             self.abandoned()
+
+    def failed(self, serving: Serving, error: AionnError, inputs: Mapping[str, Any] | None = None) -> None:
+        """An execution of the app's failed on `serving`, or its driver has died."""
+        if self.on_failure is not None:
+            self.on_failure(serving, error, inputs)
 
     def release(self) -> None:
         """As closing the compilation, without waiting."""

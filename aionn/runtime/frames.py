@@ -41,11 +41,13 @@ class Frames:
         self._regions: list[Region | None] = []
         self._foreign: dict[Region, int] = {}
         self._undo: dict[int, Callable[[], None]] = {}
+        self._last: Way | None = None
         self.on_gone: Callable[[int], None] | None = None
         self._closed = False
 
     def pool(self, way: Way) -> FramePool:
         """The pool whose frames fit `way`."""
+        self._last = way
         needed = way.layout.frame_bytes
         size = needed if self._exact and way.known else 1 << (needed - 1).bit_length()
         pool = self._pools.get(size)
@@ -138,6 +140,14 @@ class Frames:
         if len(found) != len(slots):
             raise CallerError(f"burst memories {list(slots)}: one of these slots is not in use")
         return found
+
+    def last_inputs(self) -> dict[str, NDArray[Any]] | None:
+        """Copies of inputs that the last execution has left in its frame; None if there are none."""
+        if self._last is None or self._closed:
+            return None
+        frame = self.pool(self._last).used_last
+        places = None if frame is None else frame.arrays.get(self._last)
+        return None if places is None else {name: place.copy() for name, place in places.items()}
 
     def count(self) -> dict[str, int]:
         """frames, free, pinned and bytes over all pools."""

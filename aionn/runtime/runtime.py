@@ -29,7 +29,8 @@ from aionn.runtime.devices import GRACE_S, KILL_S, Device, Devices
 from aionn.runtime.liveness import DEFAULT_HANG_S, checked_hang_s
 from aionn.runtime.plan import prepare_on_best
 from aionn.runtime.preparation import CacheChoice
-from aionn.runtime.stages import StagePolicy, prepare_first
+from aionn.runtime.stage import StagePolicy
+from aionn.runtime.stages import prepare_first
 from aionn.runtime.swapping import swap_model
 from aionn.tasks import OwnedTasks, bounded_shield, deadline_of, ending_by, is_ours, running_loop
 
@@ -235,7 +236,7 @@ class Runtime:
     async def _compile_staged(
         self, model: Model, names: Sequence[str], options: PrepareOptions, cache: CacheChoice | None, policy: StagePolicy
     ) -> Compilation:
-        prepared, outcome, stages = await prepare_first(self._devices, model, names, options, cache)
+        prepared, outcome, stages = await prepare_first(self._devices, model, names, options, cache, policy)
         compilation = Compilation(self, model, options, cache, names, prepared, (outcome,))
         compilation._begin_stages(stages, policy)
         return compilation

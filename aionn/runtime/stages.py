@@ -1,13 +1,13 @@
 """Stages: serve from a quick one at once, make a better one behind the stream, compare, swap it in between two executions.
 
     waiting ──> compiling ──> loading ──> comparing ──> serving ──> replaced (by a better one)
-       └────────────┴────────────┴────────────┴──────> rejected (`reason` says why; the stage before goes on serving)
+       └────────────┴────────────┴────────────┴────────────┴──> rejected (`reason` says why; the stage before serves)
     skipped     a better one was stored already and served from the start
 
 Whatever goes wrong is one stage's rejection: a value on `compilation.stages`, an event "stage.rejected" in the trace, a log
-line, and `StageRejected` for whoever waits for it. The executions of the app never see it. A verdict on outputs or speed is kept
-with the cache, so the next start does not begin with a stage that has been found wanting; it holds for one version of the
-device, after one stage.
+line, and `StageRejected` for whoever waits for it. The executions of the app never see it. Only a stage that fails after it was swapped
+in fails the app's executions, and then the stage before takes its place again (`way_back`). What a comparison measured is kept with
+the cache (`verdicts`), so the next start does not begin with a stage that has been found wanting.
 
 Invariants
     One `Staging` task per compilation; it is the only one that swaps stages, and it refers to the compilation's parts only,
@@ -20,141 +20,62 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import anyio
 
 from aionn import trace
-from aionn.caching import CacheOutcome, CacheOutcomeKind, KeyParts, family_key
+from aionn.caching import CacheOutcome, CacheOutcomeKind, StageMeasurement
 from aionn.caching.store import Hit
-from aionn.errors import AionnError, CallerError, CompilationError, DeadlineError, StageRejected
+from aionn.errors import AionnError, CallerError, CompilationError, DeadlineError, DriverDiedError, DriverHungError, StageRejected
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model
 from aionn.remote.device import RemotePreparedModel
 from aionn.runtime import background, preparation, verdicts
-from aionn.runtime.comparing import TOLERANCES, Comparison, Samples, Tolerance, compare, made_up_inputs
+from aionn.runtime.comparing import TOLERANCES, Comparison, Samples, compare, made_up_inputs
 from aionn.runtime.compiled_model import CompiledModel, Serving
+from aionn.runtime.frequency import until_frequent
 from aionn.runtime.measuring import Inputs, Run
 from aionn.runtime.moving import NotNowError
 from aionn.runtime.preparation import CacheChoice
-from aionn.tasks import bounded_shield
+from aionn.runtime.stage import Stage, StagePolicy
+from aionn.runtime.way_back import WayBack
+from aionn.tasks import bounded_shield, ungrouped
 
 if TYPE_CHECKING:
     from aionn.runtime.devices import Devices
 
 logger = logging.getLogger("aionn.runtime")
 
-State = Literal["waiting", "compiling", "loading", "comparing", "serving", "replaced", "rejected", "skipped"]
-_STEPS: Mapping[str, float] = {"waiting": 0.0, "compiling": 0.1, "loading": 0.7, "comparing": 0.8}
-
 _STORED_SHARE = 0.5
 """Of the time that is left, what looking for stored stages may take before the first one is prepared."""
 
-_SWAP_TRIES = 5
+SWAP_TRIES = 5
 """A swap that finds the moment wrong is tried again in another gap so often."""
+
+_IDLE_S = 0.005
+"""A compile begins in a pause of that length between two executions, so that its start does not meet one."""
+
+_WITHIN_S = 2.0
+"""A stream that leaves no pause for so long gets its better stage all the same."""
+
+RUNS = 11
+"""Pairs of runs that are timed at most. With eleven, a stage is decided on within seconds, and one disturbed run decides nothing."""
+
+COMPARE_S = 300.0
+"""Timing ends after so long. A stream that has left no room for it by then will hardly leave any later."""
+
+SAMPLES = 3
+"""Recent inputs that a stage is compared on: more of them show little more, and each costs a run that warms up."""
+
+SAMPLES_BYTES = 64 << 20
+"""What these inputs may take together. One is kept whatever its size."""
 
 _STOP_S = 10.0
 """A staging that is stopped ends its worker and lets go of its cache entry; both are bounded by less."""
-
-
-@dataclass(frozen=True)
-class StagePolicy:
-    """When a better stage is made, at what cost, and what it must show before it serves.
-
-    Attributes:
-        executions, seconds: use that warrants a compile: so many executions since the compilation was made, over at least so long.
-            A compile costs seconds of CPU: a script that runs a model three times would pay and never gain.
-        idle_s, within_s: the compile then begins in a pause of that length between two executions, or after `within_s` without one.
-        threads: of the worker; it never runs on more CPUs at once. At the lowest priority, one takes least from the stream.
-        timeout_s: for compile and load together; a worker that takes longer is killed.
-        min_gain: the new stage must be faster by this share of the median run; None: outputs alone decide.
-        runs: pairs of runs that are timed at most, one on each stage; more than half of them must show the gain.
-        hold: the stream may be held back for single runs of the comparison where it leaves no gaps (`aionn.runtime.measuring` has the
-            rule); False: such a stream keeps its stage unless the new one is faster even beside it.
-        compare_s: timing ends after so many seconds; a stream that has left no room for it by then keeps its stage.
-        samples, samples_bytes: recent inputs that are kept for it, and their bytes together.
-        tolerances: by element type, on top of `TOLERANCES`.
-        run_timeout_s: a run in the comparison may take so long; then the new stage hangs and is killed.
-        state: device memories are copied to the new stage's driver at the swap ("move"), or the swap waits until the app has filled
-            each of them anew, as at the beginning of a recording ("wait_for_reset").
-
-    `Compilation.wait_for_stage` is use that warrants it, too.
-    """
-
-    executions: int = 10
-    seconds: float = 1.0
-    idle_s: float = 0.005
-    within_s: float = 2.0
-    threads: int = 1
-    timeout_s: float = 600.0
-    min_gain: float | None = 0.1
-    runs: int = 11
-    hold: bool = True
-    compare_s: float = 300.0
-    samples: int = 3
-    samples_bytes: int = 64 << 20
-    tolerances: Mapping[str, Tolerance] = field(default_factory=dict)
-    run_timeout_s: float = 30.0
-    state: Literal["move", "wait_for_reset"] = "move"
-
-    def __post_init__(self) -> None:
-        if self.executions < 0 or self.seconds < 0 or self.idle_s < 0 or self.within_s < 0:
-            raise CallerError("StagePolicy: executions, seconds, idle_s and within_s are at least 0")
-        if self.threads < 1 or self.runs < 1 or self.samples < 1:
-            raise CallerError("StagePolicy: threads, runs and samples are at least 1")
-        if self.timeout_s <= 0 or self.run_timeout_s <= 0 or self.compare_s <= 0:
-            raise CallerError("StagePolicy: timeout_s, run_timeout_s and compare_s are more than 0 seconds")
-        if self.state not in ("move", "wait_for_reset"):
-            raise CallerError(f"StagePolicy: state {self.state!r} is one of 'move', 'wait_for_reset'")
-
-
-@dataclass
-class Stage:
-    """One stage of a compilation, as it is now (public face: `compilation.stages`).
-
-    Attributes:
-        name: of its device.
-        state: "waiting", "compiling", "loading", "comparing", then "serving", "replaced" (by a better one) or "rejected"; "skipped"
-            where a better one was stored already and served from the start.
-        reason: why it was rejected or skipped; empty otherwise.
-        made_by: "cache", "worker" (compiled in the background) or "driver" (in its own driver, for its artifacts cannot be stored).
-        times_s: seconds spent so far in each state that it has left.
-        comparison: what the comparison with the stage before found.
-    """
-
-    name: str
-    state: State = "waiting"
-    reason: str = ""
-    made_by: str = ""
-    times_s: dict[str, float] = field(default_factory=dict)
-    comparison: Comparison | None = None
-    _since_ns: int = field(default_factory=time.monotonic_ns, repr=False)
-    _settled: anyio.Event = field(default_factory=anyio.Event, repr=False)
-
-    @property
-    def in_state_s(self) -> float:
-        """Seconds since it came into its present state."""
-        return (time.monotonic_ns() - self._since_ns) / 1e9
-
-    @property
-    def progress(self) -> float:
-        """0 to 1, by steps done: engines do not tell how far a compile is."""
-        return _STEPS.get(self.state, 1.0)
-
-    def _enter(self, state: State, reason: str = "") -> None:
-        now_ns = time.monotonic_ns()
-        if state != self.state:
-            self.times_s[self.state] = self.times_s.get(self.state, 0.0) + (now_ns - self._since_ns) / 1e9
-            trace.span_at(f"stage.{self.state}", self._since_ns, now_ns, stage=self.name)
-            self._since_ns = now_ns
-            trace.count("stage.entered", stage=self.name, state=state)
-        self.state, self.reason = state, reason
-        if state in ("serving", "replaced", "rejected", "skipped"):
-            self._settled.set()
 
 
 class Staging:
@@ -179,12 +100,16 @@ class Staging:
         self._options = dataclasses.replace(options, deadline_ns=None)
         self._cache = cache
         self._run = run
-        self._samples = Samples(model, policy.samples, policy.samples_bytes)
+        self._samples = Samples(model, SAMPLES, SAMPLES_BYTES)
         self._wanted = anyio.Event()
         self._ended_by = "the compilation was closed"
         self._scope = anyio.CancelScope()
         self._over = anyio.Event()
-        compiled.abandoned = self._scope.cancel
+        self._began = self._counted = compiled.use.executions
+        self._way_back = WayBack(compiled, self._before, self._prepare_again, run, policy.run_timeout_s, self._gone_back)
+        compiled.abandoned = self._abandoned
+        if any(stage.state == "waiting" for stage in stages):
+            compiled.sampling = self._samples  # from the very first execution: there may be no other for long
 
     def stage(self, name: str) -> Stage:
         for stage in self.stages:
@@ -210,31 +135,43 @@ class Staging:
     async def stop(self, why: str = "") -> None:
         """End the worker and the task. Stages that were under way are rejected."""
         self._ended_by = why or self._ended_by
-        self._scope.cancel()
+        self._abandoned()
         with bounded_shield(_STOP_S):
             await self._over.wait()
 
     # --- the task ----------------------------------------------------------------------------------------------------
 
     async def work(self) -> None:
-        """Runs in the runtime's task group until every stage has served or been rejected."""
-        began_ns = time.monotonic_ns()
-        compiled = self._compiled
-        compiled.sampling = self._samples
+        """Runs in the runtime's task group until the compilation is closed."""
         try:
-            with self._scope, compiled.watching():
-                for stage in self.stages:
-                    if stage.state != "waiting":
-                        continue
-                    await self._use_warrants_it(began_ns)
-                    with self._judged(stage):
-                        await self._make(stage)
+            with self._scope:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(self._make_all)
+                    await self._way_back.watch()
         finally:
-            compiled.sampling = None
             for stage in self.stages:
                 if not stage._settled.is_set():
                     self._reject(stage, self._ended_by)
             self._over.set()
+
+    async def _make_all(self) -> None:
+        try:
+            with self._compiled.watching():
+                for stage in self.stages:
+                    if stage.state == "waiting":
+                        with self._judged(stage):
+                            await self._use_warrants_it()
+                            await self._make(stage)
+        finally:
+            self._compiled.sampling = None
+
+    def _abandoned(self) -> None:
+        """Stop, and count how often the model was used, for the next start. In `finally` blocks: nothing is awaited."""
+        executions = self._compiled.use.executions - self._counted
+        self._counted += executions
+        if self._cache is not None and executions:
+            self._cache.store.count_use(self._model.token, executions)
+        self._scope.cancel()
 
     @contextmanager
     def _judged(self, stage: Stage) -> Iterator[None]:
@@ -254,23 +191,23 @@ class Staging:
         if not self._compiled.closed and not self._devices.closed:
             logger.log(level, "stage %r was not swapped in: %s", stage.name, reason)
 
-    async def _use_warrants_it(self, began_ns: int) -> None:
-        policy, compiled = self.policy, self._compiled
+    async def _use_warrants_it(self) -> None:
+        policy, cache = self.policy, self._cache
 
         async def used() -> None:
-            await compiled.use.wait_for(policy.executions)
-            await anyio.sleep(max(0.0, policy.seconds - (time.monotonic_ns() - began_ns) / 1e9))
-            with anyio.move_on_after(policy.within_s):
+            earlier = 0 if cache is None else await cache.store.use(self._model.token, policy.per_s)
+            await until_frequent(self._compiled.use, policy.executions, policy.per_s, since=self._began, earlier=earlier)
+            with anyio.move_on_after(_WITHIN_S):
                 await self._pause()
 
         await _first(used, self._wanted.wait)
 
     async def _pause(self) -> None:
-        """Until nothing has been executed for `idle_s`."""
+        """Until nothing has been executed for `_IDLE_S`."""
         while (serving := self._compiled.serving) is not None:
             await serving.wait_idle()
             executions = serving.use.executions
-            await anyio.sleep(self.policy.idle_s)
+            await anyio.sleep(_IDLE_S)
             if not serving.users and executions == serving.use.executions:
                 return
 
@@ -294,10 +231,9 @@ class Staging:
         swapped = False
         try:
             stage._enter("comparing")
-            stage.comparison = await self._compare(better)
+            stage.comparison, base = await self._compare(better)
             if stage.comparison.refused:
-                if stage.comparison.sure:
-                    await self._remember(stage, better, stage.comparison.refused)
+                await self._remember(stage.comparison, better, base)
                 raise StageRejected(stage.name, stage.comparison.refused)
             before = self._compiled.serving
             await self._swap(better)
@@ -307,9 +243,7 @@ class Staging:
                 made.prepared.release()
         try:
             # First, so that an app which ends as soon as the stage serves finds it at its next start.
-            await self._remember(stage, better, verdicts.APPROVED)
-        except AionnError as error:
-            logger.info("that stage %r serves well could not be remembered: %s", stage.name, error)
+            await self._remember(stage.comparison, better, base)
         finally:
             self._serves(stage, before)
 
@@ -323,7 +257,8 @@ class Staging:
 
     # --- comparing and swapping ----------------------------------------------------------------------------------------
 
-    async def _compare(self, better: Serving) -> Comparison:
+    async def _compare(self, better: Serving) -> tuple[Comparison, Serving]:
+        """What the comparison found, and the stage before that it was made with."""
         policy = self.policy
         while True:
             before = self._compiled.serving
@@ -333,23 +268,25 @@ class Staging:
                 continue
             samples, made_up = await self._inputs(before, better)
             try:
-                return await compare(
+                found = await compare(
                     self._run,
                     self._compiled,
                     before,
                     better,
                     samples,
-                    runs=policy.runs,
+                    runs=RUNS,
                     min_gain=policy.min_gain,
                     tolerances={**TOLERANCES, **policy.tolerances},
                     run_timeout_s=policy.run_timeout_s,
-                    compare_s=policy.compare_s,
+                    compare_s=COMPARE_S,
                     hold=policy.hold,
                     made_up=made_up,
                 )
             except AionnError:
-                if before.alive:
+                if before.alive and before is self._compiled.serving:
                     raise
+                continue
+            return found, before
 
     async def _inputs(self, before: Serving, better: Serving) -> tuple[Sequence[Inputs], bool]:
         """Recent ones; while nothing has been executed, made up ones that the stage before takes."""
@@ -366,49 +303,81 @@ class Staging:
         return list(samples.kept), False
 
     async def _swap(self, better: Serving) -> None:
-        for attempt in range(_SWAP_TRIES):
+        for attempt in range(SWAP_TRIES):
             if self.policy.state == "wait_for_reset":
                 await self._compiled.wait_for_new_state()
             try:
                 return await self._compiled.swap(better, may_swap=self._may_swap)
             except NotNowError as not_now:
-                if attempt == _SWAP_TRIES - 1:
-                    raise StageRejected(better.stage, f"{not_now}, at each of {_SWAP_TRIES} attempts") from not_now
+                if attempt == SWAP_TRIES - 1:
+                    raise StageRejected(better.stage, f"{not_now}, at each of {SWAP_TRIES} attempts") from not_now
         raise AssertionError("the last attempt returns or raises")
 
     def _may_swap(self) -> bool:
         return self.policy.state == "move" or self._compiled.state_is_new
 
-    # --- verdicts, kept with the cache -----------------------------------------------------------------------------------
+    # --- the way back ------------------------------------------------------------------------------------------------------
+
+    def _before(self, name: str) -> list[str]:
+        """The stages before that one which were not rejected, the best first."""
+        names = [stage.name for stage in self.stages]
+        return [stage.name for stage in reversed(self.stages[: names.index(name)]) if stage.state in ("replaced", "skipped")]
+
+    async def _prepare_again(self, name: str) -> RemotePreparedModel:
+        return (await preparation.prepare(self._devices, name, self._model, self._options, self._cache))[0]
+
+    def _gone_back(self, bad: Serving, base: Serving, reason: str) -> None:
+        self.stage(bad.stage)._enter("rejected", reason)
+        self.stage(base.stage)._enter("serving")
+        trace.count("stage.rejected", stage=bad.stage, reason=reason)
+        logger.warning("stage %r serves no longer: %s; stage %r serves again", bad.stage, reason, base.stage)
+        if self._cache is not None:
+            found = StageMeasurement(
+                model_digest=self._model.token,
+                stage=bad.stage,
+                version=bad.prepared.device.version,
+                base=base.stage,
+                base_version=base.prepared.device.version,
+                threads=verdicts.threads_of(self._options),
+                detail=reason,
+                failed=True,
+                measured_s=time.time(),
+            )
+            self._cache.store.remember_later(verdicts.scope(self._cache, self._model, self._options, bad.stage), found)
+
+    # --- measurements, kept with the cache ---------------------------------------------------------------------------------
 
     async def _known_verdict(self, stage: Stage) -> str | None:
-        if self._cache is None or (base := self._base(stage)) is None:
+        base = self._compiled.serving
+        if self._cache is None or base is None:
             return None
         timeout_s = self.policy.timeout_s
         with anyio.move_on_after(timeout_s):
-            remote = await self._devices.get(stage.name)
-            return await verdicts.known(self._cache, remote, self._model, self._options, base)
+            found = await self._cache.store.measurements(verdicts.scope(self._cache, self._model, self._options, stage.name))
+            if not found:
+                return None
+            version, threads = (await self._devices.get(stage.name)).version, verdicts.threads_of(self._options)
+            valid = [one for one in found if one.base == base.stage and verdicts.holds(one, version, base.prepared.device.version, threads)]
+            return verdicts.judged(valid, self._model, self.policy)
         raise DeadlineError(
             f"device {stage.name!r} did not make the stage within {timeout_s} s: its driver does not start, or its cache is slow"
         )
 
-    async def _remember(self, stage: Stage, better: Serving, verdict: str) -> None:
-        if self._cache is not None and (base := self._base(stage)) is not None:
-            await verdicts.remember(self._cache, better.prepared.device, self._model, self._options, base, verdict)
-
-    def _base(self, stage: Stage) -> str | None:
-        index = self.stages.index(stage)
-        return self.stages[index - 1].name if index else None
+    async def _remember(self, comparison: Comparison, better: Serving, base: Serving) -> None:
+        if self._cache is not None:
+            versions = better.stage, better.prepared.device.version, base.stage, base.prepared.device.version
+            found = verdicts.measurement(self._model, *versions, verdicts.threads_of(self._options), comparison)
+            await self._cache.store.remember(verdicts.scope(self._cache, self._model, self._options, better.stage), found)
 
 
 async def prepare_first(
-    devices: Devices, model: Model, names: Sequence[str], options: PrepareOptions, cache: CacheChoice | None
+    devices: Devices, model: Model, names: Sequence[str], options: PrepareOptions, cache: CacheChoice | None, policy: StagePolicy
 ) -> tuple[RemotePreparedModel, CacheOutcome, list[Stage]]:
-    """Prepare the stage that serves from the start: the best one that is stored, else the quickest that can be prepared.
+    """Prepare the stage that serves from the start: the best one that is stored and approved, else the quickest that can be prepared.
 
     Raises:
         CallerError, DeviceUnavailableError: a name is wrong.
-        CompilationError: no stage can be prepared.
+        CompilationError, DriverDiedError, DriverHungError: no stage can be prepared.
     """
     if isinstance(names, str) or len(set(names)) < len(names) or not names:
         raise CallerError(f"stages={names!r}: give the names of devices from quick to best, each once")
@@ -421,7 +390,7 @@ async def prepare_first(
         if cache is None:
             break
         # A disk may hang in any of this, and the app's deadline does not wait for it.
-        work = partial(_stored, devices, names[index], names[index - 1], model, options, cache)
+        work = partial(_stored, devices, names[index], names[:index], model, options, cache, policy)
         found = await preparation._in_time(devices._tasks, work, patience_s, _release_stored)
         if found is not None:
             for stage in stages[:index]:
@@ -432,7 +401,7 @@ async def prepare_first(
     for stage in stages:
         try:
             prepared, outcome = await preparation.prepare(devices, stage.name, model, options, cache)
-        except CompilationError as error:
+        except (CompilationError, DriverDiedError, DriverHungError) as error:
             stage._enter("rejected", str(error))
             trace.count("stage.rejected", stage=stage.name, reason=str(error))
             if stage is stages[-1]:
@@ -451,20 +420,32 @@ async def _release_stored(found: tuple[RemotePreparedModel, CacheOutcome] | None
 
 
 async def _stored(
-    devices: Devices, name: str, base: str, model: Model, options: PrepareOptions, cache: CacheChoice
+    devices: Devices, name: str, bases: Sequence[str], model: Model, options: PrepareOptions, cache: CacheChoice, policy: StagePolicy
 ) -> tuple[RemotePreparedModel, CacheOutcome] | None:
-    """The stage, if it is stored, was found good and can be loaded. Its device is started only if something is stored."""
-    parts = (KeyParts(cache.token, name, "", options.preference, priority) for priority in (None, options.priority))
-    if not any([await cache.store.knows(family_key(part)) for part in parts]):
+    """The stage, if the present policy approves of what was measured and it can be loaded. Otherwise no driver is started."""
+    threads = verdicts.threads_of(options)
+    found = await cache.store.measurements(verdicts.scope(cache, model, options, name))
+    found = [one for one in found if one.base in bases and one.threads == threads]
+    if verdicts.judged(found, model, policy) != verdicts.APPROVED:
         return None
+    versions: dict[str, str | None] = {}
+
+    async def ask(base: str) -> None:
+        versions[base] = await background.version_of(devices, base)
+
     try:
-        remote = await devices.get(name)
-        if not remote.cache_files.supported or await verdicts.known(cache, remote, model, options, base) != verdicts.APPROVED:
+        with ungrouped():
+            async with anyio.create_task_group() as tasks:
+                for base in {one.base for one in found}:
+                    tasks.start_soon(ask, base)
+                remote = await devices.get(name)
+        valid = [one for one in found if verdicts.holds(one, remote.version, versions[one.base], threads)]
+        if not remote.cache_files.supported or verdicts.judged(valid, model, policy) != verdicts.APPROVED:
             return None
-        async with await cache.store.open(preparation._wanted(remote, model, options, cache.token), wait_s=0.0) as found:
-            if not isinstance(found, Hit):
+        async with await cache.store.open(preparation._wanted(remote, model, options, cache.token), wait_s=0.0) as stored:
+            if not isinstance(stored, Hit):
                 return None
-            return await preparation._load(remote, model, options, found), found.outcome
+            return await preparation._load(remote, model, options, stored), stored.outcome
     except AionnError as error:
         logger.info("stage %r is stored and cannot serve from the start: %s", name, error)
         return None

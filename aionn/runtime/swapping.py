@@ -3,23 +3,29 @@
 What it must have in common with the model before is its border: the same inputs and outputs by name, order, element type and
 dimensions, for frames are laid out and arguments checked by them. Symbols of open dimensions may have other names, as long as
 equal ones are equal in the same places.
+
+The new model is tried before anything depends on it, on inputs that the app has sent: those that come while it is compiled, else those
+of the last execution, which still stand in its frame. Only a compilation that has executed nothing gives made-up ones.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from aionn.errors import AionnError, CallerError, CompilationError, DeadlineError
 from aionn.hal.model import Model
 from aionn.runtime import background
-from aionn.runtime.comparing import made_up_inputs
+from aionn.runtime.comparing import Samples, made_up_inputs
 from aionn.runtime.compiled_model import Serving
 from aionn.runtime.measuring import Inputs
 from aionn.runtime.moving import NotNowError
 from aionn.runtime.preparation import CacheChoice
-from aionn.runtime.stages import Stage, StagePolicy
+from aionn.runtime.stage import Stage, StagePolicy
+from aionn.runtime.stages import SAMPLES, SAMPLES_BYTES
 
 if TYPE_CHECKING:
     from aionn.runtime.compilation import Compilation
@@ -41,19 +47,21 @@ async def swap_model(compilation: Compilation, model: Model, timeout_s: float | 
     cache = compilation._cache
     if cache is not None:
         cache = CacheChoice(cache.store, model.token)
-    made = await background.make(
-        compilation._runtime._devices,
-        serving.device,
-        model,
-        dataclasses.replace(compilation._options, deadline_ns=None),
-        cache,
-        threads=policy.threads,
-        timeout_s=_FOREVER_S if timeout_s is None else timeout_s,
-        phase=lambda _: None,
-    )
+    last = _last_inputs(compilation)  # before the compile: then bursts take the long way, and others may use the frames
+    with _sampled(compilation) as samples:
+        made = await background.make(
+            compilation._runtime._devices,
+            serving.device,
+            model,
+            dataclasses.replace(compilation._options, deadline_ns=None),
+            cache,
+            threads=policy.threads,
+            timeout_s=_FOREVER_S if timeout_s is None else timeout_s,
+            phase=lambda _: None,
+        )
     better = Serving(made.prepared, model, compiled.use)
     try:
-        await _try(compilation, better, policy)
+        await _try(compilation, better, list(samples.kept) or last, policy)
         if staging is not None:
             await staging.stop("another model was swapped in")
         for attempt in range(_TRIES):
@@ -84,23 +92,61 @@ def _stage(name: str, names: list[str], now: str) -> Stage:
     return stage
 
 
-async def _try(compilation: Compilation, better: Serving, policy: StagePolicy) -> None:
-    """Run it once, on the last input that is known, before anything depends on it."""
-    sampling = compilation._compiled.sampling
-    samples: list[Inputs] = list(sampling.kept) if sampling is not None else []
-    failed: AionnError | None = None
-    for inputs in samples[-1:] or made_up_inputs(compilation.model):
-        deadline_ns = time.monotonic_ns() + int(policy.run_timeout_s * 1e9)
-        try:
-            await compilation._compute_on(better, compilation._arguments.shapes_of(inputs), inputs, deadline_ns=deadline_ns)
+@contextmanager
+def _sampled(compilation: Compilation) -> Iterator[Samples]:
+    """Keep inputs of executions for the body; those that stages keep, if they do."""
+    compiled = compilation._compiled
+    samples = compiled.sampling
+    if samples is not None:
+        yield samples
+        return
+    samples = compiled.sampling = Samples(compilation.model, SAMPLES, SAMPLES_BYTES)
+    try:
+        with compiled.watching():
+            yield samples
+    finally:
+        if compiled.sampling is samples:
+            compiled.sampling = None
+
+
+def _last_inputs(compilation: Compilation) -> list[Inputs]:
+    """Of the last execution on each burst, and of the last one without a burst."""
+    frames = (compilation._frames, *(burst._frames for burst in compilation._compiled.bursts))
+    return [inputs for inputs in (one.last_inputs() for one in frames) if inputs is not None]
+
+
+async def _try(compilation: Compilation, better: Serving, recent: Sequence[Inputs], policy: StagePolicy) -> None:
+    """Run it on inputs of the app's, before anything depends on it. What the model before cannot run either decides nothing."""
+    tried = False
+    for inputs in recent:
+        failed = await _failure(compilation, better, inputs, policy)
+        if failed is None:
+            tried = True
+            continue
+        before = compilation._compiled.serving
+        if before is None or not before.alive or await _failure(compilation, before, inputs, policy) is None:
+            raise CompilationError(f"the new model cannot run: {failed}", reason=str(failed)) from failed
+    if tried:
+        return
+    failed = None
+    for inputs in made_up_inputs(compilation.model):
+        failed = await _failure(compilation, better, inputs, policy)
+        if failed is None:
             return
-        except DeadlineError:
-            raise
-        except AionnError as error:
-            better.check_alive()
-            failed = error
-    if failed is not None and (samples or compilation._static):
+    if failed is not None and compilation._static:
         raise CompilationError(f"the new model cannot run: {failed}", reason=str(failed)) from failed
+
+
+async def _failure(compilation: Compilation, serving: Serving, inputs: Inputs, policy: StagePolicy) -> AionnError | None:
+    deadline_ns = time.monotonic_ns() + int(policy.run_timeout_s * 1e9)
+    try:
+        await compilation._compute_on(serving, compilation._arguments.shapes_of(inputs), inputs, deadline_ns=deadline_ns)
+    except DeadlineError:
+        raise
+    except AionnError as error:
+        serving.check_alive()
+        return error
+    return None
 
 
 def _check_border(old: Model, new: Model) -> None:

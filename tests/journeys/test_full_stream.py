@@ -7,7 +7,6 @@ takes ONNX Runtime and OpenVINO at the policy's own gain, and holds the verdict 
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,6 +17,7 @@ import numpy as np
 import pytest
 
 import aionn
+from aionn.runtime import stages
 from tests.leaks import leak_check
 from tests.real_models import carried
 
@@ -76,10 +76,10 @@ async def full_stream(compilation: aionn.Compilation, side: int, depth: int) -> 
         tasks.cancel_scope.cancel()
 
 
-async def test_the_better_stage_is_adopted_from_a_stream_without_gaps() -> None:
+async def test_the_better_stage_is_adopted_from_a_stream_without_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "RUNS", 1)
     model = aionn.Model.from_onnx(carried("detector"))
     async with leak_check(grace_s=10), aionn.Runtime() as runtime:
-        runtime.stage_policy = dataclasses.replace(runtime.stage_policy, runs=1)
         compilation = await runtime.compile(model, mode="staged", stages=("reference", "onnxruntime"))
         async with full_stream(compilation, 32, 2) as stream:
             await compilation.wait_for_stage("onnxruntime", timeout_s=90)

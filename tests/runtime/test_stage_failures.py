@@ -24,7 +24,7 @@ import pytest
 import aionn
 from aionn.errors import ExecutionError
 from aionn.hal.types import ErrorStatus
-from aionn.runtime import compiled_model
+from aionn.runtime import compiled_model, stages
 from aionn.runtime.compiled_model import CompiledModel, Serving
 from aionn.testing import FakeDevice, identity_model
 from tests.leaks import leak_check
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.anyio
 REPEATED = pytest.mark.parametrize("times", [1, pytest.param(20, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])])
 
 # Of the new stage's runs the first one warms up, the second is beside the stream, the third is made while the stream is held: the
-# policy below keeps one sample.
+# comparisons here keep one sample.
 RUNS = (("run", 0), ("run", 1), ("run", 2))
 BEFORE_RUNS = (("start", 0), ("supported", 0), ("compile", 0), ("export", 0), ("load", 0))
 
@@ -48,6 +48,12 @@ def anyio_backend() -> Any:
 @pytest.fixture(autouse=True)
 def state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+@pytest.fixture(autouse=True)
+def short_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "SAMPLES", 1)
+    monkeypatch.setattr(stages, "RUNS", 1)
 
 
 class App:
@@ -80,7 +86,7 @@ class App:
 async def app(quick: FakeDevice, best: FakeDevice, cache: Path, **policy: Any) -> AsyncIterator[App]:
     """At its end the better stage, well again, takes over, from a cache that one of its failures has left."""
     async with leak_check(), aionn.Runtime() as runtime:
-        runtime.stage_policy = dataclasses.replace(runtime.stage_policy, samples=1, runs=1, **policy)
+        runtime.stage_policy = dataclasses.replace(runtime.stage_policy, **policy)
         app = App(runtime, quick, best, cache)
         yield app
         # Whatever its speed: one run each tells little on a busy machine, and is not what this is about.

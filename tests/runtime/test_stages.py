@@ -18,6 +18,7 @@ import pytest
 
 import aionn
 from aionn import trace
+from aionn.runtime import stages
 from aionn.testing import FakeDevice, identity_model
 from aionn.testing.models import scaled_model
 from tests.leaks import leak_check
@@ -44,11 +45,11 @@ def model() -> aionn.Model:
 
 @pytest.mark.parametrize("cached", [False, True])
 async def test_the_better_stage_takes_over_once_and_no_frame_is_lost(
-    quick: FakeDevice, best: FakeDevice, model: aionn.Model, tmp_path: Path, cached: bool
+    quick: FakeDevice, best: FakeDevice, model: aionn.Model, tmp_path: Path, cached: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(stages, "RUNS", 3)
     with trace.record() as recording:
         async with leak_check(), aionn.Runtime() as runtime:
-            runtime.stage_policy = dataclasses.replace(runtime.stage_policy, runs=3)
             compilation = await staged(runtime, model, quick, best, tmp_path / "cache" if cached else None)
             assert [stage.state for stage in compilation.stages] == ["serving", "waiting"]
             async with streaming(compilation) as stream:
@@ -68,11 +69,13 @@ async def test_the_better_stage_takes_over_once_and_no_frame_is_lost(
     assert {"stage.compile", "stage.load", "stage.swap"} <= {span.name for span in recording.spans}
 
 
-async def test_calls_that_come_at_once_are_held_and_none_is_lost(quick: FakeDevice, best: FakeDevice, model: aionn.Model) -> None:
+async def test_calls_that_come_at_once_are_held_and_none_is_lost(
+    quick: FakeDevice, best: FakeDevice, model: aionn.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stages, "RUNS", 3)
     answered: dict[str, int] = {}
 
     async with leak_check(), aionn.Runtime() as runtime:
-        runtime.stage_policy = dataclasses.replace(runtime.stage_policy, runs=3)
         compilation = await staged(runtime, model, quick, best)
 
         async def call(number: int) -> None:
@@ -91,6 +94,7 @@ async def test_calls_that_come_at_once_are_held_and_none_is_lost(quick: FakeDevi
 async def test_a_second_start_begins_with_the_better_stage(quick: FakeDevice, best: FakeDevice, model: aionn.Model, tmp_path: Path) -> None:
     async with aionn.Runtime() as runtime:
         compilation = await staged(runtime, model, quick, best, tmp_path / "cache")
+        await compilation.compute(frame(1))
         await compilation.wait_for_stage(best.name, timeout_s=30)
     async with aionn.Runtime() as runtime:
         compilation = await staged(runtime, model, quick, best, tmp_path / "cache")
@@ -112,11 +116,12 @@ async def test_a_stage_with_other_outputs_is_rejected_and_remembered(
 
 
 async def test_a_stream_that_may_not_be_held_and_leaves_no_gap_keeps_its_stage(
-    quick: FakeDevice, best: FakeDevice, model: aionn.Model, tmp_path: Path
+    quick: FakeDevice, best: FakeDevice, model: aionn.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(stages, "COMPARE_S", 0.5)
     with trace.record() as recording:
         async with leak_check(), aionn.Runtime() as runtime:
-            runtime.stage_policy = dataclasses.replace(runtime.stage_policy, hold=False, compare_s=0.5)
+            runtime.stage_policy = dataclasses.replace(runtime.stage_policy, hold=False)
             compilation = await staged(runtime, model, quick, best, tmp_path / "cache")
             async with streaming(compilation) as stream:
                 assert "whether it is faster could not be told within 0.5 s" in await rejected(compilation, best)

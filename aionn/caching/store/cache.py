@@ -20,17 +20,20 @@ import anyio
 
 from aionn import trace
 from aionn.caching.manifest import Manifest, Wanted, reason_to_miss
+from aionn.caching.measurements import StageMeasurement
 from aionn.caching.outcomes import CacheOutcome, CacheOutcomeKind, MissReason, Refusal
 from aionn.caching.store.directory import CacheDirectory, close_all, refusal_of
 from aionn.caching.store.entries import Declined, Hit, Miss, Publisher
 from aionn.caching.store.hop import hop
 from aionn.caching.store.housekeeping import BadEntry, EntryInfo, Housekeeping, PruneReport
+from aionn.caching.store.index import Index
 from aionn.caching.store.locks import EntryHold, Flight, Flights, hold_now, wait_to_hold
 from aionn.errors import CallerError
 from aionn.tasks import Answer, running_loop
 
 __all__ = ["DEFAULT_MAX_BYTES", "CacheStore"]
 
+T = TypeVar("T")
 _Opened = TypeVar("_Opened", bound=Hit | Miss | Declined)
 _log = logging.getLogger("aionn.caching")
 DEFAULT_MAX_BYTES = 4 << 30
@@ -151,22 +154,49 @@ class CacheStore:
         """Reads every file and yields every entry that could not serve (`aionn cache verify`)."""
         return self._house.verify()
 
-    async def prune(self, max_bytes: int | None = None) -> PruneReport | Refusal:
+    async def prune(self, max_bytes: int | None = None, *, measurements: bool = False) -> PruneReport | Refusal:
         """Remove entries of older driver versions, damaged ones and rubbish, then the least valuable ones down to
-        `max_bytes` (None: the store's own budget). What is in use stays."""
+        `max_bytes` (None: the store's own budget). What is in use stays. `measurements`: forget all stage measurements, too."""
         await self._settled()
-        return await hop(self._house.prune, self.max_bytes if max_bytes is None else max_bytes)
+        return await hop(partial(self._house.prune, self.max_bytes if max_bytes is None else max_bytes, measurements=measurements))
 
-    async def knows(self, family: bytes) -> bool:
-        """Whether anything of that family (`family_key`) is stored, by any version of its device; asked before one is started."""
+    def _with_index(self, act: Callable[[Index], T]) -> T | None:
+        """Ask the index of the directory as it is now; None if either cannot be used. Blocking."""
+        return None if isinstance(self._house.current(), Refusal) else self._house.with_index(act)
 
-        def look() -> bool:
-            if isinstance(self._house.current(), Refusal):
-                return False
-            # Without an index, as in a read-only directory, it may be there.
-            return self._house.with_index(lambda index: index.other_version(family, "") is not None) is not False
+    async def _asked(self, act: Callable[[Index], T]) -> T | None:
+        """Ask the index in a thread. A cancelled caller does not wait for the disk; the store does, before it closes."""
+        asking = running_loop().run_in_executor(None, self._with_index, act)
+        self._behind.add(asking)
 
-        return await hop(look)
+        def asked(_: object) -> None:
+            self._behind.discard(asking)
+            asking.exception()  # its caller has it, or has left
+
+        asking.add_done_callback(asked)
+        return await asyncio.shield(asking)
+
+    # --- what stages measured, and how often models are used ----------------------------------------------------------
+
+    async def measurements(self, scope: bytes | None = None) -> list[StageMeasurement]:
+        """Stage measurements of one scope (see `Index.remember`), or all, the newest first. Those that are too old are left out."""
+        return await self._asked(lambda index: index.measurements(scope)) or []
+
+    async def remember(self, scope: bytes, measurement: StageMeasurement) -> None:
+        """Keep a stage measurement. A directory that cannot be written to keeps none."""
+        await hop(self._with_index, lambda index: index.remember(scope, measurement))
+
+    def remember_later(self, scope: bytes, measurement: StageMeasurement) -> None:
+        """The same in a thread, without waiting for it."""
+        self.later(lambda: self._with_index(lambda index: index.remember(scope, measurement)))
+
+    async def use(self, model_digest: bytes, within_s: float) -> int:
+        """How often the model was executed within that time, as far as `count_use` was told."""
+        return await self._asked(lambda index: index.use(model_digest, within_s)) or 0
+
+    def count_use(self, model_digest: bytes, executions: int) -> None:
+        """Add executions, in a thread, without waiting for it."""
+        self.later(lambda: self._with_index(lambda index: index.count_use(model_digest, executions)))
 
     def note_use(self, manifest: Manifest) -> None:
         """An entry that is held was of use. Blocking."""

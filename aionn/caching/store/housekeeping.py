@@ -69,12 +69,14 @@ class BadEntry:
 
 @dataclass(frozen=True, slots=True)
 class PruneReport:
-    """What pruning did: entries removed, bytes they had, entries that had to stay because they are in use, bytes left."""
+    """What pruning did: entries removed, bytes they had, entries that had to stay because they are in use, bytes left, stage measurements
+    removed."""
 
     removed: int
     freed_bytes: int
     in_use: int
     left_bytes: int
+    measurements: int = 0
 
 
 class Housekeeping:
@@ -376,8 +378,11 @@ class Housekeeping:
             close_all(fds)
         return None
 
-    def prune(self, max_bytes: int | None) -> PruneReport | Refusal:
-        """Remove entries of older driver versions, unreadable ones and what the dead left, then evict down to `max_bytes`. Blocking."""
+    def prune(self, max_bytes: int | None, *, measurements: bool = False) -> PruneReport | Refusal:
+        """Remove entries of older driver versions, unreadable ones and what the dead left, then evict down to `max_bytes`. Blocking.
+
+        Stage measurements that are too old go, too; with `measurements` all of them.
+        """
         directory = self.current()
         if isinstance(directory, Refusal):
             return directory
@@ -385,11 +390,11 @@ class Housekeeping:
             return directory.not_writable
         try:
             with directory, self._indexed():
-                return self._pruned(directory, max_bytes)
+                return self._pruned(directory, max_bytes, measurements)
         except OSError as error:
             return refusal_of(error, f"cache directory {self.path}")
 
-    def _pruned(self, directory: CacheDirectory, max_bytes: int | None) -> PruneReport:
+    def _pruned(self, directory: CacheDirectory, max_bytes: int | None, measurements: bool) -> PruneReport:
         directory.empty_trash()
         before = self.left_bytes()
         removed = in_use = 0
@@ -414,7 +419,8 @@ class Housekeeping:
         for key in directory.orphaned_locks():
             self.remove_if_free(directory, key)
         left = self.left_bytes()
-        return PruneReport(removed + more_removed, max(before - left, 0), in_use + more_in_use, left)
+        forgotten = self.with_index(lambda index: index.forget_measurements(all_of_them=measurements)) or 0
+        return PruneReport(removed + more_removed, max(before - left, 0), in_use + more_in_use, left, forgotten)
 
     def left_bytes(self) -> int:
         """Bytes that count against the budget. Blocking."""

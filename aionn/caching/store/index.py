@@ -4,6 +4,9 @@ The order is GreedyDual-Size: an entry's score is clock + (compile time saved pe
 score goes first, and the clock moves up to its score. So a cheap large entry goes before a dear small one, and what was dear
 but has not been used while much came and went, goes too. Entries of a device's older version have score -1. Each act costs O(log n).
 
+Beside them stand two things that no manifest has: measurements of stages, and how often each model was executed. They are lost with the
+index; a stage is then measured again, and use counts from zero.
+
 A row that cannot be (SQLite keeps any type in any column) is dropped, counted as "cache.index_rows_dropped", and found again by the next
 scan of the manifests; an index that SQLite cannot read is begun anew.
 
@@ -20,8 +23,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+
 from aionn import trace
 from aionn.caching.manifest import Manifest
+from aionn.caching.measurements import KEPT_S, StageMeasurement
 from aionn.caching.state import is_damage, open_database, transaction
 from aionn.hal.types import CACHE_TOKEN_BYTES
 
@@ -30,6 +36,8 @@ __all__ = ["MANIFEST_BYTES", "Index"]
 T = TypeVar("T")
 MANIFEST_BYTES = 1024  # what an entry costs beside its files, roughly; so that declined ones count too
 _SUPERSEDED = -1.0
+_USE_S = 600  # executions are counted together for so many seconds
+_USE_KEPT_S = 30 * 86400.0
 
 
 class Index:
@@ -53,6 +61,10 @@ class Index:
             "CREATE INDEX IF NOT EXISTS by_family ON entries (family)",
             "CREATE INDEX IF NOT EXISTS by_model ON entries (model, used_s)",
             "CREATE TABLE IF NOT EXISTS staging (key BLOB PRIMARY KEY) WITHOUT ROWID",
+            "CREATE TABLE IF NOT EXISTS measurements (scope BLOB NOT NULL, base TEXT NOT NULL, body BLOB NOT NULL, "
+            "measured_s REAL NOT NULL, PRIMARY KEY (scope, base)) WITHOUT ROWID",
+            "CREATE TABLE IF NOT EXISTS use (model BLOB NOT NULL, from_s INTEGER NOT NULL, executions INTEGER NOT NULL, "
+            "PRIMARY KEY (model, from_s)) WITHOUT ROWID",
             "INSERT OR IGNORE INTO facts VALUES ('total', 0), ('clock', 0.0), ('complete', 0)",
             "CREATE TRIGGER IF NOT EXISTS more AFTER INSERT ON entries "
             "BEGIN UPDATE facts SET value = value + new.size WHERE name = 'total'; END",
@@ -60,6 +72,8 @@ class Index:
             "BEGIN UPDATE facts SET value = value - old.size WHERE name = 'total'; END",
             "SELECT key, family, model, version, size, worth, score, used_s FROM entries LIMIT 1",
             "SELECT key FROM staging LIMIT 1",
+            "SELECT scope, base, body, measured_s FROM measurements LIMIT 1",
+            "SELECT model, from_s, executions FROM use LIMIT 1",
             "SELECT name, value FROM facts LIMIT 1",
         ):
             database.execute(statement)
@@ -93,6 +107,8 @@ class Index:
             " OR typeof(worth) NOT IN ('real', 'integer') OR abs(worth) > 1e300 OR typeof(score) NOT IN ('real', 'integer')"
             " OR abs(score) > 1e300 OR typeof(used_s) NOT IN ('real', 'integer') OR abs(used_s) > 1e300",
             "DELETE FROM staging WHERE typeof(key) != 'blob' OR length(key) != 32",
+            "DELETE FROM measurements WHERE typeof(body) != 'blob' OR typeof(measured_s) NOT IN ('real', 'integer')",
+            "DELETE FROM use WHERE typeof(from_s) != 'integer' OR typeof(executions) != 'integer'",
         ):
             rows += database.execute(statement).rowcount
         for name, value in (
@@ -219,6 +235,77 @@ class Index:
 
     def staging(self) -> list[bytes]:
         return self._transact(lambda database: [_key(key) for (key,) in database.execute("SELECT key FROM staging")])
+
+    # Measurements of stages. `scope` names the model, the better stage and the options; there is one row per stage before it.
+
+    def remember(self, scope: bytes, measurement: StageMeasurement) -> None:
+        """Keep a measurement in place of the one before; one on made-up inputs takes no other's place."""
+        verb = "IGNORE" if measurement.made_up else "REPLACE"
+        body = msgspec.msgpack.encode(measurement)
+
+        def act(database: sqlite3.Connection) -> None:
+            self._forget_old_measurements(database)
+            database.execute(
+                f"INSERT OR {verb} INTO measurements VALUES (?, ?, ?, ?)", (scope, measurement.base, body, measurement.measured_s)
+            )
+
+        self._transact(act)
+
+    @staticmethod
+    def _forget_old_measurements(database: sqlite3.Connection) -> int:
+        # One from the future was made before the clock was set back, so its age is unknown.
+        return database.execute("DELETE FROM measurements WHERE abs(measured_s - ?) >= ?", (time.time(), KEPT_S)).rowcount
+
+    def measurements(self, scope: bytes | None = None) -> list[StageMeasurement]:
+        """What is remembered, the newest first; None: of every scope."""
+
+        def act(database: sqlite3.Connection) -> list[StageMeasurement]:
+            rows = database.execute(
+                "SELECT scope, base, body FROM measurements WHERE (scope = ? OR ?) AND abs(measured_s - ?) < ? ORDER BY measured_s DESC",
+                (scope, scope is None, time.time(), KEPT_S),
+            ).fetchall()
+            found = []
+            for of, base, body in rows:
+                try:
+                    found.append(msgspec.msgpack.decode(body, type=StageMeasurement))
+                except (msgspec.DecodeError, TypeError):  # damaged, or of another state of this code
+                    database.execute("DELETE FROM measurements WHERE scope IS ? AND base IS ?", (of, base))
+                    trace.count("cache.index_rows_dropped", 1)
+            return found
+
+        return self._transact(act)
+
+    def forget_measurements(self, *, all_of_them: bool) -> int:
+        """Remove measurements; those that are too old, or all. Returns how many went."""
+
+        def act(database: sqlite3.Connection) -> int:
+            return database.execute("DELETE FROM measurements").rowcount if all_of_them else self._forget_old_measurements(database)
+
+        return self._transact(act)
+
+    # How often a model was executed, in pieces of `_USE_S`.
+
+    def count_use(self, model_digest: bytes, executions: int) -> None:
+        """Add executions that have just ended."""
+        now_s = time.time()
+
+        def act(database: sqlite3.Connection) -> None:
+            database.execute("DELETE FROM use WHERE from_s < ? OR from_s > ?", (now_s - _USE_KEPT_S, now_s + _USE_S))
+            database.execute(
+                "INSERT INTO use VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET executions = executions + excluded.executions",
+                (model_digest, int(now_s) // _USE_S * _USE_S, executions),
+            )
+
+        self._transact(act)
+
+    def use(self, model_digest: bytes, within_s: float) -> int:
+        """Executions of the last `within_s` seconds; a piece that began before them does not count."""
+        row = self._transact(
+            lambda database: database.execute(
+                "SELECT COALESCE(SUM(executions), 0) FROM use WHERE model = ? AND from_s >= ?", (model_digest, time.time() - within_s)
+            ).fetchone()
+        )
+        return int(_number(row[0]))
 
 
 class _BadRowError(sqlite3.DatabaseError):

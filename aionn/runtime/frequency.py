@@ -1,0 +1,44 @@
+"""How often a model is executed: does its use warrant a better stage?"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+import anyio
+
+from aionn.runtime.compiled_model import Use
+
+_STEPS = 16
+"""The count is looked at so often in one period. Executions are forgotten up to one step too early, never too late."""
+
+_STEP_S = 0.05
+"""A short period has fewer steps: nothing is to look at the count all the time."""
+
+
+async def until_frequent(
+    use: Use, executions: int, per_s: float, *, since: int = 0, earlier: int = 0, clock: Callable[[], float] = time.monotonic
+) -> None:
+    """Return when there have been so many executions within the last `per_s` seconds, at least one of them in this start.
+
+    Args:
+        since: the count when this start began.
+        earlier: executions of starts before this one. They count as if they had just ended.
+    """
+    if not executions:
+        return
+    marks = deque([(clock(), since - earlier)])
+    await use.wait_for(since + 1)
+    while True:
+        now_s = clock()
+        while marks and marks[0][0] < now_s - per_s:
+            marks.popleft()
+        if not marks:
+            marks.append((now_s, use.executions))
+        enough = marks[0][1] + executions
+        if use.executions >= enough:
+            return
+        with anyio.move_on_after(max(per_s / _STEPS, _STEP_S)):
+            await use.wait_for(enough)
+        marks.append((clock(), use.executions))

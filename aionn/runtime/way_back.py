@@ -1,0 +1,144 @@
+"""The way back from a better stage that serves and fails: the stage before takes its place again.
+
+A failure is a death of the stage's driver, or an execution that it answers with an error. `FAILURES` of them within `WITHIN_S` end the
+stage's service. There are two ways to the stage before:
+
+    the driver died      the next use would prepare the model anew; it prepares the stage before instead (`devices_for`)
+    the driver answers   the stage before is prepared, then swapped in like a better one: streams go on, device memories move along
+
+Inputs that the stage before cannot run either are the app's own fault. It is tried on those that failed before it is swapped in.
+The caller of each failed execution has its error. Nothing here runs an execution again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import anyio
+import numpy as np
+
+from aionn import trace
+from aionn.errors import AionnError, OutputInsufficientSizeError
+from aionn.remote.device import RemotePreparedModel
+from aionn.runtime.compiled_model import CompiledModel, Serving
+from aionn.runtime.measuring import Inputs, Run
+from aionn.runtime.moving import NotNowError
+
+logger = logging.getLogger("aionn.runtime")
+
+FAILURES = 3
+WITHIN_S = 60.0
+
+_SWAP_TRIES = 20
+"""The stage that serves fails: more patience than for a better one."""
+
+
+class WayBack:
+    """Counts the failures of the stage that serves, and brings back the stage before."""
+
+    def __init__(
+        self,
+        compiled: CompiledModel,
+        before: Callable[[str], Sequence[str]],
+        prepare: Callable[[str], Awaitable[RemotePreparedModel]],
+        run: Run,
+        run_timeout_s: float,
+        gone_back: Callable[[Serving, Serving, str], None],
+    ) -> None:
+        """`before`: the usable stages before one, the best first. `gone_back`: told when another stage serves in place of a bad one."""
+        self._compiled = compiled
+        self._before = before
+        self._prepare = prepare
+        self._run = run
+        self._run_timeout_s = run_timeout_s
+        self._gone_back = gone_back
+        self._failures: deque[tuple[int, Inputs | None]] = deque(maxlen=FAILURES)
+        self._stage = ""
+        self._bad: dict[str, str] = {}
+        self._errors = anyio.Event()
+        compiled.on_failure = self._failed
+        compiled.devices_for = self.devices_for
+        compiled.replaced = self._replaced
+
+    def _failed(self, serving: Serving, error: AionnError, inputs: Mapping[str, Any] | None) -> None:
+        if serving is not self._compiled.serving or isinstance(error, OutputInsufficientSizeError) or not self._before(serving.stage):
+            return
+        if serving.stage != self._stage:
+            self._stage = serving.stage
+            self._failures.clear()
+        now_ns = time.monotonic_ns()
+        self._failures.append((now_ns, _copies(inputs)))
+        trace.count("stage.failed", stage=serving.stage, reason=str(error))
+        if len(self._failures) == FAILURES and now_ns - self._failures[0][0] <= WITHIN_S * 1e9:
+            self._bad[serving.stage] = f"it failed {FAILURES} times within {WITHIN_S:g} s while it served, the last time so: {error}"
+            self._errors.set()
+
+    def devices_for(self, dead: Serving) -> list[str]:
+        """The devices that may serve after the driver of that stage has died, the best first."""
+        return [*(self._before(dead.stage) if dead.stage in self._bad else ()), dead.device]
+
+    def _replaced(self, dead: Serving, serving: Serving) -> None:
+        """The next use after a driver's death has prepared `serving`."""
+        if serving.stage != dead.stage:
+            self._gone_back(dead, serving, self._bad.pop(dead.stage, "its driver has died"))
+
+    async def watch(self) -> None:
+        """Swap the stage before in whenever one that answers is bad."""
+        while True:
+            await self._errors.wait()
+            self._errors = anyio.Event()
+            bad = self._compiled.serving
+            if bad is None or not bad.alive or bad.stage not in self._bad:
+                continue  # its next use prepares the stage before
+            failing = [inputs for _, inputs in self._failures if inputs is not None]
+            self._failures.clear()
+            try:
+                await self._go_back(bad, failing)
+            except AionnError as error:
+                logger.warning("stage %r fails, and the stage before cannot take its place: %s", bad.stage, error)
+            except Exception:  # a defect here must not end the app's runtime, and with it the stream
+                logger.exception("stage %r fails, and the stage before cannot take its place", bad.stage)
+
+    async def _go_back(self, bad: Serving, failing: Sequence[Inputs]) -> None:
+        (name, *_) = self._before(bad.stage)
+        base = Serving(await self._prepare(name), bad.model, bad.use, name)
+        try:
+            if failing and not await self._runs_any(base, failing):
+                del self._bad[bad.stage]
+                logger.info("stage %r failed on inputs that stage %r cannot run either, so it goes on serving", bad.stage, name)
+                return
+            for attempt in range(_SWAP_TRIES):
+                if self._compiled.serving is not bad:
+                    return  # its driver has died meanwhile
+                try:
+                    await self._compiled.swap(base)
+                    break
+                except NotNowError:
+                    if attempt == _SWAP_TRIES - 1:
+                        raise
+            self._gone_back(bad, base, self._bad.pop(bad.stage))
+        finally:
+            if self._compiled.serving is not base:
+                base.prepared.release()
+
+    async def _runs_any(self, base: Serving, failing: Sequence[Inputs]) -> bool:
+        for inputs in failing:
+            try:
+                await self._run(base, inputs, time.monotonic_ns() + int(self._run_timeout_s * 1e9))
+                return True
+            except AionnError:
+                base.check_alive()
+        return False
+
+
+def _copies(inputs: Mapping[str, Any] | None) -> Inputs | None:
+    """The inputs, to be run again later; None if some of them are memory of the app's or of a driver's."""
+    try:
+        copies = None if inputs is None else {name: np.array(inputs[name]) for name in inputs}
+    except AionnError:
+        return None
+    return None if copies is None or any(array.dtype.hasobject for array in copies.values()) else copies
