@@ -77,6 +77,7 @@ async def test_a_look_up_without_free_descriptors_is_a_miss_and_never_an_oserror
 
 async def test_pruning_without_free_descriptors_removes_no_good_entry(tmp_path: Path) -> None:
     refused = 0
+    silent = []
     async with CacheStore(tmp_path) as store:
         for token in range(3):
             await stored(store, wanted(token))
@@ -90,7 +91,12 @@ async def test_pruning_without_free_descriptors_removes_no_good_entry(tmp_path: 
             if isinstance(report, Refusal):
                 assert report.reason is MissReason.NO_SPACE
                 refused += 1
-            assert isinstance(listed, Refusal) <= bool(bad)
+            if not bad:
+                silent.append(count)
+        # Too few descriptors are a finding, never silence: silence begins at one count and lasts from there on.
+        assert silent
+        assert silent == list(range(silent[0], ENOUGH + 1))
+        assert silent[0] > 0
         assert refused
         assert not isinstance(report, Refusal)
         assert not isinstance(listed, Refusal)

@@ -108,12 +108,12 @@ class Housekeeping:
         with self._lock:
             if self.directory is not None and self.directory.is_current():
                 return self.directory
-            self.directory = None
             try:
-                directory = self.directory = CacheDirectory(self.path)
+                directory = CacheDirectory(self.path)
             except OSError as error:
                 self.directory = None
                 return refusal_of(error, f"cache directory {self.path}")
+            self.directory = directory  # in one step: other threads read it without the lock and must never find None
         if directory.writable:
             with suppress(OSError), directory, self._indexed():
                 self._tidy(directory)
