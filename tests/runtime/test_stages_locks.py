@@ -51,7 +51,7 @@ async def test_processes_killed_at_random_never_spoil_the_entry_they_share(
     seen = 0
     try:
         # On a busy machine a process would never come to anything between two kills: something must have been stored or loaded.
-        while time.monotonic() < until or len(told("stored")) < 2:
+        while time.monotonic() < until or len(told("stored")) < 2 or not told("loaded"):
             app = chance.choice(list(apps))
             while len(told("stored", "loaded")) <= seen:
                 assert not wait_for_end(app.pid, 0.02), log.read_text(encoding="utf-8")
@@ -63,7 +63,7 @@ async def test_processes_killed_at_random_never_spoil_the_entry_they_share(
             apps.pop(app)
             mode = "staged" if chance.random() < 0.5 else "jit"
             apps[start(mode)] = mode
-            if chance.random() < 0.5:  # or the first one's entry would be all that anybody loads
+            if chance.random() < 0.3:  # or the first one's entry would be all that anybody loads
                 async with CacheStore(cache_dir) as store:
                     assert not isinstance(await store.prune(0), Refusal)
     finally:

@@ -187,11 +187,18 @@ class CacheDirectory:
 
     @property
     def _trash(self) -> int:
+        self._check_writable()
         return self._fds[2]
 
     @property
     def _locks(self) -> int:
+        self._check_writable()
         return self._fds[3]
+
+    def _check_writable(self) -> None:
+        # A volume may become read-only while it is in use.
+        if not self.writable:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), self.path)
 
     def is_current(self) -> bool:
         """Whether the path still leads here: the directory may have been deleted, or replaced."""
