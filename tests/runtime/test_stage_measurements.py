@@ -124,10 +124,10 @@ def test_the_scope_of_a_measurement_is_the_model_the_token_the_options_and_the_s
 # --- at a start ----------------------------------------------------------------------------------------------------------------
 
 
-async def measure(quick: FakeDevice, best: FakeDevice, cache: Path, **policy: Any) -> str:
-    """Start an app that streams until the better stage has been decided on; why it was rejected, or empty."""
+async def measure(quick: FakeDevice, best: FakeDevice, cache: Path, min_gain: float | None = None) -> str:
+    """Start an app that streams until the better stage has been decided on; why it was rejected, or empty. Outputs alone decide here."""
     async with aionn.Runtime() as runtime:
-        runtime.stage_policy = dataclasses.replace(runtime.stage_policy, **policy)
+        runtime.stage_policy = dataclasses.replace(runtime.stage_policy, min_gain=min_gain)
         compilation = await staged(runtime, MODEL, quick, best, cache)
         async with streaming(compilation):
             try:
@@ -137,9 +137,9 @@ async def measure(quick: FakeDevice, best: FakeDevice, cache: Path, **policy: An
         return ""
 
 
-async def begins_with(quick: FakeDevice, best: FakeDevice, cache: Path, **policy: Any) -> str:
+async def begins_with(quick: FakeDevice, best: FakeDevice, cache: Path, min_gain: float | None = None) -> str:
     async with leak_check(), aionn.Runtime() as runtime:
-        runtime.stage_policy = dataclasses.replace(runtime.stage_policy, **policy)
+        runtime.stage_policy = dataclasses.replace(runtime.stage_policy, min_gain=min_gain)
         return (await staged(runtime, MODEL, quick, best, cache)).device
 
 
@@ -150,22 +150,24 @@ async def remembered(cache: Path) -> StageMeasurement:
 
 
 async def test_a_later_start_applies_its_own_policy_to_what_was_measured(quick: FakeDevice, best: FakeDevice, tmp_path: Path) -> None:
-    assert await measure(quick, best, tmp_path / "cache") == ""
+    quick.delay(0.1)
+    assert await measure(quick, best, tmp_path / "cache", min_gain=0.1) == ""
     found = await remembered(tmp_path / "cache")
     assert (found.stage, found.version, found.base, found.base_version) == (best.name, "1", quick.name, "1")
     assert (found.made_up, found.failed, found.outputs["y"].largest) == (False, False, 0.0)
     assert found.gain is not None
     assert found.gain >= 0.1
     assert abs(found.measured_s - time.time()) < 60
-    assert await begins_with(quick, best, tmp_path / "cache") == best.name
-    assert await begins_with(quick, best, tmp_path / "cache", min_gain=0.999) == quick.name
+    assert await begins_with(quick, best, tmp_path / "cache", min_gain=0.1) == best.name
+    assert await begins_with(quick, best, tmp_path / "cache", min_gain=0.999999) == quick.name
     assert await begins_with(quick, best, tmp_path / "cache", min_gain=None) == best.name
 
 
 async def test_a_stage_that_was_too_slow_for_one_policy_serves_another_from_the_start(
     quick: FakeDevice, best: FakeDevice, tmp_path: Path
 ) -> None:
-    best.delay(0.002)
+    quick.delay(0.1)
+    best.delay(0.02)
     assert "it is not faster by 99%" in await measure(quick, best, tmp_path / "cache", min_gain=0.99)
     reason = await measure(quick, best, tmp_path / "cache", min_gain=0.99)
     assert reason.startswith("as an earlier comparison found: it is not faster by 99%")
@@ -211,6 +213,7 @@ def _make_older(cache: Path, age_s: float) -> None:
 
 async def test_what_was_measured_on_made_up_inputs_never_lets_a_stage_serve(quick: FakeDevice, best: FakeDevice, tmp_path: Path) -> None:
     async with aionn.Runtime() as runtime:
+        runtime.stage_policy = dataclasses.replace(runtime.stage_policy, min_gain=None)
         compilation = await staged(runtime, MODEL, quick, best, tmp_path / "cache")
         await compilation.wait_for_stage(best.name, timeout_s=60)
         assert compilation.stages[1].comparison is not None
@@ -232,6 +235,7 @@ async def test_the_version_of_the_stage_before_is_asked_by_a_driver_that_ends_ag
 ) -> None:
     assert await measure(quick, best, tmp_path / "cache") == ""
     async with leak_check(), aionn.Runtime() as runtime:
+        runtime.stage_policy = dataclasses.replace(runtime.stage_policy, min_gain=None)
         quick.tell()
         compilation = await staged(runtime, MODEL, quick, best, tmp_path / "cache")
         pid = await quick.heard("start")
@@ -248,6 +252,7 @@ async def test_the_better_stage_serves_where_the_driver_of_the_stage_before_does
     assert await measure(quick, best, tmp_path / "cache") == ""
     quick.crash("start")
     async with leak_check(), aionn.Runtime() as runtime:
+        runtime.stage_policy = dataclasses.replace(runtime.stage_policy, min_gain=None)
         compilation = await staged(runtime, MODEL, quick, best, tmp_path / "cache")
         assert [stage.state for stage in compilation.stages] == ["rejected", "serving"]
         assert compilation.outcomes[0].kind.name == "HIT"
@@ -267,6 +272,7 @@ async def test_outputs_that_differ_after_the_first_runs_are_noticed(quick: FakeD
 
 async def test_one_execution_before_the_stages_have_begun_is_an_input_to_compare_with(quick: FakeDevice, best: FakeDevice) -> None:
     async with leak_check(), aionn.Runtime() as runtime:
+        runtime.stage_policy = dataclasses.replace(runtime.stage_policy, min_gain=None)
         compilation = await staged(runtime, MODEL, quick, best)
         await compilation.compute(frame(3))
         with anyio.fail_after(60):
