@@ -35,7 +35,7 @@ from aionn.tasks import OwnedTasks, bounded_shield, deadline_of, is_ours, runnin
 CLOSE_STORES_S = 5.0
 """A cache directory on a disk that hangs must not hold up the app's end."""
 
-CLOSE_S = GRACE_S + 2 * KILL_S + CLOSE_STORES_S
+CLOSE_S = GRACE_S + KILL_S + CLOSE_STORES_S
 """What closing a runtime may take."""
 
 T = TypeVar("T")
