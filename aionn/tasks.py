@@ -131,6 +131,7 @@ class OwnedTasks:
         self._asked = asyncio.Event()
         self._group: TaskGroup | None = None
         self._owner: asyncio.Task[None] | None = None
+        self._members: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
         self.failure: BaseException | None = None
 
     async def open(self) -> None:
@@ -156,10 +157,12 @@ class OwnedTasks:
     async def aclose(self, wait_s: float) -> None:
         """End the group and wait for that, for at most `wait_s` seconds. A task that is cancelled leaves at once; the end goes on.
 
+        One of the group's own tasks does not wait: the group's end waits for it.
+
         Raises: what has ended the group, if that was an error.
         """
         self._asked.set()
-        if self._owner is None or os.getpid() != self._pid:
+        if self._owner is None or os.getpid() != self._pid or asyncio.current_task() in self._members:
             return
         with bounded_shield(wait_s):
             await asyncio.wait([self._owner])
@@ -193,6 +196,7 @@ class OwnedTasks:
         task = asyncio.current_task()
         assert task is not None
         _forget_at_loop_end(task)
+        self._members.add(task)
         try:
             await work(*args)
         except asyncio.CancelledError:

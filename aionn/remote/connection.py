@@ -206,9 +206,10 @@ class Connection:
         if self._ended_by is not None:
             return
         self._ended_by = error
-        self._channel.close()
         callbacks, self._when_ended = self._when_ended, {}
         with ExitStack() as stack:  # one that fails does not keep the others from being told
+            # Last: a driver that sees this end answers the requests in its bursts with errors of its own.
+            stack.callback(self._channel.close)
             for callback in callbacks.values():
                 stack.callback(callback, error)
             for call_id in list(self._calls):

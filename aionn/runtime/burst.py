@@ -94,7 +94,7 @@ class Burst:
 
     async def aclose(self) -> None:
         """End the burst: calls that still wait get `CallerError`; queues, frames and the driver's part are freed."""
-        if not self._open or self._compilation._runtime.inherited:
+        if not self._open or self._compilation._runtime._inherited:
             return
         self._compilation._runtime._check_loop()
         self._open = False

@@ -122,7 +122,7 @@ class Compilation:
         Returns after `CLOSE_S` per burst and for the model at the latest: a driver that is long busy frees it later. A caller that is
         cancelled leaves nothing behind: all of it is asked for at once, and not waited for.
         """
-        if self._closed or self._runtime.inherited:
+        if self._closed or self._runtime._inherited:
             return
         self._runtime._check_loop()
         self._closed = True

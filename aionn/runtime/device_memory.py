@@ -123,7 +123,7 @@ class DeviceMemory:
 
     async def aclose(self) -> None:
         """Free it in the driver. Executions that use it finish first, and are waited for no longer than `CLOSE_S`."""
-        if self._closed or self._compilation._runtime.inherited:
+        if self._closed or self._compilation._runtime._inherited:
             return
         self._compilation._runtime._check_loop()
         self._closed = True

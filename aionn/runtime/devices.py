@@ -23,6 +23,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from functools import partial
 
 import anyio
@@ -48,8 +49,7 @@ GRACE_S = 2.0
 KILL_S = 5.0
 """A killed process is waited for this long: the kernel may be busy freeing its memory. It is then left to init."""
 
-ABORT_S = 1.0
-"""The same where closing is cancelled. Nothing else runs meanwhile, so the time is short."""
+ABORT_S = 1.0  # the same where closing is cancelled: the loop stands still meanwhile
 
 START_S = 60.0
 """A driver must greet within this time: importing an engine from a cold disk takes seconds."""
@@ -230,10 +230,10 @@ class DriverProcess:
             os.close(fd)
 
     def leave(self) -> None:
-        """In a child of fork: the driver is the parent's. Its socket has been parted by the connection."""
-        fd, self._pidfd = self._pidfd, -1
-        if fd >= 0:
-            os.close(fd)
+        """In a child of fork: the driver is the parent's."""
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
 
     def _exited(self) -> None:
         if self._pidfd < 0:
@@ -271,21 +271,9 @@ class DriverProcess:
     async def wait_ended(self) -> None:
         await self._ended.wait()
 
-    async def aclose(self) -> None:
-        """End the driver: close its socket, give it GRACE_S, kill it. Kill it at once if the caller is cancelled. Ends in bounded time."""
-        if self._ended.is_set():
-            return
+    def _close(self) -> None:
         self._start_failed(CallerError("the runtime was closed"))
         self.connection.end(CallerError("the runtime was closed"))
-        try:
-            with bounded_shield(GRACE_S):
-                await self._ended.wait()
-            if not self._ended.is_set():
-                self._signal(signal.SIGKILL)
-                with bounded_shield(KILL_S):
-                    await self._ended.wait()
-        finally:
-            self._abort()
 
     def _abort(self) -> None:
         """Kill and reap the process where nobody has waited for its end; give it up if it does not end."""
@@ -299,6 +287,22 @@ class DriverProcess:
             logger.error("the driver process %d of device %r does not end, even killed; it is left to the system", self.pid, self.name)
             self._forget_pidfd()
             self._over()
+
+
+async def _end(processes: Sequence[DriverProcess]) -> None:
+    """Close their sockets, give them GRACE_S, kill them; kill them at once if the caller is cancelled. Ends in bounded time."""
+    try:
+        for process in processes:
+            process._close()
+        for seconds in (GRACE_S, KILL_S):
+            with bounded_shield(seconds):
+                for process in processes:
+                    await process.wait_ended()
+            for process in processes:
+                process._signal(signal.SIGKILL)
+    finally:
+        for process in processes:
+            process._abort()
 
 
 class Device:
@@ -430,7 +434,7 @@ class Devices:
             except BaseException:
                 if not process.failed:
                     raise  # cancelled: the next caller finds the same process, and those it serves already keep it
-                await process.aclose()
+                await _end([process])
                 device._last_exit_code, device._process = process.exit_code, None
                 raise
             return device.introduced(remote)
@@ -462,7 +466,7 @@ class Devices:
         self.find(name)
         self.check_open()
         process = DriverProcess(name, self._tasks, threads, self._homes.get(name, ""), self._state_dir, self._hang_s)
-        # One that was cancelled while it waited for its worker's end has not forgotten it.
+        # A caller that was cancelled while it waited for its worker's end has not forgotten it.
         self._workers = {worker for worker in self._workers if worker.alive} | {process}
         return process
 
@@ -482,11 +486,7 @@ class Devices:
         for worker in self._workers:
             worker.kill(None)  # nothing in it is worth waiting for
         processes += self._workers
-        # Shielded, or a cancelled app would leave its drivers behind; each `aclose` is bounded by itself.
-        with bounded_shield(GRACE_S + 2 * KILL_S):
-            async with anyio.create_task_group() as closing:
-                for process in processes:
-                    closing.start_soon(process.aclose)
+        await _end(processes)
 
 
 _ORDER = ("onnxruntime", "openvino")

@@ -37,7 +37,7 @@ from aionn.tasks import OwnedTasks, bounded_shield, deadline_of, ending_by, is_o
 CLOSE_STORES_S = 5.0
 """A cache directory on a disk that hangs must not hold up the app's end."""
 
-CLOSE_S = GRACE_S + 2 * KILL_S + CLOSE_STORES_S
+CLOSE_S = GRACE_S + KILL_S + CLOSE_STORES_S
 """What closing a runtime may take."""
 
 T = TypeVar("T")
@@ -112,7 +112,7 @@ class Runtime:
         Raises:
             CallerError: the runtime belongs to another event loop.
         """
-        if self._home is None or self.inherited:
+        if self._home is None or self._inherited:
             return
         if running_loop() is not self._home:
             raise CallerError("this runtime belongs to another event loop; close it in the loop that opened it")
@@ -120,7 +120,7 @@ class Runtime:
         await self._tasks.aclose(CLOSE_S)
 
     @property
-    def inherited(self) -> bool:
+    def _inherited(self) -> bool:
         """Whether this process is a child, by `os.fork`, of the one that opened the runtime: nothing of it may be touched here."""
         return os.getpid() != self._pid
 
@@ -142,7 +142,7 @@ class Runtime:
                         closing.start_soon(store.aclose)
 
     def _check_open(self) -> None:
-        if self.inherited:
+        if self._inherited:
             raise CallerError("this runtime belongs to the process that opened it, of which this one is a child; open one in this process")
         if self._loop is None:
             failure = self._tasks.failure if self._home is not None else None

@@ -131,7 +131,7 @@ class Stream:
 
     def cancel(self) -> None:
         """Stop pulling and computing. Requests in flight are answered into nothing."""
-        if self._burst._compilation._runtime.inherited:
+        if self._burst._compilation._runtime._inherited:
             return
         if self._over is None:
             self._over = CallerError("the burst was closed while its stream went on")
@@ -169,7 +169,7 @@ class Stream:
 
     def _keep(self, error: BaseException) -> None:
         """Raise an error that ends the app where no consumer is left to raise it, and where this is a child by `os.fork`."""
-        if not isinstance(error, Exception) and (self._over is not None or self._burst._compilation._runtime.inherited):
+        if not isinstance(error, Exception) and (self._over is not None or self._burst._compilation._runtime._inherited):
             raise error
 
     async def _offer(self, entry: _Entry) -> None:

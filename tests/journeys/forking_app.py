@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator
 
 import anyio
 import numpy as np
+from numpy.typing import NDArray
 
 import aionn
 from aionn.testing import FakeDevice, identity_model
@@ -72,7 +73,7 @@ async def main(what: str, busy: bool, cache_dir: str) -> None:
     slow = aionn.Model.from_onnx(identity_model({"x": (1, 3)}))
     asked = asyncio.Event()
 
-    async def camera() -> AsyncIterator[dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float32]]]]:
+    async def camera() -> AsyncIterator[dict[str, NDArray[np.float32]]]:
         yield INPUTS
         await asked.wait()
         yield INPUTS

@@ -41,7 +41,7 @@ async def runtime(fake: FakeDevice) -> AsyncIterator[aionn.Runtime]:
 
 async def cancelled_after(turns: int, work: Any) -> bool:
     """Cancel `work` after so many turns of the loop; whether that came before its end."""
-    task = asyncio.ensure_future(work)
+    task: asyncio.Task[Any] = asyncio.ensure_future(work)
     for _ in range(turns):
         await asyncio.sleep(0)
     task.cancel()

@@ -58,3 +58,44 @@ def test_an_app_that_is_ended_leaves_no_driver(silero_path: Path, how: signal.Si
             assert app.returncode == -how
             assert complaints == b""
     assert shm_names() == shm_before
+
+
+@pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
+def test_a_second_interrupt_while_the_runtime_closes_is_one_keyboard_interrupt(loop: str) -> None:
+    with leak_check():
+        app = subprocess.Popen(
+            [sys.executable, "-W", "error", "-m", "tests.journeys.closing_app", loop, "closing"],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        assert app.stdout is not None
+        try:
+            assert app.stdout.readline() == b"at work\n"
+            drivers = [child.pid for child in psutil.Process(app.pid).children(recursive=True) if "aionn.driver" in child.cmdline()]
+            assert drivers
+            app.send_signal(signal.SIGINT)
+            assert app.stdout.readline() == b"closing\n"
+            # Its driver hangs and is given time to end: the closing goes on.
+            app.send_signal(signal.SIGINT)
+            assert wait_for_end(app.pid, GONE_WITHIN_S), "the app is still there"
+            for pid in drivers:
+                assert wait_for_end(pid, GONE_WITHIN_S), f"driver {pid} is still there"
+        finally:
+            app.kill()
+            _, complaints = app.communicate()
+        assert app.returncode == -signal.SIGINT
+        assert complaints.endswith(b"KeyboardInterrupt\n")
+        for complaint in (b"Group", b"never retrieved", b"never awaited", b"was destroyed", b"Exception ignored"):
+            assert complaint not in complaints, complaints.decode()
+
+
+@pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
+def test_a_second_interrupt_in_a_task_of_the_runtimes_prints_no_group(loop: str) -> None:
+    arguments = [sys.executable, "-W", "error", "-m", "tests.journeys.closing_app", loop, "interrupted"]
+    app = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert app.returncode == -signal.SIGINT, app.stderr
+    assert app.stdout == "closing\n"
+    assert app.stderr.endswith("KeyboardInterrupt\n")
+    assert "Group" not in app.stderr, app.stderr

@@ -281,6 +281,28 @@ async def test_a_source_that_awaits_a_cancelled_task_ends_its_stream_alone(burst
     assert [result.seq async for result in burst.map([frame(0)])] == [0]
 
 
+async def test_a_source_may_close_the_runtime(fake: FakeDevice) -> None:
+    async with aionn.Runtime() as runtime:
+        compilation = await runtime.compile(aionn.Model.from_onnx(identity_model()), devices=(fake.name,))
+
+        async def closing() -> AsyncIterator[Frame]:
+            yield frame(0)
+            await runtime.aclose()
+            await anyio.sleep_forever()
+
+        with anyio.fail_after(5):  # well below what closing may take
+            with pytest.raises(aionn.CallerError):
+                async for _ in compilation_stream(compilation, closing()):
+                    pass
+            await runtime.aclose()
+
+
+async def compilation_stream(compilation: aionn.Compilation, source: AsyncIterator[Frame]) -> AsyncIterator[aionn.StreamResult]:
+    async with compilation.burst() as burst:
+        async for result in burst.map(source):
+            yield result
+
+
 class Poisoned(dict[str, Any]):
     """Inputs that raise when they are read."""
 
