@@ -91,6 +91,7 @@ async def test_pruning_without_free_descriptors_removes_no_good_entry(tmp_path: 
             if isinstance(report, Refusal):
                 assert report.reason is MissReason.NO_SPACE
                 refused += 1
+            assert {entry.reason for entry in bad} <= {MissReason.NO_SPACE, MissReason.IO_ERROR}
             if not bad:
                 silent.append(count)
         # Too few descriptors are a finding, never silence: silence begins at one count and lasts from there on.

@@ -182,7 +182,7 @@ async def test_a_call_that_waits_for_a_frame_keeps_its_deadline_and_can_be_cance
                     tasks.start_soon(_computed, burst, number)
                 await anyio.wait_all_tasks_blocked()
                 assert burst.statistics()["pinned_frames"] == MAX_FRAMES
-                with pytest.raises(aionn.DeadlineError, match="no frame was free"):
+                with pytest.raises(aionn.DeadlineError):
                     await burst.compute({"x": x(1)}, timeout_s=0.01)
                 with anyio.move_on_after(0.01):
                     await burst.compute({"x": x(1)})
