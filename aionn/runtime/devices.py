@@ -78,6 +78,7 @@ class DriverProcess:
         self._page: PageReader | None = None
         self._dismissed = False
         self.ended_ns = 0
+        self.worked = False
         self.exit_code: int | None = None
         self.started_ns = time.monotonic_ns()
         try:
@@ -247,6 +248,7 @@ class DriverProcess:
         self._ended.set()
         page, self._page = self._page, None
         if page is not None:
+            self.worked = page.read().finished > 0
             page.close()
 
     def _death(self) -> DriverDiedError:
@@ -394,7 +396,7 @@ class Devices:
             process = device._process
             if process is not None and not process.alive:
                 await process.wait_ended()
-                device._restarts.died(process.exit_code, process.started_ns, process.ended_ns)
+                device._restarts.died(process.exit_code, process.started_ns, process.ended_ns, process.worked)
                 process = device._process = None
             if process is None and not self._closed:
                 await device._restarts.pause()
@@ -410,7 +412,7 @@ class Devices:
                     raise  # cancelled: the next caller finds the same process, and those it serves already keep it
                 await process.aclose()
                 if isinstance(error, DriverDiedError | DriverHungError):
-                    device._restarts.died(process.exit_code, process.started_ns, process.ended_ns)
+                    device._restarts.died(process.exit_code, process.started_ns, process.ended_ns, process.worked)
                 device._restarts.last_exit_code, device._process = process.exit_code, None
                 raise
             return device.introduced(remote)

@@ -16,7 +16,7 @@ BACKOFF_S = (0.0, 0.1, 1.0, 10.0)
 """The pause before a start after one death, two in a row, three, and more."""
 
 STEADY_S = 10.0
-"""A driver that has lived for so long ends such a row."""
+"""A driver that has lived for so long, or has finished an execution, does not continue such a row."""
 
 
 class Restarts:
@@ -33,10 +33,10 @@ class Restarts:
         self._hurry = anyio.Event()
         self.last_exit_code: int | None = None
 
-    def died(self, exit_code: int | None, started_ns: int, ended_ns: int) -> None:
-        """Note the end of a driver that nobody wanted."""
+    def died(self, exit_code: int | None, started_ns: int, ended_ns: int, worked: bool) -> None:
+        """Note that a driver has died. `worked`: it had finished an execution."""
         self.last_exit_code, self._died_ns = exit_code, ended_ns
-        self._deaths = 1 if (ended_ns - started_ns) / 1e9 >= STEADY_S else self._deaths + 1
+        self._deaths = 1 if worked or (ended_ns - started_ns) / 1e9 >= STEADY_S else self._deaths + 1
 
     def forgive(self) -> None:
         """End a pause, and start without one."""

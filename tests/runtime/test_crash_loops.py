@@ -84,9 +84,11 @@ async def test_a_driver_that_dies_while_it_starts_is_started_ever_more_rarely_to
         assert told == ["the runtime was closed"]  # it did not wait for the pause
 
 
-async def test_a_driver_that_has_lived_long_enough_is_replaced_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("why", ["it has lived long enough", "it has finished an execution"])
+async def test_a_driver_that_was_of_use_is_replaced_at_once(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     monkeypatch.setattr(restarts, "BACKOFF_S", (0.0, 3600.0))
-    monkeypatch.setattr(restarts, "STEADY_S", 0.0)
+    if why == "it has lived long enough":
+        monkeypatch.setattr(restarts, "STEADY_S", 0.0)
     async with leak_check():
         with FakeDevice() as fake:
             async with aionn.Runtime() as runtime:
@@ -94,12 +96,14 @@ async def test_a_driver_that_has_lived_long_enough_is_replaced_at_once(monkeypat
                 (device,) = (device for device in runtime.devices if device.pid)
                 with anyio.fail_after(30):
                     for _ in range(3):
+                        if why != "it has lived long enough":
+                            await compilation.compute(X)
                         pid = device.pid
                         assert pid is not None
                         os.kill(pid, signal.SIGKILL)
                         while device.pid == pid:
                             await anyio.lowlevel.checkpoint()
-                        await compilation.compute(X)
+                        await runtime.compile(aionn.Model.from_onnx(identity_model()), devices=(fake.name,))
                 assert device.statistics()["starts"] == 4
 
 
