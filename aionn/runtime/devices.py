@@ -42,6 +42,7 @@ from aionn.runtime.spawning import spawn
 from aionn.tasks import bounded_shield, running_loop
 
 logger = logging.getLogger("aionn.runtime")
+driver_logger = logging.getLogger("aionn.driver")
 
 GRACE_S = 2.0
 """A driver whose socket has ended may take this long to let go of its device; then it is killed."""
@@ -236,7 +237,7 @@ class DriverProcess:
         error = self._killed_by or self._death()
         if self.alive and not self._dismissed and self._broke is None:
             models = ", ".join(self._remote.models) if self._remote is not None else ""
-            logger.warning("%s (process %d; models in it: %s)", error, self.pid, models or "none")
+            driver_logger.warning("%s (process %d; models in it: %s)", error, self.pid, models or "none")
         self._start_failed(error)
         self.connection.end(error)
         self._over()

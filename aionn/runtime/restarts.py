@@ -10,7 +10,7 @@ import time
 
 import anyio
 
-logger = logging.getLogger("aionn.runtime")
+logger = logging.getLogger("aionn.driver")
 
 BACKOFF_S = (0.0, 0.1, 1.0, 10.0)
 """The pause before a start after one death, two in a row, three, and more."""
