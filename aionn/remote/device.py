@@ -72,6 +72,19 @@ class RemoteDevice:
         self.cache_files = ready.cache_files
         self.priority_matters = ready.priority_matters
         self._bursts: dict[int, IBurstCallback] = {}
+        self._models: dict[int, str] = {}
+
+    @property
+    def models(self) -> list[str]:
+        """What the models are called that are prepared now, for log lines: by name, or by the first digits of the token."""
+        return sorted(set(self._models.values()))
+
+    def remember(self, number: int, model: Model) -> None:
+        """Note which model that prepared model is."""
+        self._models[number] = getattr(model, "name", None) or model.token.hex()[:12]
+
+    def forget(self, number: int) -> None:
+        self._models.pop(number, None)
 
     async def get_supported_operations(self, model: Model, deadline_ns: int | None = None) -> Sequence[bool]:
         """As the HAL says. `deadline_ns`: when the caller stops waiting, by `DeadlineError`."""
@@ -87,7 +100,9 @@ class RemoteDevice:
 
     async def prepare_model(self, model: Model, options: PrepareOptions, cache: CacheHandles | None = None) -> RemotePreparedModel:
         body = PrepareModel(model_message(model), _options(options), None if cache is None else _cache(cache))
-        return await self._prepare(body, (*pool_fds(model), *_cache_fds(cache)), options.deadline_ns)
+        prepared = await self._prepare(body, (*pool_fds(model), *_cache_fds(cache)), options.deadline_ns)
+        self.remember(prepared.number, model)
+        return prepared
 
     async def prepare_model_from_cache(self, options: PrepareOptions, cache: CacheHandles) -> RemotePreparedModel:
         return await self._prepare(PrepareModelFromCache(_options(options), _cache(cache)), _cache_fds(cache), options.deadline_ns)
@@ -206,12 +221,14 @@ class RemotePreparedModel:
     async def aclose(self) -> None:
         if not self._closed and self.device.connection.ended_by is None:
             self._closed = True
+            self.device.forget(self.number)
             await self.device.connection.call(ReleasePreparedModel(self.number), Done)
 
     def release(self) -> None:
         """As `aclose`, without waiting: for when its last holder has been collected."""
         if not self._closed:
             self._closed = True
+            self.device.forget(self.number)
             self.device.post(ReleasePreparedModel(self.number))
 
 

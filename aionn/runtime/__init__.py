@@ -1,7 +1,8 @@
 """The app's process: everything a public call does before it crosses the wall.
 
     runtime         owns every task, every driver process and all memory
-    devices         starts, watches and ends driver processes; spawning: makes the process; liveness: whether one hangs
+    devices         starts, watches and ends driver processes; spawning: makes the process; liveness: whether one hangs;
+                    restarts: when one that died is started again
     model           ONNX into shared memory
     plan            which device runs a model; preparation: from the cache if it can be, compiled if it must be
     compilation     what an app holds; compiled_model: the stages behind it and the one that serves

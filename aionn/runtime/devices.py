@@ -38,10 +38,12 @@ from aionn.remote.connection import Connection
 from aionn.remote.control import PROTOCOL, STACKS_SIGNAL, CallBody, ControlError, Ready, Refused, error_of
 from aionn.remote.device import RemoteDevice
 from aionn.runtime.liveness import DEFAULT_HANG_S, Judge, watch
+from aionn.runtime.restarts import Restarts
 from aionn.runtime.spawning import spawn
 from aionn.tasks import Tasks, bounded_shield, leave_in_child, running_loop
 
 logger = logging.getLogger("aionn.runtime")
+driver_logger = logging.getLogger("aionn.driver")
 
 GRACE_S = 2.0
 """A driver whose socket has ended may take this long to let go of its device; then it is killed."""
@@ -85,6 +87,9 @@ class DriverProcess:
         self._remote: RemoteDevice | None = None
         self._hang_s = hang_s
         self._page: PageReader | None = None
+        self._dismissed = False
+        self.ended_ns = 0
+        self.worked = False
         self.exit_code: int | None = None
         self.started_ns = time.monotonic_ns()
         try:
@@ -196,12 +201,13 @@ class DriverProcess:
             logger.warning("the driver process of device %r broke the protocol and is killed: %s", self.name, error)
             self._broke = error
         # Without its socket a driver is of no use; if it is on its way out already this changes nothing, its exit code included.
-        self.kill(None)
+        self._signal(signal.SIGKILL)
 
     def kill(self, reason: AionnError | None) -> None:
-        """SIGKILL. Callers get `reason` once the process is gone (None: DriverDiedError). Idempotent."""
+        """SIGKILL. Callers get `reason` once the process is gone (None: DriverDiedError). Idempotent. Nothing is logged."""
         if self._ended.is_set():
             return
+        self._dismissed = True
         if reason is not None and self._killed_by is None:
             self._killed_by = reason
         self._signal(signal.SIGKILL)
@@ -248,6 +254,9 @@ class DriverProcess:
         self._forget_pidfd()
         self.connection.drain()
         error = self._killed_by or self._death()
+        if self.alive and not self._dismissed and self._broke is None:
+            models = ", ".join(self._remote.models) if self._remote is not None else ""
+            driver_logger.warning("%s (process %d; models in it: %s)", error, self.pid, models or "none")
         self._start_failed(error)
         self.connection.end(error)
         self._over()
@@ -255,9 +264,11 @@ class DriverProcess:
 
     def _over(self) -> None:
         self._calls.put_nowait(None)
+        self.ended_ns = time.monotonic_ns()
         self._ended.set()
         page, self._page = self._page, None
         if page is not None:
+            self.worked = page.read().finished > 0
             page.close()
 
     def _death(self) -> DriverDiedError:
@@ -325,7 +336,7 @@ class Device:
         self._process: DriverProcess | None = None
         self._starting = anyio.Lock()
         self._starts = 0
-        self._last_exit_code: int | None = None
+        self._restarts = Restarts(name)
 
     def __repr__(self) -> str:
         return f"Device(name={self.name!r}, version={self.version!r}, pid={self.pid})"
@@ -358,7 +369,7 @@ class Device:
     def statistics(self) -> dict[str, int | None]:
         """starts: driver processes so far; pid; last_exit_code (None: none has ended); calls_in_flight over the control socket."""
         process = self._process
-        last = process.exit_code if process is not None and process.exit_code is not None else self._last_exit_code
+        last = process.exit_code if process is not None and process.exit_code is not None else self._restarts.last_exit_code
         calls = process.connection.calls_in_flight if process is not None and process.alive else 0
         return {"starts": self._starts, "pid": self.pid, "last_exit_code": last, "calls_in_flight": calls}
 
@@ -422,20 +433,25 @@ class Devices:
             process = device._process
             if process is not None and not process.alive:
                 await process.wait_ended()
-                device._last_exit_code = process.exit_code
+                device._restarts.died(process.exit_code, process.started_ns, process.ended_ns, process.worked)
+                process = device._process = None
+            if process is None and not self._closed:
+                await device._restarts.pause()
             # No await from here to the start: `aclose` ends what it finds, and a process that is started after it would stay for ever.
             self.check_open()
-            if process is None or not process.alive:
+            if process is None:
                 home, state_dir = self._homes.get(name, ""), self._state_dir
                 process = device._process = DriverProcess(name, self._tasks, 0, home, state_dir, self._hang_s)
                 device._starts += 1
             try:
                 remote = await process.ready()
-            except BaseException:
+            except BaseException as error:
                 if not process.failed:
                     raise  # cancelled: the next caller finds the same process, and those it serves already keep it
                 await _end([process])
-                device._last_exit_code, device._process = process.exit_code, None
+                if isinstance(error, DriverDiedError | DriverHungError):
+                    device._restarts.died(process.exit_code, process.started_ns, process.ended_ns, process.worked)
+                device._restarts.last_exit_code, device._process = process.exit_code, None
                 raise
             return device.introduced(remote)
 
@@ -446,6 +462,9 @@ class Devices:
         if process is not None and process.alive:
             process.kill(DriverDiedError(device.name, -signal.SIGKILL, "because the app restarted the device"))
             await process.wait_ended()
+        if device._process is process:
+            device._process = None
+        device._restarts.forgive()
         await self.get(device.name)
 
     def check_open(self) -> None:
@@ -482,6 +501,8 @@ class Devices:
     async def aclose(self) -> None:
         """End every driver process, side by side."""
         self._closed = True
+        for device in self._devices.values():
+            device._restarts.forgive()
         processes = [device._process for device in self._devices.values() if device._process is not None]
         for worker in self._workers:
             worker.kill(None)  # nothing in it is worth waiting for

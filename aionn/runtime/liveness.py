@@ -27,7 +27,7 @@ from aionn import trace
 from aionn.errors import CallerError, DriverHungError
 from aionn.pages import BEAT_S, Activity, Execution, PageReader, start_time_of
 
-logger = logging.getLogger("aionn.runtime")
+logger = logging.getLogger("aionn.driver")
 
 DEFAULT_HANG_S = 10.0
 
