@@ -44,17 +44,17 @@ if _typing.TYPE_CHECKING:
         StageRejected,
     )
     from aionn.memory import HardwareBuffer, Memory, PlaneLayout
-    from aionn.runtime.arguments import Outputs
-    from aionn.runtime.burst import Burst
-    from aionn.runtime.comparing import Comparison, Tolerance
     from aionn.runtime.compilation import Compilation
-    from aionn.runtime.device_memory import DeviceMemory
-    from aionn.runtime.devices import Device
-    from aionn.runtime.frame import Frame
+    from aionn.runtime.executing.arguments import Outputs
+    from aionn.runtime.executing.device_memory import DeviceMemory
     from aionn.runtime.model import Model
+    from aionn.runtime.processes.devices import Device
     from aionn.runtime.runtime import Runtime, run
-    from aionn.runtime.stage import Stage, StagePolicy
-    from aionn.runtime.stream import StreamResult
+    from aionn.runtime.staging.comparing import Comparison, Tolerance
+    from aionn.runtime.staging.stage import Stage, StagePolicy
+    from aionn.runtime.streaming.burst import Burst
+    from aionn.runtime.streaming.frame import Frame
+    from aionn.runtime.streaming.stream import StreamResult
 
 # Silent unless the app asks to hear of it; a driver's own words reach the app over its control socket.
 _logging.getLogger("aionn").addHandler(_logging.NullHandler())
@@ -97,36 +97,36 @@ __all__ = [
 
 _HOMES = {
     "AionnError": "aionn.errors",
-    "Burst": "aionn.runtime.burst",
+    "Burst": "aionn.runtime.streaming.burst",
     "CacheOutcome": "aionn.caching.outcomes",
     "CacheOutcomeKind": "aionn.caching.outcomes",
     "CallerError": "aionn.errors",
-    "Comparison": "aionn.runtime.comparing",
+    "Comparison": "aionn.runtime.staging.comparing",
     "Compilation": "aionn.runtime.compilation",
     "CompilationError": "aionn.errors",
     "DeadlineError": "aionn.errors",
-    "Device": "aionn.runtime.devices",
-    "DeviceMemory": "aionn.runtime.device_memory",
+    "Device": "aionn.runtime.processes.devices",
+    "DeviceMemory": "aionn.runtime.executing.device_memory",
     "DeviceMemoryLostError": "aionn.errors",
     "DeviceUnavailableError": "aionn.errors",
     "DriverDiedError": "aionn.errors",
     "DriverHungError": "aionn.errors",
     "ExecutionError": "aionn.errors",
-    "Frame": "aionn.runtime.frame",
+    "Frame": "aionn.runtime.streaming.frame",
     "HardwareBuffer": "aionn.memory",
     "Memory": "aionn.memory",
     "MemoryAllocationError": "aionn.errors",
     "MissReason": "aionn.caching.outcomes",
     "Model": "aionn.runtime.model",
     "OutputInsufficientSizeError": "aionn.errors",
-    "Outputs": "aionn.runtime.arguments",
+    "Outputs": "aionn.runtime.executing.arguments",
     "PlaneLayout": "aionn.memory",
     "Runtime": "aionn.runtime.runtime",
-    "Stage": "aionn.runtime.stage",
-    "StagePolicy": "aionn.runtime.stage",
+    "Stage": "aionn.runtime.staging.stage",
+    "StagePolicy": "aionn.runtime.staging.stage",
     "StageRejected": "aionn.errors",
-    "StreamResult": "aionn.runtime.stream",
-    "Tolerance": "aionn.runtime.comparing",
+    "StreamResult": "aionn.runtime.streaming.stream",
+    "Tolerance": "aionn.runtime.staging.comparing",
     "run": "aionn.runtime.runtime",
 }
 """Where each name is defined; `TYPE_CHECKING` says the same to a type checker."""

@@ -49,7 +49,7 @@ def ungrouped() -> Iterator[None]:
 
 @contextmanager
 def bounded_shield(seconds: float) -> Iterator[anyio.CancelScope]:
-    """Finish what must be finished though the caller is cancelled, but for no longer than that."""
+    """Finish what must be finished though the caller is cancelled, within that time."""
     with anyio.move_on_after(seconds, shield=True) as scope:
         yield scope
 
@@ -108,7 +108,7 @@ class Tasks(Protocol):
 
 
 class OwnedTasks:
-    """A task group in a task of its own: any task of the loop may open it, start tasks in it and close it.
+    """A task group in a separate task. Any task of the loop may open it, start tasks in it and close it.
 
     A task group ends with the task that entered it, and must be left by that task. So a task made for it enters it, and nothing
     that happens to the tasks that open or close it reaches the group. What ends the group, however it ends, is followed by `closing`.
@@ -252,7 +252,7 @@ def _in_child() -> None:
     """Part the child from all that it shares with its parent through aionn.
 
     An epoll descriptor is shared, too: a descriptor that the child's copy of the loop gives up would no longer be watched in the
-    parent. So the child's number gets an epoll of its own.
+    parent. So the child's number gets a new epoll.
     """
     for loop in list(_loops):
         fd = -1 if loop.is_closed() else _epoll_of(loop)

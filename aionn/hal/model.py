@@ -49,8 +49,8 @@ class Model:
         constants: the large constants.
         pools: where the large constants' bytes are.
         token: 32 bytes that name the content: the graph and every constant.
-        contents: digest of those constants that somebody may still write to, as they were when `token` was made
-            (`aionn.graph.unchanged`); empty where there are none, or where it is not known.
+        contents: digest of the constants that can still be written to, as they were when `token` was made
+            (`aionn.graph.unchanged`). Empty without such constants, or where the digest is not known.
     """
 
     graph: bytes = field(repr=False)

@@ -42,17 +42,17 @@ from aionn.hal.types import ExecutionPreference, Priority, Result
 from aionn.memory import pool as memory_pool
 from aionn.memory.region import Region
 from aionn.remote.device import RemoteBuffer, RemotePreparedModel
-from aionn.runtime.arguments import Arguments, Outputs, Shapes, Way, check_mapping, raise_for
-from aionn.runtime.burst import QUEUE_CAPACITY, Burst
-from aionn.runtime.compiled_model import CompiledModel, Serving
-from aionn.runtime.device_memory import DeviceMemory, DeviceRoles
-from aionn.runtime.frames import Frames, Spare, fill
-from aionn.runtime.link import CLOSE_S
-from aionn.runtime.placement import Placement, is_placed, place
-from aionn.runtime.plan import prepare_on_best
-from aionn.runtime.preparation import CacheChoice, prepare
-from aionn.runtime.stage import Stage, StagePolicy
-from aionn.runtime.stages import Staging
+from aionn.runtime.executing.arguments import Arguments, Outputs, Shapes, Way, check_mapping, raise_for
+from aionn.runtime.executing.device_memory import DeviceMemory, DeviceRoles
+from aionn.runtime.executing.frames import Frames, Spare, fill
+from aionn.runtime.executing.link import CLOSE_S
+from aionn.runtime.executing.placement import Placement, is_placed, place
+from aionn.runtime.preparing.plan import prepare_on_best
+from aionn.runtime.preparing.preparation import CacheChoice, prepare
+from aionn.runtime.serving.compiled_model import CompiledModel, Serving
+from aionn.runtime.staging.stage import Stage, StagePolicy
+from aionn.runtime.staging.stages import Staging
+from aionn.runtime.streaming.burst import QUEUE_CAPACITY, Burst
 from aionn.tasks import bounded_shield, call_soon_from_anywhere, deadline_of, ending_by
 
 if TYPE_CHECKING:

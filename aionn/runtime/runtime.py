@@ -25,13 +25,13 @@ from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model
 from aionn.hal.types import CACHE_TOKEN_BYTES, ExecutionPreference, Priority
 from aionn.runtime.compilation import Compilation
-from aionn.runtime.devices import GRACE_S, KILL_S, Device, Devices
-from aionn.runtime.liveness import DEFAULT_HANG_S, checked_hang_s
-from aionn.runtime.plan import prepare_on_best
-from aionn.runtime.preparation import CacheChoice
-from aionn.runtime.stage import StagePolicy
-from aionn.runtime.stages import prepare_first
-from aionn.runtime.swapping import swap_model
+from aionn.runtime.preparing.plan import prepare_on_best
+from aionn.runtime.preparing.preparation import CacheChoice
+from aionn.runtime.processes.devices import GRACE_S, KILL_S, Device, Devices
+from aionn.runtime.processes.liveness import DEFAULT_HANG_S, checked_hang_s
+from aionn.runtime.staging.stage import StagePolicy
+from aionn.runtime.staging.stages import prepare_first
+from aionn.runtime.staging.swapping import swap_model
 from aionn.tasks import OwnedTasks, bounded_shield, deadline_of, ending_by, is_ours, running_loop
 
 CLOSE_STORES_S = 5.0

@@ -20,7 +20,7 @@ from aionn.errors import AionnError, CallerError, CompilationError
 from aionn.hal import CacheFiles, CacheHandles, ErrorStatus, IDevice, IPreparedModel, Model, PrepareOptions, Request, RequestArgument
 from aionn.hal.types import DataLocation
 from aionn.memory.region import Region
-from aionn.runtime.devices import Devices
+from aionn.runtime.processes.devices import Devices
 from tests.conformance import caching_models
 
 ROOT = Path(__file__).parents[2]

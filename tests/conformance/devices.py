@@ -9,7 +9,7 @@ import anyio
 
 from aionn.driver import EngineDevice, find_engine
 from aionn.hal.interfaces import IDevice
-from aionn.runtime.devices import Devices
+from aionn.runtime.processes.devices import Devices
 from tests.remote.pair import remote_device
 
 ENGINES = {"fake": "aionn.testing.fake_engine:FakeEngine", "reference": "reference", "onnxruntime": "onnxruntime"}

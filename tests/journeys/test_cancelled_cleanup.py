@@ -16,7 +16,7 @@ from aionn.caching.store.entries import Hit
 from aionn.memory.memory import Memory
 from aionn.memory.region import Region
 from aionn.remote.device import RemoteBuffer, RemotePreparedModel
-from aionn.runtime.device_memory import DeviceRoles
+from aionn.runtime.executing.device_memory import DeviceRoles
 from aionn.testing import FakeDevice, identity_model
 from tests.leaks import ended, leak_check
 

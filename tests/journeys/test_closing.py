@@ -19,7 +19,7 @@ import pytest
 import aionn
 from aionn.fmq import MessageQueue, QueueClosedError
 from aionn.hal import ErrorStatus
-from aionn.runtime import devices
+from aionn.runtime.processes import devices
 from aionn.testing import FakeDevice, identity_model
 from tests.leaks import leak_check, wait_for_end
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import aionn
-from aionn.runtime import stages
+from aionn.runtime.staging import stages
 from tests.leaks import leak_check
 from tests.real_models import carried
 

@@ -19,7 +19,7 @@ from onnx import ModelProto, TensorProto, helper
 
 import aionn
 from aionn.graph import resolve_shapes
-from aionn.runtime.recurrent import RecurrentWay, Step
+from aionn.runtime.executing.recurrent import RecurrentWay, Step
 from tests.engines.onnx_graphs import model_of, value
 from tests.leaks import driver_pids, leak_check
 

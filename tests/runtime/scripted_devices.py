@@ -14,8 +14,8 @@ import aionn
 from aionn.caching import CacheOutcome
 from aionn.errors import AionnError, CallerError, DeviceUnavailableError
 from aionn.hal import CacheFiles, CacheHandles, Model, PrepareOptions
-from aionn.runtime.devices import Devices
-from aionn.runtime.preparation import CacheChoice, prepare
+from aionn.runtime.preparing.preparation import CacheChoice, prepare
+from aionn.runtime.processes.devices import Devices
 from aionn.testing import identity_model
 
 NAME = "scripted"

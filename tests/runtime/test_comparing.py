@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 import aionn
 from aionn.remote.device import RemotePreparedModel
-from aionn.runtime.comparing import _Pairs
-from aionn.runtime.compiled_model import CompiledModel, Serving
-from aionn.runtime.measuring import Inputs, Meter, Timed
+from aionn.runtime.serving.compiled_model import CompiledModel, Serving
+from aionn.runtime.staging.comparing import _Pairs
+from aionn.runtime.staging.measuring import Inputs, Meter, Timed
 from aionn.testing import identity_model
 
 MODEL = aionn.Model.from_onnx(identity_model({"x": (1,)}, outputs=["y"]))

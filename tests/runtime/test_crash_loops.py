@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import aionn
-from aionn.runtime import restarts
+from aionn.runtime.processes import restarts
 from aionn.testing import FakeDevice, identity_model
 from tests.leaks import leak_check
 

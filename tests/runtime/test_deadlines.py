@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 import aionn
 from aionn.caching.store.directory import CacheDirectory
 from aionn.caching.store.housekeeping import Housekeeping
-from aionn.runtime.devices import Device
+from aionn.runtime.processes.devices import Device
 from aionn.testing import FakeDevice, identity_model
 from aionn.testing.fake_engine import SecondFakeEngine
 from tests.leaks import leak_check
@@ -132,7 +132,7 @@ async def test_a_stream_whose_burst_reconnects_keeps_its_deadline(policy: Any) -
 
 
 async def test_device_memory_keeps_deadlines_and_is_closed_in_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aionn.runtime.device_memory.CLOSE_S", 0.1)
+    monkeypatch.setattr("aionn.runtime.executing.device_memory.CLOSE_S", 0.1)
     async with standstill() as here:
         state = here.state
         await here.late(here.compilation.allocate(**ROLES, timeout_s=0.1))

@@ -19,8 +19,8 @@ import pytest
 
 import aionn
 from aionn.errors import CallerError, CompilationError, DeadlineError, DeviceUnavailableError, DriverDiedError, DriverHungError
-from aionn.runtime import devices as devices_module
-from aionn.runtime.devices import Devices
+from aionn.runtime.processes import devices as devices_module
+from aionn.runtime.processes.devices import Devices
 from aionn.testing import FakeDevice, identity_model
 from tests.leaks import driver_pids, ended, leak_check
 from tests.real_models import carried

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 import aionn
 from aionn.errors import CallerError
-from aionn.runtime import frames
-from aionn.runtime.arguments import Arguments
-from aionn.runtime.burst import Burst
-from aionn.runtime.frames import Frames, fill_large
+from aionn.runtime.executing import frames
+from aionn.runtime.executing.arguments import Arguments
+from aionn.runtime.executing.frames import Frames, fill_large
 from aionn.runtime.model import Model
+from aionn.runtime.streaming.burst import Burst
 from aionn.testing import FakeDevice
 from aionn.testing.models import identity_model
 from tests.leaks import leak_check

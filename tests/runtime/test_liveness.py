@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 import aionn
 from aionn.pages import BEAT_S, Activity, Execution
-from aionn.runtime.devices import Device
-from aionn.runtime.liveness import Evidence, Hang, Judge, Witness
+from aionn.runtime.processes.devices import Device
+from aionn.runtime.processes.liveness import Evidence, Hang, Judge, Witness
 from aionn.testing import FakeDevice, identity_model
 from tests.leaks import driver_pids, leak_check
 from tests.runtime.uneven_engine import Accelerator, UnevenEngine
@@ -349,7 +349,7 @@ async def test_a_driver_that_is_stopped_while_idle_is_killed_and_leaves_no_stack
 async def test_without_hang_s_a_hang_is_logged_once_and_ended_by_the_app(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aionn.runtime.devices.DEFAULT_HANG_S", 0.2)
+    monkeypatch.setattr("aionn.runtime.processes.devices.DEFAULT_HANG_S", 0.2)
     async with app(hang_s=None) as (fake, compilation, device, _), compilation.burst() as burst:
         await burst.compute(numbered(1))
         pid = device.pid

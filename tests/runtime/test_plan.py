@@ -13,7 +13,7 @@ import pytest
 import aionn
 from aionn import trace
 from aionn.errors import CompilationError, DriverDiedError
-from aionn.runtime.devices import Devices
+from aionn.runtime.processes.devices import Devices
 from aionn.runtime.runtime import Mode
 from aionn.testing import FakeDevice, identity_model
 from aionn.testing.fake_engine import SecondFakeEngine

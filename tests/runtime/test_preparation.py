@@ -30,7 +30,7 @@ from aionn.errors import (
     DriverHungError,
 )
 from aionn.hal import CacheFiles, PrepareOptions
-from aionn.runtime.preparation import CacheChoice, UnsupportedOperationError, refusal_from
+from aionn.runtime.preparing.preparation import CacheChoice, UnsupportedOperationError, refusal_from
 from aionn.testing import FakeDevice, identity_model
 from tests.runtime.scripted_devices import ScriptedDevice, scripted, some_model
 

@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 import aionn
-from aionn.runtime.recurrent import RecurrentWay, Step
+from aionn.runtime.executing.recurrent import RecurrentWay, Step
 from aionn.testing import FakeDevice, identity_model
 from tests.leaks import leak_check
 

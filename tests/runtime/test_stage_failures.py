@@ -24,8 +24,9 @@ import pytest
 import aionn
 from aionn.errors import ExecutionError
 from aionn.hal.types import ErrorStatus
-from aionn.runtime import compiled_model, stages
-from aionn.runtime.compiled_model import CompiledModel, Serving
+from aionn.runtime.serving import compiled_model
+from aionn.runtime.serving.compiled_model import CompiledModel, Serving
+from aionn.runtime.staging import stages
 from aionn.testing import FakeDevice, identity_model
 from tests.leaks import leak_check
 from tests.runtime.staged_streams import SHAPE, rejected, staged, streaming

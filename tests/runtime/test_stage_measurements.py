@@ -18,8 +18,8 @@ import aionn
 from aionn.caching import OutputDifference, StageMeasurement
 from aionn.caching.store import CacheStore
 from aionn.hal import ExecutionPreference, PrepareOptions, Priority
-from aionn.runtime import stages, verdicts
-from aionn.runtime.preparation import CacheChoice
+from aionn.runtime.preparing.preparation import CacheChoice
+from aionn.runtime.staging import stages, verdicts
 from aionn.testing import FakeDevice, identity_model
 from tests.leaks import leak_check
 from tests.runtime.staged_streams import SHAPE, frame, rejected, staged, streaming

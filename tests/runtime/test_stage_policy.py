@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import aionn
-from aionn.runtime import comparing, stages
-from aionn.runtime.comparing import Samples
+from aionn.runtime.staging import comparing, stages
+from aionn.runtime.staging.comparing import Samples
 from aionn.testing import FakeDevice, identity_model
 from tests.leaks import leak_check
 from tests.runtime.staged_streams import SHAPE, frame, rejected, staged

@@ -15,9 +15,9 @@ import pytest
 
 import aionn
 from aionn.caching.store import CacheStore
-from aionn.runtime import stages
-from aionn.runtime.compiled_model import Use
-from aionn.runtime.frequency import until_frequent
+from aionn.runtime.serving.compiled_model import Use
+from aionn.runtime.staging import stages
+from aionn.runtime.staging.frequency import until_frequent
 from aionn.testing import FakeDevice, identity_model
 from tests.leaks import leak_check
 from tests.runtime.staged_streams import SHAPE, frame, staged

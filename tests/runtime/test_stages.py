@@ -18,7 +18,7 @@ import pytest
 
 import aionn
 from aionn import trace
-from aionn.runtime import stages
+from aionn.runtime.staging import stages
 from aionn.testing import FakeDevice, identity_model
 from aionn.testing.models import scaled_model
 from tests.leaks import leak_check

@@ -16,7 +16,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import aionn
-from aionn.runtime import background
+from aionn.runtime.preparing import background
 from tests.leaks import leak_check
 
 pytestmark = pytest.mark.anyio

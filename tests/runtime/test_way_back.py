@@ -14,7 +14,7 @@ import pytest
 
 import aionn
 from aionn import trace
-from aionn.runtime import way_back
+from aionn.runtime.staging import way_back
 from aionn.testing import FakeDevice, identity_model
 from tests.leaks import leak_check
 from tests.runtime.staged_streams import SHAPE, Stream, frame, staged

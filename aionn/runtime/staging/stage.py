@@ -11,7 +11,7 @@ import anyio
 
 from aionn import trace
 from aionn.errors import CallerError
-from aionn.runtime.comparing import Comparison, Tolerance
+from aionn.runtime.staging.comparing import Comparison, Tolerance
 
 State = Literal["waiting", "compiling", "loading", "comparing", "serving", "replaced", "rejected", "skipped"]
 _STEPS: Mapping[str, float] = {"waiting": 0.0, "compiling": 0.1, "loading": 0.7, "comparing": 0.8}
@@ -31,7 +31,7 @@ class StagePolicy:
         min_gain: the new stage must be faster by this share of the median run; None: outputs alone decide.
         tolerances: how far outputs may differ, by element type, in place of those in `TOLERANCES`.
         run_timeout_s: a run in the comparison may take so long; then the new stage hangs and is killed.
-        hold: the stream may be held back for single runs of the comparison where it leaves no gaps (`aionn.runtime.measuring` has the
+        hold: the stream may be held back for single runs of the comparison where it leaves no gaps (`runtime.staging.measuring` has the
             rule); False: such a stream keeps its stage unless the new one is faster even beside it.
         state: device memories are copied to the new stage's driver at the swap ("move"), or the swap waits until the app has filled
             each of them anew, as at the beginning of a recording ("wait_for_reset"). The way back from a failing stage never waits.

@@ -25,7 +25,7 @@ from aionn.errors import CallerError, DeadlineError, MemoryAllocationError, agai
 from aionn.hal.types import IMemory
 from aionn.memory.pool import MAX_FRAMES, Frame, FramePool, FramesInFlightError
 from aionn.memory.region import Region
-from aionn.runtime.arguments import Way
+from aionn.runtime.executing.arguments import Way
 
 
 class Frames:

@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 
 from aionn import trace
 from aionn.errors import DeadlineError
-from aionn.runtime.compiled_model import CompiledModel, Serving
+from aionn.runtime.serving.compiled_model import CompiledModel, Serving
 from aionn.tasks import ungrouped
 
 Inputs = Mapping[str, NDArray[Any]]

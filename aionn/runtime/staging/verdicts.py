@@ -19,9 +19,9 @@ from aionn.caching import OutputDifference, StageMeasurement
 from aionn.engines.processor import usable_cpus
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model
-from aionn.runtime.comparing import TOLERANCES, Comparison, Tolerance, not_faster
-from aionn.runtime.preparation import CacheChoice
-from aionn.runtime.stage import StagePolicy
+from aionn.runtime.preparing.preparation import CacheChoice
+from aionn.runtime.staging.comparing import TOLERANCES, Comparison, Tolerance, not_faster
+from aionn.runtime.staging.stage import StagePolicy
 
 APPROVED = "it may serve"
 _ROUNDING = 1e-9

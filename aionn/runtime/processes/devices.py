@@ -37,9 +37,9 @@ from aionn.remote.channel import Descriptors
 from aionn.remote.connection import Connection
 from aionn.remote.control import PROTOCOL, STACKS_SIGNAL, CallBody, ControlError, Ready, Refused, error_of
 from aionn.remote.device import RemoteDevice
-from aionn.runtime.liveness import DEFAULT_HANG_S, Judge, watch
-from aionn.runtime.restarts import Restarts
-from aionn.runtime.spawning import spawn
+from aionn.runtime.processes.liveness import DEFAULT_HANG_S, Judge, watch
+from aionn.runtime.processes.restarts import Restarts
+from aionn.runtime.processes.spawning import spawn
 from aionn.tasks import Tasks, bounded_shield, leave_in_child, running_loop
 
 logger = logging.getLogger("aionn.runtime")

@@ -33,13 +33,13 @@ from aionn.errors import AionnError, CallerError, DeadlineError, again
 from aionn.hal.model import Model
 from aionn.hal.types import Result
 from aionn.remote.device import RemotePreparedModel
-from aionn.runtime.moving import MovedMemory, NotNowError, move
+from aionn.runtime.executing.moving import MovedMemory, NotNowError, move
 
 if TYPE_CHECKING:
-    from aionn.runtime.burst import Burst
-    from aionn.runtime.comparing import Samples
-    from aionn.runtime.device_memory import DeviceMemory
-    from aionn.runtime.link import Link
+    from aionn.runtime.executing.device_memory import DeviceMemory
+    from aionn.runtime.executing.link import Link
+    from aionn.runtime.staging.comparing import Samples
+    from aionn.runtime.streaming.burst import Burst
     from aionn.tasks import Tasks
 
 DRAIN_S = 2.0

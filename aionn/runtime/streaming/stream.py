@@ -32,13 +32,13 @@ import anyio.lowlevel
 from aionn import trace
 from aionn.errors import CallerError, DeadlineError, ExecutionError
 from aionn.hal.types import ErrorStatus
-from aionn.runtime.arguments import Outputs
+from aionn.runtime.executing.arguments import Outputs
 from aionn.tasks import Answer, running_loop
 
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup
 
-    from aionn.runtime.burst import Burst
+    from aionn.runtime.streaming.burst import Burst
 
 Policy = Literal["latest", "block", "reject"]
 Frames = AsyncIterable[Mapping[str, Any]] | Iterable[Mapping[str, Any]]

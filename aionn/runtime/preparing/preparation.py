@@ -39,7 +39,7 @@ from aionn.hal.interfaces import CacheHandles, PrepareOptions
 from aionn.hal.model import Model, Operation
 from aionn.hal.types import MAX_CACHE_FILES
 from aionn.remote.device import RemoteDevice, RemotePreparedModel
-from aionn.runtime.devices import Devices
+from aionn.runtime.processes.devices import Devices
 from aionn.tasks import Answer, Tasks, running_loop
 
 logger = logging.getLogger("aionn.runtime")

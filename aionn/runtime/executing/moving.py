@@ -14,7 +14,7 @@ from aionn.memory.region import Region
 from aionn.remote.device import RemoteBuffer, RemotePreparedModel
 
 if TYPE_CHECKING:
-    from aionn.runtime.device_memory import DeviceMemory
+    from aionn.runtime.executing.device_memory import DeviceMemory
 
 
 class NotNowError(CallerError):

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 from aionn.errors import AionnError, CallerError, CompilationError, DeadlineError
 from aionn.hal.model import Model
-from aionn.runtime import background
-from aionn.runtime.comparing import Samples, made_up_inputs
-from aionn.runtime.compiled_model import Serving
-from aionn.runtime.measuring import Inputs
-from aionn.runtime.moving import NotNowError
-from aionn.runtime.preparation import CacheChoice
-from aionn.runtime.stage import Stage, StagePolicy
-from aionn.runtime.stages import SAMPLES, SAMPLES_BYTES
+from aionn.runtime.executing.moving import NotNowError
+from aionn.runtime.preparing import background
+from aionn.runtime.preparing.preparation import CacheChoice
+from aionn.runtime.serving.compiled_model import Serving
+from aionn.runtime.staging.comparing import Samples, made_up_inputs
+from aionn.runtime.staging.measuring import Inputs
+from aionn.runtime.staging.stage import Stage, StagePolicy
+from aionn.runtime.staging.stages import SAMPLES, SAMPLES_BYTES
 
 if TYPE_CHECKING:
     from aionn.runtime.compilation import Compilation

@@ -30,8 +30,8 @@ from aionn.memory.memory import Memory
 from aionn.memory.pool import Frame
 from aionn.memory.region import Access, Region
 from aionn.remote.device import RemoteBuffer, RemotePreparedModel
-from aionn.runtime.arguments import Way, false_shapes
-from aionn.runtime.device_memory import DeviceMemory, lost_with
+from aionn.runtime.executing.arguments import Way, false_shapes
+from aionn.runtime.executing.device_memory import DeviceMemory, lost_with
 
 Placed = Memory | HardwareBuffer | DeviceMemory
 

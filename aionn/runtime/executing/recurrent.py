@@ -26,9 +26,9 @@ from aionn.burst import PoolReference, encode_request_body
 from aionn.errors import DeviceMemoryLostError, DriverDiedError
 from aionn.hal.types import DataLocation, ErrorStatus, Request, RequestArgument, Result
 from aionn.memory.pool import Frame, FramePool, FramesInFlightError
-from aionn.runtime.arguments import Arguments, Way
-from aionn.runtime.device_memory import DeviceMemory, lost_with
-from aionn.runtime.link import Link
+from aionn.runtime.executing.arguments import Arguments, Way
+from aionn.runtime.executing.device_memory import DeviceMemory, lost_with
+from aionn.runtime.executing.link import Link
 
 _REMEMBERED_BODIES = 64
 

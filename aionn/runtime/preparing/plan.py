@@ -25,8 +25,8 @@ from aionn.errors import (
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model
 from aionn.remote.device import RemotePreparedModel
-from aionn.runtime.devices import Devices
-from aionn.runtime.preparation import CacheChoice, UnsupportedOperationError, prepare
+from aionn.runtime.preparing.preparation import CacheChoice, UnsupportedOperationError, prepare
+from aionn.runtime.processes.devices import Devices
 
 logger = logging.getLogger("aionn.runtime")
 

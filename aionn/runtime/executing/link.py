@@ -14,8 +14,8 @@ from aionn.burst import DATUM_BYTES, ExecutionBurstController
 from aionn.errors import AionnError, CallerError
 from aionn.fmq import MessageQueue
 from aionn.remote.device import RemoteBurstContext
-from aionn.runtime.compiled_model import Serving
-from aionn.runtime.frames import Frames
+from aionn.runtime.executing.frames import Frames
+from aionn.runtime.serving.compiled_model import Serving
 from aionn.tasks import bounded_shield, call_soon_from_anywhere
 
 if TYPE_CHECKING:

@@ -29,18 +29,18 @@ from aionn.errors import AionnError, CallerError, ExecutionError
 from aionn.hal.types import ErrorStatus, ExecutionPreference, Result
 from aionn.memory import pool as memory_pool
 from aionn.remote.device import RemoteBuffer
-from aionn.runtime import stream
-from aionn.runtime.arguments import Outputs, Shapes, Way, check_mapping, failure_of
-from aionn.runtime.frame import Frame, check_frame
-from aionn.runtime.frames import LARGE_BYTES, Frames, Spare, fill, fill_large
-from aionn.runtime.link import Link, open_link, release
-from aionn.runtime.placement import Placement, is_placed, place
-from aionn.runtime.recurrent import RecurrentWay, Step
+from aionn.runtime.executing.arguments import Outputs, Shapes, Way, check_mapping, failure_of
+from aionn.runtime.executing.frames import LARGE_BYTES, Frames, Spare, fill, fill_large
+from aionn.runtime.executing.link import Link, open_link, release
+from aionn.runtime.executing.placement import Placement, is_placed, place
+from aionn.runtime.executing.recurrent import RecurrentWay, Step
+from aionn.runtime.streaming import stream
+from aionn.runtime.streaming.frame import Frame, check_frame
 from aionn.tasks import call_soon_from_anywhere, deadline_of, ending_by
 
 if TYPE_CHECKING:
     from aionn.runtime.compilation import Compilation
-    from aionn.runtime.compiled_model import Serving
+    from aionn.runtime.serving.compiled_model import Serving
 
 _REMEMBERED_BODIES = 64
 """So many encoded requests are remembered per frame."""

@@ -37,9 +37,9 @@ from aionn.hal.interfaces import CacheHandles, PrepareOptions
 from aionn.hal.model import Model
 from aionn.hal.types import CACHE_TOKEN_BYTES, CacheFiles
 from aionn.remote.device import RemoteDevice, RemotePreparedModel
-from aionn.runtime import preparation
-from aionn.runtime.devices import Devices, DriverProcess
-from aionn.runtime.preparation import CacheChoice
+from aionn.runtime.preparing import preparation
+from aionn.runtime.preparing.preparation import CacheChoice
+from aionn.runtime.processes.devices import Devices, DriverProcess
 from aionn.tasks import bounded_shield
 
 logger = logging.getLogger("aionn.runtime")

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 
 from aionn.errors import CallerError
 from aionn.memory import pool as memory_pool
-from aionn.runtime.arguments import Shapes, Way
-from aionn.runtime.placement import is_placed
+from aionn.runtime.executing.arguments import Shapes, Way
+from aionn.runtime.executing.placement import is_placed
 
 if TYPE_CHECKING:
-    from aionn.runtime.burst import Burst
+    from aionn.runtime.streaming.burst import Burst
 
 
 def check_frame(way: Way, placed_shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -24,9 +24,9 @@ import numpy as np
 from aionn import trace
 from aionn.errors import AionnError, OutputInsufficientSizeError
 from aionn.remote.device import RemotePreparedModel
-from aionn.runtime.compiled_model import CompiledModel, Serving
-from aionn.runtime.measuring import Inputs, Run
-from aionn.runtime.moving import NotNowError
+from aionn.runtime.executing.moving import NotNowError
+from aionn.runtime.serving.compiled_model import CompiledModel, Serving
+from aionn.runtime.staging.measuring import Inputs, Run
 
 logger = logging.getLogger("aionn.runtime")
 

@@ -30,9 +30,9 @@ from aionn.errors import AionnError
 from aionn.hal.model import Model
 from aionn.memory.hardware_buffer import HardwareBuffer
 from aionn.memory.memory import Memory
-from aionn.runtime.compiled_model import CompiledModel, Serving
-from aionn.runtime.device_memory import DeviceMemory
-from aionn.runtime.measuring import Inputs, Meter, Run, Timed
+from aionn.runtime.executing.device_memory import DeviceMemory
+from aionn.runtime.serving.compiled_model import CompiledModel, Serving
+from aionn.runtime.staging.measuring import Inputs, Meter, Run, Timed
 
 SAMPLE_EVERY_S = 0.25
 """Two samples of a stream are at least this far apart: neighbouring frames are alike."""

@@ -34,19 +34,20 @@ from aionn.errors import AionnError, CallerError, CompilationError, DeadlineErro
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model
 from aionn.remote.device import RemotePreparedModel
-from aionn.runtime import background, preparation, verdicts
-from aionn.runtime.comparing import TOLERANCES, Comparison, Samples, compare, made_up_inputs
-from aionn.runtime.compiled_model import CompiledModel, Serving
-from aionn.runtime.frequency import until_frequent
-from aionn.runtime.measuring import Inputs, Run
-from aionn.runtime.moving import NotNowError
-from aionn.runtime.preparation import CacheChoice
-from aionn.runtime.stage import Stage, StagePolicy
-from aionn.runtime.way_back import WayBack
+from aionn.runtime.executing.moving import NotNowError
+from aionn.runtime.preparing import background, preparation
+from aionn.runtime.preparing.preparation import CacheChoice
+from aionn.runtime.serving.compiled_model import CompiledModel, Serving
+from aionn.runtime.staging import verdicts
+from aionn.runtime.staging.comparing import TOLERANCES, Comparison, Samples, compare, made_up_inputs
+from aionn.runtime.staging.frequency import until_frequent
+from aionn.runtime.staging.measuring import Inputs, Run
+from aionn.runtime.staging.stage import Stage, StagePolicy
+from aionn.runtime.staging.way_back import WayBack
 from aionn.tasks import bounded_shield, ungrouped
 
 if TYPE_CHECKING:
-    from aionn.runtime.devices import Devices
+    from aionn.runtime.processes.devices import Devices
 
 logger = logging.getLogger("aionn.runtime")
 

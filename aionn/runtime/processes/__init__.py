@@ -1,0 +1,7 @@
+"""Driver processes: started, watched, ended, started again. Only `spawning` starts processes.
+
+devices   `Device` and `Devices`: which devices a runtime has, and the driver process of each
+spawning  `posix_spawn` of a driver
+liveness  whether a driver hangs or is busy, judged by its statistics page
+restarts  how long to wait before a driver that keeps dying is started again
+"""

@@ -1,0 +1,261 @@
+"""The house tests its rooms: no circle of files, private names stay private, and sizes that a reader can hold in mind.
+
+`tests/test_house.py` holds the floors between packages. These tests look inside them, at Python and at the native code.
+Where a limit would make the code worse, the exception stands in a list here, with its reason.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Set
+from pathlib import Path
+
+from tests.test_house import HOUSE, imports_of, modules
+
+
+def dotted(path: Path) -> str:
+    parts = ["aionn", *path.relative_to(HOUSE).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MOST_LINES = 400
+MOST_FUNCTION_LINES = 60
+MOST_PARAMETERS = 8
+MOST_ATTRIBUTES = 15
+MOST_METHODS = 20
+
+LATER = "to be mended"
+
+# place: reason. A place is a module, or "module: name" for a class or a function.
+LONGER_MODULES: Mapping[str, str] = {
+    "burst/controller.py": LATER,
+    "burst/server.py": LATER,
+    "caching/integrity.py": LATER,
+    "caching/store/cache.py": LATER,
+    "caching/store/directory.py": LATER,
+    "caching/store/housekeeping.py": LATER,
+    "driver/device.py": LATER,
+    "engines/onnxruntime.py": LATER,
+    "fmq/_ring.c": LATER,
+    "fmq/message_queue.py": LATER,
+    "memory/device_buffers.py": LATER,
+    "remote/control.py": LATER,
+    "remote/service.py": LATER,
+    "runtime/compilation.py": LATER,
+    "runtime/executing/device_memory.py": LATER,
+    "runtime/processes/devices.py": LATER,
+    "runtime/serving/compiled_model.py": LATER,
+    "runtime/staging/stages.py": LATER,
+    "runtime/streaming/burst.py": LATER,
+}
+LONGER_FUNCTIONS: Mapping[str, str] = {
+    "cli/caches.py: list_entries": LATER,
+    "runtime/staging/comparing.py: compare": LATER,
+}
+MORE_PARAMETERS: Mapping[str, str] = {
+    "cli/running.py: run_model": LATER,
+    "driver/execution.py: __init__": LATER,
+    "runtime/streaming/burst.py: _try_placed": LATER,
+}
+LARGER_CLASSES: Mapping[str, str] = {
+    "burst/controller.py: ExecutionBurstController": LATER,
+    "burst/server.py: ExecutionBurstServer": LATER,
+    "caching/blob_cache.py: BlobCache": LATER,
+    "caching/store/cache.py: CacheStore": LATER,
+    "caching/store/directory.py: CacheDirectory": LATER,
+    "caching/store/housekeeping.py: Housekeeping": LATER,
+    "caching/store/index.py: Index": LATER,
+    "driver/execution.py: BoundExecution": LATER,
+    "fmq/message_queue.py: MessageQueue": LATER,
+    "memory/domain.py: DeviceBuffer": LATER,
+    "memory/memory.py: Memory": LATER,
+    "runtime/compilation.py: Compilation": LATER,
+    "runtime/executing/device_memory.py: DeviceMemory": LATER,
+    "runtime/processes/devices.py: DriverProcess": LATER,
+    "runtime/serving/compiled_model.py: CompiledModel": LATER,
+    "runtime/staging/stages.py: Staging": LATER,
+    "runtime/streaming/burst.py: Burst": LATER,
+}
+PRIVATE_READS: Mapping[str, str] = {
+    "memory/device_buffers.py": LATER,
+    "runtime/compilation.py": LATER,
+    "runtime/executing/device_memory.py": LATER,
+    "runtime/executing/moving.py": LATER,
+    "runtime/executing/placement.py": LATER,
+    "runtime/executing/recurrent.py": LATER,
+    "runtime/preparing/background.py": LATER,
+    "runtime/preparing/preparation.py": LATER,
+    "runtime/runtime.py": LATER,
+    "runtime/staging/stages.py": LATER,
+    "runtime/staging/swapping.py": LATER,
+    "runtime/streaming/burst.py": LATER,
+    "runtime/streaming/frame.py": LATER,
+    "runtime/streaming/stream.py": LATER,
+}
+CIRCLES: tuple[frozenset[str], ...] = (
+    frozenset({"aionn.caching.store.cache", "aionn.caching.store.entries"}),
+    frozenset({name for name in (dotted(path) for path, _ in modules()) if name.startswith("aionn.runtime.")}),
+)
+
+
+def graph() -> dict[str, set[str]]:
+    """Which module imports which, `TYPE_CHECKING` imports and imports inside functions included."""
+    trees = {dotted(path): (path, tree) for path, tree in modules()}
+    found: dict[str, set[str]] = {}
+    for name, (path, tree) in trees.items():
+        imported = {other for other in imports_of(path, tree) if other in trees}
+        # `from package import module` names both; the package is meant only where one of its own names is.
+        found[name] = imported - {name}
+    return found
+
+
+def circles(arrows: Mapping[str, Set[str]]) -> list[frozenset[str]]:
+    """The groups of two or more files that reach each other (strongly connected components, Tarjan)."""
+    number: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[frozenset[str]] = []
+
+    def visit(node: str) -> None:
+        number[node] = low[node] = len(number)
+        stack.append(node)
+        for other in arrows.get(node, ()):
+            if other not in number:
+                visit(other)
+                low[node] = min(low[node], low[other])
+            elif other in stack:
+                low[node] = min(low[node], number[other])
+        if low[node] == number[node]:
+            group = {stack.pop()}
+            while node not in group:
+                group.add(stack.pop())
+            if len(group) > 1:
+                found.append(frozenset(group))
+
+    for node in arrows:
+        if node not in number:
+            visit(node)
+    return found
+
+
+def without_packages(arrows: Mapping[str, Set[str]]) -> dict[str, set[str]]:
+    """An `__init__` that lists its rooms is a face, and imports from it are imports of the rooms: only files count here."""
+    faces = {dotted(path) for path, _ in modules() if path.name == "__init__.py"}
+    return {name: set(others) - faces for name, others in arrows.items() if name not in faces}
+
+
+def native_graph() -> dict[str, set[str]]:
+    """Native files by what they call: a file needs the one that defines a function it names."""
+    files = sorted((HOUSE / "fmq").glob("*.c"))
+    texts = {path.name: re.sub(r"/\*.*?\*/", "", path.read_text(encoding="utf-8"), flags=re.DOTALL) for path in files}
+    defines = {
+        name: set(re.findall(r"^(?!static)[A-Za-z][\w \*]*?\b(\w+)\([^;{]*\)\s*\{", text, re.MULTILINE)) for name, text in texts.items()
+    }
+    return {
+        name: {other for other, names in defines.items() if other != name and any(re.search(rf"\b{word}\b", text) for word in names)}
+        for name, text in texts.items()
+    }
+
+
+def test_no_files_stand_in_a_circle() -> None:
+    found = [sorted(group) for group in circles(without_packages(graph())) if not any(group <= known for known in CIRCLES)]
+    assert found == []
+
+
+def test_no_native_files_stand_in_a_circle() -> None:
+    assert [sorted(group) for group in circles(native_graph())] in ([], [["_exchange.c", "_ring.c"]])
+
+
+def test_the_search_for_circles_finds_one() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [frozenset("abc")]
+
+
+def private_reads(path: Path, tree: ast.Module) -> Iterator[str]:
+    """Private names of another file's classes or modules: `other._name`, and `from module import _name`."""
+    own: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            own.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+            own.add(node.attr)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            own.add(node.target.id)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and re.match(r"_[^_]", node.attr) and node.attr not in own:
+            if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls", "os", "sys")):
+                yield f"{path.relative_to(HOUSE)}:{node.lineno} {ast.unparse(node)}"
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("aionn"):
+            for alias in node.names:
+                if re.match(r"_[^_]", alias.name) and f"{node.module}.{alias.name}" != "aionn.fmq._ring":
+                    yield f"{path.relative_to(HOUSE)}:{node.lineno} {alias.name}"
+
+
+def test_private_means_private() -> None:
+    found = [read for path, tree in modules() for read in private_reads(path, tree) if read.split(":")[0] not in PRIVATE_READS]
+    assert found == []
+
+
+def test_no_module_is_longer_than_a_reader_can_hold() -> None:
+    sizes = {str(path.relative_to(HOUSE)): len(path.read_text(encoding="utf-8").splitlines()) for path, _ in modules()}
+    native = {
+        str(path.relative_to(HOUSE)): len(path.read_text(encoding="utf-8").splitlines())
+        for ending in ("*.c", "*.h")
+        for path in HOUSE.rglob(ending)
+    }
+    long = {place: lines for place, lines in sizes.items() if lines > MOST_LINES} | {
+        place: lines for place, lines in native.items() if lines > 500
+    }
+    assert {place: lines for place, lines in long.items() if place not in LONGER_MODULES} == {}
+    assert LONGER_MODULES.keys() <= long.keys(), "an exception that is no longer needed"
+
+
+def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    for path, tree in modules():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield f"{path.relative_to(HOUSE)}: {node.name}", node
+
+
+def test_no_function_is_longer_than_a_page() -> None:
+    long = {}
+    for place, node in functions():
+        docstring = ast.get_docstring(node, clean=False)
+        lines = (node.end_lineno or node.lineno) - node.lineno + 1 - (docstring.count("\n") + 1 if docstring else 0)
+        if lines > MOST_FUNCTION_LINES:
+            long[place] = lines
+    assert {place: lines for place, lines in long.items() if place not in LONGER_FUNCTIONS} == {}
+    assert LONGER_FUNCTIONS.keys() <= long.keys(), "an exception that is no longer needed"
+
+
+def test_no_function_takes_more_than_a_reader_can_remember() -> None:
+    """Keyword-only parameters of public functions do not count: a caller names them."""
+    many = {}
+    for place, node in functions():
+        arguments = node.args
+        named = [] if not node.name.startswith("_") or node.name == "__init__" else arguments.kwonlyargs
+        count = len([argument for argument in (*arguments.posonlyargs, *arguments.args, *named) if argument.arg not in ("self", "cls")])
+        if count > MOST_PARAMETERS:
+            many[place] = count
+    assert {place: count for place, count in many.items() if place not in MORE_PARAMETERS} == {}
+    assert MORE_PARAMETERS.keys() <= many.keys(), "an exception that is no longer needed"
+
+
+def test_no_class_holds_more_than_a_reader_can_remember() -> None:
+    large = {}
+    for path, tree in modules():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.ClassDef):
+                continue
+            methods = [inner for inner in node.body if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef)]
+            attributes: dict[str, None] = defaultdict(None)
+            for method in methods:
+                for inner in ast.walk(method):
+                    stored = isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store)
+                    if stored and isinstance(inner.value, ast.Name) and inner.value.id == "self":
+                        attributes[inner.attr] = None
+            if len(attributes) > MOST_ATTRIBUTES or len(methods) > MOST_METHODS:
+                large[f"{path.relative_to(HOUSE)}: {node.name}"] = (len(attributes), len(methods))
+    assert {place: counts for place, counts in large.items() if place not in LARGER_CLASSES} == {}
+    assert LARGER_CLASSES.keys() <= large.keys(), "an exception that is no longer needed"
