@@ -252,9 +252,9 @@ def test_no_class_holds_more_than_a_reader_can_remember() -> None:
             attributes: dict[str, None] = defaultdict(None)
             for method in methods:
                 for inner in ast.walk(method):
-                    stored = isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store)
-                    if stored and isinstance(inner.value, ast.Name) and inner.value.id == "self":
-                        attributes[inner.attr] = None
+                    match inner:
+                        case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                            attributes[name] = None
             if len(attributes) > MOST_ATTRIBUTES or len(methods) > MOST_METHODS:
                 large[f"{path.relative_to(HOUSE)}: {node.name}"] = (len(attributes), len(methods))
     assert {place: counts for place, counts in large.items() if place not in LARGER_CLASSES} == {}
