@@ -35,7 +35,6 @@ RIDDLES = re.compile(
 
 
 LATER = tuple(f"aionn/{room}" for room in ("burst", "caching", "cli", "driver", "engines", "fmq", "memory", "pages", "remote", "runtime"))
-LATER += ("CHANGELOG.md",)
 
 
 @dataclass(frozen=True)
