@@ -12,6 +12,7 @@ import asyncio
 import signal
 import sys
 
+import anyio
 import numpy as np
 
 import aionn
@@ -30,7 +31,13 @@ async def main() -> None:
                 print("at work", flush=True)
                 await asyncio.gather(*running)
             finally:
-                print("closing", flush=True)
+                telling = asyncio.ensure_future(tell())
+    await telling
+
+
+async def tell() -> None:
+    await anyio.wait_all_tasks_blocked()  # the runtime waits for its driver
+    print("closing", flush=True)
 
 
 async def interrupted() -> None:

@@ -291,8 +291,9 @@ class DriverProcess:
         if self._ended.is_set():
             return
         self._signal(signal.SIGKILL)
-        (waiting := select.poll()).register(self._pidfd, select.POLLIN)
-        waiting.poll(ABORT_S * 1000)
+        if self._pidfd >= 0:
+            (waiting := select.poll()).register(self._pidfd, select.POLLIN)
+            waiting.poll(ABORT_S * 1000)
         self._exited()
         if not self._ended.is_set():
             logger.error("the driver process %d of device %r does not end, even killed; it is left to the system", self.pid, self.name)
@@ -485,7 +486,6 @@ class Devices:
         self.find(name)
         self.check_open()
         process = DriverProcess(name, self._tasks, threads, self._homes.get(name, ""), self._state_dir, self._hang_s)
-        # A caller that was cancelled while it waited for its worker's end has not forgotten it.
         self._workers = {worker for worker in self._workers if worker.alive} | {process}
         return process
 
