@@ -2,7 +2,7 @@
 
     limits           how much memory may still be had, and by which limit
     descriptors      whether somebody else's descriptor may be mapped
-    region           one piece of shared memory, mapped; the only place that calls mmap
+    region           one piece of shared memory, mapped; beside `aionn.pages`, the only place that calls mmap
     memory           `Memory`: what an app holds and slices
     hardware_buffer  `HardwareBuffer`: images, their planes and strides, as tensors
     pool             slots of a burst

@@ -1,4 +1,4 @@
-"""One sealed memfd, or a checked foreign descriptor, mapped. Only this file calls mmap.
+"""One sealed memfd, or a checked foreign descriptor, mapped. Beside `aionn.pages`, only this file calls mmap.
 
 A region is reserved when it is made: `limits` asks what cgroups and resource limits leave, then `posix_fallocate`
 takes it. So too little memory is an error at allocation and never a SIGBUS or a killed process later. Its size is

@@ -173,6 +173,10 @@ class RemotePreparedModel:
         self.save_outcome = prepared.outcome
         self._closed = False
 
+    def remember(self, model: Model) -> None:
+        """Note which model this is, for log lines: one that comes from a cache does not say so itself."""
+        self.device.remember(self.number, model)
+
     async def execute(
         self,
         request: Request,

@@ -96,6 +96,7 @@ class Compilation:
         self._cache = cache
         self._compiled = CompiledModel(runtime._tasks)
         if prepared is not None:
+            prepared.remember(model)
             self._compiled.serving = Serving(prepared, model, self._compiled.use)
         self._flight: _Flight | None = None
         self._staging: Staging | None = None
@@ -238,6 +239,7 @@ class Compilation:
                 prepared.release()  # a better stage has been swapped in meanwhile
                 flight.serving = compiled.serving
             else:
+                prepared.remember(self.model)
                 flight.serving = compiled.serving = Serving(prepared, self.model, compiled.use)
                 if dead is not None and compiled.replaced is not None:
                     compiled.replaced(dead, flight.serving)

@@ -227,7 +227,6 @@ def _check_operands(prepared: RemotePreparedModel, model: Model) -> None:
             "the cached compilation has other inputs or outputs than the model",
             reason=str(Refusal(MissReason.OTHER_MODEL, "its inputs or outputs are not this model's")),
         )
-    prepared.device.remember(prepared.number, model)
 
 
 def refusal_from(told: str, otherwise: MissReason) -> Refusal:

@@ -228,6 +228,7 @@ class Staging:
             phase=lambda state: stage._enter("loading" if state == "loading" else "compiling"),
         )
         stage.made_by = made.by
+        made.prepared.remember(self._model)
         better = Serving(made.prepared, self._model, self._compiled.use, stage.name)
         swapped = False
         try:

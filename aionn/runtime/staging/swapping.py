@@ -59,6 +59,7 @@ async def swap_model(compilation: Compilation, model: Model, timeout_s: float | 
             timeout_s=_FOREVER_S if timeout_s is None else timeout_s,
             phase=lambda _: None,
         )
+        made.prepared.remember(model)
     better = Serving(made.prepared, model, compiled.use)
     try:
         await _try(compilation, better, list(samples.kept) or last, policy)
