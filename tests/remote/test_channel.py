@@ -215,7 +215,7 @@ async def test_descriptors_lost_for_want_of_room_fail_their_own_message_alone() 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(int(fd) for fd in os.listdir("/proc/self/fd"))
     fillers = []
-    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 3, hard))  # at least two are free, below or above the highest
     try:
         try:
             while True:
