@@ -1,7 +1,7 @@
 """What an app passes to an execution, checked; where it lies in a frame; and the request that says so.
 
 Shapes and dtypes are never converted: a float64 array for a float32 input is refused, a strided one is simply copied. The
-way of one set of input shapes is worked out once (`Way`) and remembered: a stream of equal frames pays for it only once.
+layout of a frame for one set of input shapes is worked out once (`FrameLayout`) and remembered. A stream of equal frames pays for it once.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class Outputs(dict[str, NDArray[Any]]):
         self.stage = device
 
 
-class Way:
+class FrameLayout:
     """How a frame is laid out for one set of input shapes.
 
     Attributes:
-        layout: where each argument lies.
+        frame_bytes: size of the frame.
         inputs: (name, dtype, shape, offset) per input.
         outputs: (name, dtype, shape or None while open, offset, length) per output.
         arguments: of the request, relative to the frame's first byte.
@@ -59,7 +59,7 @@ class Way:
         input_bytes: of all inputs together.
     """
 
-    __slots__ = ("_believed", "_declared", "arguments", "input_bytes", "inputs", "known", "layout", "outputs", "outputs_key")
+    __slots__ = ("_believed", "_declared", "arguments", "frame_bytes", "input_bytes", "inputs", "known", "outputs", "outputs_key")
 
     def __init__(
         self,
@@ -86,20 +86,21 @@ class Way:
         output_bytes = []
         for (_, operand), shape, length in zip(model.outputs.items(), output_shapes, room, strict=True):
             output_bytes.append(length if shape is None else prod(shape) * operand.type.element_bytes)
-        self.layout = Layout.of(input_bytes, tuple(output_bytes))
+        places = Layout.of(input_bytes, tuple(output_bytes))
+        self.frame_bytes = places.frame_bytes
         self.input_bytes = sum(input_bytes)
         self.known = None not in output_shapes
         self.outputs_key = object()
         self.inputs = tuple(
             (name, operand.type.dtype, shape, place[0])
-            for (name, operand), shape, place in zip(operands, input_shapes, self.layout.inputs, strict=True)
+            for (name, operand), shape, place in zip(operands, input_shapes, places.inputs, strict=True)
         )
         self.outputs = tuple(
             (name, operand.type.dtype, shape, *place)
-            for (name, operand), shape, place in zip(model.outputs.items(), output_shapes, self.layout.outputs, strict=True)
+            for (name, operand), shape, place in zip(model.outputs.items(), output_shapes, places.outputs, strict=True)
         )
-        arguments_in = tuple((place, shape) for place, shape in zip(self.layout.inputs, input_shapes, strict=True))
-        arguments_out = tuple((place, shape or ()) for place, shape in zip(self.layout.outputs, output_shapes, strict=True))
+        arguments_in = tuple((place, shape) for place, shape in zip(places.inputs, input_shapes, strict=True))
+        arguments_out = tuple((place, shape or ()) for place, shape in zip(places.outputs, output_shapes, strict=True))
         self.arguments = (arguments_in, arguments_out)
 
     def request(self, frame_offset: int) -> Request:
@@ -123,7 +124,7 @@ class Way:
             self._believed[name] = Operand(self._believed[name].type, None)
 
     def fits(self, inputs: Mapping[str, Any]) -> bool:
-        """Whether these are plain arrays of exactly this way's shapes and dtypes: the check of a stream's every frame but the first."""
+        """Whether these are plain arrays of exactly this layout's shapes and dtypes: the check of a stream's every frame but the first."""
         if type(inputs) is not dict or len(inputs) != len(self.inputs):
             return False  # a `Frame` is no dict
         for name, dtype, shape, _ in self.inputs:
@@ -171,9 +172,10 @@ def false_shapes(found: str) -> ExecutionError:
 
 
 class Arguments:
-    """The arguments that one model takes. Remembers the way of each set of input shapes.
+    """The arguments that one model takes. Remembers the layout for each set of input shapes.
 
     Attributes:
+        names: of the model's inputs, in its order.
         outputs: operands of the model's outputs by name. One that came out in another shape than the model declares has no
             dimensions: files do declare wrong shapes.
     """
@@ -181,10 +183,10 @@ class Arguments:
     def __init__(self, model: Model) -> None:
         self._model = model
         self.outputs = dict(model.outputs)
-        self._names = tuple(model.inputs)
+        self.names = tuple(model.inputs)
         self._operands = tuple(model.inputs.items())
         self._checks = tuple((name, operand, operand.type.dtype) for name, operand in self._operands)
-        self._ways: dict[Shapes, Way] = {}
+        self._layouts: dict[Shapes, FrameLayout] = {}
 
     @property
     def disproved(self) -> tuple[str, ...]:
@@ -197,7 +199,7 @@ class Arguments:
         Raises:
             CallerError: what does not fit, what would, and nothing is done.
         """
-        if len(inputs) != len(self._names):
+        if len(inputs) != len(self.names):
             self._refuse_names(inputs)
         shapes = []
         for name, operand, dtype in self._checks:
@@ -224,9 +226,9 @@ class Arguments:
         """The same for shapes alone; an input that the model knows in full may be left out."""
         if not isinstance(shapes, Mapping):
             raise CallerError(f"shapes: expected a dict of shapes by input name, got {type(shapes).__name__}")
-        unknown = shapes.keys() - set(self._names)
+        unknown = shapes.keys() - set(self.names)
         if unknown:
-            raise CallerError(f"shapes name {sorted(unknown)}, which the model does not have; its inputs are {list(self._names)}")
+            raise CallerError(f"shapes name {sorted(unknown)}, which the model does not have; its inputs are {list(self.names)}")
         chosen = []
         for name, operand in self._operands:
             shape = extents_of(shapes.get(name, operand.dimensions or ()))
@@ -239,62 +241,62 @@ class Arguments:
         return tuple(chosen)
 
     def _refuse_names(self, inputs: Mapping[str, Any]) -> None:
-        given, wanted = set(inputs), set(self._names)
+        given, wanted = set(inputs), set(self.names)
         problems = []
         if missing := sorted(wanted - given):
             problems.append(f"without {missing}")
         if unknown := sorted(map(str, given - wanted)):
             problems.append(f"with {unknown}, which the model does not have")
         if problems:
-            raise CallerError(f"inputs {' and '.join(problems)}; the model's inputs are {list(self._names)}")
-        raise CallerError(f"an input is None; the model's inputs are {list(self._names)}")
+            raise CallerError(f"inputs {' and '.join(problems)}; the model's inputs are {list(self.names)}")
+        raise CallerError(f"an input is None; the model's inputs are {list(self.names)}")
 
-    def way(self, input_shapes: Shapes) -> Way:
+    def layout(self, input_shapes: Shapes) -> FrameLayout:
         """How a frame with these inputs is laid out."""
-        way = self._ways.get(input_shapes)
-        if way is None:
+        layout = self._layouts.get(input_shapes)
+        if layout is None:
             guess = max(_FIRST_GUESS_BYTES, 2 * sum(prod(s) for s in input_shapes) * 4)
-            way = self._make(input_shapes, [guess] * len(self.outputs))
-        return way
+            layout = self._make(input_shapes, [guess] * len(self.outputs))
+        return layout
 
-    def widen(self, input_shapes: Shapes, told: Sequence[OutputShape]) -> Way:
-        """A way with room for outputs of these shapes, after the driver told that there was too little."""
-        before = self.way(input_shapes)
+    def widen(self, input_shapes: Shapes, told: Sequence[OutputShape]) -> FrameLayout:
+        """Return a layout with room for outputs of these shapes, after the driver told that there was too little."""
+        before = self.layout(input_shapes)
         room = [
             max(length, prod(shape.dimensions) * dtype.itemsize)
             for (_, dtype, _, _, length), shape in zip(before.outputs, told, strict=True)
         ]
         return self._make(input_shapes, room)
 
-    def _make(self, input_shapes: Shapes, room: Sequence[int]) -> Way:
-        """A way with that room for open outputs; at least what the model declares, since a new driver still goes by that."""
-        found = resolve_shapes(self._model.outputs, self._model.inputs, dict(zip(self._names, input_shapes, strict=True)))
+    def _make(self, input_shapes: Shapes, room: Sequence[int]) -> FrameLayout:
+        """Return a layout with that room for open outputs; at least what the model declares, since a new driver still goes by that."""
+        found = resolve_shapes(self._model.outputs, self._model.inputs, dict(zip(self.names, input_shapes, strict=True)))
         declared = [found[name] for name in self.outputs]
         roomy = [
             max(length, 0 if shape is None else prod(shape) * operand.type.element_bytes)
             for operand, shape, length in zip(self.outputs.values(), declared, room, strict=True)
         ]
-        way = Way(self._model, self.outputs, input_shapes, declared, roomy)
-        self._remember(input_shapes, way)
-        return way
+        layout = FrameLayout(self._model, self.outputs, input_shapes, declared, roomy)
+        self._remember(input_shapes, layout)
+        return layout
 
-    def _remember(self, input_shapes: Shapes, way: Way) -> None:
-        while len(self._ways) >= _REMEMBERED:
-            del self._ways[next(iter(self._ways))]
-        self._ways[input_shapes] = way
+    def _remember(self, input_shapes: Shapes, layout: FrameLayout) -> None:
+        while len(self._layouts) >= _REMEMBERED:
+            del self._layouts[next(iter(self._layouts))]
+        self._layouts[input_shapes] = layout
 
-    def may_retry(self, way: Way, result: Result, placed: Container[int] = ()) -> bool:
+    def may_retry(self, layout: FrameLayout, result: Result, placed: Container[int] = ()) -> bool:
         """Whether more room would help: the shapes are told, and something in the frame (not `placed`) did not fit.
 
         A driver that calls too little what has room for the shape it tells would say so again, and for ever.
         """
-        if result.status is not ErrorStatus.OUTPUT_INSUFFICIENT_SIZE or len(result.output_shapes) != len(way.outputs):
+        if result.status is not ErrorStatus.OUTPUT_INSUFFICIENT_SIZE or len(result.output_shapes) != len(layout.outputs):
             return False
         short = [index for index, shape in enumerate(result.output_shapes) if not shape.is_sufficient]
         for index in short:
-            if way.lacks_room(index, result.output_shapes[index]):
-                way.learn(index, result.output_shapes[index].dimensions)
-        return bool(short) and all(index not in placed and way.lacks_room(index, result.output_shapes[index]) for index in short)
+            if layout.lacks_room(index, result.output_shapes[index]):
+                layout.learn(index, result.output_shapes[index].dimensions)
+        return bool(short) and all(index not in placed and layout.lacks_room(index, result.output_shapes[index]) for index in short)
 
 
 def check_mapping(inputs: Any) -> None:

@@ -25,7 +25,7 @@ from aionn.errors import CallerError, DeadlineError, MemoryAllocationError, agai
 from aionn.hal.types import IMemory
 from aionn.memory.pool import MAX_FRAMES, Frame, FramePool, FramesInFlightError
 from aionn.memory.region import Region
-from aionn.runtime.executing.arguments import Way
+from aionn.runtime.executing.arguments import FrameLayout
 
 
 class Frames:
@@ -41,15 +41,15 @@ class Frames:
         self._regions: list[Region | None] = []
         self._foreign: dict[Region, int] = {}
         self._undo: dict[int, Callable[[], None]] = {}
-        self._last: Way | None = None
+        self._last: FrameLayout | None = None
         self.on_gone: Callable[[int], None] | None = None
         self._closed = False
 
-    def pool(self, way: Way) -> FramePool:
-        """The pool whose frames fit `way`."""
-        self._last = way
-        needed = way.layout.frame_bytes
-        size = needed if self._exact and way.known else 1 << (needed - 1).bit_length()
+    def pool(self, layout: FrameLayout) -> FramePool:
+        """The pool whose frames fit `layout`."""
+        self._last = layout
+        needed = layout.frame_bytes
+        size = needed if self._exact and layout.known else 1 << (needed - 1).bit_length()
         pool = self._pools.get(size)
         if pool is None:
             if self._closed:
@@ -57,15 +57,15 @@ class Frames:
             pool = self._pools[size] = FramePool(size, self._add, max_frames=self._max_frames)
         return pool
 
-    async def lease(self, way: Way, deadline_ns: int | None = None) -> Frame:
-        """A frame that fits `way`, leased. While requests in flight hold all, wait for one: first come, first served.
+    async def lease(self, layout: FrameLayout, deadline_ns: int | None = None) -> Frame:
+        """A frame that fits `layout`, leased. While requests in flight hold all, wait for one: first come, first served.
 
         Raises:
             CallerError: the app holds on to the arrays of too many results, or to too many frames.
             DeadlineError: none came back by then.
             MemoryAllocationError: more shared memory cannot be had.
         """
-        pool = self.pool(way)
+        pool = self.pool(layout)
         if not pool.crowded:
             try:
                 return pool.lease()
@@ -217,10 +217,10 @@ LAST_BYTES = 2**21
 """So much is left to copy when the driver is told: 35 to 150 us, in which it wakes up, and which it may look for."""
 
 
-def fill_large(frame: Frame, way: Way, inputs: Mapping[str, NDArray[Any]], soon: Callable[[], None]) -> None:
+def fill_large(frame: Frame, layout: FrameLayout, inputs: Mapping[str, NDArray[Any]], soon: Callable[[], None]) -> None:
     """Copy arrays that fit into a frame; `soon` is called once, when little of it is left to do."""
-    left, told = way.input_bytes, False
-    for name, place in way.inputs_in(frame).items():
+    left, told = layout.input_bytes, False
+    for name, place in layout.inputs_in(frame).items():
         array = inputs[name]
         if told or left - place.nbytes >= LAST_BYTES:
             place[...] = array
@@ -237,10 +237,10 @@ def fill_large(frame: Frame, way: Way, inputs: Mapping[str, NDArray[Any]], soon:
         left -= place.nbytes
 
 
-def fill(frame: Frame, way: Way, inputs: Mapping[str, Any], placed: Container[int] = ()) -> int:
+def fill(frame: Frame, layout: FrameLayout, inputs: Mapping[str, Any], placed: Container[int] = ()) -> int:
     """Copy an app's arrays into a frame, each once; the bytes copied. `placed`: indices of inputs that lie elsewhere."""
     copied = 0
-    for index, (name, place) in enumerate(way.inputs_in(frame).items()):
+    for index, (name, place) in enumerate(layout.inputs_in(frame).items()):
         if placed and index in placed:
             continue
         np.copyto(place, inputs[name], casting="no")

@@ -5,8 +5,8 @@
     HardwareBuffer  the same, where its format is the operand's tensor  as input or output
     DeviceMemory    by token; nothing crosses                           as input, output, or both at once
 
-A `Placement` is made for one execution. It keeps the app's memory mapped (`_held`) and a device memory in use (`_used`: whether
-its two buffers change places after a success) until `settled`: the driver's answer, or its end.
+A `Placement` is made for one execution. It keeps the app's memory mapped (`held`) and device memories in use (`used`: whether the two
+buffers of one change places after a success). Both end with `settled`: the driver's answer, or its end.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ from aionn.memory.memory import Memory
 from aionn.memory.pool import Frame
 from aionn.memory.region import Access, Region
 from aionn.remote.device import RemoteBuffer, RemotePreparedModel
-from aionn.runtime.executing.arguments import Way, false_shapes
-from aionn.runtime.executing.device_memory import DeviceMemory, lost_with
+from aionn.runtime.executing.arguments import FrameLayout, false_shapes
+from aionn.runtime.executing.device_buffers import lost_with
+from aionn.runtime.executing.device_memory import DeviceMemory, state_of
+from aionn.runtime.executing.device_state import DeviceState
 
 Placed = Memory | HardwareBuffer | DeviceMemory
 
@@ -59,9 +61,9 @@ class Placement:
     def __init__(self) -> None:
         self.inputs: dict[int, Place] = {}
         self.outputs: dict[int, Place] = {}
-        self._held: list[Memory] = []
-        self._used: dict[DeviceMemory, bool] = {}
-        self._written: list[tuple[int, DeviceMemory]] = []
+        self.held: list[Memory] = []
+        self.used: dict[DeviceState, bool] = {}
+        self.written: list[tuple[int, DeviceState]] = []
 
     @property
     def pools(self) -> list[Region | RemoteBuffer]:
@@ -71,9 +73,9 @@ class Placement:
             pools[place.pool] = None
         return list(pools)
 
-    def request(self, way: Way, frame_offset: int) -> Request:
+    def request(self, layout: FrameLayout, frame_offset: int) -> Request:
         """The request of a frame with the placed arguments in their own pools."""
-        request = way.request(frame_offset)
+        request = layout.request(frame_offset)
         numbers = {pool: number for number, pool in enumerate(self.pools, 1)}
         inputs = [self._argument(self.inputs.get(i), argument, numbers) for i, argument in enumerate(request.inputs)]
         outputs = [self._argument(self.outputs.get(i), argument, numbers) for i, argument in enumerate(request.outputs)]
@@ -97,25 +99,25 @@ class Placement:
     def awaited(self) -> Iterator[None]:
         """Around the wait for the answer: a driver's death is the loss of the device memory in it, and a caller that leaves
         early leaves its device memory to whoever comes next."""
-        memories = list(self._used)
+        states = list(self.used)
         try:
             yield
         except DriverDiedError as error:
-            if not memories or isinstance(error, DeviceMemoryLostError):
+            if not states or isinstance(error, DeviceMemoryLostError):
                 raise
             raise lost_with(error.device, error) from error
         finally:
-            for memory in memories:
-                memory.leave()
+            for state in states:
+                state.uses.leave()
 
     def settled(self, result: Result | None) -> None:
         """The driver has answered (with that result), or never will (None)."""
         succeeded = result is not None and result.status is ErrorStatus.NONE
         if succeeded and result is not None:
-            for index, memory in self._written:
-                memory.emptied = False
-                if index < len(result.output_shapes):  # a driver that tells too few is refused by who reads the outputs
-                    memory.written(result.output_shapes[index].dimensions)
+            for index, state in self.written:
+                state.emptied = False
+                if index < len(result.output_shapes):  # `outputs_in` rejects an answer with too few shapes
+                    state.written(result.output_shapes[index].dimensions)
         self._end(succeeded=succeeded)
 
     def settled_in(self, frame: Frame, result: Result | None) -> None:
@@ -128,10 +130,10 @@ class Placement:
         self._end(succeeded=False)
 
     def _end(self, *, succeeded: bool) -> None:
-        held, self._held = self._held, []
-        used, self._used = self._used, {}
-        for memory, advances in used.items():
-            memory.end(advanced=succeeded if advances else None)
+        held, self.held = self.held, []
+        used, self.used = self.used, {}
+        for state, advances in used.items():
+            state.end(advanced=succeeded if advances else None)
         for part in held:
             part.close()
 
@@ -177,23 +179,23 @@ async def place(
     unknown = [name for name in outputs if name not in model.outputs]
     if unknown:
         raise CallerError(f"outputs name {unknown}, which the model does not have; its outputs are {list(model.outputs)}")
-    reading = {value for value in inputs.values() if isinstance(value, DeviceMemory)}
-    writing = {value for value in outputs.values() if isinstance(value, DeviceMemory)}
-    for memory in reading | writing:
-        await memory.ready()
-    for memory in reading & writing:
-        await memory.partner()
+    reading = {state_of(value) for value in inputs.values() if isinstance(value, DeviceMemory)}
+    writing = {state_of(value) for value in outputs.values() if isinstance(value, DeviceMemory)}
+    for state in reading | writing:
+        await state.ready()
+    for state in reading & writing:
+        await state.complete()
     # No await from here until the request is sent: what is checked now is still true then.
-    for memory in reading | writing:
-        memory.check_free()
+    for state in reading | writing:
+        state.check_free()
     placement = Placement()
     try:
         shapes = _place_inputs(placement, model, prepared, inputs)
         _place_outputs(placement, model, believed, prepared, outputs, reading)
-        for memory in reading | writing:
-            advance = memory in reading and memory in writing
-            memory.begin(advance=advance)
-            placement._used[memory] = advance
+        for state in reading | writing:
+            advance = state in reading and state in writing
+            state.begin(advance=advance)
+            placement.used[state] = advance
     except BaseException:
         placement.release()
         raise
@@ -207,15 +209,15 @@ def _place_inputs(
     for index, (name, operand) in enumerate(model.inputs.items()):
         value = inputs.get(name) if name in inputs else None
         if isinstance(value, DeviceMemory):
-            _check_device_memory(value, prepared, name, value.inputs, "input")
-            value.check_filled()
-            placement.inputs[index] = Place(value._front, 0, 0, ())
-            if value.shape is None:
+            state = _checked_state(value, prepared, name, value.inputs, "input")
+            state.check_filled()
+            placement.inputs[index] = Place(state.buffers.front, 0, 0, ())
+            if state.shape is None:
                 raise CallerError(f"input {name!r}: the device memory has not been filled, so its shape is not known; copy_from it first")
-            shapes[name] = value.shape
+            shapes[name] = state.shape
         elif isinstance(value, Memory | HardwareBuffer):
             part, shape = _located(value, operand, "input", name)
-            placement._held.append(part)
+            placement.held.append(part)
             placement.inputs[index] = Place(part.pool, part.offset_bytes, part.size_bytes, shape)
             shapes[name] = shape
     return shapes
@@ -227,20 +229,20 @@ def _place_outputs(
     believed: Mapping[str, Operand],
     prepared: RemotePreparedModel,
     outputs: Mapping[str, Any],
-    reading: set[DeviceMemory],
+    reading: set[DeviceState],
 ) -> None:
     for index, (name, operand) in enumerate(model.outputs.items()):
         if name not in outputs:
             continue
         value = outputs[name]
         if isinstance(value, DeviceMemory):
-            _check_device_memory(value, prepared, name, value.outputs, "output")
-            if any(memory is value for _, memory in placement._written):
+            state = _checked_state(value, prepared, name, value.outputs, "output")
+            if any(other is state for _, other in placement.written):
                 raise CallerError(f"output {name!r}: this device memory stands for another output of the same execution")
-            buffer = value._back if value in reading else value._front
+            buffer = state.buffers.back if state in reading else state.buffers.front
             assert buffer is not None
             placement.outputs[index] = Place(buffer, 0, 0, ())
-            placement._written.append((index, value))
+            placement.written.append((index, state))
         elif isinstance(value, Memory | HardwareBuffer):
             shape: tuple[int, ...] = ()
             disproved = believed[name].dimensions != operand.dimensions
@@ -248,7 +250,7 @@ def _place_outputs(
                 part = value[:]  # room for whatever comes out
             else:
                 part, shape = _located(value, operand, "output", name)
-            placement._held.append(part)
+            placement.held.append(part)
             if part.pool.access is Access.READ:
                 raise CallerError(f"output {name!r}: the memory is mapped for reading only; give memory that may be written")
             placement.outputs[index] = Place(part.pool, part.offset_bytes, part.size_bytes, shape, part.view())
@@ -263,13 +265,22 @@ def _located(value: Memory | HardwareBuffer, operand: Operand, what: str, name: 
         raise CallerError(f"{what} {name!r}: {error}") from None
 
 
-def _check_device_memory(memory: DeviceMemory, prepared: RemotePreparedModel, name: str, roles: tuple[str, ...], what: str) -> None:
+def _checked_state(memory: DeviceMemory, prepared: RemotePreparedModel, name: str, roles: tuple[str, ...], what: str) -> DeviceState:
     if name not in roles:
         raise CallerError(f"{what} {name!r}: this device memory was allocated for inputs {memory.inputs} and outputs {memory.outputs}")
-    if memory._prepared is not prepared:
+    state = state_of(memory)
+    if state.buffers.prepared is not prepared:
         raise CallerError(f"{what} {name!r}: this device memory belongs to another compilation, or to an earlier driver of this one")
+    return state
 
 
 def is_placed(value: Any) -> bool:
     """Whether an argument is used where it is rather than copied."""
     return isinstance(value, Memory | HardwareBuffer | DeviceMemory)
+
+
+def check_frame(layout: FrameLayout, placed_shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """An app's frame has been laid out for the shapes it was asked for, also those of what stands elsewhere."""
+    for name, _, shape, _ in layout.inputs:
+        if placed_shapes.get(name, shape) != shape:
+            raise CallerError(f"input {name!r}: memory of shape {placed_shapes[name]} in a frame for {shape}; say frame(shapes=...)")
