@@ -27,6 +27,8 @@ class Compilation:
     """A model prepared on a device. Made by `Runtime.compile`; freed by `aclose`, with the runtime, or when collected.
 
     Attributes:
+        model: what was compiled; after `Runtime.swap` the new model.
+        outcomes: one `CacheOutcome` per step of the plan; of the last preparation, if a driver had to be started anew.
         preference, priority: as they were chosen.
     """
 
@@ -54,12 +56,10 @@ class Compilation:
 
     @property
     def model(self) -> Model:
-        """What was compiled; after `Runtime.swap` the new model."""
         return self._parts.renewal.model
 
     @property
     def outcomes(self) -> tuple[CacheOutcome, ...]:
-        """One `CacheOutcome` per step of the plan; of the last preparation, if a driver had to be started anew."""
         return self._parts.renewal.outcomes
 
     @property
