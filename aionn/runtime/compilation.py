@@ -97,7 +97,7 @@ class Compilation:
         shape: tuple[int, ...] | None = None,
         timeout_s: float | None = None,
     ) -> DeviceMemory:
-        """Memory in the driver that may stand for those inputs and outputs of this model (a memory domain).
+        """Allocate memory in the driver that may stand for those inputs and outputs of this model (a memory domain).
 
         Args:
             inputs, outputs: names; all have one element type, and shapes that fit each other.
@@ -121,7 +121,7 @@ class Compilation:
             return await self._parts.allocate(roles, deadline_ns)
 
     def burst(self, *, depth: int = 8, queue_capacity: int = QUEUE_CAPACITY) -> Burst:
-        """A stream of executions to the driver: `async with compilation.burst() as burst`.
+        """Return a stream of executions to the driver: `async with compilation.burst() as burst`.
 
         Args:
             depth: so many requests may be in flight at once; further callers wait, in order.

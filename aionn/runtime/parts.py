@@ -33,7 +33,7 @@ from aionn.runtime.streaming.connection import BurstConnection
 from aionn.tasks import bounded_shield
 
 _IN_FLIGHT = 64
-"""So many executions without a burst are in flight, each with descriptors of its own in the driver. Further callers wait, in order."""
+"""So many executions without a burst are in flight, each with descriptors in the driver. Further callers wait, in order."""
 
 
 class CompilationParts:
@@ -46,7 +46,7 @@ class CompilationParts:
     """
 
     def __init__(self, session: Session, model: Model, order: Order, first: tuple[RemotePreparedModel, CacheOutcome] | None = None) -> None:
-        """`first`: what was prepared already; None: at the first use."""
+        """`first`: what was prepared already, or None to prepare it at the first use."""
         self.session = session
         self.renewal = Renewal(session, model, order, first)
         self.compiled = self.renewal.compiled

@@ -1,6 +1,6 @@
 """`Runtime`: owns every task, every driver process and all memory; leaves nothing behind.
 
-A runtime belongs to the event loop it was opened in. Its tasks live in a task of their own (`OwnedTasks`), so any task of that loop
+A runtime belongs to the event loop it was opened in. Its tasks live in a separate task (`OwnedTasks`), so any task of that loop
 may close it. Closing ends calls that still wait with `CallerError`, and every driver process, in bounded time. A loop that ends closes
 the runtimes that were left open in it. A child of `os.fork` can close a runtime of its parent, which does nothing.
 """
@@ -62,8 +62,8 @@ class Runtime:
         CallerError: `hang_s` is not a positive number.
 
     Attributes:
-        stage_policy: a `StagePolicy`: when better stages are made, and what they must show, for later calls of `compile` with mode
-            "staged": `runtime.stage_policy = aionn.StagePolicy(executions=100, min_gain=0.2)`.
+        stage_policy: a `StagePolicy`. It says when better stages are made, and what they must show, for later calls of `compile` with
+            mode "staged". Example: `runtime.stage_policy = aionn.StagePolicy(executions=100, min_gain=0.2)`.
 
     Example:
         >>> async with aionn.Runtime() as runtime:
@@ -121,7 +121,7 @@ class Runtime:
         await self._tasks.aclose(CLOSE_S)
 
     async def _close(self) -> None:
-        """What the runtime's own task does at its end. In bounded time, also when that task is cancelled."""
+        """Close everything, as the last act of the runtime's own task. It ends in bounded time, also when that task is cancelled."""
         if self._session is not None:
             self._session.close()
         # First, or a stage would try to go on with devices that end.
@@ -172,16 +172,16 @@ class Runtime:
 
         Args:
             model: from `Model.from_onnx`.
-            devices: names of the devices that may be used, best first; None: every installed device, and if one fails to prepare the
-                model the next is tried, with a warning in the log (`compilation.device` tells which it became). Explicit devices forbid
-                any fallback. "package.module:Class" names an engine that is not installed as an entry point.
+            devices: names of the devices that may be used, best first, or None for every installed device. With None, the next device
+                is tried if one fails to prepare the model, with a warning in the log. `compilation.device` is the one that it became.
+                Explicit devices forbid any fallback. "package.module:Class" names an engine that is not installed as an entry point.
             preference: "sustained_speed" for streams, "low_power" never stays awake waiting.
-            priority: "low", "medium" or "high", told to the device.
-            cache_dir: where compilations are kept; None: no caching.
+            priority: "low", "medium" or "high"; the device gets to know it.
+            cache_dir: where compilations are kept, or None for no caching.
             token: 32 bytes, unique to the model within the app (`model.token`); given exactly when `cache_dir` is.
-            mode: "eager" compiles now; "jit" at the first execution, once, whoever calls first (`timeout_s` does not count then);
-                "staged" serves from the best of `stages` that is stored, else from the first one, and makes the others behind it,
-                as `stage_policy` says.
+            mode: "eager" compiles now. "jit" compiles at the first execution, once for all callers; `timeout_s` does not count then.
+                "staged" serves from the best of `stages` that is stored, else from the first one. It makes the others behind it, as
+                `stage_policy` says.
             stages: devices from quick to best, only with mode "staged", and in place of `devices`.
             timeout_s: seconds after which the call ends with `DeadlineError` and the compile is cancelled.
 
@@ -233,7 +233,7 @@ class Runtime:
         return parts
 
     def _named(self, names: Sequence[str] | None) -> Sequence[str] | None:
-        """The names, each of a device that is there."""
+        """Return the names after checking that each device is there."""
         if names is None:
             return None
         if isinstance(names, str) or not names:
@@ -245,8 +245,8 @@ class Runtime:
     async def swap(self, compilation: Compilation, model: Model, *, timeout_s: float | None = None) -> None:
         """Let another model take over a compilation and its open bursts, between two executions: the app's own new version.
 
-        It is compiled in the background on the device that serves now (and kept in the same cache), tried once, and swapped in: every
-        execution up to some one is computed by the model before, every one from then on by the new one. Stages begin anew.
+        The new model is compiled in the background on the device that serves now, kept in the same cache, and tried once. Then it is
+        swapped in: the model before computes every execution up to some one, and the new model all those that follow. Stages begin anew.
 
         Args:
             compilation: of this runtime.
@@ -254,7 +254,7 @@ class Runtime:
             timeout_s: seconds after which the call ends with `DeadlineError`.
 
         Raises:
-            CallerError: it is no model, or its inputs or outputs are others.
+            CallerError: it is not a model, or it has other inputs or outputs.
             CompilationError: it cannot be prepared, or cannot run.
             DeadlineError, DriverDiedError, DriverHungError: as for `compile`.
             In all cases the model before goes on serving.
@@ -267,10 +267,10 @@ class Runtime:
 
 
 def run(main: Callable[..., Awaitable[T]], *args: object) -> T:
-    """Run an async function to its end on uvloop: `anyio.run(main, *args)` with the fast loop; what it returns or raises is handed on.
+    """Run an async function to its end on uvloop: `anyio.run(main, *args)` with the fast loop; its result or error is handed on.
 
-    Where stdin, stdout or stderr is closed, as in some daemons, /dev/null takes its place: uvloop aborts the process over a file of its
-    own that got one of those numbers.
+    Where stdin, stdout or stderr is closed, as in some daemons, /dev/null takes its place. Otherwise a file of uvloop's may get one of
+    those numbers, over which uvloop aborts the process.
     """
     while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass

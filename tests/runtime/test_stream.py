@@ -206,7 +206,7 @@ async def test_outputs_held_by_the_app_are_never_overwritten(burst: aionn.Burst)
         ({"policy": "newest"}, "policy 'newest'"),
         ({"depth": 0}, "depth=0"),
         ({"deadline_s": 0}, "deadline_s=0"),
-        ({"frames": 5}, "int is no iterable"),
+        ({"frames": 5}, "expected an iterable or async iterable of inputs by name, got int"),
     ],
 )
 async def test_a_wrong_argument_is_one_sentence(burst: aionn.Burst, arguments: dict[str, object], words: str) -> None:

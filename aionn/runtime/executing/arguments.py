@@ -1,4 +1,4 @@
-"""What an app passes to an execution, checked; where it lies in a frame; and the request that says so.
+"""The arguments of an execution: checked, laid out in a frame, and described in a request.
 
 Shapes and dtypes are never converted: a float64 array for a float32 input is refused, a strided one is simply copied. The
 layout of a frame for one set of input shapes is worked out once (`FrameLayout`) and remembered. A stream of equal frames pays for it once.
@@ -104,7 +104,7 @@ class FrameLayout:
         self.arguments = (arguments_in, arguments_out)
 
     def request(self, frame_offset: int) -> Request:
-        """The request of a frame that begins at that byte of pool 0."""
+        """Return the request of a frame that begins at that byte of pool 0."""
         made = []
         for arguments in self.arguments:
             made.append(
@@ -113,20 +113,20 @@ class FrameLayout:
         return Request(made[0], made[1])
 
     def lacks_room(self, index: int, told: OutputShape) -> bool:
-        """Whether an output may be of that shape, and has no room for it."""
+        """Return whether an output may be of that shape, and has no room for it."""
         _, dtype, _, _, length = self.outputs[index]
         return min(told.dimensions, default=0) >= 0 and prod(told.dimensions) * dtype.itemsize > length
 
     def learn(self, index: int, told: tuple[int, ...]) -> None:
-        """An output has that shape. If the model declares another one, its declaration is not believed from now on."""
+        """Note that an output has that shape. If the model declares another one, its declaration is not believed from now on."""
         name, _, shape, _, _ = self.outputs[index]
         if shape not in (None, told):
             self._believed[name] = Operand(self._believed[name].type, None)
 
     def fits(self, inputs: Mapping[str, Any]) -> bool:
-        """Whether these are plain arrays of exactly this layout's shapes and dtypes: the check of a stream's every frame but the first."""
+        """Return whether these are plain arrays of exactly this layout's shapes and dtypes. A stream asks for each later frame."""
         if type(inputs) is not dict or len(inputs) != len(self.inputs):
-            return False  # a `Frame` is no dict
+            return False  # a `Frame` is not a dict
         for name, dtype, shape, _ in self.inputs:
             array = inputs.get(name)
             if type(array) is not np.ndarray or array.shape != shape or (array.dtype is not dtype and array.dtype != dtype):
@@ -134,17 +134,21 @@ class FrameLayout:
         return True
 
     def inputs_in(self, frame: Frame) -> dict[str, NDArray[Any]]:
-        """The inputs' places in the frame, by name."""
+        """Return the inputs' places in the frame, by name."""
         return frame.arrays.get(self) or frame.cut(self, self.inputs)
 
     def _known_places(self) -> list[tuple[str, np.dtype[Any], tuple[int, ...], int]]:
         return [(name, dtype, shape, offset) for name, dtype, shape, offset, _ in self.outputs if shape is not None]
 
     def outputs_in(self, frame: Frame, shapes: Sequence[OutputShape] = (), elsewhere: Container[str] = ()) -> Mapping[str, NDArray[Any]]:
-        """The outputs in the frame, by name; `shapes` as the driver told them, empty if all are as asked. `elsewhere`: not in the frame.
+        """Return the outputs in the frame, by name.
+
+        Args:
+            shapes: the driver's answer; empty if all are as asked.
+            elsewhere: names of outputs that do not lie in the frame.
 
         Raises:
-            ExecutionError: what the driver told is none of this request's.
+            ExecutionError: the driver's answer contradicts this request.
         """
         if not shapes and self.known and not elsewhere:
             return frame.arrays.get(self.outputs_key) or frame.cut(self.outputs_key, self._known_places())
@@ -167,7 +171,7 @@ class FrameLayout:
 
 
 def false_shapes(found: str) -> ExecutionError:
-    """A driver's answer that is none to the request that was sent."""
+    """Return the error for a driver's answer that contradicts the request."""
     return ExecutionError(f"the driver's answer contradicts the request: {found}", status=ErrorStatus.GENERAL_FAILURE)
 
 
@@ -194,7 +198,7 @@ class Arguments:
         return tuple(name for name, operand in self._model.outputs.items() if self.outputs[name].dimensions != operand.dimensions)
 
     def shapes_of(self, inputs: Mapping[str, Any], placed: Mapping[str, tuple[int, ...]] | None = None) -> Shapes:
-        """Check names, dtypes and shapes; the shapes, in the model's order. `placed`: shapes of inputs that are no arrays.
+        """Check names, dtypes and shapes. Returns the shapes, in the model's order. `placed`: shapes of inputs that are not arrays.
 
         Raises:
             CallerError: what does not fit, what would, and nothing is done.
@@ -213,7 +217,7 @@ class Arguments:
                 array = _as_array(name, array)
             if array.dtype != dtype:
                 raise CallerError(
-                    f"input {name!r}: dtype {array.dtype} does not fit the model's {dtype}; nothing is cast in silence: "
+                    f"input {name!r}: dtype {array.dtype} does not fit the model's {dtype}. Nothing is cast in silence; "
                     f"pass {name}.astype(np.{dtype}) if that is meant"
                 )
             shape = array.shape
@@ -223,7 +227,7 @@ class Arguments:
         return tuple(shapes)
 
     def check_shapes(self, shapes: Mapping[str, Sequence[int]]) -> Shapes:
-        """The same for shapes alone; an input that the model knows in full may be left out."""
+        """Check shapes alone, as `shapes_of` does. An input that the model knows in full may be left out."""
         if not isinstance(shapes, Mapping):
             raise CallerError(f"shapes: expected a dict of shapes by input name, got {type(shapes).__name__}")
         unknown = shapes.keys() - set(self.names)
@@ -252,7 +256,7 @@ class Arguments:
         raise CallerError(f"an input is None; the model's inputs are {list(self.names)}")
 
     def layout(self, input_shapes: Shapes) -> FrameLayout:
-        """How a frame with these inputs is laid out."""
+        """Return how a frame with these inputs is laid out."""
         layout = self._layouts.get(input_shapes)
         if layout is None:
             guess = max(_FIRST_GUESS_BYTES, 2 * sum(prod(s) for s in input_shapes) * 4)
@@ -260,7 +264,7 @@ class Arguments:
         return layout
 
     def widen(self, input_shapes: Shapes, told: Sequence[OutputShape]) -> FrameLayout:
-        """Return a layout with room for outputs of these shapes, after the driver told that there was too little."""
+        """Return a layout with room for outputs of these shapes, after the driver found too little."""
         before = self.layout(input_shapes)
         room = [
             max(length, prod(shape.dimensions) * dtype.itemsize)
@@ -286,9 +290,9 @@ class Arguments:
         self._layouts[input_shapes] = layout
 
     def may_retry(self, layout: FrameLayout, result: Result, placed: Container[int] = ()) -> bool:
-        """Whether more room would help: the shapes are told, and something in the frame (not `placed`) did not fit.
+        """Return whether more room would help: the answer has shapes, and an output in the frame (not `placed`) did not fit.
 
-        A driver that calls too little what has room for the shape it tells would say so again, and for ever.
+        Where an output has room for its shape and the driver calls it too little, a retry would never end.
         """
         if result.status is not ErrorStatus.OUTPUT_INSUFFICIENT_SIZE or len(result.output_shapes) != len(layout.outputs):
             return False
@@ -300,22 +304,24 @@ class Arguments:
 
 
 def check_mapping(inputs: Any) -> None:
-    """Refuse what has no names.
+    """Refuse inputs without names.
 
     Raises:
-        CallerError: it is no mapping.
+        CallerError: they are not a mapping.
     """
     if not isinstance(inputs, Mapping):
-        raise CallerError(f"inputs: {type(inputs).__name__} is no mapping; pass one array per input by name, as in {{'input': x}}")
+        raise CallerError(
+            f"expected inputs as a mapping, got {type(inputs).__name__}; pass one array per input by name, as in {{'input': x}}"
+        )
 
 
 def _as_array(name: str, value: Any) -> NDArray[Any]:
-    """NumPy's own scalars and whatever offers an array without a copy; plain Python numbers have no dtype to check."""
+    """Return a NumPy scalar, or an object that offers an array without a copy, as an array. Plain Python numbers have no dtype to check."""
     if isinstance(value, np.ma.MaskedArray):
         raise CallerError(f"input {name!r}: a model knows no mask; pass {name}.filled(value), or {name}.data for what lies under it")
     if isinstance(value, np.ndarray | np.generic) or hasattr(value, "__array_interface__"):
         return np.asarray(value)
-    raise CallerError(f"input {name!r}: {type(value).__name__} is no NumPy array; pass np.asarray(value, dtype=...)")
+    raise CallerError(f"input {name!r}: expected a NumPy array, got {type(value).__name__}; pass np.asarray(value, dtype=...)")
 
 
 def _check_shape(name: str, operand: Operand, shape: tuple[int, ...]) -> None:
@@ -336,9 +342,9 @@ def raise_for(result: Result, model: Model, device: str) -> None:
 
 
 def failure_of(result: Result, model: Model, device: str) -> AionnError:
-    """What a result that is not NONE means to the caller."""
+    """Return what a result that is not NONE means to the caller."""
     status = result.status
-    why = result.message or "no reason was told"
+    why = result.message or "the driver gave no reason"
     match status:
         case ErrorStatus.INVALID_ARGUMENT:
             return CallerError(f"device {device!r} refused the request: {why}")

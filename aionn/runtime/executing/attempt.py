@@ -66,7 +66,7 @@ class Executor:
 
     Attributes:
         arguments, frames: how arguments are laid out, and where.
-        compiled: to be informed of the app's executions; None: the executions are trials.
+        compiled: what the app's executions are reported to, or None for trials.
         copies: whether outputs are copied out of the frame.
         counts: see `Burst.statistics`.
     """
@@ -213,7 +213,7 @@ class Attempt:
                 frame.settled(None)
 
     async def _send(self, channel: Channel, layout: FrameLayout, frame: Frame, placement: Placement | None) -> Outputs | None:
-        """Send a filled frame. The request holds a pin of its own, which the driver's answer or its end gives back."""
+        """Send a filled frame. The request holds a second pin, which ends with the driver's answer or its death."""
         call, executor = self._call, self._executor
         self.layout, self.channel = layout, channel
         settled: Callable[[Result | None], None] = frame.settled if placement is None else partial(placement.settled_in, frame)
@@ -234,7 +234,7 @@ class Attempt:
         return outputs
 
     def _widen_or_raise(self, channel: Channel, layout: FrameLayout, placement: Placement | None, result: Result) -> None:
-        """After an answer without outputs: use a layout with more room for the next try, or raise what the answer means."""
+        """Use a layout with more room for the next try, after an answer without outputs; or raise what the answer means."""
         arguments = self._executor.arguments
         if not arguments.may_retry(layout, result, placement.outputs if placement is not None else ()):
             raise self._executor.failure(channel.serving, result, self._call.inputs)

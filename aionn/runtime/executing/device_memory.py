@@ -112,8 +112,8 @@ class DeviceMemory:
         """Fill it. A copy that fails leaves it without contents, as after `allocate`, unless an execution uses it now.
 
         Args:
-            source: an array of its dtype and shape; a `Memory` or `HardwareBuffer` of exactly its bytes, read in place by
-                the driver; or another `DeviceMemory`, here or in another driver.
+            source: an array of its dtype and shape, or another `DeviceMemory`, here or in another driver. The driver reads a `Memory`
+                or `HardwareBuffer` of exactly its bytes in place.
             shape: of a `Memory`'s bytes, where more than one extent of this memory is open.
             timeout_s: seconds after which the call ends with `DeadlineError`; the driver may fill the memory all the same.
 
@@ -187,7 +187,7 @@ class DeviceMemory:
         return memory, found
 
     async def copy_to(self, target: Memory | HardwareBuffer | None = None, *, timeout_s: float | None = None) -> NDArray[Any]:
-        """Its contents: into `target`, or into a new array. `timeout_s`: seconds after which the call ends with `DeadlineError`.
+        """Copy its contents into `target`, or into a new array. `timeout_s`: seconds after which the call ends with `DeadlineError`.
 
         Args:
             target: a `Memory` of exactly its bytes; or a `HardwareBuffer` that is the tensor, as for `copy_from`.
@@ -225,7 +225,7 @@ class DeviceMemory:
             return memory.array(self.type.dtype, shape).copy()
 
     async def snapshot(self, *, timeout_s: float | None = None) -> NDArray[Any]:
-        """Its contents as an array of the caller's own; `copy_from` brings them back, here or in another driver.
+        """Return its contents as an array of the caller's. `copy_from` brings them back, here or in another driver.
 
         Raises:
             CallerError, ExecutionError, DeadlineError, DeviceMemoryLostError: as `copy_to`.
@@ -233,7 +233,7 @@ class DeviceMemory:
         return await self.copy_to(timeout_s=timeout_s)
 
     async def reset(self, value: float = 0, *, timeout_s: float | None = None) -> None:
-        """Fill it with one value, which its element type can hold: 2.5 is none for int8, and refused.
+        """Fill it with one value, which its element type can hold. An int8 memory, for example, refuses 2.5.
 
         Raises:
             CallerError, ExecutionError, DeadlineError, DeviceMemoryLostError: as `copy_from`.
@@ -246,7 +246,7 @@ class DeviceMemory:
 
 
 def _holds(dtype: np.dtype[Any], value: object) -> bool:
-    """Whether an element of that type can be this number: exactly, or for a float type rounded."""
+    """Return whether an element of that type can be this number: exactly, or for a float type rounded."""
     if not isinstance(value, int | float | np.number | np.bool_):
         return False
     if dtype.kind in "iu":

@@ -40,7 +40,7 @@ class DeviceRoles:
         for names, known, what in ((inputs, model.inputs, "inputs"), (outputs, believed, "outputs")):
             unknown = [name for name in names if not isinstance(name, str) or name not in known]
             if unknown:
-                raise CallerError(f"{what}={unknown!r}: name {what} of the model in a tuple; they are {list(known)}")
+                raise CallerError(f"{what}={unknown!r}: give names of the model's {what} in a tuple, out of {list(known)}")
             if len(set(names)) < len(names):
                 raise CallerError(f"{what}={names!r}: a name is given twice")
             for name in names:

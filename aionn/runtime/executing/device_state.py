@@ -1,8 +1,8 @@
-"""`DeviceState`: what a device memory is in the driver now: what uses it, and its change to another driver.
+"""`DeviceState`: what uses a device memory now, and its change to another driver.
 
 Invariants
-    While an execution that reads and writes it is in flight (`Uses.advancing`) nothing else may use the memory: it would see the state
-    before, or be lost when the two buffers change places. For the same reason the memory cannot be advanced while it is being filled
+    An execution that reads and writes the memory has it to itself (`Uses.advancing`). Another use would see the state before, or be
+    lost when the two buffers change places. For the same reason the memory cannot be advanced while it is being filled
     (`Uses.filling`).
     `Uses.executions` counts the executions that may still be touching it, also those whose callers have left. Only `end` ends one.
     `Uses.left_copies` counts the copies that the driver may still be busy with and whose callers have left; `ready` waits for them.
@@ -198,7 +198,10 @@ class DeviceState:
         self.fresh = False
 
     def end(self, *, advanced: bool | None) -> None:
-        """Count an execution that is over, or was never sent. `advanced`: whether the buffers change places; None: it only used it."""
+        """Count an execution that is over, or was never sent.
+
+        `advanced`: whether the buffers change places, or None if it only used one.
+        """
         if advanced:
             self.buffers.turn()
         self.uses.end(advancing=advanced is not None)

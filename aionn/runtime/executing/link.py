@@ -105,7 +105,7 @@ class Link:
             trace.count("burst.close_failed", reason=str(gone))
 
     def release(self, error: AionnError) -> None:
-        """As `aclose`, without waiting."""
+        """Close without waiting; see `aclose`."""
         self._end(error)
         self.context.release()
 
@@ -114,7 +114,7 @@ class Link:
         self.controller.end(error)
 
     def forget_memory(self, slot: int) -> None:
-        """An app's memory has been closed, perhaps by the collector in another thread: the driver may unmap it."""
+        """Let the driver unmap an app's memory that has been closed, perhaps by the collector in another thread."""
         call_soon_from_anywhere(self._loop, self.context.forget_memory, slot)
 
 

@@ -45,7 +45,7 @@ class Place:
     Attributes:
         pool, offset, length: the bytes; a driver's buffer is used as a whole (0, 0).
         shape: of the tensor; () leaves it to the buffer or, of an output, to the driver.
-        view: an app's own memory that an output is written to: the bytes; they stay mapped while this lives.
+        view: the bytes of an app's memory that an output is written to. They stay mapped while this lives.
     """
 
     pool: Region | RemoteBuffer
@@ -67,14 +67,14 @@ class Placement:
 
     @property
     def pools(self) -> list[Region | RemoteBuffer]:
-        """Every pool beside the frame once, in the order in which `request` counts them (from 1)."""
+        """The pools beside the frame, each once, in the order in which `request` counts them (from 1)."""
         pools: dict[Region | RemoteBuffer, None] = {}
         for place in (*self.inputs.values(), *self.outputs.values()):
             pools[place.pool] = None
         return list(pools)
 
     def request(self, layout: FrameLayout, frame_offset: int) -> Request:
-        """The request of a frame with the placed arguments in their own pools."""
+        """Return the request of a frame with the placed arguments in their own pools."""
         request = layout.request(frame_offset)
         numbers = {pool: number for number, pool in enumerate(self.pools, 1)}
         inputs = [self._argument(self.inputs.get(i), argument, numbers) for i, argument in enumerate(request.inputs)]
@@ -88,7 +88,7 @@ class Placement:
         return RequestArgument(DataLocation(numbers[place.pool], place.offset, place.length), place.shape)
 
     def key(self, references: Mapping[Region | RemoteBuffer, PoolReference]) -> tuple[Any, ...]:
-        """What tells two placements apart as far as an encoded request is concerned. `references`: of `pools`."""
+        """Return what differs between two placements with different encoded requests. `references`: of `pools`."""
         return tuple(
             (number, index, references[place.pool], place.offset, place.length, place.shape)
             for number, places in enumerate((self.inputs, self.outputs))
@@ -97,8 +97,8 @@ class Placement:
 
     @contextmanager
     def awaited(self) -> Iterator[None]:
-        """Around the wait for the answer: a driver's death is the loss of the device memory in it, and a caller that leaves
-        early leaves its device memory to whoever comes next."""
+        """Put this around the wait for the answer. A driver's death is raised as the loss of the device memory in it. When the caller has
+        left early, the next use of its device memory waits for the answer."""
         states = list(self.used)
         try:
             yield
@@ -111,7 +111,7 @@ class Placement:
                 state.uses.leave()
 
     def settled(self, result: Result | None) -> None:
-        """The driver has answered (with that result), or never will (None)."""
+        """Give back what the request held: the driver has answered (with that result), or never will (None)."""
         succeeded = result is not None and result.status is ErrorStatus.NONE
         if succeeded and result is not None:
             for index, state in self.written:
@@ -121,12 +121,12 @@ class Placement:
         self._end(succeeded=succeeded)
 
     def settled_in(self, frame: Frame, result: Result | None) -> None:
-        """As `settled`, for a request that has a frame, too."""
+        """Do the same as `settled`, for a request that has a frame, too."""
         frame.settled(result)
         self.settled(result)
 
     def release(self) -> None:
-        """Nothing has been sent, and nothing will be."""
+        """Give back what the request would have held: nothing will be sent."""
         self._end(succeeded=False)
 
     def _end(self, *, succeeded: bool) -> None:
@@ -138,10 +138,10 @@ class Placement:
             part.close()
 
     def arrays(self, model: Model, result: Result) -> list[tuple[str, NDArray[Any]]]:
-        """The outputs that lie in an app's own memory, by name.
+        """Return the outputs that lie in an app's own memory, by name.
 
         Raises:
-            ExecutionError: what the driver told is none of this request's.
+            ExecutionError: the driver's answer contradicts this request.
         """
         told = result.output_shapes
         if told and len(told) != len(model.outputs):
@@ -166,7 +166,10 @@ async def place(
     inputs: Mapping[str, Any],
     outputs: Mapping[str, Any] | None,
 ) -> tuple[Placement, dict[str, tuple[int, ...]]]:
-    """Place what is not an array; the placement, and the shapes of the placed inputs by name. `believed`: see `Arguments.outputs`.
+    """Place the arguments that are not arrays. Returns the placement, and the shapes of the placed inputs by name.
+
+    Args:
+        believed: see `Arguments.outputs`.
 
     Raises:
         CallerError: something cannot stand for that operand; nothing is held then.
@@ -275,12 +278,12 @@ def _checked_state(memory: DeviceMemory, prepared: RemotePreparedModel, name: st
 
 
 def is_placed(value: Any) -> bool:
-    """Whether an argument is used where it is rather than copied."""
+    """Return whether an argument is used where it is rather than copied."""
     return isinstance(value, Memory | HardwareBuffer | DeviceMemory)
 
 
 def check_frame(layout: FrameLayout, placed_shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """An app's frame has been laid out for the shapes it was asked for, also those of what stands elsewhere."""
+    """Raise unless memory that stands for an input has the shape that the app's frame was laid out for."""
     for name, _, shape, _ in layout.inputs:
         if placed_shapes.get(name, shape) != shape:
             raise CallerError(f"input {name!r}: memory of shape {placed_shapes[name]} in a frame for {shape}; say frame(shapes=...)")

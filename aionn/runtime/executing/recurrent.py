@@ -1,4 +1,4 @@
-"""The short way of a stream that keeps its state in the driver: the same arguments each time, all in arrays or device memories.
+"""The usual step of a stream that keeps its state in the driver: the same arguments each time, all in arrays or device memories.
 
 `placement` takes whatever an app passes, and works out anew where it lies. A recurrent model's steps differ in nothing but the
 bytes and in which of two buffers is read: here that is looked at, and nothing is made that the step before has made.
@@ -8,9 +8,9 @@ bytes and in which of two buffers is read: here that is looked at, and nothing i
     Step                  what is sent, and what is given back when it is over
 
 Invariants
-    `begin` refuses nothing and changes nothing where it returns None: the long way then says what is wrong, or does it.
-    It asks of each device memory, at each step, all that `place` asks: not closed, of this prepared model, in a role it was allocated
-    for, of the shape that the frame is laid out for, not in flight in an execution that advances it.
+    `begin` refuses nothing and changes nothing where it returns None. An `Attempt` then says what is wrong, or computes.
+    It asks of each device memory, at each step, all that `place` asks. The memory is not closed and is of this prepared model. It has
+    a role that it was allocated for, and the shape that the frame is laid out for. No execution in flight advances it.
     A request has the same bytes as on the long layout, so that the driver knows it again.
 """
 
@@ -67,7 +67,7 @@ class RecurrentSteps:
 
     @classmethod
     def of(cls, layout: FrameLayout, pool: FramePool, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> RecurrentSteps | None:
-        """The way of the executions that look like this one, which was right."""
+        """Return the steps that look like this execution, which was right. Returns None if there is no short way for them."""
         if not layout.known or any(type(memory) is not DeviceMemory for memory in outputs.values()):
             return None
         arrays, reads = [], []
@@ -82,7 +82,7 @@ class RecurrentSteps:
         return cls(layout, pool, arrays, reads, [index for index, output in enumerate(layout.outputs) if output[0] in outputs])
 
     def begin(self, link: Link, inputs: dict[str, Any], outputs: Mapping[str, Any]) -> Step | None:
-        """A step with these arguments; None: it needs the long way. The caller gives back the frame's lease (`Step.frame`).
+        """Begin a step with these arguments. Returns None if it needs an `Attempt`. The caller gives back the frame's lease (`Step.frame`).
 
         Raises:
             CallerError, MemoryAllocationError: as `FramePool.lease`.
@@ -133,7 +133,7 @@ class RecurrentSteps:
         return Step(self, link, frame, used, written, tuple(tokens))
 
     def body(self, frame: Frame, tokens: tuple[int, ...], measure_timing: bool) -> bytes:
-        """The encoded request; each frame remembers those it has been used for."""
+        """Return the encoded request. Each frame remembers those that it has been used for."""
         key = (self, measure_timing, tokens)
         body: bytes | None = frame.bindings.get(key)
         if body is None:
@@ -154,17 +154,17 @@ class RecurrentSteps:
             places[name][...] = inputs[name]
 
     def outputs_in(self, frame: Frame, result: Result) -> Mapping[str, NDArray[Any]]:
-        """The outputs that lie in the frame, by name.
+        """Return the outputs that lie in the frame, by name.
 
         Raises:
-            ExecutionError: what the driver told is none of this request's.
+            ExecutionError: the driver's answer contradicts this request.
         """
         if result.output_shapes:
             return self._layout.outputs_in(frame, result.output_shapes, [name for _, name in self._writes])
         return frame.arrays.get(self._outputs_key) or frame.cut(self._outputs_key, self._outputs)
 
     def widened(self, arguments: Arguments, result: Result) -> bool:
-        """Whether the outputs in the frame had too little room; the next frame of these shapes has more then."""
+        """Return whether the outputs in the frame had too little room. The next frame of these shapes has more then."""
         if not arguments.may_retry(self._layout, result, [index for index, _ in self._writes]):
             return False
         arguments.widen(tuple(shape for _, _, shape, _ in self._layout.inputs), result.output_shapes)
@@ -204,7 +204,7 @@ class Step:
         self.frame = frame
 
     def __call__(self, result: Result | None) -> None:
-        """The driver has answered, or never will (None): give back what the request held."""
+        """Give back what the request held: the driver has answered, or never will (None)."""
         self.frame.settled(result)
         succeeded = result is not None and result.status is ErrorStatus.NONE
         if succeeded and result is not None and result.output_shapes:
@@ -213,7 +213,7 @@ class Step:
             state.end(advanced=succeeded if advances else None)
 
     def body(self, inputs: Mapping[str, Any], measure_timing: bool) -> bytes:
-        """What to send, once: the frame is filled, and the step is called when it is over."""
+        """Fill the frame and return what to send, once. From then on the step is called when it is over."""
         self.frame.pins += 1
         try:
             self.steps.fill(self.frame, inputs)
@@ -223,7 +223,7 @@ class Step:
             raise
 
     def leave(self, error: BaseException) -> None:
-        """The caller goes, by that error: its memories are for whoever comes next, once the driver has answered.
+        """Note that the caller stopped waiting because of `error`. The next use of its memories waits for the driver's answer.
 
         Raises:
             DeviceMemoryLostError: the error is the driver's death, and theirs.

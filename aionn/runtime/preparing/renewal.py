@@ -53,8 +53,8 @@ class Order:
 
     Attributes:
         options: how to prepare the model.
-        candidates: names of the devices that may be used, best first; None: every installed one.
-        cache: where the compilation is kept; None: nowhere.
+        candidates: names of the devices that may be used, best first, or None for every installed one.
+        cache: where the compilation is kept, or None.
     """
 
     options: PrepareOptions
@@ -67,13 +67,13 @@ class Renewal:
 
     Attributes:
         compiled: what serves.
-        model: what is computed. cache: where it is kept. Both change when the app swaps in a model of its own.
+        model: what is computed. cache: where it is kept. Both change when the app swaps in another model.
         outcomes: one per step of the plan, of the last preparation.
         disproved: gives the names of outputs that came out in another shape than the model declares.
     """
 
     def __init__(self, session: Session, model: Model, order: Order, first: tuple[RemotePreparedModel, CacheOutcome] | None) -> None:
-        """`first`: what was prepared already; None: at the first use."""
+        """`first`: what was prepared already, or None to prepare it at the first use."""
         self.session = session
         self.model = model
         self.options = order.options

@@ -1,6 +1,6 @@
 """`CompiledModel`: the prepared model that serves now, and how another one takes its place between two executions.
 
-A swap has three parts. First comes everything that may fail or take time, and nothing that serves is touched: the new model is
+A swap has three parts. First comes everything that may fail or take time, and nothing that serves is touched. The new model is
 prepared, and each open burst prepares a second connection to its driver. Then the gate is closed. Executions that come now wait, those
 in flight end, and device memories are copied. Then all changes are committed, without an await in between, and the gate opens.
 So every execution sees the old model or the new one. None is lost, and none overtakes another: what was sent before the swap has been
@@ -59,7 +59,7 @@ class CompiledModel:
         abandoned: called when the compilation is closed, or has been collected.
         on_failure: called when an execution of the app's was answered with an error, and when the driver has died; with the inputs if
             they are at hand.
-        devices_for: gives the devices that may serve after a driver's death, the best first; None: the same device again.
+        devices_for: gives the devices that may serve after a driver's death, the best first; or None for the same device.
         replaced: called when the model was prepared anew after a driver's death.
         closed: whether the compilation has been closed or collected, or its runtime closed.
     """

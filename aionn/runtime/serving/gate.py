@@ -14,9 +14,9 @@ class Gate:
     """Holds executions back while it is shut, and lets them pass one after the other, in the order in which they came.
 
     Attributes:
-        shut: whether there is anything to wait for: it is closed, or those who waited are still passing. Read it before `passed`:
-            nearly always there is not.
-        closed: whether it holds everybody back. Read it again after an await that followed `passed`.
+        shut: whether there is anything to wait for, since it is closed or those who waited are still passing. Read it before
+            `passed`: nearly always there is not.
+        closed: whether it holds every execution back. Read it again after an await that followed `passed`.
     """
 
     __slots__ = ("_came", "_turns", "closed", "shut")
@@ -35,20 +35,20 @@ class Gate:
         self._next()
 
     def _next(self) -> None:
-        # Whoever comes while others still pass queues behind them.
+        # A caller that comes while others still pass queues behind them.
         if self._turns:
             self._turns[0].come.set()
         else:
             self.shut = False
 
     async def wait_for_arrival(self) -> None:
-        """Until somebody waits. One task at a time may ask."""
+        """Return when an execution waits. One task at a time may ask."""
         if not self._turns:
             self._came = anyio.Event()
             await self._came.wait()
 
     async def passed(self, deadline_ns: int | None) -> None:
-        """Wait for it to open, and for those who came before. The next one passes after the caller's next await.
+        """Wait for it to open, and for those who came before. The next execution passes after the caller's next await.
 
         Raises:
             DeadlineError: it did not by the deadline.

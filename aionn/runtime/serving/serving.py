@@ -64,7 +64,7 @@ class Serving:
             raise again(ended_by)
 
     def enter(self) -> None:
-        """An execution begins. `leave` must follow, once."""
+        """Count an execution that begins. `leave` must follow, once."""
         if not self.users:
             self.use.idle_ended()
         self.users += 1
@@ -80,7 +80,7 @@ class Serving:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """An execution of the app's for the body."""
+        """Count an execution of the app's for the body."""
         self.use.count()
         self.enter()
         try:
@@ -89,7 +89,7 @@ class Serving:
             self.leave()
 
     def entered(self, settled: Callable[[Result | None], None], deadline_ns: int | None = None) -> Callable[[Result | None], None]:
-        """An execution until its request is settled, whatever its caller does. `deadline_ns`: the app's, if it has set one."""
+        """Count an execution until its request is settled, whatever its caller does. `deadline_ns`: the app's, if it has set one."""
         self.enter()
         return partial(self._settled, settled, deadline_ns)
 
@@ -100,12 +100,12 @@ class Serving:
         self.leave()
 
     async def wait_idle(self) -> None:
-        """Until no execution uses it."""
+        """Return when no execution uses it."""
         if self.users:
             await self.next_gap()
 
     async def next_gap(self) -> None:
-        """Until the last of the executions in flight ends, now or after the next has begun."""
+        """Return when the last of the executions in flight ends, now or after the next has begun."""
         event = anyio.Event()
         self._idle.append(event)
         try:
@@ -116,7 +116,7 @@ class Serving:
 
 
 class Use:
-    """How much the app uses a compilation, over all its stages, while somebody watches.
+    """How much the app uses a compilation, over all its stages, while its executions are watched.
 
     Attributes:
         executions: so many have begun. last_ns: CLOCK_MONOTONIC, when the last one did.
@@ -148,20 +148,20 @@ class Use:
 
     @property
     def idle_s(self) -> float:
-        """The usual time between the end of an execution and the beginning of the next: the median of the last few; 0: unknown."""
+        """The usual time between the end of an execution and the beginning of the next, as the median of the last few; 0 while unknown."""
         return statistics.median(self._idle_ns) / 1e9 if self._idle_ns else 0.0
 
     def answered(self, deadline_ns: int) -> None:
-        """An execution with that deadline has been answered, or will never be."""
+        """Note that an execution with that deadline has been answered, or will never be."""
         self._left_ns.append(deadline_ns - time.monotonic_ns())
 
     @property
     def least_left_s(self) -> float | None:
-        """The least time that was left of a deadline when its answer came, among the last few; None: there were no deadlines."""
+        """The least time that was left of a deadline when its answer came, among the last few. None if there were no deadlines."""
         return min(self._left_ns) / 1e9 if self._left_ns else None
 
     async def wait_for(self, executions: int) -> None:
-        """Until so many executions have begun. One task at a time may wait."""
+        """Return when so many executions have begun. One task at a time may wait."""
         if self.executions < executions:
             self._reached = anyio.Event()
             self._awaited = executions

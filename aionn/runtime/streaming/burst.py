@@ -57,7 +57,7 @@ class Burst:
         await self._connection.aclose()
 
     def frame(self, shapes: Mapping[str, Sequence[int]] | None = None) -> Frame:
-        """Shared memory to write one request's inputs into: `async with burst.frame() as frame`.
+        """Return shared memory to write one request's inputs into: `async with burst.frame() as frame`.
 
         Args:
             shapes: of inputs with open dimensions, by name; the others' are known.
@@ -81,11 +81,11 @@ class Burst:
             inputs: one array per model input, by name, copied once into shared memory; or a `Frame` of this burst, sent as
                 it is. Shapes and dtypes as `Model.inputs` says; open dimensions (0) may have any extent from 1.
                 A `Memory`, `HardwareBuffer` or `DeviceMemory` may stand for any array and is used in place.
-            outputs: where outputs are to be written instead, by name: a `DeviceMemory` (it is then missing from the result;
-                one that is also an input is advanced: a recurrent state) or a `Memory`.
+            outputs: where outputs are to be written instead, by name: a `Memory` or a `DeviceMemory`. The latter is then missing from the
+                result. One that is also an input is advanced, as a recurrent state.
             measure_timing: fill `.timing` of the result.
-            timeout_s: seconds after which this call ends with `DeadlineError`. It ends nothing else: whether the driver hangs is
-                judged by what it gets done (`Runtime(hang_s=)`), and the frame stays its own until it has answered.
+            timeout_s: seconds after which this call ends with `DeadlineError`. It ends nothing else. Whether the driver hangs is
+                judged by what it gets done (`Runtime(hang_s=)`), and the frame stays reserved until the driver has answered.
 
         Returns:
             One array per output, by name: views of the burst's memory, valid until the next `compute` on this burst.
@@ -205,8 +205,8 @@ class Burst:
 
         Args:
             frames: an iterable or async iterable of inputs by name, as for `compute`.
-            policy: what becomes of a frame for which there is no place: "block" (the source waits), "latest" (it replaces
-                the one that waits, which is dropped) or "reject" (the stream ends with `ExecutionError`).
+            policy: what becomes of a frame for which there is no place. With "block" the source waits. With "latest" the frame
+                replaces the one that waits, which is dropped. With "reject" the stream ends with `ExecutionError`.
             depth: so many frames are in flight or answered and not yet taken.
             deadline_s: how old a frame may become, in seconds from its arrival from the source until its answer. Past it the
                 stream ends with `DeadlineError`; with policy "latest" that frame is dropped.
@@ -217,12 +217,15 @@ class Burst:
         return stream.Stream(self.compute, self._connection, frames, stream.StreamOptions(policy, depth, deadline_s)).results()
 
     def statistics(self) -> dict[str, int]:
-        """Counts since the burst was made.
+        """Return counts since the burst was made.
 
-        computed, failed: executions answered well, or with an error. connections: drivers this burst has had.
+        computed, failed: executions answered well, or with an error.
+        connections: drivers that this burst has had.
         dropped: frames of streams that were never answered (see `map`).
-        copied_bytes: written into frames by `compute`. driver_busy_ns: the driver's time on our requests. in_flight:
-        requests unanswered now. frames, free_frames, pinned_frames, shared_bytes: of the burst's memory.
+        copied_bytes: written into frames by `compute`.
+        driver_busy_ns: the driver's time on our requests.
+        in_flight: requests unanswered now.
+        frames, free_frames, pinned_frames, shared_bytes: of the burst's memory.
         """
         link = self._connection.link
         in_flight = link.controller.in_flight if link is not None else 0

@@ -149,7 +149,7 @@ class BurstConnection:
             self.usual = layout, self.executor.frames.pool(layout), link
 
     async def _connect(self, deadline_ns: int | None) -> Link:
-        """Return the live link, after making one if there is none."""
+        """Return the live link. Make one first if the burst has no live link."""
         async with self._connecting:
             while True:
                 if not self._open:

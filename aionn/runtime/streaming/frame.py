@@ -66,7 +66,7 @@ class Frame(Mapping[str, NDArray[Any]]):
         layout, frame = self._leased()
         array = layout.inputs_in(frame).get(name)
         if array is None:
-            raise CallerError(f"input {name!r} is none of the model's; its inputs are {list(self)}")
+            raise CallerError(f"the model has no input {name!r}; its inputs are {list(self)}")
         return array
 
     def __setitem__(self, name: str, value: Any) -> None:

@@ -1,6 +1,6 @@
 """`Burst.map`: a stream of frames in, a stream of results out, in order, with bounded age.
 
-One task pulls frames from the source (`_pump`); each admitted frame is computed by a task of its own. A frame holds one of
+One task pulls frames from the source (`_pump`); each admitted frame is computed by another task. A frame holds one of
 `depth` places from its admission until its result has been taken, so a slow consumer bounds the stream as a slow model does.
 With "latest" one frame is with the driver at a time: a second one would only grow old in its queue, while a newer one comes.
 What happens to a frame for which there is no place is the policy:
@@ -99,7 +99,7 @@ class Stream:
         if deadline_s is not None and deadline_s <= 0:
             raise CallerError(f"deadline_s={deadline_s}: a deadline is more than 0 seconds, or None for none")
         if not hasattr(frames, "__aiter__") and not hasattr(frames, "__iter__"):
-            raise CallerError(f"frames: {type(frames).__name__} is no iterable and no async iterable of inputs by name")
+            raise CallerError(f"frames: expected an iterable or async iterable of inputs by name, got {type(frames).__name__}")
         self._compute_frame = compute
         self._connection = connection
         self._frames = frames
@@ -115,7 +115,7 @@ class Stream:
         self._tasks: TaskGroup | None = None
 
     async def results(self) -> AsyncGenerator[StreamResult, None]:
-        """The results, in order."""
+        """Yield the results, in order."""
         self._connection.start(self._run)
         self._connection.when_closed.add(self.cancel)
         try:
@@ -174,11 +174,11 @@ class Stream:
                 await self._wait_for_place()  # the last frame is answered too
             self._over = self._over or StopAsyncIteration()
         except asyncio.CancelledError as error:
-            # Where the stream itself was cancelled, `_over` tells why.
+            # Where the stream itself was cancelled, `_over` has the reason.
             if self._over is None:
                 self._over = CallerError("the source of this stream raised CancelledError; to end a stream, return from its source")
                 self._over.__cause__ = error
-        except BaseException as error:  # the source's own errors, and a rejected frame, reach whoever takes the results
+        except BaseException as error:  # the source's own errors, and a rejected frame, reach the consumer of the results
             self._keep(error)
             self._over = self._over or error
         self._changed.set()
@@ -213,7 +213,7 @@ class Stream:
         await self._taken.wait()
 
     def _place_freed(self) -> None:
-        """There may be a place: the frame that waits takes it."""
+        """Give a place that may be free to the frame that waits."""
         if self._newest is not None and self._tasks is not None and self._over is None and self._has_place():
             newest, self._newest = self._newest, None
             self._admit(newest)
