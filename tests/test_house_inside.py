@@ -43,12 +43,8 @@ LONGER_MODULES: Mapping[str, str] = {
     "memory/device_buffers.py": LATER,
     "remote/control.py": LATER,
     "remote/service.py": LATER,
-    "runtime/compilation.py": LATER,
-    "runtime/executing/device_memory.py": LATER,
     "runtime/processes/devices.py": LATER,
-    "runtime/serving/compiled_model.py": LATER,
     "runtime/staging/stages.py": LATER,
-    "runtime/streaming/burst.py": LATER,
 }
 LONGER_FUNCTIONS: Mapping[str, str] = {
     "cli/caches.py: list_entries": LATER,
@@ -57,7 +53,6 @@ LONGER_FUNCTIONS: Mapping[str, str] = {
 MORE_PARAMETERS: Mapping[str, str] = {
     "cli/running.py: run_model": LATER,
     "driver/execution.py: __init__": LATER,
-    "runtime/streaming/burst.py: _try_placed": LATER,
 }
 LARGER_CLASSES: Mapping[str, str] = {
     "burst/controller.py: ExecutionBurstController": LATER,
@@ -71,33 +66,17 @@ LARGER_CLASSES: Mapping[str, str] = {
     "fmq/message_queue.py: MessageQueue": LATER,
     "memory/domain.py: DeviceBuffer": LATER,
     "memory/memory.py: Memory": LATER,
-    "runtime/compilation.py: Compilation": LATER,
-    "runtime/executing/device_memory.py: DeviceMemory": LATER,
     "runtime/processes/devices.py: DriverProcess": LATER,
-    "runtime/serving/compiled_model.py: CompiledModel": LATER,
     "runtime/staging/stages.py: Staging": LATER,
-    "runtime/streaming/burst.py: Burst": LATER,
 }
 PRIVATE_READS: Mapping[str, str] = {
     "memory/device_buffers.py": LATER,
-    "runtime/compilation.py": LATER,
-    "runtime/executing/device_memory.py": LATER,
-    "runtime/executing/moving.py": LATER,
-    "runtime/executing/placement.py": LATER,
-    "runtime/executing/recurrent.py": LATER,
     "runtime/preparing/background.py": LATER,
     "runtime/preparing/preparation.py": LATER,
-    "runtime/runtime.py": LATER,
     "runtime/staging/stages.py": LATER,
     "runtime/staging/swapping.py": LATER,
-    "runtime/streaming/burst.py": LATER,
-    "runtime/streaming/frame.py": LATER,
-    "runtime/streaming/stream.py": LATER,
 }
-CIRCLES: tuple[frozenset[str], ...] = (
-    frozenset({"aionn.caching.store.cache", "aionn.caching.store.entries"}),
-    frozenset({name for name in (dotted(path) for path, _ in modules()) if name.startswith("aionn.runtime.")}),
-)
+CIRCLES: tuple[frozenset[str], ...] = (frozenset({"aionn.caching.store.cache", "aionn.caching.store.entries"}),)
 
 
 def graph() -> dict[str, set[str]]:
@@ -162,6 +141,34 @@ def native_graph() -> dict[str, set[str]]:
 def test_no_files_stand_in_a_circle() -> None:
     found = [sorted(group) for group in circles(without_packages(graph())) if not any(group <= known for known in CIRCLES)]
     assert found == []
+
+
+RUNTIME_FLOORS = (
+    {"model", "processes", "serving"},
+    {"session"},
+    {"preparing"},
+    {"executing"},
+    {"staging", "streaming"},
+    {"parts"},
+    {"compilation"},
+    {"runtime"},
+)
+
+
+def test_arrows_inside_runtime_run_downward() -> None:
+    floor_of = {f"aionn.runtime.{room}": number for number, rooms in enumerate(RUNTIME_FLOORS) for room in rooms}
+
+    def room_of(name: str) -> str:
+        return ".".join(name.split(".")[:3])
+
+    arrows = {
+        (room_of(name), room_of(other))
+        for name, others in without_packages(graph()).items()
+        for other in others
+        if name.startswith("aionn.runtime.") and other.startswith("aionn.runtime.")
+    }
+    assert {room for arrow in arrows for room in arrow} == floor_of.keys() - {"aionn.runtime.model"}
+    assert [arrow for arrow in arrows if arrow[0] != arrow[1] and floor_of[arrow[0]] <= floor_of[arrow[1]]] == []
 
 
 def test_no_native_files_stand_in_a_circle() -> None:

@@ -1,12 +1,14 @@
 """The app's process: models, compilations, bursts, and the driver processes behind them.
 
-Arrows run downward. A package here imports the ones below it.
+Arrows run downward. A package or module here imports the ones below it, never the ones beside it or above.
 
     runtime      `Runtime`: opens and closes everything
     compilation  `Compilation`: the face of a compiled model
+    parts        what a compilation consists of, and how it is closed
     staging      better stages, made behind the stream and swapped in      streaming    bursts as an app uses them
-    executing    one execution: arguments, frames, links, device memory
+    executing    one execution: arguments, frames, channels, device memory
     preparing    a model gets ready on a device, from the cache or compiled
+    session      what the parts need from an open runtime
     serving      what serves now, and the swap                             processes    driver processes
     model        `Model.from_onnx`: an ONNX file becomes a model with its weights in shared memory
 """

@@ -1,6 +1,6 @@
 """`aionn.Model`: an ONNX file, read once, its weights in shared memory that every driver can map.
 
-The weights are frozen before anyone else sees the pool: no driver can get a writable mapping of them. The pool goes
+The weights are frozen before any other process sees the pool: no driver can get a writable mapping of them. The pool goes
 with the last reference to the model.
 """
 
@@ -22,7 +22,7 @@ class Model(hal_model.Model):
     """A model as an app holds it: its graph, and its large constants in shared memory.
 
     Attributes:
-        inputs: `hal.Operand` by name, in the graph's order: `.type`, `.dimensions` (0: open), `.symbols`.
+        inputs: `hal.Operand` by name, in the graph's order, with `.type`, `.dimensions` (0: open) and `.symbols`.
         outputs: the same for its outputs, as the file declares them. Files do declare wrong shapes; arrays have the true ones.
         token: 32 bytes that name the content (graph and every constant): the same file gives the same token in every
             run and at every path.
@@ -38,8 +38,8 @@ class Model(hal_model.Model):
     def from_onnx(cls, source: str | os.PathLike[str] | bytes, *, memories: Mapping[str, Memory] | None = None) -> Model:
         """Read an ONNX model. Blocks for as long as its bytes take to be read and copied once.
 
-        Weights in files beside the model are not copied but mapped, here and in drivers: leave such a file as it is for as
-        long as the model is used, and replace it by a new one (rename) rather than write into it.
+        Weights in files beside the model are not copied but mapped, here and in drivers. Leave such a file as it is for as long as the
+        model is used. Replace it by a new one (rename) rather than write into it.
 
         Args:
             source: path of a .onnx file, or its contents. Weights in files beside the model are found only from a path: beside it, or
@@ -50,7 +50,7 @@ class Model(hal_model.Model):
 
         Raises:
             CallerError: there is no ONNX model at `source`; or a constant lies beyond the file or memory it is said to be in.
-            CompilationError: the graph is broken, or has inputs or outputs that are no tensors.
+            CompilationError: the graph is broken, or has inputs or outputs that are not tensors.
             MemoryAllocationError: the weights do not fit into shared memory.
         """
         regions: list[Region] = []
@@ -86,7 +86,7 @@ class Model(hal_model.Model):
 
 
 def _mapped(path: Path) -> IMemory:
-    """A file beside the model, mapped for reading."""
+    """Return a file beside the model, mapped for reading."""
     with open(path, "rb", buffering=0) as file:
         return Memory.from_fd(file, os.fstat(file.fileno()).st_size, PROT_READ)
 
@@ -103,5 +103,5 @@ def _by_name(memories: Mapping[str, Memory] | None) -> Iterable[tuple[str, Memor
         raise CallerError(f"memories: expected a dict of memories by file name, got {type(memories).__name__}")
     for name, memory in memories.items():
         if not isinstance(memory, Memory):
-            raise CallerError(f"memories[{name!r}]: expected a Memory, got {type(memory).__name__}; a HardwareBuffer has one as .memory")
+            raise CallerError(f"memories[{name!r}]: expected a Memory, got {type(memory).__name__} (a HardwareBuffer has one as .memory)")
     return memories.items()

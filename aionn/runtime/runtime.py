@@ -1,13 +1,12 @@
 """`Runtime`: owns every task, every driver process and all memory; leaves nothing behind.
 
-A runtime belongs to the event loop it was opened in. Its tasks live in a task of their own (`OwnedTasks`), so any task of that loop
+A runtime belongs to the event loop it was opened in. Its tasks live in a separate task (`OwnedTasks`), so any task of that loop
 may close it. Closing ends calls that still wait with `CallerError`, and every driver process, in bounded time. A loop that ends closes
 the runtimes that were left open in it. A child of `os.fork` can close a runtime of its parent, which does nothing.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 import weakref
@@ -24,11 +23,14 @@ from aionn.errors import CallerError, DeadlineError
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model
 from aionn.hal.types import CACHE_TOKEN_BYTES, ExecutionPreference, Priority
-from aionn.runtime.compilation import Compilation
+from aionn.runtime.compilation import Compilation, parts_of
+from aionn.runtime.parts import CompilationParts
 from aionn.runtime.preparing.plan import prepare_on_best
 from aionn.runtime.preparing.preparation import CacheChoice
+from aionn.runtime.preparing.renewal import Order
 from aionn.runtime.processes.devices import GRACE_S, KILL_S, Device, Devices
 from aionn.runtime.processes.liveness import DEFAULT_HANG_S, checked_hang_s
+from aionn.runtime.session import Session
 from aionn.runtime.staging.stage import StagePolicy
 from aionn.runtime.staging.stages import prepare_first
 from aionn.runtime.staging.swapping import swap_model
@@ -60,8 +62,8 @@ class Runtime:
         CallerError: `hang_s` is not a positive number.
 
     Attributes:
-        stage_policy: a `StagePolicy`: when better stages are made, and what they must show, for later calls of `compile` with mode
-            "staged": `runtime.stage_policy = aionn.StagePolicy(executions=100, min_gain=0.2)`.
+        stage_policy: a `StagePolicy`. It says when better stages are made, and what they must show, for later calls of `compile` with
+            mode "staged". Example: `runtime.stage_policy = aionn.StagePolicy(executions=100, min_gain=0.2)`.
 
     Example:
         >>> async with aionn.Runtime() as runtime:
@@ -72,14 +74,12 @@ class Runtime:
     def __init__(self, *, hang_s: float | None = DEFAULT_HANG_S, state_dir: str | os.PathLike[str] | None = None) -> None:
         self._hang_s = checked_hang_s(hang_s)
         self._state_dir = _checked_state_dir(state_dir)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._home: asyncio.AbstractEventLoop | None = None
-        self._pid = os.getpid()
+        self._session: Session | None = None
         self._devices: Devices
         self._tasks: OwnedTasks
         self._stores: dict[str, CacheStore] = {}
         self.stage_policy = StagePolicy()
-        self._compilations: weakref.WeakSet[Compilation] = weakref.WeakSet()
+        self._compilations: weakref.WeakSet[CompilationParts] = weakref.WeakSet()
 
     async def __aenter__(self) -> Runtime:
         await self.open()
@@ -94,13 +94,13 @@ class Runtime:
         Raises:
             CallerError: it has been opened before, or no asyncio or uvloop loop runs.
         """
-        if self._home is not None:
+        if self._session is not None:
             raise CallerError("this runtime has been opened already; make a new aionn.Runtime() to open another one")
-        self._loop = self._home = running_loop()
-        self._pid = os.getpid()
-        is_ours(self._home)  # noted, before there can be a fork
+        loop = running_loop()
+        is_ours(loop)  # noted, before there can be a fork
         self._tasks = OwnedTasks(self._close, "runtime")
         self._devices = Devices(self._tasks, self._state_dir, self._hang_s)
+        self._session = Session(loop, self._tasks, self._devices)
         await self._tasks.open()
 
     async def aclose(self) -> None:
@@ -112,55 +112,47 @@ class Runtime:
         Raises:
             CallerError: the runtime belongs to another event loop.
         """
-        if self._home is None or self._inherited:
+        session = self._session
+        if session is None or session.inherited:
             return
-        if running_loop() is not self._home:
+        if running_loop() is not session.loop:
             raise CallerError("this runtime belongs to another event loop; close it in the loop that opened it")
-        self._loop = None
+        session.close()
         await self._tasks.aclose(CLOSE_S)
 
-    @property
-    def _inherited(self) -> bool:
-        """Whether this process is a child, by `os.fork`, of the one that opened the runtime: nothing of it may be touched here."""
-        return os.getpid() != self._pid
-
     async def _close(self) -> None:
-        """What the runtime's own task does at its end. In bounded time, also when that task is cancelled."""
-        self._loop = None
+        """Close everything, as the last act of the runtime's own task. It ends in bounded time, also when that task is cancelled."""
+        if self._session is not None:
+            self._session.close()
         # First, or a stage would try to go on with devices that end.
-        for compilation in list(self._compilations):
-            compilation._compiled.abandon()
+        for parts in list(self._compilations):
+            parts.compiled.abandon()
         try:
             await self._devices.aclose()
         finally:
-            for compilation in list(self._compilations):
-                compilation._end()
-            # Side by side: none is to wait for another's disk before it tells those who wait in it.
+            for parts in list(self._compilations):
+                parts.end()
+            # Side by side: no store waits for another one's disk before it ends the calls that wait in it.
             with bounded_shield(CLOSE_STORES_S):
                 async with anyio.create_task_group() as closing:
                     for store in self._stores.values():
                         closing.start_soon(store.aclose)
 
-    def _check_open(self) -> None:
-        if self._inherited:
-            raise CallerError("this runtime belongs to the process that opened it, of which this one is a child; open one in this process")
-        if self._loop is None:
-            failure = self._tasks.failure if self._home is not None else None
-            if failure is not None:
-                raise CallerError(f"the runtime has ended by an error of its own ({type(failure).__name__}); open a new one") from failure
-            raise CallerError("the runtime is not open; use it inside `async with aionn.Runtime() as runtime`")
-        if running_loop() is not self._loop:
-            raise CallerError("this runtime belongs to another event loop; a runtime is used in the loop that opened it")
+    def _opened(self) -> Session:
+        """Return the session.
 
-    def _check_loop(self) -> None:
-        """For what may still be done when the runtime has been left, such as closing."""
-        if self._loop is not None:
-            self._check_open()
+        Raises:
+            CallerError: the runtime is not open, or this is another process or another event loop.
+        """
+        if self._session is None:
+            raise CallerError("the runtime is not open; use it inside `async with aionn.Runtime() as runtime`")
+        self._session.check_open()
+        return self._session
 
     @property
     def devices(self) -> list[Device]:
         """Every device this runtime knows, best first: the installed ones and those asked for by class."""
-        self._check_open()
+        self._opened()
         return self._devices.known
 
     async def compile(
@@ -180,16 +172,16 @@ class Runtime:
 
         Args:
             model: from `Model.from_onnx`.
-            devices: names of the devices that may be used, best first; None: every installed device, and if one fails to prepare the
-                model the next is tried, with a warning in the log (`compilation.device` tells which it became). Explicit devices forbid
-                any fallback. "package.module:Class" names an engine that is not installed as an entry point.
+            devices: names of the devices that may be used, best first, or None for every installed device. With None, the next device
+                is tried if one fails to prepare the model, with a warning in the log. `compilation.device` is the one that it became.
+                Explicit devices forbid any fallback. "package.module:Class" names an engine that is not installed as an entry point.
             preference: "sustained_speed" for streams, "low_power" never stays awake waiting.
-            priority: "low", "medium" or "high", told to the device.
-            cache_dir: where compilations are kept; None: no caching.
+            priority: "low", "medium" or "high"; the device gets to know it.
+            cache_dir: where compilations are kept, or None for no caching.
             token: 32 bytes, unique to the model within the app (`model.token`); given exactly when `cache_dir` is.
-            mode: "eager" compiles now; "jit" at the first execution, once, whoever calls first (`timeout_s` does not count then);
-                "staged" serves from the best of `stages` that is stored, else from the first one, and makes the others behind it,
-                as `stage_policy` says.
+            mode: "eager" compiles now. "jit" compiles at the first execution, once for all callers; `timeout_s` does not count then.
+                "staged" serves from the best of `stages` that is stored, else from the first one. It makes the others behind it, as
+                `stage_policy` says.
             stages: devices from quick to best, only with mode "staged", and in place of `devices`.
             timeout_s: seconds after which the call ends with `DeadlineError` and the compile is cancelled.
 
@@ -203,20 +195,21 @@ class Runtime:
             DeadlineError: it took longer than `timeout_s`.
             DriverDiedError, DriverHungError: the driver went away meanwhile.
         """
-        self._check_open()
+        session = self._opened()
         options = _options(preference, priority, timeout_s)
         _check_modes(model, cache_dir, token, mode, stages, devices)
         with trace.span("compile", preference=preference):
             cache = self._cache(cache_dir, token)
+            order = Order(options, devices if stages is None else stages, cache)
             if mode == "jit":
-                compilation = Compilation(self, model, options, cache, self._named(devices))
+                parts = CompilationParts(session, model, Order(options, self._named(devices), cache))
             elif stages is not None:
-                work = self._compile_staged(model, stages, options, cache, self.stage_policy)
-                compilation = await _within(timeout_s, options.deadline_ns, work)
+                work = self._compile_staged(session, model, order, stages, self.stage_policy)
+                parts = await _within(timeout_s, options.deadline_ns, work)
             else:
-                compilation = await _within(timeout_s, options.deadline_ns, self._compile(model, devices, options, cache))
-        self._compilations.add(compilation)
-        return compilation
+                parts = await _within(timeout_s, options.deadline_ns, self._compile(session, model, order))
+        self._compilations.add(parts)
+        return Compilation(parts)
 
     def _cache(self, cache_dir: str | Path | None, token: bytes | None) -> CacheChoice | None:
         if cache_dir is None or token is None:
@@ -227,22 +220,20 @@ class Runtime:
             store = self._stores[path] = CacheStore(path)
         return CacheChoice(store, token)
 
-    async def _compile(
-        self, model: Model, devices: Sequence[str] | None, options: PrepareOptions, cache: CacheChoice | None
-    ) -> Compilation:
-        prepared, outcome = await prepare_on_best(self._devices, model, devices, options, cache)
-        return Compilation(self, model, options, cache, devices, prepared, (outcome,))
+    async def _compile(self, session: Session, model: Model, order: Order) -> CompilationParts:
+        first = await prepare_on_best(session.devices, model, order.candidates, order.options, order.cache)
+        return CompilationParts(session, model, order, first)
 
     async def _compile_staged(
-        self, model: Model, names: Sequence[str], options: PrepareOptions, cache: CacheChoice | None, policy: StagePolicy
-    ) -> Compilation:
-        prepared, outcome, stages = await prepare_first(self._devices, model, names, options, cache, policy)
-        compilation = Compilation(self, model, options, cache, names, prepared, (outcome,))
-        compilation._begin_stages(stages, policy)
-        return compilation
+        self, session: Session, model: Model, order: Order, names: Sequence[str], policy: StagePolicy
+    ) -> CompilationParts:
+        prepared, outcome, stages = await prepare_first(session.devices, model, names, order.options, order.cache, policy)
+        parts = CompilationParts(session, model, order, (prepared, outcome))
+        parts.begin_stages(stages, policy)
+        return parts
 
     def _named(self, names: Sequence[str] | None) -> Sequence[str] | None:
-        """The names, each of a device that is there."""
+        """Return the names after checking that each device is there."""
         if names is None:
             return None
         if isinstance(names, str) or not names:
@@ -254,8 +245,8 @@ class Runtime:
     async def swap(self, compilation: Compilation, model: Model, *, timeout_s: float | None = None) -> None:
         """Let another model take over a compilation and its open bursts, between two executions: the app's own new version.
 
-        It is compiled in the background on the device that serves now (and kept in the same cache), tried once, and swapped in: every
-        execution up to some one is computed by the model before, every one from then on by the new one. Stages begin anew.
+        The new model is compiled in the background on the device that serves now, kept in the same cache, and tried once. Then it is
+        swapped in: the model before computes every execution up to some one, and the new model all those that follow. Stages begin anew.
 
         Args:
             compilation: of this runtime.
@@ -263,23 +254,23 @@ class Runtime:
             timeout_s: seconds after which the call ends with `DeadlineError`.
 
         Raises:
-            CallerError: it is no model, or its inputs or outputs are others.
+            CallerError: it is not a model, or it has other inputs or outputs.
             CompilationError: it cannot be prepared, or cannot run.
             DeadlineError, DriverDiedError, DriverHungError: as for `compile`.
             In all cases the model before goes on serving.
         """
-        self._check_open()
-        if not isinstance(compilation, Compilation) or compilation._runtime is not self:
+        session = self._opened()
+        if not isinstance(compilation, Compilation) or (parts := parts_of(compilation)).session is not session:
             raise CallerError("swap takes a compilation of this runtime")
         with trace.span("swap"), ending_by(deadline_of(timeout_s), "the new model was not swapped in"):
-            await swap_model(compilation, model, timeout_s)
+            await swap_model(parts.new_model(), model, timeout_s)
 
 
 def run(main: Callable[..., Awaitable[T]], *args: object) -> T:
-    """Run an async function to its end on uvloop: `anyio.run(main, *args)` with the fast loop; what it returns or raises is handed on.
+    """Run an async function to its end on uvloop: `anyio.run(main, *args)` with the fast loop; its result or error is handed on.
 
-    Where stdin, stdout or stderr is closed, as in some daemons, /dev/null takes its place: uvloop aborts the process over a file of its
-    own that got one of those numbers.
+    Where stdin, stdout or stderr is closed, as in some daemons, /dev/null takes its place. Otherwise a file of uvloop's may get one of
+    those numbers, over which uvloop aborts the process.
     """
     while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass

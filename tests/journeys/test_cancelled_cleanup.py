@@ -16,7 +16,7 @@ from aionn.caching.store.entries import Hit
 from aionn.memory.memory import Memory
 from aionn.memory.region import Region
 from aionn.remote.device import RemoteBuffer, RemotePreparedModel
-from aionn.runtime.executing.device_memory import DeviceRoles
+from aionn.runtime.executing.device_roles import DeviceRoles
 from aionn.testing import FakeDevice, identity_model
 from tests.leaks import ended, leak_check
 
@@ -52,7 +52,7 @@ async def cancelled_after(turns: int, work: Any) -> bool:
 async def is_released(prepared: RemotePreparedModel, compilation: aionn.Compilation) -> bool:
     """Whether its driver does not know the model any more. Asked over the socket, behind what was asked before."""
     try:
-        (await DeviceRoles(compilation, ("input",), (), None).allocate(prepared)).release()
+        (await DeviceRoles(compilation.model, {}, ("input",), (), None).allocate(prepared)).release()
     except aionn.CallerError as error:
         assert "is not known here" in str(error)
         return True
@@ -70,13 +70,13 @@ async def test_a_compilation_whose_closing_is_cancelled_anywhere_leaves_no_model
             bursts = [await compilation.burst().__aenter__() for _ in range(2)]
             for burst in bursts:
                 await burst.compute(INPUTS)
-            serving = compilation._compiled.serving
+            serving = compilation._parts.compiled.serving
             assert serving is not None
             cancelled.append(await cancelled_after(turns, compilation.aclose()))
             assert await is_released(serving.prepared, compilation)
             with pytest.raises(aionn.CallerError):
                 await bursts[1].compute(INPUTS)
-            assert compilation._frames.count()["shared_bytes"] == bursts[0]._frames.count()["frames"] == 0
+            assert compilation._parts.executor.frames.count()["shared_bytes"] == bursts[0]._executor.frames.count()["frames"] == 0
             assert serving.prepared.device._bursts == {}
     assert any(cancelled)
 
@@ -88,7 +88,7 @@ async def test_a_staged_compilation_whose_closing_is_cancelled_leaves_no_model_a
     compilation = await runtime.compile(MODEL, mode="staged", stages=(fake.name, best.name))
     waiting = asyncio.create_task(compilation.wait_for_stage(best.name))
     worker = await best.heard("compile")
-    serving = compilation._compiled.serving
+    serving = compilation._parts.compiled.serving
     assert serving is not None
     assert worker in runtime._devices.worker_pids
     assert await cancelled_after(1, compilation.aclose())
@@ -106,7 +106,7 @@ async def test_a_burst_whose_closing_is_cancelled_leaves_nothing(runtime: aionn.
             burst = await compilation.burst().__aenter__()
             await burst.compute(INPUTS)
             assert await cancelled_after(turns, burst.aclose())
-            assert burst._frames.count()["frames"] == 0
+            assert burst._executor.frames.count()["frames"] == 0
 
 
 async def test_a_device_memory_whose_closing_is_cancelled_is_freed(
@@ -164,7 +164,7 @@ async def test_a_swap_that_is_cancelled_while_it_leaves_the_cache_releases_the_n
         await asyncio.wait([swapping])
         assert swapping.cancelled()
         fake.behave()
-        assert compilation._compiled.serving is not None
-        assert compilation._compiled.serving.prepared is made[0]
+        assert compilation._parts.compiled.serving is not None
+        assert compilation._parts.compiled.serving.prepared is made[0]
         assert await is_released(made[1], compilation)
         assert not await is_released(made[0], compilation)

@@ -224,8 +224,8 @@ async def test_no_error_of_a_queue_reaches_an_app_when_a_driver_ends_a_burst(fak
         compilation = await runtime.compile(MODEL, devices=(fake.name,))
         async with compilation.burst() as burst:
             await burst.compute(INPUTS)
-            assert burst._link is not None
-            controller = burst._link.controller
+            assert burst._connection.link is not None
+            controller = burst._connection.link.controller
             theirs = [
                 MessageQueue.attach(dataclasses.replace(queue.descriptor(), fds=tuple(os.dup(fd) for fd in queue.descriptor().fds)))
                 for queue in (controller._requests, controller._results)

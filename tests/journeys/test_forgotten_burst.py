@@ -35,9 +35,9 @@ async def compilation(fake: FakeDevice) -> AsyncIterator[aionn.Compilation]:
 
 def held_by_the_driver(compilation: aionn.Compilation) -> tuple[int, int]:
     """Descriptors and shared mappings of the driver process."""
-    serving = compilation._compiled.serving
+    serving = compilation._parts.compiled.serving
     assert serving is not None
-    pid = next(device.pid for device in compilation._runtime.devices if device.name == serving.device)
+    pid = next(device.pid for device in compilation._parts.session.devices.known if device.name == serving.device)
     with open(f"/proc/{pid}/maps", encoding="utf-8") as maps:
         return len(os.listdir(f"/proc/{pid}/fd")), sum("memfd:aionn" in line for line in maps)
 
@@ -68,8 +68,8 @@ async def test_a_burst_that_is_dropped_is_collected_and_leaves_nothing_here_or_i
     with anyio.fail_after(10):
         while held_by_the_driver(compilation) != there:
             await compilation.compute(INPUTS)
-    assert compilation._compiled.serving is not None
-    assert compilation._compiled.serving.prepared.device._bursts == {}
+    assert compilation._parts.compiled.serving is not None
+    assert compilation._parts.compiled.serving.prepared.device._bursts == {}
 
 
 async def test_a_burst_that_is_kept_is_freed_with_its_runtime(fake: FakeDevice) -> None:

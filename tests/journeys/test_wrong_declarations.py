@@ -19,7 +19,7 @@ from onnx import ModelProto, TensorProto, helper
 
 import aionn
 from aionn.graph import resolve_shapes
-from aionn.runtime.executing.recurrent import RecurrentWay, Step
+from aionn.runtime.executing.recurrent import RecurrentSteps, Step
 from tests.engines.onnx_graphs import model_of, value
 from tests.leaks import driver_pids, leak_check
 
@@ -287,14 +287,14 @@ async def test_a_state_of_a_batch_that_the_output_denies_lives_in_the_driver_onc
 def short(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each call that asked: whether it went the recurrent stream's short way."""
     asked: list[bool] = []
-    begin = RecurrentWay.begin
+    begin = RecurrentSteps.begin
 
-    def watched(self: RecurrentWay, *arguments: Any) -> Step | None:
+    def watched(self: RecurrentSteps, *arguments: Any) -> Step | None:
         step = begin(self, *arguments)
         asked.append(step is not None)
         return step
 
-    monkeypatch.setattr(RecurrentWay, "begin", watched)
+    monkeypatch.setattr(RecurrentSteps, "begin", watched)
     return asked
 
 

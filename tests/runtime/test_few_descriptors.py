@@ -186,7 +186,7 @@ async def test_a_call_that_waits_for_a_frame_keeps_its_deadline_and_can_be_cance
                     await burst.compute({"x": x(1)}, timeout_s=0.01)
                 with anyio.move_on_after(0.01):
                     await burst.compute({"x": x(1)})
-                assert burst._frames._waiting == {}
+                assert burst._executor.frames._waiting == {}
                 for number in range(3):
                     tasks.start_soon(_computed, burst, number)
                     await anyio.wait_all_tasks_blocked()
@@ -203,10 +203,10 @@ async def test_a_call_that_is_cancelled_as_its_frame_comes_gives_it_back(fake: F
 
 
 async def _cancelled_as_its_frame_comes(burst: aionn.Burst) -> None:
-    way, first = await burst._lease(burst._arguments.check_shapes({}))
-    pool = burst._frames.pool(way)
+    layout, first = await burst._connection.lease(burst._executor.arguments.check_shapes({}))
+    pool = burst._executor.frames.pool(layout)
     leased = [first, *(pool.lease() for _ in range(MAX_FRAMES - 1))]
-    waiting = [asyncio.ensure_future(burst._frames.lease(way)) for _ in range(2)]
+    waiting = [asyncio.ensure_future(burst._executor.frames.lease(layout)) for _ in range(2)]
     await anyio.wait_all_tasks_blocked()
     pool.unpin(leased[0])
     waiting[0].cancel()
@@ -233,7 +233,7 @@ async def test_closing_the_burst_ends_those_who_wait_for_a_frame(fake: FakeDevic
             for _ in range(MAX_FRAMES + 5):
                 tasks.start_soon(refused)
             await anyio.wait_all_tasks_blocked()
-            assert sum(map(len, burst._frames._waiting.values())) == 5
+            assert sum(map(len, burst._executor.frames._waiting.values())) == 5
             tasks.start_soon(burst.aclose)
             await anyio.wait_all_tasks_blocked()
             fake.behave()

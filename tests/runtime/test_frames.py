@@ -36,17 +36,17 @@ def test_large_inputs_arrive_whole(shapes: list[tuple[int, ...]], layout: str, m
     for name, shape in zip(names, shapes, strict=True):
         array = chance.random((2 * shape[0], *shape[1:]), np.float32)
         inputs[name] = array[::2] if layout == "strided" else array[: shape[0]].copy()
-    way = arguments.way(arguments.shapes_of(inputs))
-    pool = Frames(exact=True).pool(way)
+    places_of = arguments.layout(arguments.shapes_of(inputs))
+    pool = Frames(exact=True).pool(places_of)
     frame = pool.lease()
     missing: list[int] = []
 
     def soon() -> None:
-        places = way.inputs_in(frame)
+        places = places_of.inputs_in(frame)
         missing.append(sum(int((places[name] != array).sum()) * 4 for name, array in inputs.items()))
 
-    fill_large(frame, way, inputs, soon)
-    assert all(np.array_equal(place, inputs[name]) for name, place in way.inputs_in(frame).items())
+    fill_large(frame, places_of, inputs, soon)
+    assert all(np.array_equal(place, inputs[name]) for name, place in places_of.inputs_in(frame).items())
     total = sum(4 * math.prod(shape) for shape in shapes)
     assert len(missing) == 1
     if layout == "plain":
@@ -85,14 +85,14 @@ async def test_a_stream_of_large_inputs_lets_the_loop_run_before_each() -> None:
 @pytest.mark.anyio
 async def test_a_usual_frame_in_flight_stays_pinned_when_its_caller_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     anew = 0
-    general = Burst._compute_anew
+    general = Burst._attempt
 
     async def counted(self: Burst, *arguments: Any) -> Any:
         nonlocal anew
         anew += 1
         return await general(self, *arguments)
 
-    monkeypatch.setattr(Burst, "_compute_anew", counted)
+    monkeypatch.setattr(Burst, "_attempt", counted)
     model = aionn.Model.from_onnx(identity_model({"x": (4,)}))
     with FakeDevice() as fake:
         async with leak_check(), aionn.Runtime() as runtime:

@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 import aionn
-from aionn.runtime.executing.recurrent import RecurrentWay, Step
+from aionn.runtime.executing.recurrent import RecurrentSteps, Step
 from aionn.testing import FakeDevice, identity_model
 from tests.leaks import leak_check
 
@@ -34,14 +34,14 @@ def fake() -> Iterator[FakeDevice]:
 def short(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each call that asked: whether it went the short way."""
     asked: list[bool] = []
-    begin = RecurrentWay.begin
+    begin = RecurrentSteps.begin
 
-    def watched(self: RecurrentWay, *arguments: Any) -> Step | None:
+    def watched(self: RecurrentSteps, *arguments: Any) -> Step | None:
         step = begin(self, *arguments)
         asked.append(step is not None)
         return step
 
-    monkeypatch.setattr(RecurrentWay, "begin", watched)
+    monkeypatch.setattr(RecurrentSteps, "begin", watched)
     return asked
 
 
@@ -165,7 +165,7 @@ async def test_what_is_wrong_is_said_as_on_the_long_way(fake: FakeDevice, short:
         for name in ("state", "read", "foreign", "busy"):
             await memories[name].reset(1)
         await memories["closed"].aclose()
-        memories["busy"]._advancing = True  # as one in flight has it: asked before anything else
+        memories["busy"]._state.uses.advancing = True  # as one in flight has it: asked before anything else
         async with compilation.burst() as burst:
             for what, arguments in WRONG.items():
                 await burst.compute({"x": x(), "state": memories["state"]}, outputs={"stateN": memories["state"]})
@@ -180,7 +180,7 @@ async def test_what_is_wrong_is_said_as_on_the_long_way(fake: FakeDevice, short:
                     assert len(short) == before + 1, what  # it did not
                 # The buffers of a memory have numbers of their own, nothing else differs.
                 assert (type(told.value), str(told.value)) == (type(expected.value), str(expected.value)), what
-            memories["busy"]._advancing = False
+            memories["busy"]._state.uses.advancing = False
             await burst.compute({"x": x(), "state": memories["state"]}, outputs={"stateN": memories["state"]})
             assert short[-1]
             np.testing.assert_array_equal(await memories["state"].snapshot(), np.full(4, 1 + len(WRONG) + 1))
@@ -254,7 +254,7 @@ async def test_a_step_is_refused_while_its_state_is_being_filled(fake: FakeDevic
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(state.reset, 7)
                     await anyio.wait_all_tasks_blocked()
-                    assert state._filling == 1
+                    assert state._state.uses.filling == 1
                     for _ in range(3):
                         with pytest.raises(aionn.CallerError, match="being filled"), anyio.fail_after(10):
                             await step()
@@ -295,7 +295,7 @@ async def test_a_step_waits_for_a_copy_whose_caller_has_left(fake: FakeDevice, s
                         tasks.start_soon(getattr(memory, left))
                         await anyio.wait_all_tasks_blocked()
                         tasks.cancel_scope.cancel()
-                    assert memory._left_copies == 1  # the driver will make the copy
+                    assert memory._state.uses.left_copies == 1  # the driver will make the copy
                     async with anyio.create_task_group() as tasks:
                         tasks.start_soon(step)
                         await anyio.wait_all_tasks_blocked()

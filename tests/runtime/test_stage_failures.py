@@ -25,7 +25,8 @@ import aionn
 from aionn.errors import ExecutionError
 from aionn.hal.types import ErrorStatus
 from aionn.runtime.serving import compiled_model
-from aionn.runtime.serving.compiled_model import CompiledModel, Serving
+from aionn.runtime.serving.compiled_model import CompiledModel
+from aionn.runtime.serving.serving import Serving
 from aionn.runtime.staging import stages
 from aionn.testing import FakeDevice, identity_model
 from tests.leaks import leak_check
@@ -169,7 +170,7 @@ async def test_a_held_stream_goes_on_although_the_new_stage_hangs(quick: FakeDev
         compilation = await staged(here.runtime, here.model, quick, best)
         best.hang(after=2)
         async with compilation, streaming(compilation) as stream:
-            compilation._staging._wanted.set()  # type: ignore[union-attr]
+            compilation._parts.staging._wanted.set()  # type: ignore[union-attr]
             for _ in range(3):
                 await best.heard("run")
             with anyio.fail_after(20):
@@ -206,12 +207,12 @@ async def test_failing_at_the_swap(
     quick: FakeDevice, best: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
     monkeypatch.setattr(compiled_model, "LINK_S", 0.5)
-    original = CompiledModel._link
+    original = CompiledModel._prepare
     told: list[tuple[str, bool]] = [("", False)]
 
-    async def link(self: CompiledModel, better: Serving, links: dict[Any, Any]) -> None:
+    async def prepare(self: CompiledModel, better: Serving, changes: dict[Any, Any], *, in_gap: bool) -> None:
         failure, closed = told[0]
-        if failure and self.gate.closed == closed:
+        if failure and not in_gap and self.gate.closed == closed:
             if failure == "error":
                 raise FaultyDriverError("no room for another burst", status=ErrorStatus.GENERAL_FAILURE)
             (pid,) = [device.pid for device in here.runtime.devices if device.name == best.name]
@@ -220,10 +221,10 @@ async def test_failing_at_the_swap(
             if failure != "SIGSTOP":
                 await _gone(pid)
             elif closed:
-                links.clear()  # as if all bursts had been opened meanwhile: they are to be connected now
-        await original(self, better, links)
+                changes.clear()  # as if all bursts had been opened meanwhile: they are to be connected now
+        await original(self, better, changes, in_gap=in_gap)
 
-    monkeypatch.setattr(CompiledModel, "_link", link)
+    monkeypatch.setattr(CompiledModel, "_prepare", prepare)
     async with app(quick, best, tmp_path, min_gain=None) as here:  # one timed run does not decide whether there is a swap
         cases = [(failure, closed) for failure in SWAP_FAILURES for closed in (False, True)]
         if times == 1:

@@ -15,7 +15,7 @@ import pytest
 
 import aionn
 from aionn.caching.store import CacheStore
-from aionn.runtime.serving.compiled_model import Use
+from aionn.runtime.serving.serving import Use
 from aionn.runtime.staging import stages
 from aionn.runtime.staging.frequency import until_frequent
 from aionn.testing import FakeDevice, identity_model

@@ -151,7 +151,7 @@ async def test_leaving_in_the_middle_of_a_background_compile_leaves_nothing(
     async with leak_check(), aionn.Runtime() as runtime:
         best.hang("compile")
         compilation = await staged(runtime, model, quick, best, tmp_path / "cache")
-        compilation._staging._wanted.set()  # type: ignore[union-attr]
+        compilation._parts.staging._wanted.set()  # type: ignore[union-attr]
         worker = await best.heard("compile")
         assert runtime._devices.worker_pids == [worker]
         assert os.getpriority(os.PRIO_PROCESS, worker) == 19

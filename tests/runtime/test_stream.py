@@ -28,11 +28,15 @@ def fake() -> Iterator[FakeDevice]:
 
 
 @pytest.fixture
-async def burst(fake: FakeDevice) -> AsyncIterator[aionn.Burst]:
+async def compilation(fake: FakeDevice) -> AsyncIterator[aionn.Compilation]:
     async with aionn.Runtime() as runtime:
-        compilation = await runtime.compile(aionn.Model.from_onnx(identity_model()), devices=(fake.name,))
-        async with compilation.burst() as burst:
-            yield burst
+        yield await runtime.compile(aionn.Model.from_onnx(identity_model()), devices=(fake.name,))
+
+
+@pytest.fixture
+async def burst(compilation: aionn.Compilation) -> AsyncIterator[aionn.Burst]:
+    async with compilation.burst() as burst:
+        yield burst
 
 
 def frame(number: int) -> Frame:
@@ -202,7 +206,7 @@ async def test_outputs_held_by_the_app_are_never_overwritten(burst: aionn.Burst)
         ({"policy": "newest"}, "policy 'newest'"),
         ({"depth": 0}, "depth=0"),
         ({"deadline_s": 0}, "deadline_s=0"),
-        ({"frames": 5}, "int is no iterable"),
+        ({"frames": 5}, "expected an iterable or async iterable of inputs by name, got int"),
     ],
 )
 async def test_a_wrong_argument_is_one_sentence(burst: aionn.Burst, arguments: dict[str, object], words: str) -> None:
@@ -213,12 +217,12 @@ async def test_a_wrong_argument_is_one_sentence(burst: aionn.Burst, arguments: d
 class Silence:
     """A consumer of another stream of the same runtime, which must not notice anything."""
 
-    def __init__(self, burst: aionn.Burst) -> None:
-        self._burst = burst
+    def __init__(self, compilation: aionn.Compilation) -> None:
+        self._compilation = compilation
         self.answered = 0
 
     async def watch(self) -> None:
-        async with self._burst._compilation.burst() as other:
+        async with self._compilation.burst() as other:
             async for _ in other.map([frame(n) for n in range(50)]):
                 self.answered += 1
 
@@ -251,9 +255,14 @@ def raising_in_place(error: BaseException, after: int) -> Iterator[Frame]:
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )
 async def test_whatever_a_source_raises_reaches_its_own_consumer_and_nobody_else(
-    burst: aionn.Burst, source: Callable[[BaseException, int], Any], error: BaseException, comes_out: type[BaseException], after: int
+    compilation: aionn.Compilation,
+    burst: aionn.Burst,
+    source: Callable[[BaseException, int], Any],
+    error: BaseException,
+    comes_out: type[BaseException],
+    after: int,
 ) -> None:
-    other, seen = Silence(burst), []
+    other, seen = Silence(compilation), []
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(other.watch)
         try:

@@ -107,8 +107,8 @@ async def test_a_new_version_is_tried_on_inputs_that_come_while_it_is_compiled(m
             with pytest.raises(aionn.CompilationError, match="the new model cannot run"):
                 await runtime.swap(compilation, SHORTER)
             tasks.cancel_scope.cancel()
-        assert compilation._compiled.sampling is None
-        assert compilation._compiled.watched == 0
+        assert compilation._parts.compiled.sampling is None
+        assert compilation._parts.compiled.watched == 0
 
 
 async def test_an_input_that_the_version_before_cannot_run_either_decides_nothing() -> None:
@@ -142,10 +142,10 @@ async def test_the_last_inputs_are_those_of_the_last_shape() -> None:
     async with leak_check(grace_s=5), aionn.Runtime() as runtime:
         compilation = await runtime.compile(aionn.Model.from_onnx(content), devices=("reference",))
         async with compilation.burst() as burst:
-            assert burst._frames.last_inputs() is None
+            assert burst._executor.frames.last_inputs() is None
             for extent in (3, 500, 4):
                 await burst.compute({"x": np.full(extent, extent, np.float32)})
-                found = burst._frames.last_inputs()
+                found = burst._executor.frames.last_inputs()
                 assert found is not None
                 np.testing.assert_array_equal(found["x"], np.full(extent, extent, np.float32))
-        assert burst._frames.last_inputs() is None
+        assert burst._executor.frames.last_inputs() is None

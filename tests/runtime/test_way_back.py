@@ -128,10 +128,10 @@ async def test_a_stream_goes_on_while_the_stage_before_is_swapped_in(quick: Fake
             tasks.start_soon(stream.run)
             await stream.goes_on()
             # Failures of the app's other executions: the stream itself never meets one.
-            serving = compilation._compiled.serving
+            serving = compilation._parts.compiled.serving
             assert serving is not None
             for _ in range(3):
-                compilation._compiled.failed(serving, aionn.ExecutionError("no luck", status=aionn.hal.ErrorStatus.GENERAL_FAILURE))
+                compilation._parts.compiled.failed(serving, aionn.ExecutionError("no luck", status=aionn.hal.ErrorStatus.GENERAL_FAILURE))
             with anyio.fail_after(60):
                 while quick.name not in stream.stages:
                     await stream.goes_on(1)
@@ -157,7 +157,7 @@ async def test_inputs_that_the_stage_before_cannot_run_either_are_not_the_stage_
 ) -> None:
     async with swapped(quick, best, tmp_path / "cache") as compilation:
         tried: list[str] = []
-        original = compilation._staging._way_back._run  # type: ignore[union-attr]
+        original = compilation._parts.staging._way_back._run  # type: ignore[union-attr]
         judged = anyio.Event()
 
         async def run(serving: Any, inputs: Any, deadline_ns: int) -> Any:
@@ -168,7 +168,7 @@ async def test_inputs_that_the_stage_before_cannot_run_either_are_not_the_stage_
                 if len(tried) == 3:
                     judged.set()
 
-        compilation._staging._way_back._run = run  # type: ignore[union-attr]
+        compilation._parts.staging._way_back._run = run  # type: ignore[union-attr]
         quick.fail("no luck")
         best.fail("no luck")
         await errors(compilation, 3)
@@ -188,7 +188,7 @@ async def test_a_caller_s_mistake_is_no_failure(quick: FakeDevice, best: FakeDev
         for _ in range(4):
             with pytest.raises(aionn.CallerError):
                 await compilation.compute({"x": np.zeros((2, 2), np.float32)})
-        assert len(compilation._staging._way_back._failures) == 0  # type: ignore[union-attr]
+        assert len(compilation._parts.staging._way_back._failures) == 0  # type: ignore[union-attr]
 
 
 async def test_a_later_start_does_not_begin_with_the_bad_stage_nor_swap_to_it(quick: FakeDevice, best: FakeDevice, tmp_path: Path) -> None:
@@ -231,10 +231,10 @@ async def test_device_memory_moves_back_with_the_swap(quick: FakeDevice, best: F
         await state.copy_from(np.full(SHAPE, 3, np.float32))
         inputs = {"x": frame(1)["x"], "state": state}
         assert (await compilation.compute(inputs, outputs={"stateN": state})).stage == best.name
-        serving = compilation._compiled.serving
+        serving = compilation._parts.compiled.serving
         assert serving is not None
         for _ in range(3):
-            compilation._compiled.failed(serving, aionn.ExecutionError("no luck", status=aionn.hal.ErrorStatus.GENERAL_FAILURE))
+            compilation._parts.compiled.failed(serving, aionn.ExecutionError("no luck", status=aionn.hal.ErrorStatus.GENERAL_FAILURE))
         with anyio.fail_after(60):
             while (await compilation.compute(inputs, outputs={"stateN": state})).stage != quick.name:
                 pass

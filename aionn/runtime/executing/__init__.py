@@ -1,10 +1,15 @@
 """One execution: where its arguments lie, how it is sent, what it holds until the driver has answered.
 
-arguments      shapes and types checked, and the layout of a frame for them
-frames         the frames of a burst or a compilation, by size
-link           a burst's connection to one driver
-placement      arguments that do not lie in the frame
-device_memory  a tensor that lives in the driver
-moving         a device memory's copy in another driver, at a swap
-recurrent      the short way of a stream that keeps its state in the driver
+attempt         `Attempt`: one general execution, from its arguments to its outputs
+control         the control call as a channel
+link            a burst's queues as a channel: its connection to one driver
+recurrent       the usual step of a stream that keeps its state in the driver
+bodies          encoded requests, remembered with each frame
+placement       arguments that do not lie in the frame
+device_memory   `DeviceMemory`: a tensor that lives in the driver, as an app uses it
+device_state    what uses a device memory now, and its change to another driver at a swap
+device_buffers  the two buffers of a device memory
+device_roles    which inputs and outputs a device memory may stand for
+frames          the frames of a burst or a compilation, by size
+arguments       shapes and types checked, and the layout of a frame for them
 """

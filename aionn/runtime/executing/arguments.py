@@ -1,7 +1,7 @@
-"""What an app passes to an execution, checked; where it lies in a frame; and the request that says so.
+"""The arguments of an execution: checked, laid out in a frame, and described in a request.
 
 Shapes and dtypes are never converted: a float64 array for a float32 input is refused, a strided one is simply copied. The
-way of one set of input shapes is worked out once (`Way`) and remembered: a stream of equal frames pays for it only once.
+layout of a frame for one set of input shapes is worked out once (`FrameLayout`) and remembered. A stream of equal frames pays for it once.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class Outputs(dict[str, NDArray[Any]]):
         self.stage = device
 
 
-class Way:
+class FrameLayout:
     """How a frame is laid out for one set of input shapes.
 
     Attributes:
-        layout: where each argument lies.
+        frame_bytes: size of the frame.
         inputs: (name, dtype, shape, offset) per input.
         outputs: (name, dtype, shape or None while open, offset, length) per output.
         arguments: of the request, relative to the frame's first byte.
@@ -59,7 +59,7 @@ class Way:
         input_bytes: of all inputs together.
     """
 
-    __slots__ = ("_believed", "_declared", "arguments", "input_bytes", "inputs", "known", "layout", "outputs", "outputs_key")
+    __slots__ = ("_believed", "_declared", "arguments", "frame_bytes", "input_bytes", "inputs", "known", "outputs", "outputs_key")
 
     def __init__(
         self,
@@ -86,24 +86,25 @@ class Way:
         output_bytes = []
         for (_, operand), shape, length in zip(model.outputs.items(), output_shapes, room, strict=True):
             output_bytes.append(length if shape is None else prod(shape) * operand.type.element_bytes)
-        self.layout = Layout.of(input_bytes, tuple(output_bytes))
+        places = Layout.of(input_bytes, tuple(output_bytes))
+        self.frame_bytes = places.frame_bytes
         self.input_bytes = sum(input_bytes)
         self.known = None not in output_shapes
         self.outputs_key = object()
         self.inputs = tuple(
             (name, operand.type.dtype, shape, place[0])
-            for (name, operand), shape, place in zip(operands, input_shapes, self.layout.inputs, strict=True)
+            for (name, operand), shape, place in zip(operands, input_shapes, places.inputs, strict=True)
         )
         self.outputs = tuple(
             (name, operand.type.dtype, shape, *place)
-            for (name, operand), shape, place in zip(model.outputs.items(), output_shapes, self.layout.outputs, strict=True)
+            for (name, operand), shape, place in zip(model.outputs.items(), output_shapes, places.outputs, strict=True)
         )
-        arguments_in = tuple((place, shape) for place, shape in zip(self.layout.inputs, input_shapes, strict=True))
-        arguments_out = tuple((place, shape or ()) for place, shape in zip(self.layout.outputs, output_shapes, strict=True))
+        arguments_in = tuple((place, shape) for place, shape in zip(places.inputs, input_shapes, strict=True))
+        arguments_out = tuple((place, shape or ()) for place, shape in zip(places.outputs, output_shapes, strict=True))
         self.arguments = (arguments_in, arguments_out)
 
     def request(self, frame_offset: int) -> Request:
-        """The request of a frame that begins at that byte of pool 0."""
+        """Return the request of a frame that begins at that byte of pool 0."""
         made = []
         for arguments in self.arguments:
             made.append(
@@ -112,20 +113,20 @@ class Way:
         return Request(made[0], made[1])
 
     def lacks_room(self, index: int, told: OutputShape) -> bool:
-        """Whether an output may be of that shape, and has no room for it."""
+        """Return whether an output may be of that shape, and has no room for it."""
         _, dtype, _, _, length = self.outputs[index]
         return min(told.dimensions, default=0) >= 0 and prod(told.dimensions) * dtype.itemsize > length
 
     def learn(self, index: int, told: tuple[int, ...]) -> None:
-        """An output has that shape. If the model declares another one, its declaration is not believed from now on."""
+        """Note that an output has that shape. If the model declares another one, its declaration is not believed from now on."""
         name, _, shape, _, _ = self.outputs[index]
         if shape not in (None, told):
             self._believed[name] = Operand(self._believed[name].type, None)
 
     def fits(self, inputs: Mapping[str, Any]) -> bool:
-        """Whether these are plain arrays of exactly this way's shapes and dtypes: the check of a stream's every frame but the first."""
+        """Return whether these are plain arrays of exactly this layout's shapes and dtypes. A stream asks for each later frame."""
         if type(inputs) is not dict or len(inputs) != len(self.inputs):
-            return False  # a `Frame` is no dict
+            return False  # a `Frame` is not a dict
         for name, dtype, shape, _ in self.inputs:
             array = inputs.get(name)
             if type(array) is not np.ndarray or array.shape != shape or (array.dtype is not dtype and array.dtype != dtype):
@@ -133,17 +134,21 @@ class Way:
         return True
 
     def inputs_in(self, frame: Frame) -> dict[str, NDArray[Any]]:
-        """The inputs' places in the frame, by name."""
+        """Return the inputs' places in the frame, by name."""
         return frame.arrays.get(self) or frame.cut(self, self.inputs)
 
     def _known_places(self) -> list[tuple[str, np.dtype[Any], tuple[int, ...], int]]:
         return [(name, dtype, shape, offset) for name, dtype, shape, offset, _ in self.outputs if shape is not None]
 
     def outputs_in(self, frame: Frame, shapes: Sequence[OutputShape] = (), elsewhere: Container[str] = ()) -> Mapping[str, NDArray[Any]]:
-        """The outputs in the frame, by name; `shapes` as the driver told them, empty if all are as asked. `elsewhere`: not in the frame.
+        """Return the outputs in the frame, by name.
+
+        Args:
+            shapes: the driver's answer; empty if all are as asked.
+            elsewhere: names of outputs that do not lie in the frame.
 
         Raises:
-            ExecutionError: what the driver told is none of this request's.
+            ExecutionError: the driver's answer contradicts this request.
         """
         if not shapes and self.known and not elsewhere:
             return frame.arrays.get(self.outputs_key) or frame.cut(self.outputs_key, self._known_places())
@@ -166,14 +171,15 @@ class Way:
 
 
 def false_shapes(found: str) -> ExecutionError:
-    """A driver's answer that is none to the request that was sent."""
+    """Return the error for a driver's answer that contradicts the request."""
     return ExecutionError(f"the driver's answer contradicts the request: {found}", status=ErrorStatus.GENERAL_FAILURE)
 
 
 class Arguments:
-    """The arguments that one model takes. Remembers the way of each set of input shapes.
+    """The arguments that one model takes. Remembers the layout for each set of input shapes.
 
     Attributes:
+        names: of the model's inputs, in its order.
         outputs: operands of the model's outputs by name. One that came out in another shape than the model declares has no
             dimensions: files do declare wrong shapes.
     """
@@ -181,10 +187,10 @@ class Arguments:
     def __init__(self, model: Model) -> None:
         self._model = model
         self.outputs = dict(model.outputs)
-        self._names = tuple(model.inputs)
+        self.names = tuple(model.inputs)
         self._operands = tuple(model.inputs.items())
         self._checks = tuple((name, operand, operand.type.dtype) for name, operand in self._operands)
-        self._ways: dict[Shapes, Way] = {}
+        self._layouts: dict[Shapes, FrameLayout] = {}
 
     @property
     def disproved(self) -> tuple[str, ...]:
@@ -192,12 +198,12 @@ class Arguments:
         return tuple(name for name, operand in self._model.outputs.items() if self.outputs[name].dimensions != operand.dimensions)
 
     def shapes_of(self, inputs: Mapping[str, Any], placed: Mapping[str, tuple[int, ...]] | None = None) -> Shapes:
-        """Check names, dtypes and shapes; the shapes, in the model's order. `placed`: shapes of inputs that are no arrays.
+        """Check names, dtypes and shapes. Returns the shapes, in the model's order. `placed`: shapes of inputs that are not arrays.
 
         Raises:
             CallerError: what does not fit, what would, and nothing is done.
         """
-        if len(inputs) != len(self._names):
+        if len(inputs) != len(self.names):
             self._refuse_names(inputs)
         shapes = []
         for name, operand, dtype in self._checks:
@@ -211,7 +217,7 @@ class Arguments:
                 array = _as_array(name, array)
             if array.dtype != dtype:
                 raise CallerError(
-                    f"input {name!r}: dtype {array.dtype} does not fit the model's {dtype}; nothing is cast in silence: "
+                    f"input {name!r}: dtype {array.dtype} does not fit the model's {dtype}. Nothing is cast in silence; "
                     f"pass {name}.astype(np.{dtype}) if that is meant"
                 )
             shape = array.shape
@@ -221,12 +227,12 @@ class Arguments:
         return tuple(shapes)
 
     def check_shapes(self, shapes: Mapping[str, Sequence[int]]) -> Shapes:
-        """The same for shapes alone; an input that the model knows in full may be left out."""
+        """Check shapes alone, as `shapes_of` does. An input that the model knows in full may be left out."""
         if not isinstance(shapes, Mapping):
             raise CallerError(f"shapes: expected a dict of shapes by input name, got {type(shapes).__name__}")
-        unknown = shapes.keys() - set(self._names)
+        unknown = shapes.keys() - set(self.names)
         if unknown:
-            raise CallerError(f"shapes name {sorted(unknown)}, which the model does not have; its inputs are {list(self._names)}")
+            raise CallerError(f"shapes name {sorted(unknown)}, which the model does not have; its inputs are {list(self.names)}")
         chosen = []
         for name, operand in self._operands:
             shape = extents_of(shapes.get(name, operand.dimensions or ()))
@@ -239,81 +245,83 @@ class Arguments:
         return tuple(chosen)
 
     def _refuse_names(self, inputs: Mapping[str, Any]) -> None:
-        given, wanted = set(inputs), set(self._names)
+        given, wanted = set(inputs), set(self.names)
         problems = []
         if missing := sorted(wanted - given):
             problems.append(f"without {missing}")
         if unknown := sorted(map(str, given - wanted)):
             problems.append(f"with {unknown}, which the model does not have")
         if problems:
-            raise CallerError(f"inputs {' and '.join(problems)}; the model's inputs are {list(self._names)}")
-        raise CallerError(f"an input is None; the model's inputs are {list(self._names)}")
+            raise CallerError(f"inputs {' and '.join(problems)}; the model's inputs are {list(self.names)}")
+        raise CallerError(f"an input is None; the model's inputs are {list(self.names)}")
 
-    def way(self, input_shapes: Shapes) -> Way:
-        """How a frame with these inputs is laid out."""
-        way = self._ways.get(input_shapes)
-        if way is None:
+    def layout(self, input_shapes: Shapes) -> FrameLayout:
+        """Return how a frame with these inputs is laid out."""
+        layout = self._layouts.get(input_shapes)
+        if layout is None:
             guess = max(_FIRST_GUESS_BYTES, 2 * sum(prod(s) for s in input_shapes) * 4)
-            way = self._make(input_shapes, [guess] * len(self.outputs))
-        return way
+            layout = self._make(input_shapes, [guess] * len(self.outputs))
+        return layout
 
-    def widen(self, input_shapes: Shapes, told: Sequence[OutputShape]) -> Way:
-        """A way with room for outputs of these shapes, after the driver told that there was too little."""
-        before = self.way(input_shapes)
+    def widen(self, input_shapes: Shapes, told: Sequence[OutputShape]) -> FrameLayout:
+        """Return a layout with room for outputs of these shapes, after the driver found too little."""
+        before = self.layout(input_shapes)
         room = [
             max(length, prod(shape.dimensions) * dtype.itemsize)
             for (_, dtype, _, _, length), shape in zip(before.outputs, told, strict=True)
         ]
         return self._make(input_shapes, room)
 
-    def _make(self, input_shapes: Shapes, room: Sequence[int]) -> Way:
-        """A way with that room for open outputs; at least what the model declares, since a new driver still goes by that."""
-        found = resolve_shapes(self._model.outputs, self._model.inputs, dict(zip(self._names, input_shapes, strict=True)))
+    def _make(self, input_shapes: Shapes, room: Sequence[int]) -> FrameLayout:
+        """Return a layout with that room for open outputs; at least what the model declares, since a new driver still goes by that."""
+        found = resolve_shapes(self._model.outputs, self._model.inputs, dict(zip(self.names, input_shapes, strict=True)))
         declared = [found[name] for name in self.outputs]
         roomy = [
             max(length, 0 if shape is None else prod(shape) * operand.type.element_bytes)
             for operand, shape, length in zip(self.outputs.values(), declared, room, strict=True)
         ]
-        way = Way(self._model, self.outputs, input_shapes, declared, roomy)
-        self._remember(input_shapes, way)
-        return way
+        layout = FrameLayout(self._model, self.outputs, input_shapes, declared, roomy)
+        self._remember(input_shapes, layout)
+        return layout
 
-    def _remember(self, input_shapes: Shapes, way: Way) -> None:
-        while len(self._ways) >= _REMEMBERED:
-            del self._ways[next(iter(self._ways))]
-        self._ways[input_shapes] = way
+    def _remember(self, input_shapes: Shapes, layout: FrameLayout) -> None:
+        while len(self._layouts) >= _REMEMBERED:
+            del self._layouts[next(iter(self._layouts))]
+        self._layouts[input_shapes] = layout
 
-    def may_retry(self, way: Way, result: Result, placed: Container[int] = ()) -> bool:
-        """Whether more room would help: the shapes are told, and something in the frame (not `placed`) did not fit.
+    def may_retry(self, layout: FrameLayout, result: Result, placed: Container[int] = ()) -> bool:
+        """Return whether more room would help: the answer has shapes, and an output in the frame (not `placed`) did not fit.
 
-        A driver that calls too little what has room for the shape it tells would say so again, and for ever.
+        Where an output has room for its shape and the driver calls it too little, a retry would never end.
         """
-        if result.status is not ErrorStatus.OUTPUT_INSUFFICIENT_SIZE or len(result.output_shapes) != len(way.outputs):
+        if result.status is not ErrorStatus.OUTPUT_INSUFFICIENT_SIZE or len(result.output_shapes) != len(layout.outputs):
             return False
         short = [index for index, shape in enumerate(result.output_shapes) if not shape.is_sufficient]
         for index in short:
-            if way.lacks_room(index, result.output_shapes[index]):
-                way.learn(index, result.output_shapes[index].dimensions)
-        return bool(short) and all(index not in placed and way.lacks_room(index, result.output_shapes[index]) for index in short)
+            if layout.lacks_room(index, result.output_shapes[index]):
+                layout.learn(index, result.output_shapes[index].dimensions)
+        return bool(short) and all(index not in placed and layout.lacks_room(index, result.output_shapes[index]) for index in short)
 
 
 def check_mapping(inputs: Any) -> None:
-    """Refuse what has no names.
+    """Refuse inputs without names.
 
     Raises:
-        CallerError: it is no mapping.
+        CallerError: they are not a mapping.
     """
     if not isinstance(inputs, Mapping):
-        raise CallerError(f"inputs: {type(inputs).__name__} is no mapping; pass one array per input by name, as in {{'input': x}}")
+        raise CallerError(
+            f"expected inputs as a mapping, got {type(inputs).__name__}; pass one array per input by name, as in {{'input': x}}"
+        )
 
 
 def _as_array(name: str, value: Any) -> NDArray[Any]:
-    """NumPy's own scalars and whatever offers an array without a copy; plain Python numbers have no dtype to check."""
+    """Return a NumPy scalar, or an object that offers an array without a copy, as an array. Plain Python numbers have no dtype to check."""
     if isinstance(value, np.ma.MaskedArray):
         raise CallerError(f"input {name!r}: a model knows no mask; pass {name}.filled(value), or {name}.data for what lies under it")
     if isinstance(value, np.ndarray | np.generic) or hasattr(value, "__array_interface__"):
         return np.asarray(value)
-    raise CallerError(f"input {name!r}: {type(value).__name__} is no NumPy array; pass np.asarray(value, dtype=...)")
+    raise CallerError(f"input {name!r}: expected a NumPy array, got {type(value).__name__}; pass np.asarray(value, dtype=...)")
 
 
 def _check_shape(name: str, operand: Operand, shape: tuple[int, ...]) -> None:
@@ -334,9 +342,9 @@ def raise_for(result: Result, model: Model, device: str) -> None:
 
 
 def failure_of(result: Result, model: Model, device: str) -> AionnError:
-    """What a result that is not NONE means to the caller."""
+    """Return what a result that is not NONE means to the caller."""
     status = result.status
-    why = result.message or "no reason was told"
+    why = result.message or "the driver gave no reason"
     match status:
         case ErrorStatus.INVALID_ARGUMENT:
             return CallerError(f"device {device!r} refused the request: {why}")

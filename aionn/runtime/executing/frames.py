@@ -1,4 +1,4 @@
-"""The frames of one burst or one compilation: a pool per frame size, every region under a number of its own.
+"""The frames of one burst or one compilation: a pool per frame size, and every region under one number.
 
 Models with open dimensions get frames of the next power of two, so that a stream of ever new shapes needs few pools.
 
@@ -6,7 +6,7 @@ When requests in flight hold all frames that can be had, `Frames.lease` waits fo
 caller who has waited longest.
 
 Invariant
-    A pool is a key of `_waiting`  <=>  somebody waits for a frame of it  <=>  the pool is `crowded`.
+    A pool is a key of `_waiting`  <=>  a caller waits for a frame of it  <=>  the pool is `crowded`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from aionn.errors import CallerError, DeadlineError, MemoryAllocationError, agai
 from aionn.hal.types import IMemory
 from aionn.memory.pool import MAX_FRAMES, Frame, FramePool, FramesInFlightError
 from aionn.memory.region import Region
-from aionn.runtime.executing.arguments import Way
+from aionn.runtime.executing.arguments import FrameLayout
 
 
 class Frames:
@@ -41,15 +41,15 @@ class Frames:
         self._regions: list[Region | None] = []
         self._foreign: dict[Region, int] = {}
         self._undo: dict[int, Callable[[], None]] = {}
-        self._last: Way | None = None
+        self._last: FrameLayout | None = None
         self.on_gone: Callable[[int], None] | None = None
         self._closed = False
 
-    def pool(self, way: Way) -> FramePool:
-        """The pool whose frames fit `way`."""
-        self._last = way
-        needed = way.layout.frame_bytes
-        size = needed if self._exact and way.known else 1 << (needed - 1).bit_length()
+    def pool(self, layout: FrameLayout) -> FramePool:
+        """Return the pool whose frames fit `layout`."""
+        self._last = layout
+        needed = layout.frame_bytes
+        size = needed if self._exact and layout.known else 1 << (needed - 1).bit_length()
         pool = self._pools.get(size)
         if pool is None:
             if self._closed:
@@ -57,15 +57,15 @@ class Frames:
             pool = self._pools[size] = FramePool(size, self._add, max_frames=self._max_frames)
         return pool
 
-    async def lease(self, way: Way, deadline_ns: int | None = None) -> Frame:
-        """A frame that fits `way`, leased. While requests in flight hold all, wait for one: first come, first served.
+    async def lease(self, layout: FrameLayout, deadline_ns: int | None = None) -> Frame:
+        """Return a frame that fits `layout`, leased. While requests in flight hold all, wait for one: first come, first served.
 
         Raises:
             CallerError: the app holds on to the arrays of too many results, or to too many frames.
             DeadlineError: none came back by then.
             MemoryAllocationError: more shared memory cannot be had.
         """
-        pool = self.pool(way)
+        pool = self.pool(layout)
         if not pool.crowded:
             try:
                 return pool.lease()
@@ -94,7 +94,7 @@ class Frames:
             self._leave(pool, waiter)
 
     def _serve(self, pool: FramePool) -> None:
-        """A frame has come back, or the pool is closed."""
+        """Serve those who wait: a frame has come back, or the pool is closed."""
         for waiter in list(self._waiting.get(pool, ())):
             if waiter.done():
                 continue
@@ -119,7 +119,7 @@ class Frames:
         return len(self._regions) - 1
 
     def slot_of(self, region: Region) -> int:
-        """The slot of an app's own memory. A slot is never given to another: a stale mapping cannot be reached."""
+        """Return the slot of an app's memory. A slot is never given to another memory, so a stale mapping cannot be reached."""
         slot = self._foreign.get(region)
         if slot is None:
             slot = self._foreign[region] = self._add(region)
@@ -127,7 +127,7 @@ class Frames:
         return slot
 
     def _gone(self, region: Region, slot: int) -> None:
-        """An app's memory has been closed, in whatever thread: the driver need not keep it mapped."""
+        """Forget an app's memory that has been closed, in whatever thread. The driver need not keep it mapped."""
         self._foreign.pop(region, None)
         self._undo.pop(slot, None)
         self._regions[slot] = None
@@ -142,7 +142,7 @@ class Frames:
         return found
 
     def last_inputs(self) -> dict[str, NDArray[Any]] | None:
-        """Copies of inputs that the last execution has left in its frame; None if there are none."""
+        """Return copies of the inputs that the last execution has left in its frame, or None if its frame is used again."""
         if self._last is None or self._closed:
             return None
         frame = self.pool(self._last).used_last
@@ -150,7 +150,7 @@ class Frames:
         return None if places is None else {name: place.copy() for name, place in places.items()}
 
     def count(self) -> dict[str, int]:
-        """frames, free, pinned and bytes over all pools."""
+        """Return frames, free, pinned and bytes over all pools."""
         pools = self._pools.values()
         return {
             "frames": sum(pool.frames for pool in pools),
@@ -193,7 +193,7 @@ class Spare:
         self._kept = (pool, await self._frames.wait(pool, self._deadline_ns))
 
     def lease(self, pool: FramePool) -> Frame:
-        """The frame that is kept, if it is that pool's; else as `FramePool.lease`."""
+        """Return the frame that is kept, if it is that pool's; else as `FramePool.lease`."""
         if self._kept is not None and self._kept[0] is pool:
             frame, self._kept = self._kept[1], None
             return frame
@@ -214,18 +214,18 @@ LARGE_BYTES = 2**18
 """Inputs of fewer bytes are copied faster than a driver wakes up."""
 
 LAST_BYTES = 2**21
-"""So much is left to copy when the driver is told: 35 to 150 us, in which it wakes up, and which it may look for."""
+"""So much is left to copy when the driver is woken: 35 to 150 us, in which it wakes up, and for which it may look out."""
 
 
-def fill_large(frame: Frame, way: Way, inputs: Mapping[str, NDArray[Any]], soon: Callable[[], None]) -> None:
+def fill_large(frame: Frame, layout: FrameLayout, inputs: Mapping[str, NDArray[Any]], soon: Callable[[], None]) -> None:
     """Copy arrays that fit into a frame; `soon` is called once, when little of it is left to do."""
-    left, told = way.input_bytes, False
-    for name, place in way.inputs_in(frame).items():
+    left, woken = layout.input_bytes, False
+    for name, place in layout.inputs_in(frame).items():
         array = inputs[name]
-        if told or left - place.nbytes >= LAST_BYTES:
+        if woken or left - place.nbytes >= LAST_BYTES:
             place[...] = array
         else:
-            told = True
+            woken = True
             first = max(0, left - LAST_BYTES) // place.itemsize if array.flags.c_contiguous else 0
             if first:
                 place.reshape(-1)[:first] = array.reshape(-1)[:first]
@@ -237,10 +237,10 @@ def fill_large(frame: Frame, way: Way, inputs: Mapping[str, NDArray[Any]], soon:
         left -= place.nbytes
 
 
-def fill(frame: Frame, way: Way, inputs: Mapping[str, Any], placed: Container[int] = ()) -> int:
+def fill(frame: Frame, layout: FrameLayout, inputs: Mapping[str, Any], placed: Container[int] = ()) -> int:
     """Copy an app's arrays into a frame, each once; the bytes copied. `placed`: indices of inputs that lie elsewhere."""
     copied = 0
-    for index, (name, place) in enumerate(way.inputs_in(frame).items()):
+    for index, (name, place) in enumerate(layout.inputs_in(frame).items()):
         if placed and index in placed:
             continue
         np.copyto(place, inputs[name], casting="no")

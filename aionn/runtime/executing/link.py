@@ -7,36 +7,92 @@ a driver asks for the memory behind a slot when it first meets it.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from aionn import trace
 from aionn.burst import DATUM_BYTES, ExecutionBurstController
 from aionn.errors import AionnError, CallerError
 from aionn.fmq import MessageQueue
+from aionn.hal.types import Result
+from aionn.memory.pool import Frame
 from aionn.remote.device import RemoteBurstContext
+from aionn.runtime.executing.arguments import FrameLayout
+from aionn.runtime.executing.bodies import placed_body, plain_body
 from aionn.runtime.executing.frames import Frames
-from aionn.runtime.serving.compiled_model import Serving
+from aionn.runtime.executing.placement import Placement
+from aionn.runtime.serving.compiled_model import CompiledModel
+from aionn.runtime.serving.serving import Serving
 from aionn.tasks import bounded_shield, call_soon_from_anywhere
-
-if TYPE_CHECKING:
-    pass
 
 CLOSE_S = 2.0
 """The driver is given this long to free what it holds for a burst; its process frees the rest when it ends."""
 
 
+@dataclass(frozen=True, slots=True)
+class LinkOptions:
+    """How a burst is connected.
+
+    Attributes:
+        depth: so many requests may be in flight at once.
+        queue_capacity: datums per queue.
+        low_power: whether the app's end never stays awake while it waits.
+    """
+
+    depth: int
+    queue_capacity: int
+    low_power: bool
+
+
 class Link:
-    """One connection. Made by `open_link`; closed by `aclose`."""
+    """One connection. Made by `open_link`; closed by `aclose`. An `Attempt` sends over it (`Channel`)."""
 
-    __slots__ = ("_loop", "context", "controller", "device", "prepared", "serving")
+    __slots__ = ("_compiled", "_frames", "_loop", "context", "controller", "device", "prepared", "serving")
 
-    def __init__(self, serving: Serving, controller: ExecutionBurstController, context: RemoteBurstContext) -> None:
+    def __init__(
+        self,
+        serving: Serving,
+        controller: ExecutionBurstController,
+        context: RemoteBurstContext,
+        compiled: CompiledModel,
+        frames: Frames,
+    ) -> None:
         self.serving = serving
         self.prepared = serving.prepared
         self.device = serving.stage
         self.controller = controller
         self.context = context
+        self._compiled = compiled
+        self._frames = frames
         self._loop = asyncio.get_running_loop()
+
+    @property
+    def alive(self) -> bool:
+        return self.controller.ended_by is None
+
+    async def send(
+        self,
+        layout: FrameLayout,
+        frame: Frame,
+        placement: Placement | None,
+        measure_timing: bool,
+        deadline_ns: int | None,
+        settled: Callable[[Result | None], None],
+    ) -> tuple[Result, int]:
+        """Send one request over the queues; see `Channel`."""
+        try:
+            if placement is None:
+                body = plain_body(layout, frame, measure_timing)
+            else:
+                body = placed_body(layout, frame, self._frames, placement, measure_timing)
+        except BaseException:
+            settled(None)
+            raise
+        if self._compiled.watched:
+            settled = self.serving.entered(settled, deadline_ns)
+            if placement is None:
+                self.serving.use.count()
+        return await self.controller.execute(body, settled, deadline_ns)
 
     async def aclose(self, error: AionnError) -> None:
         """Free queues and the driver's part. Calls that still wait get `error`."""
@@ -49,7 +105,7 @@ class Link:
             trace.count("burst.close_failed", reason=str(gone))
 
     def release(self, error: AionnError) -> None:
-        """As `aclose`, without waiting."""
+        """Close without waiting; see `aclose`."""
         self._end(error)
         self.context.release()
 
@@ -58,34 +114,34 @@ class Link:
         self.controller.end(error)
 
     def forget_memory(self, slot: int) -> None:
-        """An app's memory has been closed, perhaps by the collector in another thread: the driver may unmap it."""
+        """Let the driver unmap an app's memory that has been closed, perhaps by the collector in another thread."""
         call_soon_from_anywhere(self._loop, self.context.forget_memory, slot)
 
 
-async def open_link(serving: Serving, frames: Frames, depth: int, queue_capacity: int, low_power: bool) -> Link:
+async def open_link(serving: Serving, compiled: CompiledModel, frames: Frames, options: LinkOptions) -> Link:
     """Connect to the driver of `serving`.
 
     Raises:
         AionnError: the driver is gone, or cannot open a burst; nothing is left.
     """
-    requests = MessageQueue.create(DATUM_BYTES, queue_capacity)
+    requests = MessageQueue.create(DATUM_BYTES, options.queue_capacity)
     try:
-        results = MessageQueue.create(DATUM_BYTES, queue_capacity)
+        results = MessageQueue.create(DATUM_BYTES, options.queue_capacity)
     except BaseException:
         requests.close()
         raise
-    controller = ExecutionBurstController(requests, results, depth=depth, low_power=low_power)
+    controller = ExecutionBurstController(requests, results, depth=options.depth, low_power=options.low_power)
     try:
         context = await serving.prepared.configure_execution_burst(frames, requests.descriptor(), results.descriptor())
     except BaseException:
         controller.end(CallerError("the burst could not be opened"))
         raise
     serving.prepared.device.connection.when_ended(controller, controller.end)
-    return Link(serving, controller, context)
+    return Link(serving, controller, context, compiled, frames)
 
 
 def release(frames: Frames, held: list[Link]) -> None:
-    """A burst is over, or has been collected: free its queues, its frames and the driver's part."""
+    """Free the queues, the frames and the driver's part of a burst that is over, or has been collected."""
     for link in held:
         link.release(CallerError("the burst was closed while this call waited"))
     held.clear()

@@ -5,8 +5,8 @@
     HardwareBuffer  the same, where its format is the operand's tensor  as input or output
     DeviceMemory    by token; nothing crosses                           as input, output, or both at once
 
-A `Placement` is made for one execution. It keeps the app's memory mapped (`_held`) and a device memory in use (`_used`: whether
-its two buffers change places after a success) until `settled`: the driver's answer, or its end.
+A `Placement` is made for one execution. It keeps the app's memory mapped (`held`) and device memories in use (`used`: whether the two
+buffers of one change places after a success). Both end with `settled`: the driver's answer, or its end.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ from aionn.memory.memory import Memory
 from aionn.memory.pool import Frame
 from aionn.memory.region import Access, Region
 from aionn.remote.device import RemoteBuffer, RemotePreparedModel
-from aionn.runtime.executing.arguments import Way, false_shapes
-from aionn.runtime.executing.device_memory import DeviceMemory, lost_with
+from aionn.runtime.executing.arguments import FrameLayout, false_shapes
+from aionn.runtime.executing.device_buffers import lost_with
+from aionn.runtime.executing.device_memory import DeviceMemory, state_of
+from aionn.runtime.executing.device_state import DeviceState
 
 Placed = Memory | HardwareBuffer | DeviceMemory
 
@@ -43,7 +45,7 @@ class Place:
     Attributes:
         pool, offset, length: the bytes; a driver's buffer is used as a whole (0, 0).
         shape: of the tensor; () leaves it to the buffer or, of an output, to the driver.
-        view: an app's own memory that an output is written to: the bytes; they stay mapped while this lives.
+        view: the bytes of an app's memory that an output is written to. They stay mapped while this lives.
     """
 
     pool: Region | RemoteBuffer
@@ -59,21 +61,21 @@ class Placement:
     def __init__(self) -> None:
         self.inputs: dict[int, Place] = {}
         self.outputs: dict[int, Place] = {}
-        self._held: list[Memory] = []
-        self._used: dict[DeviceMemory, bool] = {}
-        self._written: list[tuple[int, DeviceMemory]] = []
+        self.held: list[Memory] = []
+        self.used: dict[DeviceState, bool] = {}
+        self.written: list[tuple[int, DeviceState]] = []
 
     @property
     def pools(self) -> list[Region | RemoteBuffer]:
-        """Every pool beside the frame once, in the order in which `request` counts them (from 1)."""
+        """The pools beside the frame, each once, in the order in which `request` counts them (from 1)."""
         pools: dict[Region | RemoteBuffer, None] = {}
         for place in (*self.inputs.values(), *self.outputs.values()):
             pools[place.pool] = None
         return list(pools)
 
-    def request(self, way: Way, frame_offset: int) -> Request:
-        """The request of a frame with the placed arguments in their own pools."""
-        request = way.request(frame_offset)
+    def request(self, layout: FrameLayout, frame_offset: int) -> Request:
+        """Return the request of a frame with the placed arguments in their own pools."""
+        request = layout.request(frame_offset)
         numbers = {pool: number for number, pool in enumerate(self.pools, 1)}
         inputs = [self._argument(self.inputs.get(i), argument, numbers) for i, argument in enumerate(request.inputs)]
         outputs = [self._argument(self.outputs.get(i), argument, numbers) for i, argument in enumerate(request.outputs)]
@@ -86,7 +88,7 @@ class Placement:
         return RequestArgument(DataLocation(numbers[place.pool], place.offset, place.length), place.shape)
 
     def key(self, references: Mapping[Region | RemoteBuffer, PoolReference]) -> tuple[Any, ...]:
-        """What tells two placements apart as far as an encoded request is concerned. `references`: of `pools`."""
+        """Return what differs between two placements with different encoded requests. `references`: of `pools`."""
         return tuple(
             (number, index, references[place.pool], place.offset, place.length, place.shape)
             for number, places in enumerate((self.inputs, self.outputs))
@@ -95,51 +97,51 @@ class Placement:
 
     @contextmanager
     def awaited(self) -> Iterator[None]:
-        """Around the wait for the answer: a driver's death is the loss of the device memory in it, and a caller that leaves
-        early leaves its device memory to whoever comes next."""
-        memories = list(self._used)
+        """Put this around the wait for the answer. A driver's death is raised as the loss of the device memory in it. When the caller has
+        left early, the next use of its device memory waits for the answer."""
+        states = list(self.used)
         try:
             yield
         except DriverDiedError as error:
-            if not memories or isinstance(error, DeviceMemoryLostError):
+            if not states or isinstance(error, DeviceMemoryLostError):
                 raise
             raise lost_with(error.device, error) from error
         finally:
-            for memory in memories:
-                memory.leave()
+            for state in states:
+                state.uses.leave()
 
     def settled(self, result: Result | None) -> None:
-        """The driver has answered (with that result), or never will (None)."""
+        """Give back what the request held: the driver has answered (with that result), or never will (None)."""
         succeeded = result is not None and result.status is ErrorStatus.NONE
         if succeeded and result is not None:
-            for index, memory in self._written:
-                memory.emptied = False
-                if index < len(result.output_shapes):  # a driver that tells too few is refused by who reads the outputs
-                    memory.written(result.output_shapes[index].dimensions)
+            for index, state in self.written:
+                state.emptied = False
+                if index < len(result.output_shapes):  # `outputs_in` rejects an answer with too few shapes
+                    state.written(result.output_shapes[index].dimensions)
         self._end(succeeded=succeeded)
 
     def settled_in(self, frame: Frame, result: Result | None) -> None:
-        """As `settled`, for a request that has a frame, too."""
+        """Do the same as `settled`, for a request that has a frame, too."""
         frame.settled(result)
         self.settled(result)
 
     def release(self) -> None:
-        """Nothing has been sent, and nothing will be."""
+        """Give back what the request would have held: nothing will be sent."""
         self._end(succeeded=False)
 
     def _end(self, *, succeeded: bool) -> None:
-        held, self._held = self._held, []
-        used, self._used = self._used, {}
-        for memory, advances in used.items():
-            memory.end(advanced=succeeded if advances else None)
+        held, self.held = self.held, []
+        used, self.used = self.used, {}
+        for state, advances in used.items():
+            state.end(advanced=succeeded if advances else None)
         for part in held:
             part.close()
 
     def arrays(self, model: Model, result: Result) -> list[tuple[str, NDArray[Any]]]:
-        """The outputs that lie in an app's own memory, by name.
+        """Return the outputs that lie in an app's own memory, by name.
 
         Raises:
-            ExecutionError: what the driver told is none of this request's.
+            ExecutionError: the driver's answer contradicts this request.
         """
         told = result.output_shapes
         if told and len(told) != len(model.outputs):
@@ -164,7 +166,10 @@ async def place(
     inputs: Mapping[str, Any],
     outputs: Mapping[str, Any] | None,
 ) -> tuple[Placement, dict[str, tuple[int, ...]]]:
-    """Place what is not an array; the placement, and the shapes of the placed inputs by name. `believed`: see `Arguments.outputs`.
+    """Place the arguments that are not arrays. Returns the placement, and the shapes of the placed inputs by name.
+
+    Args:
+        believed: see `Arguments.outputs`.
 
     Raises:
         CallerError: something cannot stand for that operand; nothing is held then.
@@ -177,23 +182,23 @@ async def place(
     unknown = [name for name in outputs if name not in model.outputs]
     if unknown:
         raise CallerError(f"outputs name {unknown}, which the model does not have; its outputs are {list(model.outputs)}")
-    reading = {value for value in inputs.values() if isinstance(value, DeviceMemory)}
-    writing = {value for value in outputs.values() if isinstance(value, DeviceMemory)}
-    for memory in reading | writing:
-        await memory.ready()
-    for memory in reading & writing:
-        await memory.partner()
+    reading = {state_of(value) for value in inputs.values() if isinstance(value, DeviceMemory)}
+    writing = {state_of(value) for value in outputs.values() if isinstance(value, DeviceMemory)}
+    for state in reading | writing:
+        await state.ready()
+    for state in reading & writing:
+        await state.complete()
     # No await from here until the request is sent: what is checked now is still true then.
-    for memory in reading | writing:
-        memory.check_free()
+    for state in reading | writing:
+        state.check_free()
     placement = Placement()
     try:
         shapes = _place_inputs(placement, model, prepared, inputs)
         _place_outputs(placement, model, believed, prepared, outputs, reading)
-        for memory in reading | writing:
-            advance = memory in reading and memory in writing
-            memory.begin(advance=advance)
-            placement._used[memory] = advance
+        for state in reading | writing:
+            advance = state in reading and state in writing
+            state.begin(advance=advance)
+            placement.used[state] = advance
     except BaseException:
         placement.release()
         raise
@@ -207,15 +212,15 @@ def _place_inputs(
     for index, (name, operand) in enumerate(model.inputs.items()):
         value = inputs.get(name) if name in inputs else None
         if isinstance(value, DeviceMemory):
-            _check_device_memory(value, prepared, name, value.inputs, "input")
-            value.check_filled()
-            placement.inputs[index] = Place(value._front, 0, 0, ())
-            if value.shape is None:
+            state = _checked_state(value, prepared, name, value.inputs, "input")
+            state.check_filled()
+            placement.inputs[index] = Place(state.buffers.front, 0, 0, ())
+            if state.shape is None:
                 raise CallerError(f"input {name!r}: the device memory has not been filled, so its shape is not known; copy_from it first")
-            shapes[name] = value.shape
+            shapes[name] = state.shape
         elif isinstance(value, Memory | HardwareBuffer):
             part, shape = _located(value, operand, "input", name)
-            placement._held.append(part)
+            placement.held.append(part)
             placement.inputs[index] = Place(part.pool, part.offset_bytes, part.size_bytes, shape)
             shapes[name] = shape
     return shapes
@@ -227,20 +232,20 @@ def _place_outputs(
     believed: Mapping[str, Operand],
     prepared: RemotePreparedModel,
     outputs: Mapping[str, Any],
-    reading: set[DeviceMemory],
+    reading: set[DeviceState],
 ) -> None:
     for index, (name, operand) in enumerate(model.outputs.items()):
         if name not in outputs:
             continue
         value = outputs[name]
         if isinstance(value, DeviceMemory):
-            _check_device_memory(value, prepared, name, value.outputs, "output")
-            if any(memory is value for _, memory in placement._written):
+            state = _checked_state(value, prepared, name, value.outputs, "output")
+            if any(other is state for _, other in placement.written):
                 raise CallerError(f"output {name!r}: this device memory stands for another output of the same execution")
-            buffer = value._back if value in reading else value._front
+            buffer = state.buffers.back if state in reading else state.buffers.front
             assert buffer is not None
             placement.outputs[index] = Place(buffer, 0, 0, ())
-            placement._written.append((index, value))
+            placement.written.append((index, state))
         elif isinstance(value, Memory | HardwareBuffer):
             shape: tuple[int, ...] = ()
             disproved = believed[name].dimensions != operand.dimensions
@@ -248,7 +253,7 @@ def _place_outputs(
                 part = value[:]  # room for whatever comes out
             else:
                 part, shape = _located(value, operand, "output", name)
-            placement._held.append(part)
+            placement.held.append(part)
             if part.pool.access is Access.READ:
                 raise CallerError(f"output {name!r}: the memory is mapped for reading only; give memory that may be written")
             placement.outputs[index] = Place(part.pool, part.offset_bytes, part.size_bytes, shape, part.view())
@@ -263,13 +268,22 @@ def _located(value: Memory | HardwareBuffer, operand: Operand, what: str, name: 
         raise CallerError(f"{what} {name!r}: {error}") from None
 
 
-def _check_device_memory(memory: DeviceMemory, prepared: RemotePreparedModel, name: str, roles: tuple[str, ...], what: str) -> None:
+def _checked_state(memory: DeviceMemory, prepared: RemotePreparedModel, name: str, roles: tuple[str, ...], what: str) -> DeviceState:
     if name not in roles:
         raise CallerError(f"{what} {name!r}: this device memory was allocated for inputs {memory.inputs} and outputs {memory.outputs}")
-    if memory._prepared is not prepared:
+    state = state_of(memory)
+    if state.buffers.prepared is not prepared:
         raise CallerError(f"{what} {name!r}: this device memory belongs to another compilation, or to an earlier driver of this one")
+    return state
 
 
 def is_placed(value: Any) -> bool:
-    """Whether an argument is used where it is rather than copied."""
+    """Return whether an argument is used where it is rather than copied."""
     return isinstance(value, Memory | HardwareBuffer | DeviceMemory)
+
+
+def check_frame(layout: FrameLayout, placed_shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise unless memory that stands for an input has the shape that the app's frame was laid out for."""
+    for name, _, shape, _ in layout.inputs:
+        if placed_shapes.get(name, shape) != shape:
+            raise CallerError(f"input {name!r}: memory of shape {placed_shapes[name]} in a frame for {shape}; say frame(shapes=...)")

@@ -1,17 +1,17 @@
-"""The short way of a stream that keeps its state in the driver: the same arguments each time, all in arrays or device memories.
+"""The usual step of a stream that keeps its state in the driver: the same arguments each time, all in arrays or device memories.
 
 `placement` takes whatever an app passes, and works out anew where it lies. A recurrent model's steps differ in nothing but the
 bytes and in which of two buffers is read: here that is looked at, and nothing is made that the step before has made.
 
-    RecurrentWay.of       after an execution on the long way: what the next one will look like; None where it has no short way
-    RecurrentWay.begin    whether this is such a step: its memories are in use and its frame is leased then
+    RecurrentSteps.of       after an execution on the long layout: what the next one will look like; None where it has no short layout
+    RecurrentSteps.begin    whether this is such a step: its memories are in use and its frame is leased then
     Step                  what is sent, and what is given back when it is over
 
 Invariants
-    `begin` refuses nothing and changes nothing where it returns None: the long way then says what is wrong, or does it.
-    It asks of each device memory, at each step, all that `place` asks: not closed, of this prepared model, in a role it was allocated
-    for, of the shape that the frame is laid out for, not in flight in an execution that advances it.
-    A request has the same bytes as on the long way, so that the driver knows it again.
+    `begin` refuses nothing and changes nothing where it returns None. An `Attempt` then says what is wrong, or computes.
+    It asks of each device memory, at each step, all that `place` asks. The memory is not closed and is of this prepared model. It has
+    a role that it was allocated for, and the shape that the frame is laid out for. No execution in flight advances it.
+    A request has the same bytes as on the long layout, so that the driver knows it again.
 """
 
 from __future__ import annotations
@@ -22,50 +22,56 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aionn.burst import PoolReference, encode_request_body
+from aionn.burst import PoolReference
 from aionn.errors import DeviceMemoryLostError, DriverDiedError
 from aionn.hal.types import DataLocation, ErrorStatus, Request, RequestArgument, Result
 from aionn.memory.pool import Frame, FramePool, FramesInFlightError
-from aionn.runtime.executing.arguments import Arguments, Way
-from aionn.runtime.executing.device_memory import DeviceMemory, lost_with
+from aionn.runtime.executing.arguments import Arguments, FrameLayout
+from aionn.runtime.executing.bodies import remember
+from aionn.runtime.executing.device_buffers import lost_with
+from aionn.runtime.executing.device_memory import DeviceMemory, state_of
+from aionn.runtime.executing.device_state import DeviceState
 from aionn.runtime.executing.link import Link
 
-_REMEMBERED_BODIES = 64
 
-
-class RecurrentWay:
+class RecurrentSteps:
     """What the steps of one stream have in common.
 
     Attributes:
         copied_bytes: of all its arrays together.
     """
 
-    __slots__ = ("_arrays", "_inputs", "_outputs", "_outputs_key", "_pool", "_reads", "_way", "_writes", "copied_bytes")
+    __slots__ = ("_arrays", "_inputs", "_layout", "_outputs", "_outputs_key", "_pool", "_reads", "_writes", "copied_bytes")
 
     def __init__(
-        self, way: Way, pool: FramePool, arrays: list[tuple[str, np.dtype[Any], tuple[int, ...]]], reads: list[int], writes: list[int]
+        self,
+        layout: FrameLayout,
+        pool: FramePool,
+        arrays: list[tuple[str, np.dtype[Any], tuple[int, ...]]],
+        reads: list[int],
+        writes: list[int],
     ) -> None:
-        self._way = way
+        self._layout = layout
         self._pool = pool
         self._arrays = arrays
-        self._inputs = len(way.inputs)
-        self._reads = [(index, way.inputs[index][0], way.inputs[index][2]) for index in reads]
-        self._writes = [(index, way.outputs[index][0]) for index in writes]
+        self._inputs = len(layout.inputs)
+        self._reads = [(index, layout.inputs[index][0], layout.inputs[index][2]) for index in reads]
+        self._writes = [(index, layout.outputs[index][0]) for index in writes]
         self._outputs = [
             (name, dtype, shape, offset)
-            for index, (name, dtype, shape, offset, _) in enumerate(way.outputs)
+            for index, (name, dtype, shape, offset, _) in enumerate(layout.outputs)
             if index not in writes and shape is not None
         ]
         self._outputs_key = object()
         self.copied_bytes = sum(dtype.itemsize * int(np.prod(shape)) for _, dtype, shape in arrays)
 
     @classmethod
-    def of(cls, way: Way, pool: FramePool, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> RecurrentWay | None:
-        """The way of the executions that look like this one, which was right."""
-        if not way.known or any(type(memory) is not DeviceMemory for memory in outputs.values()):
+    def of(cls, layout: FrameLayout, pool: FramePool, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> RecurrentSteps | None:
+        """Return the steps that look like this execution, which was right. Returns None if there is no short way for them."""
+        if not layout.known or any(type(memory) is not DeviceMemory for memory in outputs.values()):
             return None
         arrays, reads = [], []
-        for index, (name, dtype, shape, _) in enumerate(way.inputs):
+        for index, (name, dtype, shape, _) in enumerate(layout.inputs):
             value = inputs.get(name)
             if type(value) is np.ndarray:
                 arrays.append((name, dtype, shape))
@@ -73,10 +79,10 @@ class RecurrentWay:
                 reads.append(index)
             else:
                 return None
-        return cls(way, pool, arrays, reads, [index for index, output in enumerate(way.outputs) if output[0] in outputs])
+        return cls(layout, pool, arrays, reads, [index for index, output in enumerate(layout.outputs) if output[0] in outputs])
 
     def begin(self, link: Link, inputs: dict[str, Any], outputs: Mapping[str, Any]) -> Step | None:
-        """A step with these arguments; None: it needs the long way. The caller gives back the frame's lease (`Step.frame`).
+        """Begin a step with these arguments. Returns None if it needs an `Attempt`. The caller gives back the frame's lease (`Step.frame`).
 
         Raises:
             CallerError, MemoryAllocationError: as `FramePool.lease`.
@@ -88,84 +94,87 @@ class RecurrentWay:
             array = inputs.get(name)
             if type(array) is not np.ndarray or array.shape != shape or array.dtype != dtype:
                 return None
-        used: dict[DeviceMemory, bool] = {}
-        written: list[DeviceMemory] = []
+        used: dict[DeviceState, bool] = {}
+        written: list[DeviceState] = []
         tokens = []
         for _, name, shape in self._reads:
             memory = inputs.get(name)
-            if type(memory) is not DeviceMemory or not memory.stands_for(prepared, name, memory.inputs) or memory._shape != shape:
+            if type(memory) is not DeviceMemory:
                 return None
-            used[memory] = False
-            tokens.append(memory._front.token)
+            state = state_of(memory)
+            if not state.stands_for(prepared, name, memory.inputs) or state.shape != shape:
+                return None
+            used[state] = False
+            tokens.append(state.buffers.front.token)
         for _, name in self._writes:
             memory = outputs.get(name)
-            if type(memory) is not DeviceMemory or not memory.stands_for(prepared, name, memory.outputs) or memory in written:
+            if type(memory) is not DeviceMemory:
                 return None
-            buffer = memory._front
-            if memory in used:
-                if memory._back is None or memory._filling:
+            state = state_of(memory)
+            if not state.stands_for(prepared, name, memory.outputs) or state in written:
+                return None
+            buffer = state.buffers.front
+            if state in used:
+                if state.buffers.back is None or state.uses.filling:
                     return None
-                used[memory] = True
-                buffer = memory._back
+                used[state] = True
+                buffer = state.buffers.back
             else:
-                used[memory] = False
-            written.append(memory)
+                used[state] = False
+            written.append(state)
             tokens.append(buffer.token)
         try:
             frame = self._pool.lease()
         except FramesInFlightError:
             return None
         # Nothing has been awaited since the first question was asked.
-        for memory, advances in used.items():
-            memory.begin(advance=advances)
+        for state, advances in used.items():
+            state.begin(advance=advances)
         return Step(self, link, frame, used, written, tuple(tokens))
 
     def body(self, frame: Frame, tokens: tuple[int, ...], measure_timing: bool) -> bytes:
-        """The encoded request; each frame remembers those it has been used for."""
+        """Return the encoded request. Each frame remembers those that it has been used for."""
         key = (self, measure_timing, tokens)
         body: bytes | None = frame.bindings.get(key)
         if body is None:
-            request = self._way.request(frame.offset)
+            request = self._layout.request(frame.offset)
             numbers = {token: number for number, token in enumerate(dict.fromkeys(tokens), 1)}
             inputs, outputs = list(request.inputs), list(request.outputs)
             places = [(inputs, index) for index, _, _ in self._reads] + [(outputs, index) for index, _ in self._writes]
             for (arguments, index), token in zip(places, tokens, strict=True):
                 arguments[index] = RequestArgument(DataLocation(numbers[token], 0, 0), ())
-            pools = (PoolReference(frame.slot), *(PoolReference(-1, token) for token in numbers))
-            body = encode_request_body(Request(tuple(inputs), tuple(outputs)), pools, measure_timing, framed=True)
-            if len(frame.bindings) >= _REMEMBERED_BODIES:
-                frame.bindings.clear()
-            frame.bindings[key] = body
+            references = tuple(PoolReference(-1, token) for token in numbers)
+            body = remember(frame, key, Request(tuple(inputs), tuple(outputs)), references, measure_timing)
         return body
 
     def fill(self, frame: Frame, inputs: Mapping[str, Any]) -> None:
         """Copy the arrays into the frame."""
-        places = self._way.inputs_in(frame)
+        places = self._layout.inputs_in(frame)
         for name, _, _ in self._arrays:
             places[name][...] = inputs[name]
 
     def outputs_in(self, frame: Frame, result: Result) -> Mapping[str, NDArray[Any]]:
-        """The outputs that lie in the frame, by name.
+        """Return the outputs that lie in the frame, by name.
 
         Raises:
-            ExecutionError: what the driver told is none of this request's.
+            ExecutionError: the driver's answer contradicts this request.
         """
         if result.output_shapes:
-            return self._way.outputs_in(frame, result.output_shapes, [name for _, name in self._writes])
+            return self._layout.outputs_in(frame, result.output_shapes, [name for _, name in self._writes])
         return frame.arrays.get(self._outputs_key) or frame.cut(self._outputs_key, self._outputs)
 
     def widened(self, arguments: Arguments, result: Result) -> bool:
-        """Whether the outputs in the frame had too little room; the next frame of these shapes has more then."""
-        if not arguments.may_retry(self._way, result, [index for index, _ in self._writes]):
+        """Return whether the outputs in the frame had too little room. The next frame of these shapes has more then."""
+        if not arguments.may_retry(self._layout, result, [index for index, _ in self._writes]):
             return False
-        arguments.widen(tuple(shape for _, _, shape, _ in self._way.inputs), result.output_shapes)
+        arguments.widen(tuple(shape for _, _, shape, _ in self._layout.inputs), result.output_shapes)
         return True
 
-    def tell(self, written: list[DeviceMemory], result: Result) -> None:
-        """Tell the memories that an execution has written which shapes it has given them."""
-        if len(result.output_shapes) == len(self._way.outputs):  # or `outputs_in` refuses it
-            for (index, _), memory in zip(self._writes, written, strict=True):
-                memory.written(result.output_shapes[index].dimensions)
+    def note_shapes(self, written: list[DeviceState], result: Result) -> None:
+        """Note which shapes an execution has given to the memories that it has written."""
+        if len(result.output_shapes) == len(self._layout.outputs):  # or `outputs_in` refuses it
+            for (index, _), state in zip(self._writes, written, strict=True):
+                state.written(result.output_shapes[index].dimensions)
 
 
 class Step:
@@ -175,19 +184,19 @@ class Step:
         link: where to send it. frame: leased for it.
     """
 
-    __slots__ = ("_tokens", "_used", "_written", "frame", "link", "way")
+    __slots__ = ("_tokens", "_used", "_written", "frame", "link", "steps")
 
     def __init__(
         self,
-        way: RecurrentWay,
+        steps: RecurrentSteps,
         link: Link,
         frame: Frame,
-        used: dict[DeviceMemory, bool],
-        written: list[DeviceMemory],
+        used: dict[DeviceState, bool],
+        written: list[DeviceState],
         tokens: tuple[int, ...],
     ) -> None:
         """`used`: each memory once, and whether its two buffers change places after a success."""
-        self.way = way
+        self.steps = steps
         self.link = link
         self._used = used
         self._written = written
@@ -195,31 +204,31 @@ class Step:
         self.frame = frame
 
     def __call__(self, result: Result | None) -> None:
-        """The driver has answered, or never will (None): give back what the request held."""
+        """Give back what the request held: the driver has answered, or never will (None)."""
         self.frame.settled(result)
         succeeded = result is not None and result.status is ErrorStatus.NONE
         if succeeded and result is not None and result.output_shapes:
-            self.way.tell(self._written, result)
-        for memory, advances in self._used.items():
-            memory.end(advanced=succeeded if advances else None)
+            self.steps.note_shapes(self._written, result)
+        for state, advances in self._used.items():
+            state.end(advanced=succeeded if advances else None)
 
     def body(self, inputs: Mapping[str, Any], measure_timing: bool) -> bytes:
-        """What to send, once: the frame is filled, and the step is called when it is over."""
+        """Fill the frame and return what to send, once. From then on the step is called when it is over."""
         self.frame.pins += 1
         try:
-            self.way.fill(self.frame, inputs)
-            return self.way.body(self.frame, self._tokens, measure_timing)
+            self.steps.fill(self.frame, inputs)
+            return self.steps.body(self.frame, self._tokens, measure_timing)
         except BaseException:
             self(None)
             raise
 
     def leave(self, error: BaseException) -> None:
-        """The caller goes, by that error: its memories are for whoever comes next, once the driver has answered.
+        """Note that the caller stopped waiting because of `error`. The next use of its memories waits for the driver's answer.
 
         Raises:
             DeviceMemoryLostError: the error is the driver's death, and theirs.
         """
-        for memory in self._used:
-            memory.leave()
+        for state in self._used:
+            state.uses.leave()
         if isinstance(error, DriverDiedError) and not isinstance(error, DeviceMemoryLostError):
             raise lost_with(error.device, error) from error

@@ -1,4 +1,7 @@
-"""What serves a compilation now, and how another prepared model takes its place.
+"""What serves a compilation now, and how another prepared model takes its place. Arrows run downward.
 
-compiled_model  the prepared model of the moment, its users, the gate that holds executions back, and the swap
+compiled_model  `CompiledModel`: the prepared model of the moment, and the swap, a two-phase commit over members
+members         `Member` and `Change`: what must follow a swap, and what it prepares for one
+gate            `Gate`: holds executions back for a moment
+serving         `Serving` and `Use`: one prepared model with its users, and how much the app uses a compilation
 """

@@ -31,7 +31,8 @@ from aionn.hal.model import Model
 from aionn.memory.hardware_buffer import HardwareBuffer
 from aionn.memory.memory import Memory
 from aionn.runtime.executing.device_memory import DeviceMemory
-from aionn.runtime.serving.compiled_model import CompiledModel, Serving
+from aionn.runtime.serving.compiled_model import CompiledModel
+from aionn.runtime.serving.serving import Serving
 from aionn.runtime.staging.measuring import Inputs, Meter, Run, Timed
 
 SAMPLE_EVERY_S = 0.25

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import anyio
 
-from aionn.runtime.serving.compiled_model import Use
+from aionn.runtime.serving.serving import Use
 
 _STEPS = 16
 """The count is looked at so often in one period. Executions are forgotten up to one step too early, never too late."""

@@ -38,7 +38,8 @@ from numpy.typing import NDArray
 
 from aionn import trace
 from aionn.errors import DeadlineError
-from aionn.runtime.serving.compiled_model import CompiledModel, Serving
+from aionn.runtime.serving.compiled_model import CompiledModel
+from aionn.runtime.serving.serving import Serving
 from aionn.tasks import ungrouped
 
 Inputs = Mapping[str, NDArray[Any]]

@@ -34,10 +34,11 @@ from aionn.errors import AionnError, CallerError, CompilationError, DeadlineErro
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model
 from aionn.remote.device import RemotePreparedModel
-from aionn.runtime.executing.moving import NotNowError
 from aionn.runtime.preparing import background, preparation
 from aionn.runtime.preparing.preparation import CacheChoice
-from aionn.runtime.serving.compiled_model import CompiledModel, Serving
+from aionn.runtime.serving.compiled_model import CompiledModel
+from aionn.runtime.serving.members import NotNowError
+from aionn.runtime.serving.serving import Serving
 from aionn.runtime.staging import verdicts
 from aionn.runtime.staging.comparing import TOLERANCES, Comparison, Samples, compare, made_up_inputs
 from aionn.runtime.staging.frequency import until_frequent

@@ -12,48 +12,68 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 from aionn.errors import AionnError, CallerError, CompilationError, DeadlineError
 from aionn.hal.model import Model
-from aionn.runtime.executing.moving import NotNowError
 from aionn.runtime.preparing import background
 from aionn.runtime.preparing.preparation import CacheChoice
-from aionn.runtime.serving.compiled_model import Serving
+from aionn.runtime.preparing.renewal import Renewal
+from aionn.runtime.serving.compiled_model import CompiledModel
+from aionn.runtime.serving.members import NotNowError
+from aionn.runtime.serving.serving import Serving
 from aionn.runtime.staging.comparing import Samples, made_up_inputs
-from aionn.runtime.staging.measuring import Inputs
+from aionn.runtime.staging.measuring import Inputs, Run
 from aionn.runtime.staging.stage import Stage, StagePolicy
-from aionn.runtime.staging.stages import SAMPLES, SAMPLES_BYTES
-
-if TYPE_CHECKING:
-    from aionn.runtime.compilation import Compilation
+from aionn.runtime.staging.stages import SAMPLES, SAMPLES_BYTES, Staging
 
 _TRIES = 5
 _FOREVER_S = 10 * 365 * 86400.0
 
 
-async def swap_model(compilation: Compilation, model: Model, timeout_s: float | None) -> None:
+@dataclass(frozen=True)
+class NewModel:
+    """What an app's new version of a compilation's model needs to take over.
+
+    Attributes:
+        renewal: what keeps the model before prepared.
+        staging, begin_stages: what makes better stages, if anything does; and starts that anew.
+        run: runs inputs on one prepared model.
+        last_inputs: of the last execution on each burst, and without one.
+        static: whether the model's shapes are all known.
+    """
+
+    renewal: Renewal
+    staging: Staging | None
+    begin_stages: Callable[[Sequence[Stage], StagePolicy], None]
+    run: Run
+    last_inputs: Callable[[], list[Inputs]]
+    static: bool
+
+
+async def swap_model(target: NewModel, model: Model, timeout_s: float | None) -> None:
     """See `Runtime.swap`."""
+    renewal, staging, compiled = target.renewal, target.staging, target.renewal.compiled
     if not isinstance(model, Model):
         raise CallerError(f"swap takes an aionn.Model, not {type(model).__name__}; read one with aionn.Model.from_onnx(path)")
     if timeout_s is not None and timeout_s <= 0:
         raise CallerError(f"timeout_s={timeout_s}: a timeout is more than 0 seconds, or None for none")
-    _check_border(compilation.model, model)
-    serving = await compilation._live()
-    staging, compiled = compilation._staging, compilation._compiled
+    _check_border(renewal.model, model)
+    serving = await renewal.live()
     policy = StagePolicy() if staging is None else staging.policy
-    cache = compilation._cache
+    cache = renewal.cache
     if cache is not None:
         cache = CacheChoice(cache.store, model.token)
-    last = _last_inputs(compilation)  # before the compile: then bursts take the long way, and others may use the frames
-    with _sampled(compilation) as samples:
+    last = target.last_inputs()  # before the compile: then bursts take the long way, and others may use the frames
+    with _sampled(compiled, renewal.model) as samples:
         made = await background.make(
-            compilation._runtime._devices,
+            renewal.session.devices,
             serving.device,
             model,
-            dataclasses.replace(compilation._options, deadline_ns=None),
+            dataclasses.replace(renewal.options, deadline_ns=None),
             cache,
             threads=policy.threads,
             timeout_s=_FOREVER_S if timeout_s is None else timeout_s,
@@ -62,7 +82,7 @@ async def swap_model(compilation: Compilation, model: Model, timeout_s: float | 
         made.prepared.remember(model)
     better = Serving(made.prepared, model, compiled.use)
     try:
-        await _try(compilation, better, list(samples.kept) or last, policy)
+        await _try(target, better, list(samples.kept) or last, policy)
         if staging is not None:
             await staging.stop("another model was swapped in")
         for attempt in range(_TRIES):
@@ -72,7 +92,7 @@ async def swap_model(compilation: Compilation, model: Model, timeout_s: float | 
             except NotNowError:
                 if attempt == _TRIES - 1:
                     raise
-        compilation.model, compilation._cache = model, cache
+        renewal.model, renewal.cache = model, cache
     except BaseException:
         if compiled.serving is not better:
             made.prepared.release()
@@ -81,7 +101,7 @@ async def swap_model(compilation: Compilation, model: Model, timeout_s: float | 
         if staging is not None and staging.over:
             names = [stage.name for stage in staging.stages]
             now = compiled.serving.stage if compiled.serving is not None else names[-1]
-            compilation._begin_stages([_stage(name, names, now) for name in names], policy)
+            target.begin_stages([_stage(name, names, now) for name in names], policy)
 
 
 def _stage(name: str, names: list[str], now: str) -> Stage:
@@ -94,14 +114,13 @@ def _stage(name: str, names: list[str], now: str) -> Stage:
 
 
 @contextmanager
-def _sampled(compilation: Compilation) -> Iterator[Samples]:
+def _sampled(compiled: CompiledModel, model: Model) -> Iterator[Samples]:
     """Keep inputs of executions for the body; those that stages keep, if they do."""
-    compiled = compilation._compiled
     samples = compiled.sampling
-    if samples is not None:
+    if isinstance(samples, Samples):
         yield samples
         return
-    samples = compiled.sampling = Samples(compilation.model, SAMPLES, SAMPLES_BYTES)
+    samples = compiled.sampling = Samples(model, SAMPLES, SAMPLES_BYTES)
     try:
         with compiled.watching():
             yield samples
@@ -110,38 +129,32 @@ def _sampled(compilation: Compilation) -> Iterator[Samples]:
             compiled.sampling = None
 
 
-def _last_inputs(compilation: Compilation) -> list[Inputs]:
-    """Of the last execution on each burst, and of the last one without a burst."""
-    frames = (compilation._frames, *(burst._frames for burst in compilation._compiled.bursts))
-    return [inputs for inputs in (one.last_inputs() for one in frames) if inputs is not None]
-
-
-async def _try(compilation: Compilation, better: Serving, recent: Sequence[Inputs], policy: StagePolicy) -> None:
+async def _try(target: NewModel, better: Serving, recent: Sequence[Inputs], policy: StagePolicy) -> None:
     """Run it on inputs of the app's, before anything depends on it. What the model before cannot run either decides nothing."""
     tried = False
     for inputs in recent:
-        failed = await _failure(compilation, better, inputs, policy)
+        failed = await _failure(target.run, better, inputs, policy)
         if failed is None:
             tried = True
             continue
-        before = compilation._compiled.serving
-        if before is None or not before.alive or await _failure(compilation, before, inputs, policy) is None:
+        before = target.renewal.compiled.serving
+        if before is None or not before.alive or await _failure(target.run, before, inputs, policy) is None:
             raise CompilationError(f"the new model cannot run: {failed}", reason=str(failed)) from failed
     if tried:
         return
     failed = None
-    for inputs in made_up_inputs(compilation.model):
-        failed = await _failure(compilation, better, inputs, policy)
+    for inputs in made_up_inputs(target.renewal.model):
+        failed = await _failure(target.run, better, inputs, policy)
         if failed is None:
             return
-    if failed is not None and compilation._static:
+    if failed is not None and target.static:
         raise CompilationError(f"the new model cannot run: {failed}", reason=str(failed)) from failed
 
 
-async def _failure(compilation: Compilation, serving: Serving, inputs: Inputs, policy: StagePolicy) -> AionnError | None:
+async def _failure(run: Run, serving: Serving, inputs: Inputs, policy: StagePolicy) -> AionnError | None:
     deadline_ns = time.monotonic_ns() + int(policy.run_timeout_s * 1e9)
     try:
-        await compilation._compute_on(serving, compilation._arguments.shapes_of(inputs), inputs, deadline_ns=deadline_ns)
+        await run(serving, inputs, deadline_ns)
     except DeadlineError:
         raise
     except AionnError as error:

@@ -24,8 +24,9 @@ import numpy as np
 from aionn import trace
 from aionn.errors import AionnError, OutputInsufficientSizeError
 from aionn.remote.device import RemotePreparedModel
-from aionn.runtime.executing.moving import NotNowError
-from aionn.runtime.serving.compiled_model import CompiledModel, Serving
+from aionn.runtime.serving.compiled_model import CompiledModel
+from aionn.runtime.serving.members import NotNowError
+from aionn.runtime.serving.serving import Serving
 from aionn.runtime.staging.measuring import Inputs, Run
 
 logger = logging.getLogger("aionn.runtime")

@@ -1,6 +1,7 @@
 """Bursts as an app uses them.
 
-burst   `Burst`: a stream of executions to one driver
-frame   `Frame`: shared memory for one request's inputs, to be written in place
-stream  `Burst.map`: a source of inputs in, results out, in order
+burst       `Burst`: a stream of executions to one driver
+frame       `Frame`: shared memory for one request's inputs, to be written in place
+stream      `Burst.map`: a source of inputs in, results out, in order
+connection  what an open burst has in the driver that serves: link, frames, streams
 """

@@ -8,25 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aionn.errors import CallerError
 from aionn.memory import pool as memory_pool
-from aionn.runtime.executing.arguments import Shapes, Way
+from aionn.runtime.executing.arguments import FrameLayout, Shapes
 from aionn.runtime.executing.placement import is_placed
-
-if TYPE_CHECKING:
-    from aionn.runtime.streaming.burst import Burst
-
-
-def check_frame(way: Way, placed_shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """An app's frame has been laid out for the shapes it was asked for, also those of what stands elsewhere."""
-    for name, _, shape, _ in way.inputs:
-        if placed_shapes.get(name, shape) != shape:
-            raise CallerError(f"input {name!r}: memory of shape {placed_shapes[name]} in a frame for {shape}; say frame(shapes=...)")
+from aionn.runtime.streaming.connection import BurstConnection
 
 
 class Frame(Mapping[str, NDArray[Any]]):
@@ -37,32 +28,32 @@ class Frame(Mapping[str, NDArray[Any]]):
     left there: write all of each input.
     """
 
-    def __init__(self, burst: Burst, shapes: Shapes) -> None:
-        self._burst = burst
+    def __init__(self, connection: BurstConnection, shapes: Shapes) -> None:
+        self._connection = connection
         self._shapes = shapes
-        self._way: Way | None = None
+        self._layout: FrameLayout | None = None
         self._frame: memory_pool.Frame | None = None
         self._placed: dict[str, Any] = {}
 
     async def __aenter__(self) -> Frame:
         if self._frame is not None:
             raise CallerError("this frame is entered already; get another one with burst.frame()")
-        self._way, self._frame = await self._burst._lease(self._shapes)
+        self._layout, self._frame = await self._connection.lease(self._shapes)
         self._frame.lent = True
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        way, frame = self._way, self._frame
-        self._way = self._frame = None
+        layout, frame = self._layout, self._frame
+        self._layout = self._frame = None
         self._placed.clear()
-        if way is not None and frame is not None:
+        if layout is not None and frame is not None:
             frame.lent = False
             frame.settled(None)
 
-    def _leased(self) -> tuple[Way, memory_pool.Frame]:
-        if self._way is None or self._frame is None:
+    def _leased(self) -> tuple[FrameLayout, memory_pool.Frame]:
+        if self._layout is None or self._frame is None:
             raise CallerError("this frame's lease has ended, or has not begun; use it inside `async with burst.frame() as frame`")
-        return self._way, self._frame
+        return self._layout, self._frame
 
     def __getitem__(self, name: str) -> NDArray[Any]:
         array = self._array(name)
@@ -72,10 +63,10 @@ class Frame(Mapping[str, NDArray[Any]]):
         return array
 
     def _array(self, name: str) -> NDArray[Any]:
-        way, frame = self._leased()
-        array = way.inputs_in(frame).get(name)
+        layout, frame = self._leased()
+        array = layout.inputs_in(frame).get(name)
         if array is None:
-            raise CallerError(f"input {name!r} is none of the model's; its inputs are {list(self)}")
+            raise CallerError(f"the model has no input {name!r}; its inputs are {list(self)}")
         return array
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -91,7 +82,18 @@ class Frame(Mapping[str, NDArray[Any]]):
         np.copyto(place, array)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._burst._names)
+        return iter(self._connection.executor.arguments.names)
 
     def __len__(self) -> int:
-        return len(self._burst._names)
+        return len(self._connection.executor.arguments.names)
+
+
+def lease_of(frame: Frame, connection: BurstConnection) -> tuple[tuple[FrameLayout, memory_pool.Frame], Mapping[str, Any]]:
+    """Return the layout and the memory that a frame holds, and what stands for its inputs instead, by name.
+
+    Raises:
+        CallerError: it belongs to another burst, or its lease has ended.
+    """
+    if frame._connection is not connection:
+        raise CallerError("this frame belongs to another burst")
+    return frame._leased(), frame._placed

@@ -1,6 +1,6 @@
 """`Burst.map`: a stream of frames in, a stream of results out, in order, with bounded age.
 
-One task pulls frames from the source (`_pump`); each admitted frame is computed by a task of its own. A frame holds one of
+One task pulls frames from the source (`_pump`); each admitted frame is computed by another task. A frame holds one of
 `depth` places from its admission until its result has been taken, so a slow consumer bounds the stream as a slow model does.
 With "latest" one frame is with the driver at a time: a second one would only grow old in its queue, while a newer one comes.
 What happens to a frame for which there is no place is the policy:
@@ -22,9 +22,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import anyio
 import anyio.lowlevel
@@ -33,15 +33,29 @@ from aionn import trace
 from aionn.errors import CallerError, DeadlineError, ExecutionError
 from aionn.hal.types import ErrorStatus
 from aionn.runtime.executing.arguments import Outputs
+from aionn.runtime.streaming.connection import BurstConnection
 from aionn.tasks import Answer, running_loop
 
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup
 
-    from aionn.runtime.streaming.burst import Burst
-
 Policy = Literal["latest", "block", "reject"]
 Frames = AsyncIterable[Mapping[str, Any]] | Iterable[Mapping[str, Any]]
+
+
+class Compute(Protocol):
+    """`Burst.compute`, as far as a stream calls it."""
+
+    def __call__(self, inputs: Mapping[str, Any], *, timeout_s: float | None = None) -> Awaitable[Outputs]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOptions:
+    """See `Burst.map`."""
+
+    policy: Policy
+    depth: int
+    deadline_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +90,8 @@ class _Entry:
 class Stream:
     """One run of `Burst.map`."""
 
-    def __init__(self, burst: Burst, frames: Frames, policy: Policy, depth: int, deadline_s: float | None) -> None:
+    def __init__(self, compute: Compute, connection: BurstConnection, frames: Frames, options: StreamOptions) -> None:
+        policy, depth, deadline_s = options.policy, options.depth, options.deadline_s
         if policy not in ("latest", "block", "reject"):
             raise CallerError(f"policy {policy!r}: it is one of 'latest', 'block', 'reject'")
         if depth < 1:
@@ -84,8 +99,9 @@ class Stream:
         if deadline_s is not None and deadline_s <= 0:
             raise CallerError(f"deadline_s={deadline_s}: a deadline is more than 0 seconds, or None for none")
         if not hasattr(frames, "__aiter__") and not hasattr(frames, "__iter__"):
-            raise CallerError(f"frames: {type(frames).__name__} is no iterable and no async iterable of inputs by name")
-        self._burst = burst
+            raise CallerError(f"frames: expected an iterable or async iterable of inputs by name, got {type(frames).__name__}")
+        self._compute_frame = compute
+        self._connection = connection
         self._frames = frames
         self._policy = policy
         self._depth = depth
@@ -99,9 +115,9 @@ class Stream:
         self._tasks: TaskGroup | None = None
 
     async def results(self) -> AsyncGenerator[StreamResult, None]:
-        """The results, in order."""
-        self._burst._start_task(self._run)
-        self._burst._streams.add(self)
+        """Yield the results, in order."""
+        self._connection.start(self._run)
+        self._connection.when_closed.add(self.cancel)
         try:
             while True:
                 while not self._entries:
@@ -126,12 +142,12 @@ class Stream:
                     yield StreamResult(entry.seq, age_s, outputs.stage, outputs, entry.inputs)
                     del outputs  # or the frame would count as held while the next one is computed
         finally:
-            self._burst._streams.discard(self)
+            self._connection.when_closed.discard(self.cancel)
             self.cancel()
 
     def cancel(self) -> None:
         """Stop pulling and computing. Requests in flight are answered into nothing."""
-        if self._burst._compilation._runtime._inherited:
+        if self._connection.session.inherited:
             return
         if self._over is None:
             self._over = CallerError("the burst was closed while its stream went on")
@@ -158,18 +174,18 @@ class Stream:
                 await self._wait_for_place()  # the last frame is answered too
             self._over = self._over or StopAsyncIteration()
         except asyncio.CancelledError as error:
-            # Where the stream itself was cancelled, `_over` tells why.
+            # Where the stream itself was cancelled, `_over` has the reason.
             if self._over is None:
                 self._over = CallerError("the source of this stream raised CancelledError; to end a stream, return from its source")
                 self._over.__cause__ = error
-        except BaseException as error:  # the source's own errors, and a rejected frame, reach whoever takes the results
+        except BaseException as error:  # the source's own errors, and a rejected frame, reach the consumer of the results
             self._keep(error)
             self._over = self._over or error
         self._changed.set()
 
     def _keep(self, error: BaseException) -> None:
         """Raise an error that ends the app where no consumer is left to raise it, and where this is a child by `os.fork`."""
-        if not isinstance(error, Exception) and (self._over is not None or self._burst._compilation._runtime._inherited):
+        if not isinstance(error, Exception) and (self._over is not None or self._connection.session.inherited):
             raise error
 
     async def _offer(self, entry: _Entry) -> None:
@@ -197,7 +213,7 @@ class Stream:
         await self._taken.wait()
 
     def _place_freed(self) -> None:
-        """There may be a place: the frame that waits takes it."""
+        """Give a place that may be free to the frame that waits."""
         if self._newest is not None and self._tasks is not None and self._over is None and self._has_place():
             newest, self._newest = self._newest, None
             self._admit(newest)
@@ -217,7 +233,7 @@ class Stream:
         try:
             if timeout_s is not None and timeout_s <= 0:
                 raise DeadlineError(f"frame {entry.seq} was older than the stream's deadline before it could be sent")
-            entry.answer.set(await self._burst.compute(entry.inputs, timeout_s=timeout_s))
+            entry.answer.set(await self._compute_frame(entry.inputs, timeout_s=timeout_s))
         except asyncio.CancelledError:
             entry.answer.fail(CallerError("the stream was closed"))
         except BaseException as error:
@@ -228,7 +244,7 @@ class Stream:
             self._place_freed()
 
     def _drop(self, entry: _Entry, why: str) -> None:
-        self._burst._counts["dropped"] += 1
+        self._connection.executor.counts["dropped"] += 1
         if trace.active:
             trace.count("stream.dropped", seq=entry.seq, why=why)
 

@@ -1,0 +1,241 @@
+"""`Attempt`: one general execution, from its arguments to its outputs.
+
+It leases a frame, copies the arrays into it, finds the channel, sends the request, and waits for the answer. Then it makes the outputs,
+or tries again with more room where the driver found too little. A burst's usual frame is a shortcut beside it (`streaming.burst`).
+
+    arguments in arrays     frame, then channel: a wait for a frame may outlive a driver, and the channel leads to the one that serves then
+    arguments elsewhere     channel, then placement and frame: where device memory lies depends on the driver
+
+Nothing is awaited between the choice of a channel, or the placement, and the sending.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+from aionn.errors import AionnError, ExecutionError
+from aionn.hal.types import ErrorStatus, Result
+from aionn.memory.pool import Frame, FramesInFlightError
+from aionn.runtime.executing.arguments import Arguments, FrameLayout, Outputs, failure_of
+from aionn.runtime.executing.frames import Frames, Spare, fill
+from aionn.runtime.executing.placement import Placement, check_frame, is_placed, place
+from aionn.runtime.serving.compiled_model import CompiledModel
+from aionn.runtime.serving.serving import Serving
+from aionn.tasks import ending_by
+
+NO_ANSWER = "the driver's answer did not come"
+
+
+class Channel(Protocol):
+    """What carries requests to the driver of one serving: the control socket, or a burst's queues."""
+
+    @property
+    def serving(self) -> Serving: ...
+
+    async def send(
+        self,
+        layout: FrameLayout,
+        frame: Frame,
+        placement: Placement | None,
+        measure_timing: bool,
+        deadline_ns: int | None,
+        settled: Callable[[Result | None], None],
+    ) -> tuple[Result, int]:
+        """Send a request and wait for its answer. Returns the answer, and the driver's time in nanoseconds where it is known.
+
+        `settled` is called once, whatever happens: with the driver's answer, or with None when there will be none.
+        """
+        ...
+
+
+Route = Callable[[int | None], Awaitable[Channel]]
+"""Returns the channel to send over, by a deadline. It is the right one until the next await."""
+
+
+def new_counts() -> dict[str, int]:
+    """Return the counts of a burst or a compilation, all 0; `Burst.statistics` describes them."""
+    return dict.fromkeys(("computed", "failed", "connections", "dropped", "copied_bytes", "driver_busy_ns"), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Executor:
+    """What the executions of one burst, or of one compilation without a burst, have in common.
+
+    Attributes:
+        arguments, frames: how arguments are laid out, and where.
+        compiled: what the app's executions are reported to, or None for trials.
+        copies: whether outputs are copied out of the frame.
+        counts: see `Burst.statistics`.
+    """
+
+    arguments: Arguments
+    frames: Frames
+    compiled: CompiledModel | None
+    copies: bool
+    counts: dict[str, int] = field(default_factory=new_counts)
+
+    def failure(self, serving: Serving, result: Result, inputs: Mapping[str, Any] | None) -> AionnError:
+        """Count an answer that is an error, and report it. Returns what it means to the caller."""
+        self.counts["failed"] += 1
+        error = failure_of(result, serving.model, serving.device)
+        if self.compiled is not None and isinstance(error, ExecutionError):
+            self.compiled.failed(serving, error, inputs)
+        return error
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One execution as it was asked for.
+
+    Attributes:
+        inputs: arrays by name. outputs: where outputs are to be written instead, by name.
+        placed: inputs among which some may lie elsewhere.
+        own: the app's own frame and its layout, which holds the arrays already.
+    """
+
+    inputs: Mapping[str, Any]
+    outputs: Mapping[str, Any]
+    measure_timing: bool
+    deadline_ns: int | None
+    placed: Mapping[str, Any]
+    own: tuple[FrameLayout, Frame] | None = None
+
+    @property
+    def placing(self) -> bool:
+        """Whether some arguments do not lie in the frame."""
+        return bool(self.outputs) or any(is_placed(value) for value in self.placed.values())
+
+
+class Attempt:
+    """One execution. Made for one `run`.
+
+    Attributes:
+        layout: of the frame that was used last. channel: that it was sent over. Both are known after `run`.
+    """
+
+    __slots__ = ("_call", "_executor", "_route", "_wider", "channel", "layout")
+
+    layout: FrameLayout
+    channel: Channel
+
+    def __init__(self, executor: Executor, route: Route, call: Call) -> None:
+        self._executor = executor
+        self._route = route
+        self._call = call
+        self._wider: FrameLayout | None = None
+
+    async def run(self) -> Outputs:
+        """Return the outputs.
+
+        Raises:
+            CallerError: a name, shape or dtype does not fit; nothing was sent.
+            DeadlineError: no answer in time.
+            ExecutionError: the driver answered that it failed.
+            MemoryAllocationError: there is no memory for frames of these shapes.
+            DriverDiedError, DriverHungError: the driver is gone. `DeviceMemoryLostError` where device memory went with it.
+        """
+        call = self._call
+        with ending_by(call.deadline_ns, NO_ANSWER):
+            if call.placing:
+                with Spare(self._executor.frames, call.deadline_ns) as spare:
+                    while (found := await self._run_placed(spare)) is None:
+                        pass
+            else:
+                while (found := await self._run_in_frame()) is None:
+                    pass
+            return found
+
+    async def resume(self, channel: Channel, layout: FrameLayout, result: Result) -> Outputs:
+        """Return the outputs after a first answer without any: try again with more room, or raise."""
+        self._widen_or_raise(channel, layout, None, result)
+        return await self.run()
+
+    async def _run_in_frame(self) -> Outputs | None:
+        """Run once with all arguments in the frame. Returns None if there was too little room."""
+        call, executor = self._call, self._executor
+        layout = self._wider
+        if layout is None and call.own is not None:
+            return await self._send_frame(*call.own)
+        if layout is None:
+            layout = executor.arguments.layout(executor.arguments.shapes_of(call.inputs))
+        frame = await executor.frames.lease(layout, call.deadline_ns)
+        try:
+            executor.counts["copied_bytes"] += fill(frame, layout, call.inputs)
+            return await self._send_frame(layout, frame)
+        finally:
+            frame.settled(None)
+
+    async def _send_frame(self, layout: FrameLayout, frame: Frame) -> Outputs | None:
+        channel = await self._route(self._call.deadline_ns)
+        compiled = self._executor.compiled
+        if compiled is not None and compiled.sampling is not None:
+            compiled.sampling.take(self._call.inputs)
+        return await self._send(channel, layout, frame, None)
+
+    async def _run_placed(self, spare: Spare) -> Outputs | None:
+        """Run once with arguments that do not all lie in the frame. Returns None if there was too little room, or no frame was free."""
+        channel = await self._route(self._call.deadline_ns)
+        try:
+            with channel.serving.used():
+                return await self._place_and_send(channel, spare)
+        except FramesInFlightError as crowded:
+            await spare.wait(crowded.pool)
+            return None
+
+    async def _place_and_send(self, channel: Channel, spare: Spare) -> Outputs | None:
+        call, executor = self._call, self._executor
+        if executor.compiled is not None and (sampling := executor.compiled.sampling) is not None:
+            await sampling.take_placed(call.inputs, call.placed)
+        serving, arguments = channel.serving, executor.arguments
+        placement, placed_shapes = await place(serving.model, arguments.outputs, serving.prepared, call.placed, call.outputs)
+        frame = None
+        try:
+            if call.own is not None and self._wider is None:
+                layout, own = call.own
+                check_frame(layout, placed_shapes)
+            else:
+                layout = self._wider or arguments.layout(arguments.shapes_of(call.inputs, placed_shapes))
+                own = frame = spare.lease(executor.frames.pool(layout))
+                executor.counts["copied_bytes"] += fill(frame, layout, call.inputs, placement.inputs)
+        except BaseException:
+            placement.release()
+            if frame is not None:
+                frame.settled(None)
+            raise
+        try:
+            with placement.awaited():
+                return await self._send(channel, layout, own, placement)
+        finally:
+            if frame is not None:
+                frame.settled(None)
+
+    async def _send(self, channel: Channel, layout: FrameLayout, frame: Frame, placement: Placement | None) -> Outputs | None:
+        """Send a filled frame. The request holds a second pin, which ends with the driver's answer or its death."""
+        call, executor = self._call, self._executor
+        self.layout, self.channel = layout, channel
+        settled: Callable[[Result | None], None] = frame.settled if placement is None else partial(placement.settled_in, frame)
+        frame.pins += 1
+        result, busy_ns = await channel.send(layout, frame, placement, call.measure_timing, call.deadline_ns, settled)
+        executor.counts["driver_busy_ns"] += busy_ns
+        if result.status is not ErrorStatus.NONE:
+            self._widen_or_raise(channel, layout, placement, result)
+            return None
+        executor.counts["computed"] += 1
+        serving = channel.serving
+        arrays = layout.outputs_in(frame, result.output_shapes, call.outputs)
+        if executor.copies or executor.frames.pool(layout).crowded:
+            arrays = {name: array.copy() for name, array in arrays.items()}
+        outputs = Outputs(arrays, serving.stage, result.timing if call.measure_timing else None)
+        if placement is not None:
+            outputs.update(placement.arrays(serving.model, result))
+        return outputs
+
+    def _widen_or_raise(self, channel: Channel, layout: FrameLayout, placement: Placement | None, result: Result) -> None:
+        """Use a layout with more room for the next try, after an answer without outputs; or raise what the answer means."""
+        arguments = self._executor.arguments
+        if not arguments.may_retry(layout, result, placement.outputs if placement is not None else ()):
+            raise self._executor.failure(channel.serving, result, self._call.inputs)
+        self._wider = arguments.widen(tuple(shape for _, _, shape, _ in layout.inputs), result.output_shapes)

@@ -1,0 +1,79 @@
+"""The control call as a channel: the request goes over the control socket, the arrays through shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from aionn import trace
+from aionn.hal.types import Result
+from aionn.memory.pool import Frame
+from aionn.memory.region import Region
+from aionn.remote.device import RemoteBuffer
+from aionn.runtime.executing.arguments import FrameLayout
+from aionn.runtime.executing.placement import Placement
+from aionn.runtime.preparing.renewal import Renewal
+from aionn.runtime.serving.serving import Serving
+
+
+class ControlChannel:
+    """Control calls to the driver of one serving. An `Attempt` sends over it (`Channel`).
+
+    Attributes:
+        serving: what computes.
+    """
+
+    __slots__ = ("_counted", "serving")
+
+    def __init__(self, serving: Serving, *, counted: bool) -> None:
+        """`counted`: whether the executions are the app's, so that they count as use."""
+        self.serving = serving
+        self._counted = counted
+
+    async def send(
+        self,
+        layout: FrameLayout,
+        frame: Frame,
+        placement: Placement | None,
+        measure_timing: bool,
+        deadline_ns: int | None,
+        settled: Callable[[Result | None], None],
+    ) -> tuple[Result, int]:
+        """Send one request over the control socket; see `Channel`."""
+        pools: list[Region | RemoteBuffer] = [frame.region]
+        try:
+            if placement is None:
+                request = layout.request(frame.offset)
+            else:
+                request = placement.request(layout, frame.offset)
+                pools += placement.pools
+        except BaseException:
+            settled(None)
+            raise
+        if self._counted and placement is None:
+            self.serving.use.count()
+        with trace.span("compute", device=self.serving.device):
+            return await self.serving.prepared.execute(request, pools, measure_timing, deadline_ns, self.serving.entered(settled)), 0
+
+
+def control_route(renewal: Renewal) -> Callable[[int | None], Awaitable[ControlChannel]]:
+    """Return the route of executions without a burst: to whatever serves when the gate is open."""
+    gate = renewal.compiled.gate
+
+    async def route(deadline_ns: int | None) -> ControlChannel:
+        while True:
+            if gate.shut:
+                await gate.passed(deadline_ns)
+            serving = await renewal.live(deadline_ns)
+            if not gate.closed:
+                return ControlChannel(serving, counted=True)
+
+    return route
+
+
+def fixed_route(serving: Serving) -> Callable[[int | None], Awaitable[ControlChannel]]:
+    """Return the route of a run on one prepared model, whatever serves. It passes no gate and does not count as use."""
+
+    async def route(deadline_ns: int | None) -> ControlChannel:
+        return ControlChannel(serving, counted=False)
+
+    return route

@@ -1,0 +1,74 @@
+"""`DeviceRoles`: which inputs and outputs of a model a device memory may stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from aionn.errors import CallerError
+from aionn.hal.model import Model
+from aionn.hal.types import BufferDesc, BufferRole, Operand
+from aionn.memory.domain import Dimensions, combine_dimensions, full_shape, given
+from aionn.memory.memory import extents_of
+from aionn.remote.device import RemoteBuffer, RemotePreparedModel
+
+
+class DeviceRoles:
+    """What a device memory may stand for: names and indices of operands, checked against the model.
+
+    Attributes:
+        operand: what all roles and the asked shape say together.
+        bound: what the inputs and the asked shape say; an output may come out in another shape than the model declares.
+        shape: its extents where all are known.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        believed: Mapping[str, Operand],
+        inputs: Iterable[str],
+        outputs: Iterable[str],
+        shape: Iterable[int] | None,
+    ) -> None:
+        """`believed`: the model's outputs, as `Arguments.outputs` has them."""
+        inputs, outputs = _names("inputs", inputs), _names("outputs", outputs)
+        if not inputs and not outputs:
+            raise CallerError("device memory without a role: name the inputs or outputs it will stand for")
+        extents = () if shape is None else extents_of(shape)
+        dimensions: Dimensions = given(extents)
+        bound = dimensions
+        operands: list[Operand] = []
+        for names, known, what in ((inputs, model.inputs, "inputs"), (outputs, believed, "outputs")):
+            unknown = [name for name in names if not isinstance(name, str) or name not in known]
+            if unknown:
+                raise CallerError(f"{what}={unknown!r}: give names of the model's {what} in a tuple, out of {list(known)}")
+            if len(set(names)) < len(names):
+                raise CallerError(f"{what}={names!r}: a name is given twice")
+            for name in names:
+                operands.append(known[name])
+                if known[name].type is not operands[0].type:
+                    raise CallerError(f"{what[:-1]} {name!r} holds {known[name].type.value}, another role {operands[0].type.value}")
+                try:
+                    dimensions = combine_dimensions(dimensions, known[name].dimensions)
+                except CallerError as error:
+                    raise CallerError(f"{what[:-1]} {name!r}: {error}") from None
+                if what == "inputs":
+                    bound = dimensions
+        self.inputs, self.outputs = inputs, outputs
+        self._input_roles = [BufferRole(0, list(model.inputs).index(name)) for name in inputs]
+        self._output_roles = [BufferRole(0, list(model.outputs).index(name)) for name in outputs]
+        self._desc = BufferDesc(extents)
+        self.operand = Operand(operands[0].type, dimensions)
+        self.bound = Operand(operands[0].type, bound)
+        self.shape = full_shape(dimensions)
+
+    async def allocate(self, prepared: RemotePreparedModel) -> RemoteBuffer:
+        return await prepared.device.allocate(self._desc, [prepared], self._input_roles, self._output_roles)
+
+
+def _names(what: str, names: Iterable[str]) -> tuple[str, ...]:
+    if isinstance(names, str):
+        raise CallerError(f"{what}={names!r}: give names in a tuple, as in {what}=({names!r},)")
+    try:
+        return tuple(names)
+    except TypeError:
+        raise CallerError(f"{what}={names!r}: expected names in a tuple, got {type(names).__name__}") from None

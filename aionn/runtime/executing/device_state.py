@@ -1,0 +1,342 @@
+"""`DeviceState`: what uses a device memory now, and its change to another driver.
+
+Invariants
+    An execution that reads and writes the memory has it to itself (`Uses.advancing`). Another use would see the state before, or be
+    lost when the two buffers change places. For the same reason the memory cannot be advanced while it is being filled
+    (`Uses.filling`).
+    `Uses.executions` counts the executions that may still be touching it, also those whose callers have left. Only `end` ends one.
+    `Uses.left_copies` counts the copies that the driver may still be busy with and whose callers have left; `ready` waits for them.
+    `emptied` is set by a copy into it that failed before it was sent. What the driver holds then is not to be read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from math import prod
+
+from aionn.errors import CallerError, ExecutionError, again
+from aionn.hal.types import ErrorStatus
+from aionn.memory.memory import Memory
+from aionn.memory.region import Region
+from aionn.remote.control import Done
+from aionn.remote.device import RemoteBuffer, RemotePreparedModel
+from aionn.runtime.executing.device_buffers import BufferPair, losing, lost_with
+from aionn.runtime.serving.members import NotNowError
+from aionn.runtime.serving.serving import Serving
+from aionn.runtime.session import Session
+from aionn.tasks import call_soon_from_anywhere
+
+
+class Uses:
+    """What uses a device memory now.
+
+    Attributes:
+        executions: in flight. advancing: whether one of them reads and writes it.
+        filling: copies into it that have begun. left_copies: copies whose callers have left.
+    """
+
+    __slots__ = ("_caller_left", "_ended", "advancing", "executions", "filling", "left_copies")
+
+    def __init__(self) -> None:
+        self.executions = 0
+        self.advancing = False
+        self.filling = 0
+        self.left_copies = 0
+        self._caller_left = False
+        self._ended: asyncio.Event | None = None  # made by those who wait: at the end of most executions no caller does
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether something uses it whose caller has left."""
+        return self.left_copies > 0 or (self.advancing and self._caller_left)
+
+    def begin(self, *, advance: bool) -> None:
+        """Count an execution that is about to be sent.
+
+        Raises:
+            CallerError: it would advance what is being filled.
+        """
+        if advance:
+            if self.filling:
+                raise CallerError("this device memory is being filled; await that before an execution advances it")
+            self.advancing, self._caller_left = True, False
+        self.executions += 1
+
+    def leave(self) -> None:
+        """Note that the execution's caller has gone, answered or not."""
+        self._caller_left = True
+
+    def end(self, *, advancing: bool) -> None:
+        """Count an execution that is over, or was never sent."""
+        if advancing:
+            self.advancing = False
+        self.executions -= 1
+        self.notify()
+
+    def notify(self) -> None:
+        """Wake those who wait for the end of an execution or of a copy."""
+        if self._ended is not None:
+            ended, self._ended = self._ended, None
+            ended.set()
+
+    async def next_end(self) -> None:
+        """Return when an execution or a copy that uses it has ended."""
+        if self._ended is None:
+            self._ended = asyncio.Event()
+        await self._ended.wait()
+
+
+class DeviceState:
+    """The state of one device memory. It follows a swap to another driver (`Member`).
+
+    Attributes:
+        buffers, uses: its parts.
+        shape: of the last tensor that the memory was filled with; None while that is open.
+        fills: how often the app has filled it, or begun to. fresh: no execution has used it since.
+        emptied: whether the last `copy_from` was refused.
+        closed: whether the app has closed it.
+    """
+
+    needs_gap = True
+
+    def __init__(self, session: Session, buffers: BufferPair, on_filled: Callable[[], None]) -> None:
+        self._session = session
+        self._on_filled = on_filled
+        self.buffers = buffers
+        self.uses = Uses()
+        self.shape = buffers.roles.shape
+        self.fills = 0
+        self.fresh = True
+        self.emptied = False
+        self.closed = False
+        self._finalizer = weakref.finalize(self, _release_soon, session.loop, buffers.all)
+        self._finalizer.atexit = False
+
+    @property
+    def size_bytes(self) -> int | None:
+        """Bytes of the tensor; None while its shape is open."""
+        return None if self.shape is None else prod(self.shape) * self.buffers.roles.operand.type.element_bytes
+
+    def close(self) -> bool:
+        """Note that the app has closed it. Returns whether it is the caller's to free the buffers now."""
+        if self.closed or self._session.inherited:
+            return False
+        self._session.check_loop()
+        self.closed = True
+        self._finalizer.detach()
+        return True
+
+    # --- checks --------------------------------------------------------------------------------------------------------
+
+    def check_alive(self) -> None:
+        """Return if it can still be used.
+
+        Raises:
+            CallerError: it has been closed, or the runtime has.
+            DeviceMemoryLostError: its driver has ended.
+        """
+        if self.closed:
+            raise CallerError("this device memory has been closed; allocate it again")
+        ended_by = self.buffers.ended_by
+        if isinstance(ended_by, CallerError):
+            raise again(ended_by)
+        if ended_by is not None:
+            raise lost_with(self.buffers.device, ended_by) from ended_by
+
+    async def ready(self) -> None:
+        """Return when it can be used. Wait only for executions and copies whose callers have left.
+
+        Raises:
+            CallerError: as `check_alive`; or an execution that advances it is in flight, and its caller awaits that.
+            DeviceMemoryLostError: its driver has ended.
+        """
+        self._session.check_loop()
+        self.check_alive()
+        while self.uses.abandoned:
+            await self.uses.next_end()
+            self.check_alive()
+        self.check_free()
+
+    def check_free(self) -> None:
+        """Raise if an execution that advances it is in flight, or it can no longer be used."""
+        self.check_alive()
+        if self.uses.advancing:
+            raise CallerError("an execution that advances this device memory is in flight; await it before the next use")
+
+    def check_filled(self) -> None:
+        """Raise as the driver does for a memory without contents, if the last copy into it was refused before it was sent."""
+        if self.emptied:
+            raise ExecutionError(
+                "this device memory is not initialized: the last copy_from was refused; fill it again", status=ErrorStatus.GENERAL_FAILURE
+            )
+
+    def stands_for(self, prepared: RemotePreparedModel, name: str, roles: tuple[str, ...]) -> bool:
+        """Return whether it may be that input or output of an execution now, where the driver is alive. `roles`: `inputs` or `outputs`."""
+        busy = self.uses.advancing or self.uses.left_copies or self.emptied
+        return self.buffers.prepared is prepared and not self.closed and not busy and name in roles
+
+    # --- executions ----------------------------------------------------------------------------------------------------
+
+    async def complete(self) -> None:
+        """See that there is a second buffer, for executions that read and write the memory.
+
+        Raises:
+            MemoryAllocationError: the driver cannot have it now.
+        """
+        await self.buffers.complete(lambda: self.closed)
+
+    def begin(self, *, advance: bool) -> None:
+        """Count an execution that is about to use it, after `check_free`.
+
+        Raises:
+            CallerError: it would advance what is being filled.
+        """
+        self.uses.begin(advance=advance)
+        self.fresh = False
+
+    def end(self, *, advanced: bool | None) -> None:
+        """Count an execution that is over, or was never sent.
+
+        `advanced`: whether the buffers change places, or None if it only used one.
+        """
+        if advanced:
+            self.buffers.turn()
+        self.uses.end(advancing=advanced is not None)
+
+    def written(self, shape: tuple[int, ...]) -> None:
+        """Note that an execution has written it, in that shape. A shape that it cannot have is ignored as a false answer."""
+        roles = self.buffers.roles
+        if not roles.operand.accepts(shape) and roles.bound.accepts(shape):
+            roles.operand = roles.bound
+        if roles.operand.accepts(shape) and min(shape, default=1) > 0:
+            self.shape = shape
+
+    # --- copies --------------------------------------------------------------------------------------------------------
+
+    def refused(self) -> None:
+        """Note that a copy into it failed before it was sent. It then holds nothing, unless an execution uses it now."""
+        if not self.uses.executions:
+            self.emptied, self.shape = True, self.buffers.roles.shape
+
+    async def fill(self, source: Memory, shape: tuple[int, ...]) -> None:
+        """Let the driver copy a tensor of that shape into it."""
+
+        def over(filled: bool) -> None:
+            self.uses.filling -= 1
+            if filled:  # also where no caller waits for it any more
+                self.shape = shape
+                self.fresh, self.emptied = True, False
+                self._on_filled()
+
+        self.uses.filling += 1
+        self.fills += 1
+        with self.copying(over) as settled:
+            await self.buffers.front.copy_from(source, shape, settled)
+
+    @contextmanager
+    def copying(self, over: Callable[[bool], None] | None = None) -> Iterator[Callable[[object], None]]:
+        """Count a copy that the driver makes. The driver's call gets what is yielded as `settled`.
+
+        `over` is called once, when the copy is over, with whether it was made.
+        """
+        answered = left = False
+
+        def settled(answer: object) -> None:
+            nonlocal answered
+            if answered:
+                return
+            answered = True
+            if over is not None:
+                over(isinstance(answer, Done))
+            if left:
+                self.uses.left_copies -= 1
+                self.uses.notify()
+
+        try:
+            with losing(self.buffers.device):
+                yield settled
+        except Exception:
+            settled(None)  # unless the driver has answered, nothing was sent
+            raise
+        finally:
+            if not answered:  # the caller has been cancelled; the driver goes on
+                left = True
+                self.uses.left_copies += 1
+
+    # --- a swap ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def holds_state(self) -> bool:
+        return not self.fresh and not self.closed
+
+    async def wait_idle(self) -> None:
+        """Return at once: `Serving.users` counts the executions that use it."""
+
+    def count_from_now(self) -> None:
+        """Do nothing: executions that use it are always counted."""
+
+    async def prepare(self, better: Serving) -> DeviceChange | None:
+        """Copy it into the driver of `better`, under the same roles. Returns None if it is closed or lost already.
+
+        A memory that is empty stays empty: its next use is refused there as it would have been here, and never sees zeros.
+
+        Raises:
+            NotNowError: it is in use.
+            AionnError: the other driver cannot have it.
+        """
+        if self.closed or self.buffers.ended_by is not None:
+            return None
+        if self.uses.executions or self.uses.filling:
+            raise NotNowError("a device memory is in use")
+        copy = await self.buffers.roles.allocate(better.prepared)
+        change = DeviceChange(self, better.prepared, copy)
+        try:
+            shape, size_bytes = self.shape, self.size_bytes
+            if shape is not None and size_bytes:
+                with Memory(Region.allocate(size_bytes)) as contents:
+                    try:
+                        await self.buffers.front.copy_to(contents)
+                    except ExecutionError:
+                        return change  # it has never been filled, or an execution failed to write it
+                    await copy.copy_from(contents, shape)
+        except BaseException:
+            change.abort()
+            raise
+        return change
+
+
+class DeviceChange:
+    """A copy of a device memory in another driver, not yet in use."""
+
+    def __init__(self, state: DeviceState, prepared: RemotePreparedModel, copy: RemoteBuffer) -> None:
+        self._state = state
+        self._prepared = prepared
+        self._copy = copy
+        self._fills = state.fills
+        self._before: list[RemoteBuffer] = []
+
+    def check(self) -> None:
+        """Raise if the app has filled the memory, or is filling it, since the copy was made."""
+        if self._state.fills != self._fills or self._state.uses.filling:
+            raise NotNowError("device memory was filled during the swap")
+
+    def commit(self) -> None:
+        self._before = self._state.buffers.replace(self._prepared, self._copy)
+        if self._state.closed:
+            self._copy.release()
+
+    async def retire(self) -> None:
+        for buffer in self._before:
+            buffer.release()
+
+    def abort(self) -> None:
+        self._copy.release()
+
+
+def _release_soon(loop: asyncio.AbstractEventLoop, buffers: list[RemoteBuffer]) -> None:
+    """Free the buffers of a collected device memory."""
+    for buffer in buffers:
+        call_soon_from_anywhere(loop, buffer.release)

@@ -1,0 +1,185 @@
+"""`Renewal`: keeps the model of one compilation prepared. It prepares it at the first use, and anew when its driver has died.
+
+A just-in-time compilation begins without a prepared model, and its first use prepares it. NNAPI has a driver keep the descriptors of
+cache files from `prepareModel` until the first execution. Here the app's side keeps the entry's name instead, and opens the files when
+they are used. Entries are published by renaming, so a kept descriptor would write to a file that cannot be found any more. It would
+have to be locked for as long as the app does not execute. And an artifact that another process has stored meanwhile would go unseen.
+What is promised holds: one compile however many callers wait, read and written under the entry's locks, through descriptors that the
+driver keeps until it is done.
+
+Bursts and device memories hold the renewal, so a compilation stays usable while one of them lives. The tasks of the runtime do not
+hold it. When it is collected, the driver frees the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import anyio
+
+from aionn import trace
+from aionn.caching.outcomes import CacheOutcome
+from aionn.errors import (
+    CallerError,
+    CompilationError,
+    DeadlineError,
+    DeviceUnavailableError,
+    DriverDiedError,
+    DriverHungError,
+    MemoryAllocationError,
+    again,
+)
+from aionn.hal.interfaces import PrepareOptions
+from aionn.hal.model import Model
+from aionn.remote.device import RemotePreparedModel
+from aionn.runtime.preparing.plan import prepare_on_best
+from aionn.runtime.preparing.preparation import CacheChoice, prepare
+from aionn.runtime.serving.compiled_model import CompiledModel
+from aionn.runtime.serving.serving import Serving
+from aionn.runtime.session import Session
+from aionn.tasks import call_soon_from_anywhere
+
+_FALL_BACK_ON = (CompilationError, DeviceUnavailableError, DriverDiedError, DriverHungError, MemoryAllocationError)
+"""Errors of a better device after which the next one is tried."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """What was asked for.
+
+    Attributes:
+        options: how to prepare the model.
+        candidates: names of the devices that may be used, best first, or None for every installed one.
+        cache: where the compilation is kept, or None.
+    """
+
+    options: PrepareOptions
+    candidates: Sequence[str] | None
+    cache: CacheChoice | None
+
+
+class Renewal:
+    """The prepared model of one compilation.
+
+    Attributes:
+        compiled: what serves.
+        model: what is computed. cache: where it is kept. Both change when the app swaps in another model.
+        outcomes: one per step of the plan, of the last preparation.
+        disproved: gives the names of outputs that came out in another shape than the model declares.
+    """
+
+    def __init__(self, session: Session, model: Model, order: Order, first: tuple[RemotePreparedModel, CacheOutcome] | None) -> None:
+        """`first`: what was prepared already, or None to prepare it at the first use."""
+        self.session = session
+        self.model = model
+        self.options = order.options
+        self.cache = order.cache
+        self.compiled = CompiledModel(session.tasks)
+        self.outcomes: tuple[CacheOutcome, ...] = ()
+        self.disproved: Callable[[], tuple[str, ...]] = tuple
+        self._candidates = order.candidates
+        self._first_device = order.candidates[0] if order.candidates else session.devices.installed[0]
+        self._preparing: _Preparing | None = None
+        if first is not None:
+            first[0].remember(model)
+            self.compiled.serving = Serving(first[0], model, self.compiled.use)
+            self.outcomes = (first[1],)
+        self._finalizer = weakref.finalize(self, call_soon_from_anywhere, session.loop, self.compiled.release)
+        self._finalizer.atexit = False
+
+    @property
+    def device(self) -> str:
+        """Name of the device that runs the next execution. While nothing is compiled yet, that of the first candidate."""
+        serving = self.compiled.serving
+        return self._first_device if serving is None else serving.device
+
+    def close(self) -> None:
+        """Stop what works for the compilation. `CompiledModel.release` is the caller's from now on."""
+        self._finalizer.detach()
+        self.compiled.abandon()
+
+    async def live(self, deadline_ns: int | None = None) -> Serving:
+        """Return what executions run on now. The model is prepared first if it is not yet, or if its driver is gone.
+
+        One preparation runs at a time, however many callers wait. It belongs to the runtime, so a caller that leaves does not end it.
+        """
+        self.check_usable()
+        serving = self.compiled.serving
+        if serving is not None and serving.alive:
+            return serving
+        preparing = self._preparing
+        if preparing is None:
+            preparing = self._preparing = _Preparing()
+            self.session.tasks.start_soon(self._prepare, preparing, name="preparing")
+        seconds = None if deadline_ns is None else max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)
+        with anyio.move_on_after(seconds):
+            await preparing.over.wait()
+        if preparing.serving is not None:
+            self.check_usable()
+            return preparing.serving
+        if preparing.error is not None:
+            raise again(preparing.error)
+        raise DeadlineError("the model was not prepared by the deadline; it is still being prepared for the next call")
+
+    def check_usable(self) -> None:
+        """Return if the compilation may be used.
+
+        Raises:
+            CallerError: it, or the runtime, has been closed; or this is another process or another event loop.
+        """
+        self.session.check_open()
+        if self.compiled.closed:
+            raise CallerError("this compilation has been closed; compile the model again")
+
+    async def _prepare(self, preparing: _Preparing) -> None:
+        error: BaseException = CallerError("the runtime was closed")
+        compiled, dead = self.compiled, self.compiled.serving
+        try:
+            name = "compilation.prepare" if dead is None else "compilation.prepare_again"
+            if dead is not None and isinstance(ended_by := dead.prepared.device.connection.ended_by, DriverDiedError | DriverHungError):
+                compiled.failed(dead, ended_by)
+            with trace.span(name, device=self.device):
+                prepared, outcome = await self._preparation()
+            self.outcomes = (outcome,)
+            if compiled.closed:
+                prepared.release()
+                error = CallerError("this compilation has been closed; compile the model again")
+            elif compiled.serving is not dead:
+                prepared.release()  # a better stage has been swapped in meanwhile
+                preparing.serving = compiled.serving
+            else:
+                prepared.remember(self.model)
+                preparing.serving = compiled.serving = Serving(prepared, self.model, compiled.use)
+                if dead is not None and compiled.replaced is not None:
+                    compiled.replaced(dead, preparing.serving)
+        except Exception as failed:  # every caller gets it
+            error = failed
+        finally:
+            self._preparing = None
+            if preparing.serving is None:
+                preparing.error = error
+            preparing.over.set()
+
+    async def _preparation(self) -> tuple[RemotePreparedModel, CacheOutcome]:
+        serving, devices = self.compiled.serving, self.session.devices
+        options = dataclasses.replace(self.options, deadline_ns=None, open_outputs=self.disproved())
+        if serving is None:
+            return await prepare_on_best(devices, self.model, self._candidates, options, self.cache)
+        names = [serving.device] if self.compiled.devices_for is None else self.compiled.devices_for(serving)
+        for name in names[:-1]:
+            with suppress(*_FALL_BACK_ON):
+                return await prepare(devices, name, self.model, options, self.cache)
+        return await prepare(devices, names[-1], self.model, options, self.cache)
+
+
+class _Preparing:
+    """One preparation, however many calls wait for it."""
+
+    def __init__(self) -> None:
+        self.over = anyio.Event()
+        self.serving: Serving | None = None
+        self.error: BaseException | None = None

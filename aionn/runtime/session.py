@@ -1,0 +1,62 @@
+"""`Session`: what the parts of an open runtime need from it.
+
+A part gets the session, never the runtime. So no part can reach back to what made it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+from aionn.errors import CallerError
+from aionn.runtime.processes.devices import Devices
+from aionn.tasks import OwnedTasks, running_loop
+
+
+class Session:
+    """One opening of a runtime.
+
+    Attributes:
+        loop: the event loop that the runtime was opened in. It is used in no other.
+        tasks: the group that owns every task of the runtime.
+        devices: every device that the runtime knows.
+    """
+
+    __slots__ = ("_open", "_pid", "devices", "loop", "tasks")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, tasks: OwnedTasks, devices: Devices) -> None:
+        self.loop = loop
+        self.tasks = tasks
+        self.devices = devices
+        self._pid = os.getpid()
+        self._open = True
+
+    @property
+    def inherited(self) -> bool:
+        """Whether this process is a child, by `os.fork`, of the one that opened the runtime. A child may touch nothing of it."""
+        return os.getpid() != self._pid
+
+    def close(self) -> None:
+        """Refuse new work from now on."""
+        self._open = False
+
+    def check_open(self) -> None:
+        """Return if new work may begin.
+
+        Raises:
+            CallerError: the runtime was closed, or this is another process or another event loop.
+        """
+        if self.inherited:
+            raise CallerError("this runtime belongs to the process that opened it, of which this one is a child; open one in this process")
+        if not self._open:
+            failure = self.tasks.failure
+            if failure is not None:
+                raise CallerError(f"the runtime was ended by an internal error ({type(failure).__name__}); open a new one") from failure
+            raise CallerError("the runtime is not open; use it inside `async with aionn.Runtime() as runtime`")
+        if running_loop() is not self.loop:
+            raise CallerError("this runtime belongs to another event loop; a runtime is used in the loop that opened it")
+
+    def check_loop(self) -> None:
+        """Check as `check_open` does, for what may still be done after the runtime was closed, such as closing."""
+        if self._open:
+            self.check_open()

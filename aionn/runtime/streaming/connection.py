@@ -1,0 +1,220 @@
+"""`BurstConnection`: what an open burst has in the driver that serves: its link, its frames and its streams.
+
+A burst outlives its driver. When that dies, awaiting calls end with `DriverDiedError`, and the next use connects to a new one. Frames
+belong to the burst, not to the link; the new driver asks for their memories by the same slots.
+
+Invariants
+    `link` is alive or None. A dead one is replaced under `_connecting`, by one task. A living one is replaced by a swap (`_install`).
+    `_held` holds `link` for the finalizer. What the loop and the driver's connection know does not refer to the burst, so one that the
+    app drops is collected, and then closed.
+    `usual` is set only while no swap and no comparison watches, so a usual frame never passes a shut gate.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import anyio
+
+from aionn import trace
+from aionn.errors import CallerError
+from aionn.memory.pool import Frame, FramePool
+from aionn.runtime.executing.arguments import FrameLayout, Shapes
+from aionn.runtime.executing.attempt import Executor
+from aionn.runtime.executing.link import Link, LinkOptions, open_link, release
+from aionn.runtime.preparing.renewal import Renewal
+from aionn.runtime.serving.serving import Serving
+from aionn.tasks import call_soon_from_anywhere
+
+_NOT_OPEN = "the burst is not open; use it inside `async with compilation.burst() as burst`"
+
+_NOTHING = (None, None, None)
+
+
+class BurstConnection:
+    """One burst's connection to whichever driver serves. It follows a swap to another one (`Member`).
+
+    Attributes:
+        executor: what its executions have in common.
+        link: to the driver that serves; None before the first.
+        usual: layout, frames and link of the request before, while the next one may take the short way. Mostly it has the same shapes.
+        when_closed: called when the burst is closed: its streams end.
+    """
+
+    needs_gap = False
+    holds_state = False
+
+    def __init__(self, renewal: Renewal, executor: Executor, options: LinkOptions) -> None:
+        self._renewal = renewal
+        self._compiled = renewal.compiled
+        self._options = options
+        self.session = renewal.session
+        self.executor = executor
+        self.link: Link | None = None
+        self.usual: tuple[FrameLayout, FramePool, Link] | tuple[None, None, None] = _NOTHING
+        self.when_closed: set[Callable[[], None]] = set()
+        self._open = False
+        self._connecting = anyio.Lock()
+        self._held: list[Link] = []
+        self._finalizer = weakref.finalize(self, call_soon_from_anywhere, self.session.loop, release, executor.frames, self._held)
+        self._finalizer.atexit = False
+
+    # --- opening and closing -------------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        if self._open:
+            raise CallerError("this burst is open already; call compilation.burst() for another one")
+        self._open = True
+        try:
+            await self._connect(None)
+        except BaseException:
+            self._open = False
+            raise
+        self._compiled.members.add(self)
+
+    def check_open(self) -> None:
+        """Return if the burst may be used.
+
+        Raises:
+            CallerError: it is not open, or this is another process or another event loop.
+        """
+        self.session.check_loop()
+        if not self._open:
+            raise CallerError(_NOT_OPEN)
+
+    async def aclose(self) -> None:
+        """End the burst: calls that still wait get `CallerError`; queues, frames and the driver's part are freed."""
+        if not self._open or self.session.inherited:
+            return
+        self.session.check_loop()
+        self._begin_close()
+        try:
+            if self.link is not None:
+                await self.link.aclose(CallerError("the burst was closed while this call waited"))
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """Close without waiting. What `aclose` has begun is not done twice."""
+        self._begin_close()
+        self.link = None
+        self._finalizer.detach()
+        release(self.executor.frames, self._held)
+
+    def _begin_close(self) -> None:
+        self._open = False
+        self.usual = _NOTHING
+        for close in list(self.when_closed):
+            close()
+        self._compiled.members.discard(self)
+
+    def start(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run `work` in a task that the runtime owns. It must handle its errors."""
+        self.check_open()
+        self.session.tasks.start_soon(work)
+
+    # --- sending -------------------------------------------------------------------------------------------------------
+
+    async def lease(self, shapes: Shapes) -> tuple[FrameLayout, Frame]:
+        """Return a leased frame for inputs of these shapes, and its layout."""
+        self.check_open()
+        layout = self.executor.arguments.layout(shapes)
+        return layout, await self.executor.frames.lease(layout)
+
+    async def route(self, deadline_ns: int | None) -> Link:
+        """Return the link to send over. It is the right one until the next await."""
+        gate = self._compiled.gate
+        while True:
+            if gate.shut:
+                await gate.passed(deadline_ns)
+            link = self.link
+            if link is not None and link.alive:
+                return link
+            link = await self._connect(deadline_ns)
+            if not gate.closed:
+                return link
+
+    def plain_link(self) -> Link | None:
+        """Return the link if a request may be sent now without being counted, sampled or held back."""
+        link, compiled = self.link, self._compiled
+        if link is None or not link.alive or compiled.watched or compiled.sampling is not None or compiled.gate.shut:
+            return None
+        return link
+
+    def expect(self, layout: FrameLayout, link: Link) -> None:
+        """Let the next request of the same shapes take the short way."""
+        if not self._compiled.watched and link is self.link:
+            self.usual = layout, self.executor.frames.pool(layout), link
+
+    async def _connect(self, deadline_ns: int | None) -> Link:
+        """Return the live link. Make one first if the burst has no live link."""
+        async with self._connecting:
+            while True:
+                if not self._open:
+                    raise CallerError(_NOT_OPEN)
+                link = self.link
+                if link is not None and link.alive:
+                    return link
+                serving = await self._renewal.live(deadline_ns)
+                with trace.span("burst.connect", device=serving.device):
+                    link = await self._link_to(serving)
+                if serving is self._compiled.serving and self._open:
+                    self.install(link)
+                    return link
+                await link.aclose(CallerError("another stage has been swapped in"))
+
+    async def _link_to(self, serving: Serving) -> Link:
+        return await open_link(serving, self._compiled, self.executor.frames, self._options)
+
+    # --- a swap ----------------------------------------------------------------------------------------------------------
+
+    async def prepare(self, better: Serving) -> BurstChange:
+        """Make a second link, while executions go on over the first."""
+        return BurstChange(self, await self._link_to(better))
+
+    def install(self, link: Link) -> Link | None:
+        """Use `link` from now on. Returns the link that is to be closed: the one before, or `link` itself if the burst was closed."""
+        if not self._open:
+            return link
+        before, self.link = self.link, link
+        self._held[:] = [link]
+        self.executor.frames.on_gone = link.forget_memory
+        self.executor.counts["connections"] += 1
+        return before
+
+    async def wait_idle(self) -> None:
+        if self.link is not None:
+            await self.link.controller.wait_idle()
+
+    def count_from_now(self) -> None:
+        """Leave the short way, which counts nothing."""
+        self.usual = _NOTHING
+
+
+class BurstChange:
+    """A second link, not yet in use."""
+
+    def __init__(self, connection: BurstConnection, link: Link) -> None:
+        self._connection = connection
+        self._link = link
+        self._before: Link | None = None
+
+    def check(self) -> None:
+        """Return: a link cannot be outdated."""
+
+    def commit(self) -> None:
+        self._before = self._connection.install(self._link)
+
+    async def retire(self) -> None:
+        if self._before is not None:
+            await _close(self._before)
+
+    def abort(self) -> None:
+        self._connection.session.tasks.start_soon(_close, self._link, name="a link of no use")
+
+
+async def _close(link: Link) -> None:
+    await link.controller.wait_idle()
+    await link.aclose(CallerError("this stage has been replaced"))
