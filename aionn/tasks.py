@@ -64,7 +64,7 @@ def ending_by(deadline_ns: int | None, what: str) -> Iterator[None]:
     if deadline_ns is None:
         yield
         return
-    with anyio.move_on_after(max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)) as scope:
+    with anyio.move_on_after(seconds_until(deadline_ns)) as scope:
         yield
     if scope.cancelled_caught:
         raise DeadlineError(f"{what} by the deadline; the driver may still be busy with it")
@@ -99,6 +99,11 @@ def deadline_of(timeout_s: float | None) -> int | None:
     if math.isinf(seconds):
         return None
     return min(time.monotonic_ns() + int(seconds * 1e9), 2**63 - 1)
+
+
+def seconds_until(deadline_ns: int | None) -> float | None:
+    """Return the seconds until a deadline (CLOCK_MONOTONIC), at least 0. Returns None without a deadline."""
+    return None if deadline_ns is None else max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)
 
 
 class Tasks(Protocol):

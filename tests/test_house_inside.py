@@ -43,7 +43,6 @@ LONGER_MODULES: Mapping[str, str] = {
     "memory/device_buffers.py": LATER,
     "remote/control.py": LATER,
     "remote/service.py": LATER,
-    "runtime/processes/devices.py": LATER,
     "runtime/staging/stages.py": LATER,
 }
 LONGER_FUNCTIONS: Mapping[str, str] = {
@@ -66,13 +65,10 @@ LARGER_CLASSES: Mapping[str, str] = {
     "fmq/message_queue.py: MessageQueue": LATER,
     "memory/domain.py: DeviceBuffer": LATER,
     "memory/memory.py: Memory": LATER,
-    "runtime/processes/devices.py: DriverProcess": LATER,
     "runtime/staging/stages.py: Staging": LATER,
 }
 PRIVATE_READS: Mapping[str, str] = {
     "memory/device_buffers.py": LATER,
-    "runtime/preparing/background.py": LATER,
-    "runtime/preparing/preparation.py": LATER,
     "runtime/staging/stages.py": LATER,
     "runtime/staging/swapping.py": LATER,
 }

@@ -25,11 +25,12 @@ from aionn.hal.model import Model
 from aionn.hal.types import CACHE_TOKEN_BYTES, ExecutionPreference, Priority
 from aionn.runtime.compilation import Compilation, parts_of
 from aionn.runtime.parts import CompilationParts
+from aionn.runtime.preparing.cached import CacheChoice
 from aionn.runtime.preparing.plan import prepare_on_best
-from aionn.runtime.preparing.preparation import CacheChoice
 from aionn.runtime.preparing.renewal import Order
-from aionn.runtime.processes.devices import GRACE_S, KILL_S, Device, Devices
+from aionn.runtime.processes.devices import Device, Devices
 from aionn.runtime.processes.liveness import DEFAULT_HANG_S, checked_hang_s
+from aionn.runtime.processes.process import GRACE_S, KILL_S
 from aionn.runtime.session import Session
 from aionn.runtime.staging.stage import StagePolicy
 from aionn.runtime.staging.stages import prepare_first

@@ -19,7 +19,7 @@ import pytest
 import aionn
 from aionn.fmq import MessageQueue, QueueClosedError
 from aionn.hal import ErrorStatus
-from aionn.runtime.processes import devices
+from aionn.runtime.processes import process
 from aionn.testing import FakeDevice, identity_model
 from tests.leaks import leak_check, wait_for_end
 
@@ -147,7 +147,7 @@ async def test_cancelling_the_runtimes_own_tasks_kills_its_drivers_and_ends_in_t
     fake: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What `asyncio.run` does at its end, here with a driver that would not end by itself and while the closing goes on."""
-    monkeypatch.setattr(devices, "GRACE_S", 60.0)
+    monkeypatch.setattr(process, "GRACE_S", 60.0)
     others = asyncio.all_tasks()
     async with leak_check():
         runtime = aionn.Runtime()

@@ -14,7 +14,8 @@ import aionn
 from aionn.caching import CacheOutcome
 from aionn.errors import AionnError, CallerError, DeviceUnavailableError
 from aionn.hal import CacheFiles, CacheHandles, Model, PrepareOptions
-from aionn.runtime.preparing.preparation import CacheChoice, prepare
+from aionn.runtime.preparing.cached import CacheChoice
+from aionn.runtime.preparing.preparation import prepare
 from aionn.runtime.processes.devices import Devices
 from aionn.testing import identity_model
 
@@ -104,7 +105,7 @@ class ScriptedDevices:
     """What `preparation` uses of `Devices`: `get` hands out the next of the list, the last one for ever."""
 
     def __init__(self, tasks: TaskGroup, *devices: ScriptedDevice, unavailable: bool = False) -> None:
-        self._tasks, self.closed, self._devices, self._unavailable = tasks, False, list(devices), unavailable
+        self.tasks, self.closed, self._devices, self._unavailable = tasks, False, list(devices), unavailable
 
     def check_open(self) -> None:
         if self.closed:

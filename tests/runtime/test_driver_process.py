@@ -19,7 +19,7 @@ import pytest
 
 import aionn
 from aionn.errors import CallerError, CompilationError, DeadlineError, DeviceUnavailableError, DriverDiedError, DriverHungError
-from aionn.runtime.processes import devices as devices_module
+from aionn.runtime.processes import process as process_module
 from aionn.runtime.processes.devices import Devices
 from aionn.testing import FakeDevice, identity_model
 from tests.leaks import driver_pids, ended, leak_check
@@ -131,7 +131,7 @@ async def test_whoever_asks_for_a_dead_driver_while_the_runtime_closes_starts_no
 
 
 async def test_a_driver_that_does_not_greet_in_time_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices_module, "START_S", 0.01)
+    monkeypatch.setattr(process_module, "START_S", 0.01)
     async with leak_check(), anyio.create_task_group() as tasks:
         devices = Devices(tasks)
         with anyio.fail_after(10), pytest.raises(DriverHungError):

@@ -349,7 +349,7 @@ async def test_a_driver_that_is_stopped_while_idle_is_killed_and_leaves_no_stack
 async def test_without_hang_s_a_hang_is_logged_once_and_ended_by_the_app(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aionn.runtime.processes.devices.DEFAULT_HANG_S", 0.2)
+    monkeypatch.setattr("aionn.runtime.processes.process.DEFAULT_HANG_S", 0.2)
     async with app(hang_s=None) as (fake, compilation, device, _), compilation.burst() as burst:
         await burst.compute(numbered(1))
         pid = device.pid

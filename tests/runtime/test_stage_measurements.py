@@ -18,7 +18,7 @@ import aionn
 from aionn.caching import OutputDifference, StageMeasurement
 from aionn.caching.store import CacheStore
 from aionn.hal import ExecutionPreference, PrepareOptions, Priority
-from aionn.runtime.preparing.preparation import CacheChoice
+from aionn.runtime.preparing.cached import CacheChoice
 from aionn.runtime.staging import stages, verdicts
 from aionn.testing import FakeDevice, identity_model
 from tests.leaks import leak_check

@@ -1,9 +1,9 @@
 """Which device runs a model: the first, best first, that can run every node of it.
 
-A device that was asked for by name and is not there, or fails, is an error, never a silent fallback. Without names every installed
-device is a candidate: one whose package is missing is passed over, and so is one that cannot prepare the model or dies over it. The
-log warns of either, the trace counts it, and `Compilation.device` tells which one it became. The plan is kept with the cache: what
-a device could not run is remembered there, so a second start neither asks it nor sends it the model.
+If a device that the app named is not installed, or fails, that is an error, never a silent fallback. Without names every installed
+device is a candidate. A candidate is passed over if its package is missing, or if it cannot prepare the model, or if it dies
+meanwhile. The log warns of each such device, the trace counts it, and `Compilation.device` names the device that was chosen. The
+plan is kept with the cache. The cache remembers what a device could not run, so a second start neither asks the device nor sends the model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from aionn.errors import (
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model
 from aionn.remote.device import RemotePreparedModel
-from aionn.runtime.preparing.preparation import CacheChoice, UnsupportedOperationError, prepare
+from aionn.runtime.preparing.cached import CacheChoice
+from aionn.runtime.preparing.compiling import UnsupportedOperationError
+from aionn.runtime.preparing.preparation import prepare
 from aionn.runtime.processes.devices import Devices
 
 logger = logging.getLogger("aionn.runtime")
@@ -38,10 +40,10 @@ async def prepare_on_best(
 
     Raises:
         CallerError: `names` is empty.
-        DeviceUnavailableError: a named device is not there; or none at all is.
-        CompilationError: no candidate can run every node; the first missing one is `.node`.
-        CompilationError, MemoryAllocationError, DriverDiedError, DriverHungError: the best that can run every node failed; without
-            `names` all the others, too, and notes tell of them.
+        DeviceUnavailableError: a named device is not installed, or no device is installed.
+        CompilationError: no candidate can run every node. `.node` is the first node that the best candidate cannot run.
+        CompilationError, MemoryAllocationError, DriverDiedError, DriverHungError: the best candidate that can run every node failed.
+            Without `names` all the others have failed, too, and their errors are notes of this one.
     """
     if names is not None:
         if isinstance(names, str | bytes) or not isinstance(names, Iterable) or not (names := list(names)):
@@ -68,12 +70,12 @@ async def prepare_on_best(
                 if names is not None or devices.closed:
                     raise
                 failures.append(error)
-                # Its text alone: who keeps log records would keep the model with the error's traceback.
+                # The text alone: a log record with the error would keep its traceback, and with the traceback the model.
                 logger.warning("device %r failed to prepare the model and is passed over: %s", name, str(error))
                 trace.count("plan.device_failed", device=name, error=type(error).__name__)
         raise _why_none(shortfalls, unavailable, failures)
     finally:
-        # Each error's traceback has this call in it: with these lists the model would be kept until a collection.
+        # Each error's traceback refers to this call. These lists would keep the model until a collection.
         shortfalls.clear()
         unavailable.clear()
         failures.clear()
@@ -90,5 +92,5 @@ def _why_none(
         why = "; ".join(map(str, unavailable)) or "no package offers an engine (entry points of the group aionn.engines)"
         return DeviceUnavailableError("", f"no device is there that could run a model: {why}")
     first = shortfalls[0]
-    told = "; ".join(map(str, shortfalls))
-    return CompilationError(f"no device can run every node of the model: {told}", node=first.node, reason=first.reason)
+    each = "; ".join(map(str, shortfalls))
+    return CompilationError(f"no device can run every node of the model: {each}", node=first.node, reason=first.reason)

@@ -36,8 +36,9 @@ from aionn.errors import (
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model
 from aionn.remote.device import RemotePreparedModel
+from aionn.runtime.preparing.cached import CacheChoice
 from aionn.runtime.preparing.plan import prepare_on_best
-from aionn.runtime.preparing.preparation import CacheChoice, prepare
+from aionn.runtime.preparing.preparation import prepare
 from aionn.runtime.serving.compiled_model import CompiledModel
 from aionn.runtime.serving.serving import Serving
 from aionn.runtime.session import Session

@@ -1,6 +1,8 @@
 """Driver processes: started, watched, ended, started again. Only `spawning` starts processes.
 
 devices   `Device` and `Devices`: which devices a runtime has, and the driver process of each
+process   `DriverProcess`: one driver process and the connection to it
+child     a child process, signalled and waited for through its pidfd
 spawning  `posix_spawn` of a driver
 liveness  whether a driver hangs or is busy, judged by its statistics page
 restarts  how long to wait before a driver that keeps dying is started again

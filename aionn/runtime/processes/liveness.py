@@ -1,4 +1,4 @@
-"""Whether a driver process hangs or is busy: judged by what it gets done, never by somebody's deadline.
+"""Whether a driver process hangs or is busy, judged by its progress and never by a caller's deadline.
 
 A driver hangs if one of these lasts for `hang_s`:
 
@@ -7,10 +7,10 @@ A driver hangs if one of these lasts for `hang_s`:
     too long       one execution takes more than 20 times the 99th percentile of at least 100 executions of its model
     a dead loop    it does nothing, and its event loop does not write its heartbeat
 
-A first execution, a long one that computes, a load and a compile are none of these. Only time counts in which the watch ran
-itself: a stopped app or a suspended machine is no hang of the driver. Neither is a driver that gets no CPU time.
+A first execution, a long execution that computes, a load and a compile do not count as a hang. The watch counts only time in which
+the watch itself ran. So a stopped app or a suspended machine does not make a driver look hung. Time without CPU does not count either.
 
-`Judge` decides from what it is shown, without I/O. `Witness` looks at the process. `stacks_of` asks a hanging one where it stands.
+`Judge` decides without I/O, from what it is given. `Witness` looks at the process. `stacks_of` asks a driver that hangs for its stacks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DEFAULT_HANG_S = 10.0
 
 _LONGEST_TICK_S = 1.0
 _TICKS = 5
-"""So many looks at the threads of a driver must agree before it counts as hung, where `hang_s` is short."""
+"""How many looks at a driver's threads must agree before the driver counts as hung, where `hang_s` is short."""
 
 _CPU_SHARE = 0.01
 _STARVED_SHARE = 0.1
@@ -44,10 +44,10 @@ _USUAL_QUANTILE = 0.99
 _USUAL_RUNS = 100
 
 _FIRST_STACK_S = 0.2
-"""A process that is stopped writes no stacks; it is not waited for longer than this."""
+"""How long to wait for the first stack. A process that is stopped writes no stacks."""
 
 _STACK_PAUSE_S = 0.05
-"""Stacks that have not grown for so long are complete."""
+"""Stacks that have not grown for this long are complete."""
 
 _ALL_STACKS_S = 0.6
 
@@ -82,7 +82,7 @@ def checked_hang_s(hang_s: float | None) -> float | None:
     """Return a valid `hang_s`.
 
     Raises:
-        CallerError: it is not a positive number of seconds, nor None.
+        CallerError: `hang_s` is neither a positive number of seconds nor None.
     """
     if hang_s is None:
         return None
@@ -95,9 +95,9 @@ class Judge:
     """Decides whether one driver hangs.
 
     Args:
-        hang_s: how long it may make no progress.
-        cpu_decides: whether a driver that uses no CPU does nothing: its device is a CPU.
-        now_ns: CLOCK_MONOTONIC.
+        hang_s: how long the driver may make no progress.
+        cpu_decides: whether a driver that uses no CPU makes no progress. This is so if its device is a CPU.
+        now_ns: by CLOCK_MONOTONIC.
     """
 
     def __init__(self, hang_s: float, cpu_decides: bool, now_ns: int) -> None:
@@ -115,17 +115,17 @@ class Judge:
 
     @property
     def next_look_s(self) -> float:
-        """After how many seconds to observe the driver again."""
+        """The seconds after which to observe the driver again."""
         return min(self._tick_s, max(0.002, self._hang_s - self._still_s + 0.001)) if self._stall else self._tick_s
 
     def observe(
         self, now_ns: int, activity: Activity, evidence: Callable[[], Evidence | None], usual_s: Callable[[int], float | None]
     ) -> Hang | None:
-        """Take in what the driver does now.
+        """Note what the driver does now. Returns a verdict if the driver hangs.
 
         Args:
-            evidence: looks at the process; None: it cannot be seen.
-            usual_s: of a slot, how long its executions take at most, or None if too few have ended. Inclusive of all but 1 %.
+            evidence: looks at the process. Returns None if the process cannot be seen.
+            usual_s: returns the time within which 99 % of a slot's executions end, or None if too few have ended.
         """
         counted_s = min((now_ns - self._last_ns) / 1e9, 2 * self._tick_s)
         self._last_ns = now_ns
@@ -193,14 +193,14 @@ class Judge:
 
 
 class Witness:
-    """Looks at a process through /proc. It must not be reaped meanwhile, or its number may become another's."""
+    """Looks at a process through /proc. The process must not be reaped meanwhile, or another process may get its number."""
 
     def __init__(self, pid: int, start_time: int) -> None:
         self._pid = pid
         self._start_time = start_time
 
     def look(self) -> Evidence | None:
-        """Return what is seen; None: the process cannot be seen from here."""
+        """Return the state of the process, or None if the process cannot be seen from here."""
         try:
             if start_time_of(self._pid) != self._start_time:
                 return None
@@ -228,8 +228,8 @@ async def watch(
     """Watch a driver until it has `ended` or is killed for hanging.
 
     Args:
-        ask: sends it the signal that it answers by its stacks; None: it cannot be asked.
-        kill: ends it; None: a hang is only logged.
+        ask: sends the signal that the driver answers by its stacks. None if the driver cannot be asked.
+        kill: ends the driver. If None, a hang is only logged.
     """
     witness = Witness(page.pid, page.start_time)
     reported: tuple[Execution, ...] | None = None
@@ -246,8 +246,8 @@ async def watch(
             return
         if (now := page.read()).executing != activity.executing or now.finished != activity.finished:
             continue  # it has gone on meanwhile
-        outcome = "it is left alone, because hang_s is None" if kill is None else "it is killed"
-        logger.warning("the driver process of device %r hangs: it %s; %s. Its stacks:\n%s", device, hang.why, outcome, stack or "(none)")
+        outcome = "hang_s is None, so the driver is not killed" if kill is None else "the driver is killed"
+        logger.warning("the driver process of device %r hangs: it %s (%s). Its stacks:\n%s", device, hang.why, outcome, stack or "(none)")
         trace.count("driver.hung", device=device)
         if kill is not None:
             kill(DriverHungError(device, hang.waited_s, stack))

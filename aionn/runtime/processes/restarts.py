@@ -1,22 +1,39 @@
-"""When a driver that has died is started again: at once at first, and ever later if it dies again and again.
+"""When to start a driver again that has died: at once at first, and later each time if it dies again and again.
 
-An engine that crashes at every start, or a model that crashes its driver at every run, would use up a CPU otherwise.
+Without these pauses, an engine that crashes at every start, or a model that crashes its driver at every run, would use up a CPU.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from dataclasses import dataclass
 
 import anyio
 
 logger = logging.getLogger("aionn.driver")
 
 BACKOFF_S = (0.0, 0.1, 1.0, 10.0)
-"""The pause before a start after one death, two in a row, three, and more."""
+"""The pauses before a start: after one death, after two in a row, after three, and after more."""
 
 STEADY_S = 10.0
-"""A driver that has lived for so long, or has finished an execution, does not continue such a row."""
+"""A driver that has lived for so long, or has finished an execution, begins a new row of deaths."""
+
+
+@dataclass
+class Life:
+    """The life of one driver process.
+
+    Attributes:
+        started_ns, ended_ns: by CLOCK_MONOTONIC. `ended_ns` is 0 while the process runs.
+        worked: whether the driver had finished an execution.
+        exit_code: of the process, or minus the signal that ended it. None while it is not known.
+    """
+
+    started_ns: int
+    ended_ns: int = 0
+    worked: bool = False
+    exit_code: int | None = None
 
 
 class Restarts:
@@ -33,10 +50,10 @@ class Restarts:
         self._hurry = anyio.Event()
         self.last_exit_code: int | None = None
 
-    def died(self, exit_code: int | None, started_ns: int, ended_ns: int, worked: bool) -> None:
-        """Note that a driver has died. `worked`: it had finished an execution."""
-        self.last_exit_code, self._died_ns = exit_code, ended_ns
-        self._deaths = 1 if worked or (ended_ns - started_ns) / 1e9 >= STEADY_S else self._deaths + 1
+    def died(self, life: Life) -> None:
+        """Note that a driver has died."""
+        self.last_exit_code, self._died_ns = life.exit_code, life.ended_ns
+        self._deaths = 1 if life.worked or (life.ended_ns - life.started_ns) / 1e9 >= STEADY_S else self._deaths + 1
 
     def forgive(self) -> None:
         """End a pause, and start without one."""
@@ -44,7 +61,7 @@ class Restarts:
         self._hurry.set()
 
     async def pause(self) -> None:
-        """Wait until a driver may be started, and log it if one has died."""
+        """Wait until a driver may be started. Log the start if a driver has died before."""
         if not self._deaths:
             return
         pause_s = BACKOFF_S[min(self._deaths, len(BACKOFF_S)) - 1]

@@ -1,4 +1,4 @@
-"""Making a driver's process. Only this file starts processes.
+"""Start the process of a driver. Only this file starts processes.
 
 A driver is started by posix_spawn and exec, so nothing of the app's loop or threads is copied into it.
 """
@@ -17,20 +17,20 @@ _SOCKET_FD = 3
 
 
 def spawn(engine: str, name: str, theirs: socket.socket, background_threads: int, state_dir: str) -> tuple[int, int]:
-    """Start `python -m aionn.driver ENGINE`: its pid and pidfd.
+    """Start `python -m aionn.driver ENGINE`. Returns the pid and the pidfd.
 
-    The child has the socket as descriptor 3, no stdin, and our stderr for all it prints.
+    The child has the socket as descriptor 3, no stdin, and prints to the app's stderr.
 
     Raises:
-        OSError: it cannot be started; nothing is left of it.
-        DeviceUnavailableError: this app has no Python of its own to start it with.
+        OSError: the process cannot be started. Nothing of it is left.
+        DeviceUnavailableError: this app has no Python to start the driver with.
     """
     if not sys.executable or getattr(sys, "frozen", False):
         found = "is the app itself (it is frozen)" if sys.executable else "is not set"
         raise DeviceUnavailableError(
             name, f"device {name!r} cannot start: sys.executable {found}; set it to a Python that has aionn installed"
         )
-    # Out of the way of the child's own numbers, so that each dup2 really duplicates and clears close-on-exec.
+    # A number above the child's numbers, so that each dup2 really duplicates and clears close-on-exec.
     high = fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD_CLOEXEC, 10)
     try:
         pid = os.posix_spawn(
@@ -43,7 +43,7 @@ def spawn(engine: str, name: str, theirs: socket.socket, background_threads: int
                 (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
                 (os.POSIX_SPAWN_DUP2, high, _SOCKET_FD),
             ],
-            # A signal to the process group is the app's to handle. The driver unblocks signals once it ignores those.
+            # The app handles a signal to the process group. The driver unblocks signals once it ignores those.
             setsigmask=signal.valid_signals(),
             setsigdef=[signal.SIGPIPE, signal.SIGCHLD],
         )
@@ -52,14 +52,14 @@ def spawn(engine: str, name: str, theirs: socket.socket, background_threads: int
     try:
         return pid, os.pidfd_open(pid)
     except BaseException:
-        # Our own child, not yet waited for: the number is still its.
+        # The child has not been waited for yet, so no other process can have its number.
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         raise
 
 
 def _has_stderr() -> bool:
-    """Whether descriptor 2 is meant to be inherited. In a daemon it is closed, or something else that got its number."""
+    """Return whether descriptor 2 is the app's stderr. In a daemon it is closed, or another file has got its number."""
     try:
         return os.get_inheritable(2)
     except OSError:

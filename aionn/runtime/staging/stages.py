@@ -35,7 +35,8 @@ from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model
 from aionn.remote.device import RemotePreparedModel
 from aionn.runtime.preparing import background, preparation
-from aionn.runtime.preparing.preparation import CacheChoice
+from aionn.runtime.preparing.cached import CacheChoice, load, wanted_of
+from aionn.runtime.preparing.in_time import in_time
 from aionn.runtime.serving.compiled_model import CompiledModel
 from aionn.runtime.serving.members import NotNowError
 from aionn.runtime.serving.serving import Serving
@@ -45,7 +46,7 @@ from aionn.runtime.staging.frequency import until_frequent
 from aionn.runtime.staging.measuring import Inputs, Run
 from aionn.runtime.staging.stage import Stage, StagePolicy
 from aionn.runtime.staging.way_back import WayBack
-from aionn.tasks import bounded_shield, ungrouped
+from aionn.tasks import bounded_shield, seconds_until, ungrouped
 
 if TYPE_CHECKING:
     from aionn.runtime.processes.devices import Devices
@@ -387,14 +388,14 @@ async def prepare_first(
     for name in names:
         devices.find(name)
     stages = [Stage(name) for name in names]
-    left_s = preparation._left_s(options)
+    left_s = seconds_until(options.deadline_ns)
     patience_s = None if left_s is None else left_s * _STORED_SHARE / max(1, len(names) - 1)
     for index in range(len(names) - 1, 0, -1):
         if cache is None:
             break
         # A disk may hang in any of this, and the app's deadline does not wait for it.
         work = partial(_stored, devices, names[index], names[:index], model, options, cache, policy)
-        found = await preparation._in_time(devices._tasks, work, patience_s, _release_stored)
+        found = await in_time(devices.tasks, work, patience_s, _release_stored)
         if found is not None:
             for stage in stages[:index]:
                 stage._enter("skipped", f"stage {names[index]!r} was stored already")
@@ -445,10 +446,10 @@ async def _stored(
         valid = [one for one in found if verdicts.holds(one, remote.version, versions[one.base], threads)]
         if not remote.cache_files.supported or verdicts.judged(valid, model, policy) != verdicts.APPROVED:
             return None
-        async with await cache.store.open(preparation._wanted(remote, model, options, cache.token), wait_s=0.0) as stored:
+        async with await cache.store.open(wanted_of(remote, model, options, cache.token), wait_s=0.0) as stored:
             if not isinstance(stored, Hit):
                 return None
-            return await preparation._load(remote, model, options, stored), stored.outcome
+            return await load(remote, model, options, stored), stored.outcome
     except AionnError as error:
         logger.info("stage %r is stored and cannot serve from the start: %s", name, error)
         return None

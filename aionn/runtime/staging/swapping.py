@@ -20,7 +20,7 @@ from typing import Any
 from aionn.errors import AionnError, CallerError, CompilationError, DeadlineError
 from aionn.hal.model import Model
 from aionn.runtime.preparing import background
-from aionn.runtime.preparing.preparation import CacheChoice
+from aionn.runtime.preparing.cached import CacheChoice
 from aionn.runtime.preparing.renewal import Renewal
 from aionn.runtime.serving.compiled_model import CompiledModel
 from aionn.runtime.serving.members import NotNowError

@@ -19,7 +19,7 @@ from aionn.caching import OutputDifference, StageMeasurement
 from aionn.engines.processor import usable_cpus
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model
-from aionn.runtime.preparing.preparation import CacheChoice
+from aionn.runtime.preparing.cached import CacheChoice
 from aionn.runtime.staging.comparing import TOLERANCES, Comparison, Tolerance, not_faster
 from aionn.runtime.staging.stage import StagePolicy
 

@@ -1,0 +1,124 @@
+"""A model is compiled on a device, and its cache entry is published.
+
+A save that fails does not fail the compile: the failure is `outcome.save_failure`. The cache also remembers which models a
+device cannot run at all (`_UNSUPPORTED`), so a second start need not ask the device again.
+
+Storing ends in time for the caller's answer. The publishing of an entry goes on after a caller's deadline.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+from aionn import trace
+from aionn.caching import CacheOutcome, MissReason, Refusal
+from aionn.caching.store import CacheStore, Declined, Miss, Publisher
+from aionn.errors import CompilationError
+from aionn.hal.interfaces import PrepareOptions
+from aionn.hal.model import Model, Operation
+from aionn.remote.device import RemoteDevice, RemotePreparedModel
+from aionn.runtime.preparing.cached import bound, refusal_from
+from aionn.runtime.preparing.in_time import in_time
+from aionn.tasks import Tasks, seconds_until
+
+_UNSUPPORTED = "cannot run "
+
+_PUBLISH_SHARE = 0.8
+"""The share of the time that is left after compiling, for which the caller waits for the entry to be published."""
+
+
+class UnsupportedOperationError(CompilationError):
+    """The device cannot run a node; another device may."""
+
+
+async def check_supported(remote: RemoteDevice, model: Model, options: PrepareOptions) -> None:
+    """Ask the device whether it can run every node.
+
+    Raises:
+        UnsupportedOperationError: the first node that the device cannot run is `.node`.
+    """
+    with trace.span("plan.supported_operations", device=remote.name):
+        supported = await remote.get_supported_operations(model, options.deadline_ns)
+    for operation, fits in zip(model.operations, supported, strict=True):
+        if not fits:
+            what = f"{_UNSUPPORTED}{_described(operation)}"
+            raise UnsupportedOperationError(f"device {remote.name!r} {what}", node=operation.name, reason=what)
+
+
+def raise_if_unsupported(remote: RemoteDevice, model: Model, declined: Declined) -> None:
+    """Raise `UnsupportedOperationError` if the cache remembers that the device cannot run the model."""
+    what = declined.outcome.detail
+    if what.startswith(_UNSUPPORTED):
+        node = next((operation.name for operation in model.operations if what == f"{_UNSUPPORTED}{_described(operation)}"), None)
+        raise UnsupportedOperationError(f"device {remote.name!r} {what}", node=node, reason=what)
+
+
+def _described(operation: Operation) -> str:
+    return f"operator {operation.domain or 'ai.onnx'}.{operation.op_type} (node {operation.name!r})"
+
+
+async def compile_model(remote: RemoteDevice, model: Model, options: PrepareOptions) -> RemotePreparedModel:
+    """Compile a model on a device, without a cache.
+
+    Raises:
+        UnsupportedOperationError: the device cannot run every node.
+        CompilationError, DeadlineError, DriverDiedError, DriverHungError, MemoryAllocationError
+    """
+    await check_supported(remote, model, options)
+    with trace.span("prepare", device=remote.name):
+        return await remote.prepare_model(model, options)
+
+
+async def compile_and_publish(
+    tasks: Tasks, remote: RemoteDevice, model: Model, options: PrepareOptions, miss: Miss, store: CacheStore
+) -> tuple[RemotePreparedModel, CacheOutcome]:
+    """Compile a model on a device, and publish its entry if the miss has a publisher.
+
+    Raises: as `compile_model`.
+    """
+    publisher = miss.publisher
+    if publisher is None:
+        return await compile_model(remote, model, options), miss.outcome
+    try:
+        await check_supported(remote, model, options)
+    except UnsupportedOperationError as error:
+        await publisher.decline(error.reason)
+        raise
+    began_ns = time.monotonic_ns()
+    with trace.span("prepare", device=remote.name):
+        prepared = await remote.prepare_model(model, options, bound(publisher.handles, model))
+    took_ns = time.monotonic_ns() - began_ns
+    if prepared.save_outcome not in ("saved", "declined"):
+        failure: Refusal | None = refusal_from(prepared.save_outcome, MissReason.IO_ERROR)
+    else:
+        miss.publisher = None  # publishing closes the publisher
+        try:
+            failure = await _publish(tasks, store, publisher, prepared.save_outcome == "declined", took_ns, options)
+        except BaseException:
+            prepared.release()  # the caller gets no model
+            raise
+    if failure is not None:
+        store.warn(failure)
+    return prepared, dataclasses.replace(miss.outcome, save_failure=failure)
+
+
+async def _publish(
+    tasks: Tasks, store: CacheStore, publisher: Publisher, declined: bool, compile_ns: int, options: PrepareOptions
+) -> Refusal | None:
+    """Publish an entry. Returns why the entry was not stored, or None.
+
+    Publishing goes on in the background if the deadline comes before the disk is done.
+    """
+
+    async def publish() -> tuple[Refusal | None]:
+        with store.in_use():
+            if declined:
+                return (await publisher.decline("the device does not cache this model"),)
+            return (await publisher.publish(compile_ns=compile_ns),)
+
+    left_s = seconds_until(options.deadline_ns)
+    if left_s is None:
+        return (await publish())[0]
+    published = await in_time(tasks, publish, left_s * _PUBLISH_SHARE, None)
+    return published[0] if published is not None else Refusal(MissReason.TOO_SLOW, "it is still being stored at the deadline")

@@ -1,0 +1,60 @@
+"""Wait for work that may hang, such as a disk, for no longer than a deadline allows."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import anyio
+
+from aionn.errors import CallerError
+from aionn.tasks import Answer, Tasks, running_loop
+
+T = TypeVar("T")
+
+
+async def in_time(
+    tasks: Tasks, work: Callable[[], Awaitable[T]], seconds: float | None, late: Callable[[T], Awaitable[None]] | None
+) -> T | None:
+    """Return the result of `work`, or None if `work` takes longer than `seconds`.
+
+    `work` runs as a task of the runtime's. A thread in it may wait for a disk that hangs, and the caller need not wait for that
+    thread. When the runtime closes, the call ends with `CallerError`.
+
+    Args:
+        seconds: how long to wait. None waits for the end.
+        late: gets a result that comes too late, or whose caller was cancelled. `work` is then cancelled. If `late` is None, `work`
+            goes on after the caller has stopped waiting.
+    """
+    answer: Answer[T] = Answer(running_loop())
+    scope = anyio.CancelScope()
+
+    async def run() -> None:
+        try:
+            with scope:
+                result = await work()
+                if not answer.settled:
+                    answer.set(result)
+                elif late is not None:
+                    await late(result)
+        except Exception as error:
+            answer.fail(error)
+        except BaseException:
+            answer.fail(CallerError("the runtime was closed"))
+            raise
+
+    tasks.start_soon(run, name="cache")
+    try:
+        with anyio.move_on_after(seconds):
+            return await answer.wait()
+    except BaseException:
+        if late is not None:
+            scope.cancel()
+            if answer.result is not None:  # the result came together with the cancellation
+                await late(answer.result)
+        raise
+    result = answer.result
+    answer.abandon()
+    if result is None and late is not None:
+        scope.cancel()
+    return result

@@ -1,0 +1,77 @@
+"""A child process, signalled and waited for through its pidfd.
+
+Invariants
+    A child is waited for (`waitid`) once, in `reap`. `exit_code` is set after it, unless the app reaped the child itself
+    (SIGCHLD ignored, a stray `os.wait`).
+    Signals go through the pidfd. The number of a process may belong to another process by now.
+    `_pidfd` is -1 from the moment it is closed.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from collections.abc import Callable
+
+from aionn.tasks import leave_in_child, running_loop
+
+
+class Child:
+    """A child process of this app.
+
+    Attributes:
+        pid: its number.
+        exit_code: of the process that has ended, or minus the signal that ended it. None if it is not known.
+    """
+
+    def __init__(self, pid: int, pidfd: int, exited: Callable[[], None]) -> None:
+        """Take over the pidfd. `exited` is called when the process has ended, until `reap` or `give_up` has been called."""
+        self.pid = pid
+        self.exit_code: int | None = None
+        self._pidfd = pidfd
+        self._loop = running_loop()
+        self._loop.add_reader(pidfd, exited)
+        leave_in_child(self)
+
+    def signal(self, number: int) -> None:
+        """Send a signal, unless the process has ended."""
+        if self._pidfd < 0:
+            return
+        try:
+            signal.pidfd_send_signal(self._pidfd, number)
+        except ProcessLookupError:
+            return  # the process has ended, and the loop will call `exited`
+
+    def reap(self) -> bool:
+        """Take the exit code of a process that has ended. Returns False while the process runs, and after the first time."""
+        if self._pidfd < 0:
+            return False
+        try:
+            status = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
+            if status is None:
+                return False
+            self.exit_code = status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+        except ChildProcessError:
+            pass  # the app has reaped the process: the pidfd still says that the process has ended
+        self.give_up()
+        return True
+
+    def block_until_ended(self, seconds: float) -> None:
+        """Wait for the end in this thread. The loop stands still meanwhile."""
+        if self._pidfd >= 0:
+            (waiting := select.poll()).register(self._pidfd, select.POLLIN)
+            waiting.poll(seconds * 1000)
+
+    def give_up(self) -> None:
+        """Close the pidfd. A process that still runs is left to the system."""
+        fd, self._pidfd = self._pidfd, -1
+        if fd >= 0:
+            self._loop.remove_reader(fd)
+            os.close(fd)
+
+    def leave(self) -> None:
+        """Close the pidfd in a child of fork: the process is the parent's."""
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1

@@ -1,0 +1,300 @@
+"""One driver process: started, connected, watched and ended.
+
+A driver is started with one end of a socket pair. It is watched through its pidfd and through the socket. After its end the
+last messages that it sent are read first. Then every caller that waits gets `DriverDiedError`, or `DriverHungError` if the
+runtime had to kill the driver.
+
+Invariants
+    The connection has ended before `_ended` is set, so no caller waits for a process that is known to have ended.
+    Many may await `ready`, and each of them may be cancelled. `_started` is set once, by the greeting or by the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+
+import anyio
+
+from aionn import trace
+from aionn.errors import AionnError, CallerError, DeviceUnavailableError, DriverDiedError, DriverHungError
+from aionn.hal.types import DeviceType
+from aionn.pages import Activity, LayoutError, PageReader
+from aionn.remote.channel import Descriptors
+from aionn.remote.connection import Connection
+from aionn.remote.control import PROTOCOL, STACKS_SIGNAL, CallBody, ControlError, Ready, Refused, error_of
+from aionn.remote.device import RemoteDevice
+from aionn.runtime.processes.child import Child
+from aionn.runtime.processes.liveness import DEFAULT_HANG_S, Judge, watch
+from aionn.runtime.processes.restarts import Life
+from aionn.runtime.processes.spawning import spawn
+from aionn.tasks import Tasks, bounded_shield
+
+logger = logging.getLogger("aionn.runtime")
+driver_logger = logging.getLogger("aionn.driver")
+
+GRACE_S = 2.0
+"""How long a driver whose socket has ended may take to free its device. Then it is killed."""
+
+KILL_S = 5.0
+"""How long to wait for a killed process: the kernel may be busy freeing its memory. The process is then left to init."""
+
+ABORT_S = 1.0
+"""How long to wait for a killed process where closing is cancelled. The loop stands still meanwhile."""
+
+START_S = 60.0
+"""A driver must greet within this time: importing an engine from a cold disk takes seconds."""
+
+
+class DriverProcess:
+    """One driver process and the connection to it.
+
+    Attributes:
+        name: of its device.
+        connection: to the driver.
+        life: when the process started and ended, and whether it has worked.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tasks: Tasks,
+        background_threads: int = 0,
+        home: str = "",
+        state_dir: str = "",
+        hang_s: float | None = DEFAULT_HANG_S,
+    ) -> None:
+        """Start the process, without waiting for its greeting (`ready`).
+
+        Args:
+            background_threads: the number of CPUs for a driver at the lowest priority. 0 starts a driver at the app's priority.
+            home: "package.module:Class" of an installed engine, so that the driver need not look for the class again.
+            state_dir: where the driver keeps its records. If empty, they are in the user's state directory.
+            hang_s: as for `Runtime`.
+        """
+        self.name = name
+        self._started = anyio.Event()
+        self._start_error: AionnError | None = None
+        self._ended = anyio.Event()
+        self._killed_by: AionnError | None = None
+        self._broke: Exception | None = None
+        self._dismissed = False
+        self._remote: RemoteDevice | None = None
+        self._page: PageReader | None = None
+        self.life = Life(time.monotonic_ns())
+        try:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            with theirs:
+                try:
+                    pid, pidfd = spawn(f"{name}={home}" if home else name, name, theirs, background_threads, state_dir)
+                except BaseException:
+                    ours.close()
+                    raise
+        except OSError as error:
+            raise DeviceUnavailableError(
+                name, f"device {name!r} cannot start: its driver process ({sys.executable}) was not made: {error.strerror}"
+            ) from error
+        self._child = Child(pid, pidfd, self._exited)
+        self._calls: asyncio.Queue[tuple[int, CallBody, Descriptors] | None] = asyncio.Queue()
+        tasks.start_soon(self._answer_calls, name=f"answers to {name}")
+        tasks.start_soon(self._watch, hang_s, name=f"watch over {name}")
+        self.connection = Connection(ours, self._call, self._socket_ended, self._greeted)
+
+    @property
+    def pid(self) -> int:
+        """The number of the process."""
+        return self._child.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether the connection has not ended."""
+        return self.connection.ended_by is None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the driver will never become ready, or has ended."""
+        return self._start_error is not None or not self.alive
+
+    @property
+    def serving(self) -> RemoteDevice | None:
+        """The device, while it is ready."""
+        return None if self.failed else self._remote
+
+    @property
+    def activity(self) -> Activity | None:
+        """What the driver does now. None before its greeting and after its end."""
+        return None if self._page is None else self._page.read()
+
+    # --- the start ---------------------------------------------------------------------------------------------------
+
+    async def ready(self) -> RemoteDevice:
+        """Return the device once the driver has greeted. The start goes on if a caller is cancelled.
+
+        Raises:
+            DeviceUnavailableError: the driver reported that it cannot serve.
+            DriverDiedError: the driver ended first.
+            DriverHungError: the driver did not greet within START_S and has been killed.
+            CallerError: the runtime was closed meanwhile.
+        """
+        seconds = START_S - (time.monotonic_ns() - self.life.started_ns) / 1e9
+        with anyio.move_on_after(max(0.0, seconds)):
+            await self._started.wait()
+        if not self._started.is_set():
+            self.kill(DriverHungError(self.name, START_S))
+            with anyio.move_on_after(KILL_S):
+                await self._ended.wait()
+            self._start_failed(DriverHungError(self.name, START_S))
+        if self._start_error is not None:
+            raise self._start_error.again()
+        assert self._remote is not None
+        return self._remote
+
+    def _start_failed(self, error: AionnError) -> None:
+        if not self._started.is_set():
+            self._start_error = error
+            self._started.set()
+
+    def _greeted(self, greeting: Ready | Refused, descriptors: Descriptors) -> None:
+        if self._started.is_set():
+            raise ControlError("a driver greets once")
+        if isinstance(greeting, Refused):
+            self._start_failed(error_of(greeting.failure))
+        elif greeting.protocol != PROTOCOL:
+            self._start_failed(
+                DeviceUnavailableError(
+                    self.name,
+                    f"device {self.name!r} speaks protocol {greeting.protocol}, this runtime {PROTOCOL}; install matching versions",
+                )
+            )
+        else:
+            try:
+                self._page = PageReader(descriptors.take())
+            except LayoutError as error:
+                raise ControlError(str(error)) from error
+            self._remote = RemoteDevice(self.connection, greeting, self.name)
+            self._started.set()
+            trace.span_at("driver.start", self.life.started_ns, time.monotonic_ns(), device=self.name, pid=self.pid)
+
+    # --- while it runs -----------------------------------------------------------------------------------------------
+
+    def _call(self, call_id: int, body: CallBody, descriptors: Descriptors) -> None:
+        if self._remote is None:
+            raise CallerError("a driver may call only after it has greeted")
+        self._calls.put_nowait((call_id, body, descriptors))
+
+    async def _answer_calls(self) -> None:
+        """Answer the driver's calls, each in a task.
+
+        A callback cannot start these tasks: anyio starts tasks only from within a task, because a callback of a loop that
+        `anyio.run` has not started knows no async library.
+        """
+        async with anyio.create_task_group() as answering:
+            while (call := await self._calls.get()) is not None:
+                assert self._remote is not None
+                answering.start_soon(self._remote.answer, *call)
+
+    async def _watch(self, hang_s: float | None) -> None:
+        """Kill the driver if it hangs. With `hang_s` None, only log the hang."""
+        await self._started.wait()
+        if self._page is not None and self._remote is not None:
+            judge = Judge(hang_s or DEFAULT_HANG_S, self._remote.type is DeviceType.CPU, time.monotonic_ns())
+            # A process in between (a wrapper around Python) would not survive a driver's own signal.
+            ask = partial(self._child.signal, STACKS_SIGNAL) if self._page.pid == self.pid else None
+            await watch(self.name, self._page, judge, self._ended, ask, None if hang_s is None else self.kill)
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def kill(self, reason: AionnError | None) -> None:
+        """Send SIGKILL, without a line in the log. May be called again.
+
+        Callers that wait get `reason` once the process has ended, or `DriverDiedError` if `reason` is None.
+        """
+        if self._ended.is_set():
+            return
+        self._dismissed = True
+        if reason is not None and self._killed_by is None:
+            self._killed_by = reason
+        self._child.signal(signal.SIGKILL)
+
+    async def wait_ended(self) -> None:
+        """Return when the process has ended."""
+        await self._ended.wait()
+
+    def _socket_ended(self, error: Exception | None) -> None:
+        if error is not None:
+            logger.warning("the driver process of device %r broke the protocol and is killed: %s", self.name, error)
+            self._broke = error
+        # A driver without its socket is of no use. If the driver is ending already, the signal changes nothing, not even its exit code.
+        self._child.signal(signal.SIGKILL)
+
+    def _exited(self) -> None:
+        if not self._child.reap():
+            return
+        self.connection.drain()
+        error = self._killed_by or self._death()
+        if self.alive and not self._dismissed and self._broke is None:
+            models = ", ".join(self._remote.models) if self._remote is not None else ""
+            driver_logger.warning("%s (process %d, with the models %s)", error, self.pid, models or "none")
+        self._start_failed(error)
+        self.connection.end(error)
+        self._over()
+        trace.count("driver.ended", device=self.name, exit_code=self.life.exit_code)
+
+    def _over(self) -> None:
+        self._calls.put_nowait(None)
+        self.life.exit_code, self.life.ended_ns = self._child.exit_code, time.monotonic_ns()
+        self._ended.set()
+        page, self._page = self._page, None
+        if page is not None:
+            self.life.worked = page.read().finished > 0
+            page.close()
+
+    def _death(self) -> DriverDiedError:
+        why = ""
+        if self._broke is not None:
+            why = f"after it had broken the protocol ({self._broke})"
+        elif not self._started.is_set():
+            why = "before it was ready (what it wrote to stderr tells why)"
+        return DriverDiedError(self.name, self._child.exit_code, why)
+
+    def close(self) -> None:
+        """End the connection, so that the driver ends by itself. Callers that wait get a `CallerError`."""
+        self._start_failed(CallerError("the runtime was closed"))
+        self.connection.end(CallerError("the runtime was closed"))
+
+    def abort(self) -> None:
+        """Kill and reap a process that has not ended yet. Leave it to the system if it does not end within ABORT_S."""
+        if self._ended.is_set():
+            return
+        self._child.signal(signal.SIGKILL)
+        self._child.block_until_ended(ABORT_S)
+        self._exited()
+        if not self._ended.is_set():
+            logger.error("the driver process %d of device %r does not end, even killed; it is left to the system", self.pid, self.name)
+            self._child.give_up()
+            self._over()
+
+
+async def end_processes(processes: Sequence[DriverProcess]) -> None:
+    """Close the sockets of driver processes, wait for GRACE_S, then kill the processes. Takes bounded time.
+
+    If the caller is cancelled, the processes are killed at once.
+    """
+    try:
+        for process in processes:
+            process.close()
+        for seconds in (GRACE_S, KILL_S):
+            with bounded_shield(seconds):
+                for process in processes:
+                    await process.wait_ended()
+            for process in processes:
+                process.kill(None)
+    finally:
+        for process in processes:
+            process.abort()
