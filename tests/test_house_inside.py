@@ -43,11 +43,9 @@ LONGER_MODULES: Mapping[str, str] = {
     "memory/device_buffers.py": LATER,
     "remote/control.py": LATER,
     "remote/service.py": LATER,
-    "runtime/staging/stages.py": LATER,
 }
 LONGER_FUNCTIONS: Mapping[str, str] = {
     "cli/caches.py: list_entries": LATER,
-    "runtime/staging/comparing.py: compare": LATER,
 }
 MORE_PARAMETERS: Mapping[str, str] = {
     "cli/running.py: run_model": LATER,
@@ -65,12 +63,9 @@ LARGER_CLASSES: Mapping[str, str] = {
     "fmq/message_queue.py: MessageQueue": LATER,
     "memory/domain.py: DeviceBuffer": LATER,
     "memory/memory.py: Memory": LATER,
-    "runtime/staging/stages.py: Staging": LATER,
 }
 PRIVATE_READS: Mapping[str, str] = {
     "memory/device_buffers.py": LATER,
-    "runtime/staging/stages.py": LATER,
-    "runtime/staging/swapping.py": LATER,
 }
 CIRCLES: tuple[frozenset[str], ...] = (frozenset({"aionn.caching.store.cache", "aionn.caching.store.entries"}),)
 

@@ -5,6 +5,7 @@ Bursts and device memories hold the `Renewal`, never these parts. What runs in t
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Sequence
 
@@ -29,6 +30,7 @@ from aionn.runtime.staging.measuring import Inputs, Run
 from aionn.runtime.staging.stage import Stage, StagePolicy
 from aionn.runtime.staging.stages import Staging
 from aionn.runtime.staging.swapping import NewModel
+from aionn.runtime.staging.target import Target
 from aionn.runtime.streaming.connection import BurstConnection
 from aionn.tasks import bounded_shield
 
@@ -122,9 +124,9 @@ class CompilationParts:
     def begin_stages(self, stages: Sequence[Stage], policy: StagePolicy) -> None:
         """Make better stages from now on."""
         renewal = self.renewal
-        self.staging = Staging(
-            self.session.devices, self.compiled, renewal.model, renewal.options, renewal.cache, stages, policy, _trial_runs(self._trials)
-        )
+        options = dataclasses.replace(renewal.options, deadline_ns=None)
+        target = Target(self.session.devices, self.compiled, renewal.model, options, renewal.cache, _trial_runs(self._trials))
+        self.staging = Staging(target, stages, policy)
         self.session.tasks.start_soon(self.staging.work, name="stages")
 
     def new_model(self) -> NewModel:

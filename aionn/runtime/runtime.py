@@ -32,8 +32,8 @@ from aionn.runtime.processes.devices import Device, Devices
 from aionn.runtime.processes.liveness import DEFAULT_HANG_S, checked_hang_s
 from aionn.runtime.processes.process import GRACE_S, KILL_S
 from aionn.runtime.session import Session
+from aionn.runtime.staging.first import prepare_first
 from aionn.runtime.staging.stage import StagePolicy
-from aionn.runtime.staging.stages import prepare_first
 from aionn.runtime.staging.swapping import swap_model
 from aionn.tasks import OwnedTasks, bounded_shield, deadline_of, ending_by, is_ours, running_loop
 

@@ -27,7 +27,7 @@ from aionn.hal.types import ErrorStatus
 from aionn.runtime.serving import compiled_model
 from aionn.runtime.serving.compiled_model import CompiledModel
 from aionn.runtime.serving.serving import Serving
-from aionn.runtime.staging import stages
+from aionn.runtime.staging import making, samples
 from aionn.testing import FakeDevice, identity_model
 from tests.leaks import leak_check
 from tests.runtime.staged_streams import SHAPE, rejected, staged, streaming
@@ -54,8 +54,8 @@ def state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def short_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages, "SAMPLES", 1)
-    monkeypatch.setattr(stages, "RUNS", 1)
+    monkeypatch.setattr(samples, "SAMPLES", 1)
+    monkeypatch.setattr(making, "RUNS", 1)
 
 
 class App:

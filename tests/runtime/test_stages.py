@@ -18,7 +18,7 @@ import pytest
 
 import aionn
 from aionn import trace
-from aionn.runtime.staging import stages
+from aionn.runtime.staging import making
 from aionn.testing import FakeDevice, identity_model
 from aionn.testing.models import scaled_model
 from tests.leaks import leak_check
@@ -47,7 +47,7 @@ def model() -> aionn.Model:
 async def test_the_better_stage_takes_over_once_and_no_frame_is_lost(
     quick: FakeDevice, best: FakeDevice, model: aionn.Model, tmp_path: Path, cached: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stages, "RUNS", 3)
+    monkeypatch.setattr(making, "RUNS", 3)
     with trace.record() as recording:
         async with leak_check(), aionn.Runtime() as runtime:
             compilation = await staged(runtime, model, quick, best, tmp_path / "cache" if cached else None)
@@ -72,7 +72,7 @@ async def test_the_better_stage_takes_over_once_and_no_frame_is_lost(
 async def test_calls_that_come_at_once_are_held_and_none_is_lost(
     quick: FakeDevice, best: FakeDevice, model: aionn.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stages, "RUNS", 3)
+    monkeypatch.setattr(making, "RUNS", 3)
     answered: dict[str, int] = {}
 
     async with leak_check(), aionn.Runtime() as runtime:
@@ -118,13 +118,13 @@ async def test_a_stage_with_other_outputs_is_rejected_and_remembered(
 async def test_a_stream_that_may_not_be_held_and_leaves_no_gap_keeps_its_stage(
     quick: FakeDevice, best: FakeDevice, model: aionn.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stages, "COMPARE_S", 0.5)
+    monkeypatch.setattr(making, "COMPARE_S", 0.5)
     with trace.record() as recording:
         async with leak_check(), aionn.Runtime() as runtime:
             runtime.stage_policy = dataclasses.replace(runtime.stage_policy, hold=False)
             compilation = await staged(runtime, model, quick, best, tmp_path / "cache")
             async with streaming(compilation) as stream:
-                assert "whether it is faster could not be told within 0.5 s" in await rejected(compilation, best)
+                assert "its speed could not be decided within 0.5 s" in await rejected(compilation, best)
                 assert stream.stages == [quick.name]
     assert recording.total("stage.held") == 0
     # Nobody knows that it is bad, and nobody knows that it is good: it is stored, and has to show itself.

@@ -1,4 +1,4 @@
-"""How often a model is executed: does its use warrant a better stage?"""
+"""How often a model is executed, and whether that warrants a better stage."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import anyio
 from aionn.runtime.serving.serving import Use
 
 _STEPS = 16
-"""The count is looked at so often in one period. Executions are forgotten up to one step too early, never too late."""
+"""The count is read so often in one period. Executions are forgotten up to one step too early, never too late."""
 
 _STEP_S = 0.05
-"""A short period has fewer steps: nothing is to look at the count all the time."""
+"""The least time between two readings of the count. A short period has fewer steps."""
 
 
 async def until_frequent(
@@ -24,7 +24,7 @@ async def until_frequent(
 
     Args:
         since: the count when this start began.
-        earlier: executions of starts before this one. They count as if they had just ended.
+        earlier: executions of the starts before this one. They count as if they had just ended.
     """
     if not executions:
         return

@@ -1,28 +1,31 @@
 """How long a run takes on one of two stages, under equal conditions, while the app's stream goes on.
 
-A run that shares the machine with the stream says more about the stream than about itself, and one in another process shares
-more of it than one that merely stands in the same queue. So each measured run has the machine to itself, as far as this
-compilation goes. And it keeps the stream's rhythm: an engine that has just run is quicker than one whose threads sleep, or slower
-where cores heat up; what counts is how it does in this stream. The old stage has run as the stream's last execution; the new one
-has made a run beside the stream that does not count. Either is then measured after a pause, and as cheaply as may be:
+A run that shares the machine with the stream says more about the stream than about itself. A run in another process shares more of
+the machine than a run in the same queue. So each measured run has the machine to itself, as far as this compilation goes.
 
-    in a gap    Where pauses between executions are usually more than twice as long as a run, it begins in the middle of one. Nothing
-                is held back. It counts unless an execution came before it was over.
-    held        Where they are shorter, or do not come (`_DISTURBED` times in a row), the stream is held for single runs: the gate
-                is closed, what is in flight ends, the next execution comes and waits, one run is made in its place, the gate opens.
+A measured run also keeps the stream's rhythm. An engine that has just run is quicker than one whose threads sleep, or slower where
+cores heat up. What counts is its speed in this stream. The old stage has run as the stream's last execution. The new stage first
+makes a run beside the stream that does not count. Both are then measured after a pause, as cheaply as possible:
+
+    in a gap    Where pauses between executions are usually more than twice as long as a run, the run begins in the middle of one.
+                Nothing is held back. The run counts unless an execution came before it was over.
+    held        Where pauses are shorter, or do not come (`_DISTURBED` times in a row), the stream is held for single runs. The gate
+                is closed, and executions in flight end. The next execution comes and waits, one run is made in its place, and the
+                gate opens.
 
 The rule for holding, all of it
-    How long    Never longer than one run of the stage that serves: for the new stage the time that this pair's run on the old one has
-                taken (one that takes longer has lost the pair, so the gate opens and the run ends beside the stream); for the old
-                stage twice the least time it has taken. A new stage that hangs delays the stream by that much, once.
-    How often   At least `_FRAMES_BETWEEN` executions lie between two holds; a camera's stream has made up for one by then.
-    Never       with `StagePolicy.hold` False; nor on a stream whose deadlines leave no room for it: of the last few executions with a
-                deadline (`Use.least_left_s`) each must have been answered earlier than a hold may last.
-    Counted     `Meter.holds` and `held_s`, each one an event "stage.held" and a span "stage.hold".
+    How long    Never longer than one run of the stage that serves. For the new stage that is the time which this pair's run on the old
+                stage has taken. A new stage that takes longer has lost the pair, so the gate opens and the run ends beside the stream.
+                For the old stage it is twice the least time that a run has taken. A new stage that hangs delays the stream by that
+                much, once.
+    How often   At least `_FRAMES_BETWEEN` executions lie between two holds. A camera's stream has caught up by then.
+    Never       With `StagePolicy.hold` False. Also never on a stream whose deadlines leave too little room. Each of the last few
+                executions with a deadline (`Use.least_left_s`) must have been answered earlier than a hold may last.
+    Counted     `Meter.holds` and `held_s`. Each hold is an event "stage.held" and a span "stage.hold".
 
-Where holding is not allowed and gaps are too short, runs beside the stream must do. They are slower than alone, on the new stage
-alone: the old one's driver runs one request after the other. So such a pair can prove that the new stage is faster, and never
-that it is not.
+Where holding is not allowed and gaps are too short, the runs are made beside the stream. Only the new stage is slower beside the stream
+than alone, because the old stage's driver runs one request after the other. So such a pair can prove that the new stage is faster,
+and never that it is not.
 """
 
 from __future__ import annotations
@@ -47,13 +50,13 @@ Run = Callable[[Serving, Inputs, int], Awaitable[Mapping[str, NDArray[Any]]]]
 """Runs inputs on one prepared model until a deadline (CLOCK_MONOTONIC, ns)."""
 
 _GAP_S = 0.2
-"""A gap in a stream is waited for so long."""
+"""How long to wait for a gap in a stream."""
 
 _QUIET_S = 0.2
-"""Unused for that long, the compilation need not be waited for at all."""
+"""A compilation that has not been used for so long is quiet. A run need not wait for a gap in it."""
 
 _DISTURBED = 2
-"""So many runs in a row that found no gap, or one that was too short, and the stream is held instead."""
+"""After so many runs in a row without a gap that was long enough, the stream is held."""
 
 _FRAMES_BETWEEN = 8
 """Executions between two holds. A stream that uses four fifths of the machine has caught up after four."""
@@ -64,10 +67,10 @@ class Timed:
     """One run.
 
     Attributes:
-        outputs: what it gave.
-        seconds: from its request to its answer, as the app sees it; if `late`, those until the stream went on.
-        alone: nothing of the app's was executed until it was over. When it began nothing was in flight in any case.
-        late: the stream was held for it, and it was not over when the stream went on.
+        outputs: of the run.
+        seconds: from the request to the answer, as the app sees it. If `late`, the seconds until the stream went on.
+        alone: whether no execution of the app's began before the run was over. None was in flight when the run began, in any case.
+        late: whether the stream was held for the run, and went on before the run was over.
     """
 
     outputs: Mapping[str, NDArray[Any]]
@@ -84,7 +87,7 @@ class Meter:
     """
 
     def __init__(self, run: Run, compiled: CompiledModel, stream: Serving, *, run_timeout_s: float, hold: bool) -> None:
-        """`stream`: what serves it."""
+        """Make a meter beside the stream that `stream` serves."""
         self._run = run
         self._compiled = compiled
         self._stream = stream
@@ -98,11 +101,11 @@ class Meter:
 
     @property
     def _quiet(self) -> bool:
-        """Whether nobody uses the compilation."""
+        """Whether the app does not use the compilation at the moment."""
         return not self._stream.users and time.monotonic_ns() - self._stream.use.last_ns > _QUIET_S * 1e9
 
     async def gap(self) -> bool:
-        """Return right after an execution, or at once if there are none. False: the stream left no gap."""
+        """Wait for the end of an execution, if the stream is not quiet. Returns False if the stream left no gap."""
         stream = self._stream
         if self._quiet:
             return True
@@ -111,7 +114,7 @@ class Meter:
         return not stream.users
 
     async def _middle_of_gap(self) -> bool:
-        """The same in the middle of a gap. False: it would be too short for a run, or there was none."""
+        """Wait for the middle of a gap, if the stream is not quiet. Returns False if there was no gap, or only a short one."""
         use = self._stream.use
         if self._quiet:
             return True
@@ -123,18 +126,19 @@ class Meter:
         return began == use.executions and not self._stream.users
 
     def may_hold(self, most_s: float) -> bool:
-        """Whether the stream may be held for so long."""
+        """Return whether the stream may be held for so many seconds."""
         left_s = self._stream.use.least_left_s
         return self._hold and (left_s is None or left_s >= most_s)
 
     async def time(self, serving: Serving, inputs: Inputs, most_s: float | None = None) -> Timed | None:
-        """Run once on either stage. None: there was no moment for it.
+        """Run once on one of the stages. Returns None if there was no moment for a run.
 
-        `most_s`: for how long the stream may be held; None: for the stage that serves, as the rule says.
+        Args:
+            most_s: for how long the stream may be held. None for a run on the stage that serves: the rule gives the time.
 
         Raises:
             AionnError: the run failed.
-            DeadlineError: it took longer than `run_timeout_s`.
+            DeadlineError: the run took longer than `run_timeout_s`.
         """
         if most_s is None:
             most_s = 2 * self._least_s
@@ -157,7 +161,7 @@ class Meter:
         return Timed(outputs, seconds, alone)
 
     async def beside(self, serving: Serving, inputs: Inputs) -> tuple[Mapping[str, NDArray[Any]], float]:
-        """Run once in the next gap, if there is one soon, and let the stream go on: outputs, and seconds that prove nothing."""
+        """Run once in the next gap, if there is one soon, while the stream goes on. Returns outputs and seconds that prove nothing."""
         await self.gap()
         return await self._once(serving, inputs)
 
@@ -206,7 +210,7 @@ class Meter:
         trace.count("stage.held", stage=serving.stage)
 
     async def _spread(self) -> None:
-        """Until the stream has gone on for `_FRAMES_BETWEEN` executions, or has paused."""
+        """Wait until the stream has gone on for `_FRAMES_BETWEEN` executions, or has paused."""
         use = self._stream.use
         while use.executions < self._due:
             seen = use.executions

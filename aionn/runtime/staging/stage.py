@@ -1,4 +1,7 @@
-"""One stage as the app sees it, and the policy by which stages are made and judged."""
+"""One stage as the app sees it, and the policy by which stages are made and judged.
+
+Only `enter_state` changes the state of a stage.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +25,23 @@ class StagePolicy:
     """When a better stage is made, at what cost, and what it must show before it serves.
 
     Attributes:
-        executions, per_s: the frequency of use that warrants a better stage: so many executions within that many seconds. With a cache,
-            executions of earlier starts count, too; the cache keeps them for 30 days, in pieces of ten minutes. A compile costs seconds
-            of CPU: a script that runs a model three times a week would pay and never gain. `Compilation.wait_for_stage` warrants a
-            stage at once.
-        threads: of the worker that compiles it, and the CPUs that it may use. At the lowest priority, one takes least from the stream.
-        timeout_s: for compile and load together; a worker that takes longer is killed.
-        min_gain: the new stage must be faster by this share of the median run; None: outputs alone decide.
-        tolerances: how far outputs may differ, by element type, in place of those in `TOLERANCES`.
-        run_timeout_s: a run in the comparison may take so long; then the new stage hangs and is killed.
-        hold: the stream may be held back for single runs of the comparison where it leaves no gaps (`runtime.staging.measuring` has the
-            rule); False: such a stream keeps its stage unless the new one is faster even beside it.
-        state: device memories are copied to the new stage's driver at the swap ("move"), or the swap waits until the app has filled
-            each of them anew, as at the beginning of a recording ("wait_for_reset"). The way back from a failing stage never waits.
+        executions, per_s: a better stage is made once the model has been executed `executions` times within `per_s` seconds. A compile
+            costs seconds of CPU, and a script that runs a model three times a week would never gain them back. With a cache, executions
+            of earlier starts count, too. The cache keeps them for 30 days, in pieces of ten minutes. `Compilation.wait_for_stage` has
+            a stage made at once.
+        threads: the number of threads, and of CPUs, for the process that compiles the stage. It has the lowest priority. One thread
+            takes least from the stream.
+        timeout_s: the seconds for compiling and loading the stage together. A process that takes longer is killed.
+        min_gain: the share of the median run by which the new stage must be faster. 0.1 asks for runs that are 10 % shorter. If None,
+            the outputs alone decide.
+        tolerances: how far outputs may differ from those of the stage before, by element type. They replace the defaults of these types.
+        run_timeout_s: the seconds that one run in the comparison may take. A stage that takes longer is rejected.
+        hold: whether the app's executions may be delayed for single runs of the comparison, where they leave no pauses. One delay is
+            never longer than one run of the stage that serves. If False, a stream without pauses keeps its stage, unless the new one is
+            faster even beside it.
+        state: what a swap does about device memories. "move" copies them to the new stage's driver. "wait_for_reset" waits with the
+            swap until the app has filled each of them anew, as at the beginning of a recording. The way back from a stage that fails
+            never waits.
     """
 
     executions: int = 10
@@ -53,11 +60,12 @@ class StagePolicy:
         if self.threads < 1:
             raise CallerError(f"StagePolicy: threads={self.threads}; give at least 1")
         if not (self.per_s > 0 and self.timeout_s > 0 and self.run_timeout_s > 0):
-            raise CallerError("StagePolicy: per_s, timeout_s and run_timeout_s are more than 0 seconds")
+            found = f"per_s={self.per_s}, timeout_s={self.timeout_s}, run_timeout_s={self.run_timeout_s}"
+            raise CallerError(f"StagePolicy: {found}; give more than 0 seconds for each")
         if self.min_gain is not None and not 0 <= self.min_gain < 1:
-            raise CallerError(f"StagePolicy: min_gain={self.min_gain}; give a share from 0 to below 1, or None for no gain")
+            raise CallerError(f"StagePolicy: min_gain={self.min_gain}; give a share from 0 to below 1, or None to compare outputs only")
         if self.state not in ("move", "wait_for_reset"):
-            raise CallerError(f"StagePolicy: state {self.state!r} is one of 'move', 'wait_for_reset'")
+            raise CallerError(f"StagePolicy: state={self.state!r}; give 'move' or 'wait_for_reset'")
 
 
 @dataclass
@@ -66,12 +74,13 @@ class Stage:
 
     Attributes:
         name: of its device.
-        state: "waiting", "compiling", "loading", "comparing", then "serving", "replaced" (by a better one) or "rejected"; "skipped"
-            where a better one was stored already and served from the start. One that serves is rejected if it fails again and again.
-        reason: why it was rejected or skipped; empty otherwise.
-        made_by: "cache", "worker" (compiled in the background) or "driver" (in its own driver, for its artifacts cannot be stored).
-        times_s: seconds spent so far in each state that it has left.
-        comparison: what the comparison with the stage before found.
+        state: "waiting", "compiling", "loading", "comparing", then "serving", "replaced" (by a better one) or "rejected". "skipped" if
+            a better one was stored already and served from the start. A stage that serves is rejected if it fails again and again.
+        reason: why it was rejected or skipped. Empty otherwise.
+        made_by: "cache", "worker" (compiled by a process in the background) or "driver" (compiled by the driver that serves it, because
+            artifacts of this device cannot be stored).
+        times_s: the seconds spent in each state that the stage has left.
+        comparison: what the comparison with the stage before found, or None.
     """
 
     name: str
@@ -84,22 +93,24 @@ class Stage:
     _settled: anyio.Event = field(default_factory=anyio.Event, repr=False)
 
     @property
-    def in_state_s(self) -> float:
-        """Seconds since it came into its present state."""
-        return (time.monotonic_ns() - self._since_ns) / 1e9
-
-    @property
     def progress(self) -> float:
-        """0 to 1, by steps done: engines do not tell how far a compile is."""
+        """How much is done, from 0 to 1, by the steps that are done. Engines do not report how far a compile is."""
         return _STEPS.get(self.state, 1.0)
 
-    def _enter(self, state: State, reason: str = "") -> None:
-        now_ns = time.monotonic_ns()
-        if state != self.state:
-            self.times_s[self.state] = self.times_s.get(self.state, 0.0) + (now_ns - self._since_ns) / 1e9
-            trace.span_at(f"stage.{self.state}", self._since_ns, now_ns, stage=self.name)
-            self._since_ns = now_ns
-            trace.count("stage.entered", stage=self.name, state=state)
-        self.state, self.reason = state, reason
-        if state in ("serving", "replaced", "rejected", "skipped"):
-            self._settled.set()
+
+def enter_state(stage: Stage, state: State, reason: str = "") -> None:
+    """Move a stage to a state. The trace has a span for the state before, and a count for the new one."""
+    now_ns = time.monotonic_ns()
+    if state != stage.state:
+        stage.times_s[stage.state] = stage.times_s.get(stage.state, 0.0) + (now_ns - stage._since_ns) / 1e9
+        trace.span_at(f"stage.{stage.state}", stage._since_ns, now_ns, stage=stage.name)
+        stage._since_ns = now_ns
+        trace.count("stage.entered", stage=stage.name, state=state)
+    stage.state, stage.reason = state, reason
+    if state in ("serving", "replaced", "rejected", "skipped"):
+        stage._settled.set()
+
+
+def settled(stage: Stage) -> anyio.Event:
+    """Return the event that is set once it is decided whether the stage serves."""
+    return stage._settled

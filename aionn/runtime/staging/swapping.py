@@ -25,10 +25,10 @@ from aionn.runtime.preparing.renewal import Renewal
 from aionn.runtime.serving.compiled_model import CompiledModel
 from aionn.runtime.serving.members import NotNowError
 from aionn.runtime.serving.serving import Serving
-from aionn.runtime.staging.comparing import Samples, made_up_inputs
 from aionn.runtime.staging.measuring import Inputs, Run
+from aionn.runtime.staging.samples import Samples, made_up_inputs, samples_of
 from aionn.runtime.staging.stage import Stage, StagePolicy
-from aionn.runtime.staging.stages import SAMPLES, SAMPLES_BYTES, Staging
+from aionn.runtime.staging.stages import Staging, stages_after
 
 _TRIES = 5
 _FOREVER_S = 10 * 365 * 86400.0
@@ -99,18 +99,7 @@ async def swap_model(target: NewModel, model: Model, timeout_s: float | None) ->
         raise
     finally:
         if staging is not None and staging.over:
-            names = [stage.name for stage in staging.stages]
-            now = compiled.serving.stage if compiled.serving is not None else names[-1]
-            target.begin_stages([_stage(name, names, now) for name in names], policy)
-
-
-def _stage(name: str, names: list[str], now: str) -> Stage:
-    stage = Stage(name)
-    if name == now:
-        stage._enter("serving")
-    elif names.index(name) < names.index(now):
-        stage._enter("skipped", f"stage {now!r} serves")
-    return stage
+            target.begin_stages(stages_after(staging, compiled.serving), policy)
 
 
 @contextmanager
@@ -120,7 +109,7 @@ def _sampled(compiled: CompiledModel, model: Model) -> Iterator[Samples]:
     if isinstance(samples, Samples):
         yield samples
         return
-    samples = compiled.sampling = Samples(model, SAMPLES, SAMPLES_BYTES)
+    samples = compiled.sampling = samples_of(model)
     try:
         with compiled.watching():
             yield samples

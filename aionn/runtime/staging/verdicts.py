@@ -1,10 +1,10 @@
 """What comparisons of stages measured, kept with the cache, and what the present policy makes of that at a later start.
 
-The cache remembers measurements. A verdict is made when one is read: the same measurement lets a stage serve under one policy and not
-under another. A measurement answers for one model, one better stage and one stage before it, each in one version of its device, on one
-number of threads, and for a week. Where it leaves anything open, the stage is compared again.
+The cache remembers measurements. A verdict is made when a measurement is read, because the same measurement lets a stage serve under one
+policy and not under another. A measurement answers for one model, for one better stage and for one stage before it. Both stages are in one
+version of their devices, with one number of threads. It is valid for a week. Where it leaves anything open, the stage is compared again.
 
-Without a verdict a stored stage does not serve from the start: the app that stored it may have ended before it had compared anything.
+A stored stage without a verdict does not serve from the start, because the app that stored it may have ended before the comparison.
 The stage is then loaded, compared and swapped in behind the stream like any other.
 """
 
@@ -13,36 +13,94 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
+import anyio
 from blake3 import blake3
 
 from aionn.caching import OutputDifference, StageMeasurement
 from aionn.engines.processor import usable_cpus
+from aionn.errors import DeadlineError
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model
 from aionn.runtime.preparing.cached import CacheChoice
+from aionn.runtime.serving.serving import Serving
 from aionn.runtime.staging.comparing import TOLERANCES, Comparison, Tolerance, not_faster
 from aionn.runtime.staging.stage import StagePolicy
+from aionn.runtime.staging.target import Target
 
 APPROVED = "it may serve"
 _ROUNDING = 1e-9
-"""The gain of a pair that has just won is computed in another order of operations than the pair was judged by."""
+"""The gain of a pair is computed in another order of operations than the verdict on the pair, so a pair may win by a rounding error."""
+
+
+class Verdicts:
+    """What the cache knows of the stages of one compilation. Without a cache, nothing is known and nothing is kept."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._threads = threads_of(target.options)
+
+    def _scope(self, cache: CacheChoice, stage: str) -> bytes:
+        return scope(cache, self._target.model, self._target.options, stage)
+
+    async def known(self, stage: str, policy: StagePolicy) -> str | None:
+        """Return the verdict of earlier starts on a stage, beside the stage that serves. Returns None if there is no verdict.
+
+        Raises:
+            DeadlineError: the stage's device did not start within `policy.timeout_s`, or the cache is slow.
+        """
+        target, base, cache = self._target, self._target.compiled.serving, self._target.cache
+        if cache is None or base is None:
+            return None
+        with anyio.move_on_after(policy.timeout_s):
+            found = await cache.store.measurements(self._scope(cache, stage))
+            if not found:
+                return None
+            version, base_version = (await target.devices.get(stage)).version, base.prepared.device.version
+            valid = [one for one in found if one.base == base.stage and holds(one, version, base_version, self._threads)]
+            return judged(valid, target.model, policy)
+        raise DeadlineError(
+            f"device {stage!r} did not make the stage within {policy.timeout_s} s: its driver does not start, or its cache is slow"
+        )
+
+    async def remember(self, comparison: Comparison, better: Serving, base: Serving) -> None:
+        """Keep a comparison of two stages with the cache."""
+        if (cache := self._target.cache) is not None:
+            versions = better.stage, better.prepared.device.version, base.stage, base.prepared.device.version
+            found = measurement(self._target.model, *versions, self._threads, comparison)
+            await cache.store.remember(self._scope(cache, better.stage), found)
+
+    def remember_failure(self, bad: Serving, base: Serving, reason: str) -> None:
+        """Keep with the cache, in the background, that a stage has failed while it served, so that `base` serves again."""
+        if (cache := self._target.cache) is not None:
+            found = StageMeasurement(
+                model_digest=self._target.model.token,
+                stage=bad.stage,
+                version=bad.prepared.device.version,
+                base=base.stage,
+                base_version=base.prepared.device.version,
+                threads=self._threads,
+                detail=reason,
+                failed=True,
+                measured_s=time.time(),
+            )
+            cache.store.remember_later(self._scope(cache, bad.stage), found)
 
 
 def scope(cache: CacheChoice, model: Model, options: PrepareOptions, stage: str) -> bytes:
-    """The name under which the cache keeps measurements of one stage: app's token, model, options, device."""
+    """Return the name under which the cache keeps measurements of one stage. It is made of app's token, model, options and device."""
     content = b"".join((cache.token, model.token, bytes((options.preference.value, options.priority.value)), stage.encode()))
     return blake3(content, derive_key_context="aionn 1 measurements of a stage").digest()
 
 
 def threads_of(options: PrepareOptions) -> int:
-    """The threads that an engine has for a run: as asked for, or as many as this process may use CPUs."""
+    """Return how many threads an engine has for a run. By default that is the number of CPUs that this process may use."""
     return options.threads or usable_cpus()
 
 
 def measurement(
     model: Model, stage: str, version: str, base: str, base_version: str, threads: int, comparison: Comparison
 ) -> StageMeasurement:
-    """A comparison as the cache keeps it."""
+    """Return a comparison as the cache keeps it."""
     outputs = {}
     for name, operand in model.outputs.items():
         tolerance = comparison.tolerances[name]
@@ -68,7 +126,7 @@ def measurement(
 
 
 def verdict(found: StageMeasurement, model: Model, policy: StagePolicy) -> str | None:
-    """`APPROVED`, or why the stage must not serve; None if the measurement does not answer that under this policy.
+    """Return `APPROVED`, or why the stage must not serve. Returns None if the measurement leaves that open under this policy.
 
     The caller has checked versions and threads (`holds`).
     """
@@ -90,10 +148,10 @@ def verdict(found: StageMeasurement, model: Model, policy: StagePolicy) -> str |
 
 
 def _within(found: StageMeasurement, name: str, allowed: Mapping[str, Tolerance]) -> str | None:
-    """The verdict on one output."""
+    """Return the verdict on one output."""
     output = found.outputs.get(name)
     if output is None:
-        return None  # another output differed before this one was looked at
+        return None  # another output differed before this one was compared
     now = allowed.get(output.type, Tolerance())
     if not output.within:
         return found.detail if now.absolute <= output.absolute and now.relative <= output.relative else None
@@ -107,11 +165,11 @@ def _within(found: StageMeasurement, name: str, allowed: Mapping[str, Tolerance]
 
 
 def holds(found: StageMeasurement, version: str, base_version: str | None, threads: int) -> bool:
-    """Whether nothing has changed that the measurement depends on; the cache itself forgets those that are too old."""
+    """Return whether the versions and the threads are those of the measurement. The cache itself forgets old measurements."""
     return (found.version, found.base_version, found.threads) == (version, base_version, threads)
 
 
 def judged(found: list[StageMeasurement], model: Model, policy: StagePolicy) -> str | None:
-    """The verdict of several measurements of one stage: a refusal outweighs an approval, and what leaves it open says nothing."""
+    """Return the verdict of several measurements of one stage. A refusal outweighs an approval. Returns None if all leave it open."""
     verdicts = [answer for one in found if (answer := verdict(one, model, policy)) is not None]
     return next((answer for answer in verdicts if answer != APPROVED), verdicts[0] if verdicts else None)

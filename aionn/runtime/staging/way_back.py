@@ -1,13 +1,13 @@
 """The way back from a better stage that serves and fails: the stage before takes its place again.
 
-A failure is a death of the stage's driver, or an execution that it answers with an error. `FAILURES` of them within `WITHIN_S` end the
-stage's service. There are two ways to the stage before:
+A failure is a death of the stage's driver, or an execution that the driver answers with an error. `FAILURES` of them within `WITHIN_S`
+end the stage's service. There are two ways to the stage before:
 
-    the driver died      the next use would prepare the model anew; it prepares the stage before instead (`devices_for`)
+    the driver died      the next use prepares the stage before, in place of preparing the bad stage anew (`devices_for`)
     the driver answers   the stage before is prepared, then swapped in like a better one: streams go on, device memories move along
 
-Inputs that the stage before cannot run either are the app's own fault. It is tried on those that failed before it is swapped in.
-The caller of each failed execution has its error. Nothing here runs an execution again.
+The stage before is first tried on the inputs that failed. If it cannot run them either, the inputs are at fault, and the better stage
+goes on serving. The caller of each failed execution gets its error. Nothing here runs an execution of the app's again.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ FAILURES = 3
 WITHIN_S = 60.0
 
 _SWAP_TRIES = 20
-"""The stage that serves fails: more patience than for a better one."""
+"""How often the swap is tried. A stage that fails is worth more tries than a better stage."""
 
 
 class WayBack:
-    """Counts the failures of the stage that serves, and brings back the stage before."""
+    """Counts the failures of the stage that serves, and swaps the stage before in again."""
 
     def __init__(
         self,
@@ -50,7 +50,15 @@ class WayBack:
         run_timeout_s: float,
         gone_back: Callable[[Serving, Serving, str], None],
     ) -> None:
-        """`before`: the usable stages before one, the best first. `gone_back`: told when another stage serves in place of a bad one."""
+        """Watch over the stages of one compilation.
+
+        Args:
+            before: returns the usable stages before one, the best first.
+            prepare: prepares the model for a stage.
+            run: runs inputs on one prepared model.
+            run_timeout_s: how long a run on inputs that failed may take.
+            gone_back: called with the bad stage, the stage that serves in its place, and the reason.
+        """
         self._compiled = compiled
         self._before = before
         self._prepare = prepare
@@ -75,26 +83,26 @@ class WayBack:
         self._failures.append((now_ns, _copies(inputs)))
         trace.count("stage.failed", stage=serving.stage, reason=str(error))
         if len(self._failures) == FAILURES and now_ns - self._failures[0][0] <= WITHIN_S * 1e9:
-            self._bad[serving.stage] = f"it failed {FAILURES} times within {WITHIN_S:g} s while it served, the last time so: {error}"
+            self._bad[serving.stage] = f"it failed {FAILURES} times within {WITHIN_S:g} s while it served, at last with the error: {error}"
             self._errors.set()
 
     def devices_for(self, dead: Serving) -> list[str]:
-        """The devices that may serve after the driver of that stage has died, the best first."""
+        """Return the devices that may serve after the driver of that stage has died, the best first."""
         return [*(self._before(dead.stage) if dead.stage in self._bad else ()), dead.device]
 
     def _replaced(self, dead: Serving, serving: Serving) -> None:
-        """The next use after a driver's death has prepared `serving`."""
+        """Note that the next use after a driver's death has prepared `serving`."""
         if serving.stage != dead.stage:
             self._gone_back(dead, serving, self._bad.pop(dead.stage, "its driver has died"))
 
     async def watch(self) -> None:
-        """Swap the stage before in whenever one that answers is bad."""
+        """Swap the stage before in whenever a stage whose driver lives is bad."""
         while True:
             await self._errors.wait()
             self._errors = anyio.Event()
             bad = self._compiled.serving
             if bad is None or not bad.alive or bad.stage not in self._bad:
-                continue  # its next use prepares the stage before
+                continue  # the next use prepares the stage before
             failing = [inputs for _, inputs in self._failures if inputs is not None]
             self._failures.clear()
             try:
@@ -114,7 +122,7 @@ class WayBack:
                 return
             for attempt in range(_SWAP_TRIES):
                 if self._compiled.serving is not bad:
-                    return  # its driver has died meanwhile
+                    return  # the driver has died meanwhile
                 try:
                     await self._compiled.swap(base)
                     break
@@ -137,7 +145,7 @@ class WayBack:
 
 
 def _copies(inputs: Mapping[str, Any] | None) -> Inputs | None:
-    """The inputs, to be run again later; None if some of them are memory of the app's or of a driver's."""
+    """Return copies of the inputs, to run them later. Returns None if some of them are memory of the app or of a driver."""
     try:
         copies = None if inputs is None else {name: np.array(inputs[name]) for name in inputs}
     except AionnError:

@@ -1,0 +1,130 @@
+"""`Making`: makes one stage. It is compiled in the background, loaded, compared with the stage that serves, and swapped in."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from aionn.errors import AionnError, StageRejected
+from aionn.runtime.preparing import background
+from aionn.runtime.serving.members import NotNowError
+from aionn.runtime.serving.serving import Serving
+from aionn.runtime.staging import verdicts
+from aionn.runtime.staging.comparing import COMPARE_S, RUNS, TOLERANCES, Comparison, Rules, compare
+from aionn.runtime.staging.measuring import Inputs
+from aionn.runtime.staging.samples import Samples, made_up_inputs
+from aionn.runtime.staging.stage import Stage, StagePolicy, enter_state
+from aionn.runtime.staging.target import Target
+from aionn.runtime.staging.verdicts import Verdicts
+
+SWAP_TRIES = 5
+"""A swap that comes at a wrong moment is tried again in another gap, up to so many times."""
+
+
+class Making:
+    """Makes stages of one compilation.
+
+    Invariant
+        Nothing that a stage needs before its swap (worker, model, connections) is left when the stage is rejected.
+    """
+
+    def __init__(
+        self, target: Target, policy: StagePolicy, samples: Samples, known: Verdicts, serves: Callable[[Stage, Serving | None], None]
+    ) -> None:
+        """Make stages on `target`. `serves` is called with a stage that was swapped in, and with what served before."""
+        self._target = target
+        self._policy = policy
+        self._samples = samples
+        self._known = known
+        self._serves = serves
+
+    async def make(self, stage: Stage) -> None:
+        """Make a stage and swap it in.
+
+        Raises:
+            StageRejected: the comparison refused the stage, now or earlier.
+            AionnError: the stage cannot be made.
+        """
+        target, policy = self._target, self._policy
+        if (reason := await self._known.known(stage.name, policy)) not in (None, verdicts.APPROVED):
+            raise StageRejected(stage.name, f"as an earlier comparison found: {reason}")
+        enter_state(stage, "compiling")
+        made = await background.make(
+            target.devices,
+            stage.name,
+            target.model,
+            target.options,
+            target.cache,
+            threads=policy.threads,
+            timeout_s=policy.timeout_s,
+            phase=lambda state: enter_state(stage, "loading" if state == "loading" else "compiling"),
+        )
+        stage.made_by = made.by
+        made.prepared.remember(target.model)
+        better = Serving(made.prepared, target.model, target.compiled.use, stage.name)
+        swapped = False
+        try:
+            enter_state(stage, "comparing")
+            stage.comparison, base = await self._compare(better)
+            if stage.comparison.refused:
+                await self._known.remember(stage.comparison, better, base)
+                raise StageRejected(stage.name, stage.comparison.refused)
+            before = target.compiled.serving
+            await self._swap(better)
+            swapped = True
+        finally:
+            if not swapped:
+                made.prepared.release()
+        try:
+            # First, so that an app which ends as soon as the stage serves finds it at its next start.
+            await self._known.remember(stage.comparison, better, base)
+        finally:
+            self._serves(stage, before)
+
+    async def _compare(self, better: Serving) -> tuple[Comparison, Serving]:
+        """Compare a stage with the one that serves. Returns the comparison and the stage that served."""
+        policy, compiled = self._policy, self._target.compiled
+        tolerances = {**TOLERANCES, **policy.tolerances}
+        rules = Rules(policy.min_gain, tolerances, policy.run_timeout_s, policy.hold, RUNS, COMPARE_S)
+        while True:
+            before = compiled.serving
+            if before is None or not before.alive:
+                # Nothing serves now. If the app still uses the model, its next execution prepares the model anew.
+                await compiled.use.wait_for(compiled.use.executions + 1)
+                continue
+            samples, made_up = await self._inputs(before)
+            try:
+                found = await compare(self._target.run, compiled, before, better, samples, rules, made_up=made_up)
+            except AionnError:
+                if before.alive and before is compiled.serving:
+                    raise
+                continue
+            return found, before
+
+    async def _inputs(self, before: Serving) -> tuple[Sequence[Inputs], bool]:
+        """Return recent inputs, or made-up ones while nothing has been executed, and whether they are made up."""
+        samples = self._samples
+        if not samples.kept and not before.use.executions:
+            for inputs in made_up_inputs(self._target.model):
+                try:
+                    await self._target.run(before, inputs, time.monotonic_ns() + int(self._policy.run_timeout_s * 1e9))
+                except AionnError:
+                    continue
+                return [inputs], True
+        if not samples.kept:
+            await samples.arrived.wait()
+        return list(samples.kept), False
+
+    async def _swap(self, better: Serving) -> None:
+        for attempt in range(SWAP_TRIES):
+            if self._policy.state == "wait_for_reset":
+                await self._target.compiled.wait_for_new_state()
+            try:
+                return await self._target.compiled.swap(better, may_swap=self._may_swap)
+            except NotNowError as not_now:
+                if attempt == SWAP_TRIES - 1:
+                    raise StageRejected(better.stage, f"{not_now}, at each of {SWAP_TRIES} attempts") from not_now
+        raise AssertionError("the last attempt returns or raises")
+
+    def _may_swap(self) -> bool:
+        return self._policy.state == "move" or self._target.compiled.state_is_new
