@@ -90,7 +90,7 @@ def _why_none(
         return failures[0]
     if not shortfalls:
         why = "; ".join(map(str, unavailable)) or "no package offers an engine (entry points of the group aionn.engines)"
-        return DeviceUnavailableError("", f"no device is there that could run a model: {why}")
+        return DeviceUnavailableError("", f"no installed device can run a model: {why}")
     first = shortfalls[0]
     each = "; ".join(map(str, shortfalls))
     return CompilationError(f"no device can run every node of the model: {each}", node=first.node, reason=first.reason)

@@ -111,6 +111,7 @@ class _Pairs:
         return max(-1.0, statistics.median(self.gains))
 
     def add(self, before: Timed, after: Timed) -> None:
+        """Count a pair of runs."""
         self.gains.append(-math.inf if after.late else 1 - after.seconds / before.seconds if before.seconds else 0.0)
         won = not after.late and after.seconds <= (1 - self.gain) * before.seconds
         self.wins += won
@@ -121,14 +122,17 @@ class _Pairs:
 
     @property
     def count(self) -> int:
+        """The number of pairs that counted."""
         return len(self.after_s)
 
     @property
     def won(self) -> bool:
+        """Whether the new stage was faster in more than half of the pairs, whatever the missing pairs would show."""
         return 2 * self.wins > self.wanted
 
     @property
     def lost(self) -> bool:
+        """Whether the new stage cannot win any more."""
         return 2 * (self.count - self.wins) >= self.wanted
 
 

@@ -1,4 +1,4 @@
-"""`Making`: makes one stage. It is compiled in the background, loaded, compared with the stage that serves, and swapped in."""
+"""`StageMaker`: makes one stage. A stage is compiled in the background, loaded, compared with the stage that serves, and swapped in."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SWAP_TRIES = 5
 """A swap that comes at a wrong moment is tried again in another gap, up to so many times."""
 
 
-class Making:
+class StageMaker:
     """Makes stages of one compilation.
 
     Invariant

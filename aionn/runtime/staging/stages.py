@@ -29,7 +29,7 @@ from aionn.remote.device import RemotePreparedModel
 from aionn.runtime.preparing.preparation import prepare
 from aionn.runtime.serving.serving import Serving
 from aionn.runtime.staging.frequency import until_frequent
-from aionn.runtime.staging.making import Making
+from aionn.runtime.staging.making import StageMaker
 from aionn.runtime.staging.samples import samples_of
 from aionn.runtime.staging.stage import Stage, StagePolicy, enter_state, settled
 from aionn.runtime.staging.target import Target
@@ -65,7 +65,7 @@ class Staging:
         self._target = target
         self._samples = samples_of(target.model)
         self._verdicts = Verdicts(target)
-        self._making = Making(target, policy, self._samples, self._verdicts, self._serves)
+        self._maker = StageMaker(target, policy, self._samples, self._verdicts, self._serves)
         self._wanted = anyio.Event()
         self._ended_by = "the compilation was closed"
         self._scope = anyio.CancelScope()
@@ -133,7 +133,7 @@ class Staging:
                     if stage.state == "waiting":
                         with self._judged(stage):
                             await self._use_warrants_it()
-                            await self._making.make(stage)
+                            await self._maker.make(stage)
         finally:
             self._target.compiled.sampling = None
 
