@@ -142,7 +142,7 @@ class CompilationParts:
 def _trial_runs(executor: Executor) -> Run:
     """Return what runs inputs on one prepared model, beside what serves."""
 
-    async def run(serving: Serving, inputs: Inputs, deadline_ns: int) -> Outputs:
+    async def run(serving: Serving, inputs: Inputs, deadline_ns: int | None) -> Outputs:
         return await Attempt(executor, fixed_route(serving), Call(inputs, {}, False, deadline_ns, inputs)).run()
 
     return run

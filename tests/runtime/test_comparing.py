@@ -62,7 +62,7 @@ class Held:
         self.closed: list[bool] = []
         self.meter = Meter(self._run, self.compiled, self.stream, run_timeout_s=5, hold=hold)
 
-    async def _run(self, serving: Serving, inputs: Inputs, deadline_ns: int) -> Mapping[str, Any]:
+    async def _run(self, serving: Serving, inputs: Inputs, deadline_ns: int | None) -> Mapping[str, Any]:
         self.closed.append(self.compiled.gate.closed)
         return {}
 
@@ -99,7 +99,7 @@ async def test_a_hold_ends_in_time_though_the_run_does_not() -> None:
         held = Held(tasks)
         go_on = anyio.Event()
 
-        async def run(serving: Serving, inputs: Inputs, deadline_ns: int) -> Mapping[str, Any]:
+        async def run(serving: Serving, inputs: Inputs, deadline_ns: int | None) -> Mapping[str, Any]:
             await go_on.wait()
             return {}
 
@@ -127,7 +127,7 @@ async def test_a_hold_whose_run_fails_or_is_cancelled_opens_the_gate() -> None:
     async with anyio.create_task_group() as tasks:
         held = Held(tasks)
 
-        async def fails(serving: Serving, inputs: Inputs, deadline_ns: int) -> Mapping[str, Any]:
+        async def fails(serving: Serving, inputs: Inputs, deadline_ns: int | None) -> Mapping[str, Any]:
             raise aionn.DriverHungError("best", 1.0)
 
         held.meter._run = fails
@@ -135,7 +135,7 @@ async def test_a_hold_whose_run_fails_or_is_cancelled_opens_the_gate() -> None:
             await held.meter._held(held.better, FRAME, 1.0)
         assert not held.compiled.gate.shut
 
-        async def hangs(serving: Serving, inputs: Inputs, deadline_ns: int) -> Mapping[str, Any]:
+        async def hangs(serving: Serving, inputs: Inputs, deadline_ns: int | None) -> Mapping[str, Any]:
             running.set()
             await anyio.sleep_forever()
             raise AssertionError

@@ -113,6 +113,16 @@ async def test_a_run_that_takes_longer_than_the_policy_allows_is_not_timed_but_g
             assert reason in await rejected(compilation, best)
 
 
+@pytest.mark.anyio
+async def test_a_run_without_a_bound_is_compared_like_any_other(quick: FakeDevice, best: FakeDevice) -> None:
+    async with leak_check(), aionn.Runtime() as runtime:
+        runtime.stage_policy = dataclasses.replace(runtime.stage_policy, min_gain=None, run_timeout_s=float("inf"))
+        compilation = await staged(runtime, MODEL, quick, best)
+        await compilation.compute(frame(1))
+        await compilation.wait_for_stage(best.name, timeout_s=60)
+        assert compilation.stages[1].comparison is not None
+
+
 def test_samples_stay_within_their_number_and_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(samples, "SAMPLE_EVERY_S", 0.0)
 

@@ -14,7 +14,6 @@ hold it. When it is collected, the driver frees the model.
 from __future__ import annotations
 
 import dataclasses
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -42,7 +41,7 @@ from aionn.runtime.preparing.preparation import prepare
 from aionn.runtime.serving.compiled_model import CompiledModel
 from aionn.runtime.serving.serving import Serving
 from aionn.runtime.session import Session
-from aionn.tasks import call_soon_from_anywhere
+from aionn.tasks import call_soon_from_anywhere, seconds_until
 
 _FALL_BACK_ON = (CompilationError, DeviceUnavailableError, DriverDiedError, DriverHungError, MemoryAllocationError)
 """Errors of a better device after which the next one is tried."""
@@ -116,8 +115,7 @@ class Renewal:
         if preparing is None:
             preparing = self._preparing = _Preparing()
             self.session.tasks.start_soon(self._prepare, preparing, name="preparing")
-        seconds = None if deadline_ns is None else max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)
-        with anyio.move_on_after(seconds):
+        with anyio.move_on_after(seconds_until(deadline_ns)):
             await preparing.over.wait()
         if preparing.serving is not None:
             self.check_usable()

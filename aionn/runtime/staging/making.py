@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 
 from aionn.errors import AionnError, StageRejected
@@ -16,6 +15,7 @@ from aionn.runtime.staging.samples import Samples, made_up_inputs
 from aionn.runtime.staging.stage import Stage, StagePolicy, enter_state
 from aionn.runtime.staging.target import Target
 from aionn.runtime.staging.verdicts import Verdicts
+from aionn.tasks import deadline_of
 
 SWAP_TRIES = 5
 """A swap that comes at a wrong moment is tried again in another gap, up to so many times."""
@@ -107,7 +107,7 @@ class StageMaker:
         if not samples.kept and not before.use.executions:
             for inputs in made_up_inputs(self._target.model):
                 try:
-                    await self._target.run(before, inputs, time.monotonic_ns() + int(self._policy.run_timeout_s * 1e9))
+                    await self._target.run(before, inputs, deadline_of(self._policy.run_timeout_s))
                 except AionnError:
                     continue
                 return [inputs], True

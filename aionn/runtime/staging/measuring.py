@@ -43,10 +43,10 @@ from aionn import trace
 from aionn.errors import DeadlineError
 from aionn.runtime.serving.compiled_model import CompiledModel
 from aionn.runtime.serving.serving import Serving
-from aionn.tasks import ungrouped
+from aionn.tasks import deadline_of, ungrouped
 
 Inputs = Mapping[str, NDArray[Any]]
-Run = Callable[[Serving, Inputs, int], Awaitable[Mapping[str, NDArray[Any]]]]
+Run = Callable[[Serving, Inputs, int | None], Awaitable[Mapping[str, NDArray[Any]]]]
 """Runs inputs on one prepared model until a deadline (CLOCK_MONOTONIC, ns)."""
 
 _GAP_S = 0.2
@@ -167,7 +167,7 @@ class Meter:
 
     async def _once(self, serving: Serving, inputs: Inputs) -> tuple[Mapping[str, NDArray[Any]], float]:
         began_ns = time.monotonic_ns()
-        outputs = await self._run(serving, inputs, began_ns + int(self._run_timeout_s * 1e9))
+        outputs = await self._run(serving, inputs, deadline_of(self._run_timeout_s))
         took_s = (time.monotonic_ns() - began_ns) / 1e9
         if took_s > self._run_timeout_s:
             raise DeadlineError(f"a run took {took_s:.3f} s, longer than {self._run_timeout_s} s")

@@ -1,17 +1,18 @@
-"""An app's own new model version takes over a compilation: the same way as a better stage, but without comparing outputs.
+"""An app's new version of a model takes over a compilation, in the same way as a better stage but without comparing outputs.
 
-What it must have in common with the model before is its border: the same inputs and outputs by name, order, element type and
-dimensions, for frames are laid out and arguments checked by them. Symbols of open dimensions may have other names, as long as
-equal ones are equal in the same places.
+The new model must have the same inputs and outputs as the model before, by name, order, element type and dimensions. Frames are laid out
+by them, and arguments are checked by them. Symbols of open dimensions may have other names, as long as equal symbols stand in the
+same places.
 
-The new model is tried before anything depends on it, on inputs that the app has sent: those that come while it is compiled, else those
-of the last execution, which still stand in its frame. Only a compilation that has executed nothing gives made-up ones.
+The new model is tried before anything depends on it, on inputs that the app has sent. These are the inputs that come while the new
+model is compiled. If none come, they are the inputs of the last execution, which are still in its frame. Made-up inputs are used only
+for a compilation that has executed nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import time
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,9 +30,10 @@ from aionn.runtime.staging.measuring import Inputs, Run
 from aionn.runtime.staging.samples import Samples, made_up_inputs, samples_of
 from aionn.runtime.staging.stage import Stage, StagePolicy
 from aionn.runtime.staging.stages import Staging, stages_after
+from aionn.tasks import deadline_of
 
 _TRIES = 5
-_FOREVER_S = 10 * 365 * 86400.0
+"""How often a swap is tried that comes at a wrong moment."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +41,12 @@ class NewModel:
     """What an app's new version of a compilation's model needs to take over.
 
     Attributes:
-        renewal: what keeps the model before prepared.
-        staging, begin_stages: what makes better stages, if anything does; and starts that anew.
+        renewal: keeps the model before prepared.
+        staging: makes better stages, or None.
+        begin_stages: starts a new staging.
         run: runs inputs on one prepared model.
-        last_inputs: of the last execution on each burst, and without one.
-        static: whether the model's shapes are all known.
+        last_inputs: returns the inputs of the last execution on each burst, and of the last one without a burst.
+        static: whether all shapes of the model are known.
     """
 
     renewal: Renewal
@@ -60,14 +63,14 @@ async def swap_model(target: NewModel, model: Model, timeout_s: float | None) ->
     if not isinstance(model, Model):
         raise CallerError(f"swap takes an aionn.Model, not {type(model).__name__}; read one with aionn.Model.from_onnx(path)")
     if timeout_s is not None and timeout_s <= 0:
-        raise CallerError(f"timeout_s={timeout_s}: a timeout is more than 0 seconds, or None for none")
+        raise CallerError(f"timeout_s={timeout_s}: give more than 0 seconds, or None for no timeout")
     _check_border(renewal.model, model)
     serving = await renewal.live()
     policy = StagePolicy() if staging is None else staging.policy
     cache = renewal.cache
     if cache is not None:
         cache = CacheChoice(cache.store, model.token)
-    last = target.last_inputs()  # before the compile: then bursts take the long way, and others may use the frames
+    last = target.last_inputs()  # before the compile, during which later executions may use the frames
     with _sampled(compiled, renewal.model) as samples:
         made = await background.make(
             renewal.session.devices,
@@ -76,7 +79,7 @@ async def swap_model(target: NewModel, model: Model, timeout_s: float | None) ->
             dataclasses.replace(renewal.options, deadline_ns=None),
             cache,
             threads=policy.threads,
-            timeout_s=_FOREVER_S if timeout_s is None else timeout_s,
+            timeout_s=math.inf if timeout_s is None else timeout_s,
             phase=lambda _: None,
         )
         made.prepared.remember(model)
@@ -104,7 +107,7 @@ async def swap_model(target: NewModel, model: Model, timeout_s: float | None) ->
 
 @contextmanager
 def _sampled(compiled: CompiledModel, model: Model) -> Iterator[Samples]:
-    """Keep inputs of executions for the body; those that stages keep, if they do."""
+    """Keep inputs of executions for the body. If stages keep inputs already, these are used."""
     samples = compiled.sampling
     if isinstance(samples, Samples):
         yield samples
@@ -119,7 +122,13 @@ def _sampled(compiled: CompiledModel, model: Model) -> Iterator[Samples]:
 
 
 async def _try(target: NewModel, better: Serving, recent: Sequence[Inputs], policy: StagePolicy) -> None:
-    """Run it on inputs of the app's, before anything depends on it. What the model before cannot run either decides nothing."""
+    """Run the new model on inputs of the app, before anything depends on it.
+
+    Inputs that the model before cannot run either decide nothing.
+
+    Raises:
+        CompilationError: the new model cannot run.
+    """
     tried = False
     for inputs in recent:
         failed = await _failure(target.run, better, inputs, policy)
@@ -141,9 +150,9 @@ async def _try(target: NewModel, better: Serving, recent: Sequence[Inputs], poli
 
 
 async def _failure(run: Run, serving: Serving, inputs: Inputs, policy: StagePolicy) -> AionnError | None:
-    deadline_ns = time.monotonic_ns() + int(policy.run_timeout_s * 1e9)
+    """Run inputs on a prepared model. Returns the error of a run that failed, or None."""
     try:
-        await run(serving, inputs, deadline_ns)
+        await run(serving, inputs, deadline_of(policy.run_timeout_s))
     except DeadlineError:
         raise
     except AionnError as error:
@@ -153,18 +162,18 @@ async def _failure(run: Run, serving: Serving, inputs: Inputs, policy: StagePoli
 
 
 def _check_border(old: Model, new: Model) -> None:
-    """Raise unless they fit the same frames."""
+    """Raise a `CallerError` unless both models fit the same frames."""
     for what, ours, theirs in (("inputs", old.inputs, new.inputs), ("outputs", old.outputs, new.outputs)):
         have = [(name, operand.type.value, operand.dimensions) for name, operand in ours.items()]
         got = [(name, operand.type.value, operand.dimensions) for name, operand in theirs.items()]
         if have != got:
-            raise CallerError(f"the new model's {what} are {got}, this compilation's {have}; compile it on its own instead")
+            raise CallerError(f"the new model's {what} are {got}, but this compilation's are {have}; compile the new model by itself")
     if _symbols(old) != _symbols(new):
-        raise CallerError("the new model ties its open dimensions together in another way; compile it on its own instead")
+        raise CallerError("the new model's open dimensions are equal in other places than this compilation's; compile it by itself")
 
 
 def _symbols(model: Model) -> list[list[int | None]]:
-    """Open dimensions numbered by symbol, in the order in which symbols appear."""
+    """Return the open dimensions, numbered by symbol in the order in which the symbols appear."""
     numbers: dict[Any, int] = {}
     return [
         [None if symbol is None else numbers.setdefault(symbol, len(numbers)) for symbol in operand.symbols]

@@ -28,6 +28,7 @@ from aionn.runtime.serving.compiled_model import CompiledModel
 from aionn.runtime.serving.members import NotNowError
 from aionn.runtime.serving.serving import Serving
 from aionn.runtime.staging.measuring import Inputs, Run
+from aionn.tasks import deadline_of
 
 logger = logging.getLogger("aionn.runtime")
 
@@ -137,7 +138,7 @@ class WayBack:
     async def _runs_any(self, base: Serving, failing: Sequence[Inputs]) -> bool:
         for inputs in failing:
             try:
-                await self._run(base, inputs, time.monotonic_ns() + int(self._run_timeout_s * 1e9))
+                await self._run(base, inputs, deadline_of(self._run_timeout_s))
                 return True
             except AionnError:
                 base.check_alive()
