@@ -18,7 +18,7 @@ Invariants
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import anyio
@@ -226,12 +226,12 @@ def stages_after(staging: Staging, serving: Serving | None) -> list[Stage]:
     return stages
 
 
-async def _first(*acts: Callable[[], object]) -> None:
+async def _first(*acts: Callable[[], Awaitable[None]]) -> None:
     """Run until one of the functions returns. The others are cancelled."""
     async with anyio.create_task_group() as tasks:
 
-        async def run(act: Callable[[], object]) -> None:
-            await act()  # type: ignore[misc]
+        async def run(act: Callable[[], Awaitable[None]]) -> None:
+            await act()
             tasks.cancel_scope.cancel()
 
         for act in acts:
