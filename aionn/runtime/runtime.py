@@ -8,7 +8,6 @@ the runtimes that were left open in it. A child of `os.fork` can close a runtime
 from __future__ import annotations
 
 import os
-import time
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -35,7 +34,7 @@ from aionn.runtime.session import Session
 from aionn.runtime.staging.first import prepare_first
 from aionn.runtime.staging.stage import StagePolicy
 from aionn.runtime.staging.swapping import swap_model
-from aionn.tasks import OwnedTasks, bounded_shield, deadline_of, ending_by, is_ours, running_loop
+from aionn.tasks import OwnedTasks, bounded_shield, deadline_of, ending_by, is_ours, running_loop, seconds_until
 
 CLOSE_STORES_S = 5.0
 """A cache directory on a disk that hangs must not hold up the app's end."""
@@ -280,9 +279,7 @@ def run(main: Callable[..., Awaitable[T]], *args: object) -> T:
 
 
 async def _within(timeout_s: float | None, deadline_ns: int | None, work: Awaitable[T]) -> T:
-    if deadline_ns is None:
-        return await work
-    with anyio.move_on_after((deadline_ns - time.monotonic_ns()) / 1e9):
+    with anyio.move_on_after(seconds_until(deadline_ns)):
         return await work
     raise DeadlineError(f"the model was not prepared within {timeout_s} s; the compile has been cancelled")
 

@@ -12,7 +12,6 @@ Invariant
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
@@ -26,6 +25,7 @@ from aionn.hal.types import IMemory
 from aionn.memory.pool import MAX_FRAMES, Frame, FramePool, FramesInFlightError
 from aionn.memory.region import Region
 from aionn.runtime.executing.arguments import FrameLayout
+from aionn.tasks import seconds_until
 
 
 class Frames:
@@ -78,8 +78,8 @@ class Frames:
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[Frame] = loop.create_future()
         timer = None
-        if deadline_ns is not None:
-            timer = loop.call_later(max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9), _fail_late, waiter)
+        if (left_s := seconds_until(deadline_ns)) is not None:
+            timer = loop.call_later(left_s, _fail_late, waiter)
         self._waiting.setdefault(pool, deque()).append(waiter)
         pool.tell_returns(partial(self._serve, pool))
         try:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 
 import anyio
 
 from aionn.errors import DeadlineError
+from aionn.tasks import seconds_until
 
 
 class Gate:
@@ -53,14 +53,13 @@ class Gate:
         Raises:
             DeadlineError: it did not by the deadline.
         """
-        seconds = None if deadline_ns is None else max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)
         turn = _Turn()
         self._turns.append(turn)
         self._came.set()
         if not self.closed:
             self._next()
         try:
-            with anyio.move_on_after(seconds):
+            with anyio.move_on_after(seconds_until(deadline_ns)):
                 await turn.come.wait()
                 while self.closed:  # again, before this turn was taken
                     turn.come = anyio.Event()
