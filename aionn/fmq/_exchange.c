@@ -290,8 +290,6 @@ static PyObject *listener_answer(PyObject *object, PyObject *body)
     return PyLong_FromLongLong(written ? now_ns : 0);
 }
 
-#define FAST(function) (PyCFunction)(void (*)(void))function, METH_FASTCALL, NULL
-
 static PyMethodDef caller_methods[] = { /* documented in _ring.pyi */
     {"remember", FAST(exchange_remember)},
     {"forget", exchange_forget, METH_NOARGS, NULL},
@@ -327,19 +325,7 @@ static PyMemberDef members[] = {
     }
 static PyType_Slot caller_slots[] = SLOTS(caller_methods);
 static PyType_Slot listener_slots[] = SLOTS(listener_methods);
-static PyType_Spec specs[] = {
-    {.name = "aionn.fmq._ring.Caller", .basicsize = sizeof(ExchangeObject), .flags = Py_TPFLAGS_DEFAULT, .slots = caller_slots},
-    {.name = "aionn.fmq._ring.Listener", .basicsize = sizeof(ExchangeObject), .flags = Py_TPFLAGS_DEFAULT, .slots = listener_slots},
-};
-
-int exchange_add_types(PyObject *module)
-{
-    for (int i = 0; i < 2; i++) {
-        PyObject *type = PyType_FromModuleAndSpec(module, &specs[i], NULL);
-        int failed = !type || PyModule_AddObjectRef(module, i ? "Listener" : "Caller", type) < 0;
-        Py_XDECREF(type);
-        if (failed)
-            return -1;
-    }
-    return 0;
-}
+PyType_Spec caller_spec = {
+    .name = "aionn.fmq._ring.Caller", .basicsize = sizeof(ExchangeObject), .flags = Py_TPFLAGS_DEFAULT, .slots = caller_slots};
+PyType_Spec listener_spec = {
+    .name = "aionn.fmq._ring.Listener", .basicsize = sizeof(ExchangeObject), .flags = Py_TPFLAGS_DEFAULT, .slots = listener_slots};
