@@ -39,7 +39,6 @@ LONGER_MODULES: Mapping[str, str] = {
     "driver/device.py": LATER,
     "engines/onnxruntime.py": LATER,
     "fmq/message_queue.py": LATER,
-    "memory/device_buffers.py": LATER,
     "remote/control.py": LATER,
     "remote/service.py": LATER,
     "runtime/compilation.py": LATER,
@@ -68,7 +67,6 @@ LARGER_CLASSES: Mapping[str, str] = {
     "caching/store/index.py: Index": LATER,
     "driver/execution.py: BoundExecution": LATER,
     "fmq/message_queue.py: MessageQueue": LATER,
-    "memory/domain.py: DeviceBuffer": LATER,
     "memory/memory.py: Memory": LATER,
     "runtime/compilation.py: Compilation": LATER,
     "runtime/executing/device_memory.py: DeviceMemory": LATER,
@@ -78,7 +76,6 @@ LARGER_CLASSES: Mapping[str, str] = {
     "runtime/streaming/burst.py: Burst": LATER,
 }
 PRIVATE_READS: Mapping[str, str] = {
-    "memory/device_buffers.py": LATER,
     "runtime/compilation.py": LATER,
     "runtime/executing/device_memory.py": LATER,
     "runtime/executing/moving.py": LATER,

@@ -7,8 +7,10 @@
     hardware_buffer  `HardwareBuffer`: images, their planes and strides, as tensors
     pool             slots of a burst
     requests         whether a request may touch the bytes it names; pure
-    domain           roles, dimensions and state of a buffer that lives in a driver; pure
-    device_buffers   the registry of such buffers, and their use by requests; pure
+    domain           for which uses a buffer may live in a driver, and its dimensions; pure
+    device_buffer    one such buffer: its memory, its state and copies of it; pure
+    buffer_use       the device buffers that one request holds; pure
+    device_buffers   the registry of device buffers, and the requests that name them; pure
 
 Design
     One mapping per memory, shared by all slices of it and released with the last user. Nothing has a name in
@@ -21,8 +23,10 @@ Design
     is mapped. What cannot be mapped after that is a `MappingError` (GENERAL_FAILURE).
 """
 
-from aionn.memory.device_buffers import BufferRequest, BufferUse, DeviceBuffers
-from aionn.memory.domain import DeviceBuffer, ModelInfo, Role, combine_dimensions
+from aionn.memory.buffer_use import BufferUse
+from aionn.memory.device_buffer import DeviceBuffer
+from aionn.memory.device_buffers import BufferRequest, DeviceBuffers
+from aionn.memory.domain import ModelInfo, Role, combine_dimensions
 from aionn.memory.hardware_buffer import HardwareBuffer, PlaneLayout
 from aionn.memory.memory import Memory
 from aionn.memory.region import Access, MappingError, Region, attach_all, reserve
