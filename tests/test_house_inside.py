@@ -67,7 +67,6 @@ LARGER_CLASSES: Mapping[str, str] = {
     "caching/store/index.py: Index": LATER,
     "driver/execution.py: BoundExecution": LATER,
     "fmq/message_queue.py: MessageQueue": LATER,
-    "memory/memory.py: Memory": LATER,
     "runtime/compilation.py: Compilation": LATER,
     "runtime/executing/device_memory.py: DeviceMemory": LATER,
     "runtime/processes/devices.py: DriverProcess": LATER,

@@ -11,7 +11,7 @@ the memory rules of IPreparedModel::execute.
 
 Invariants
     A token is never given out twice, and a prepared model is known by an id that is never used twice. So a stale token
-    or a closed model cannot mean a living one. (The reference reuses tokens, and keys roles by pointer.)
+    or a closed model cannot mean a living one. The reference reuses tokens, and keys roles by pointer.
     The buffers of a request are held all or none, so two requests that want the same two cannot each get one.
     A `BufferRequest` names buffers by their tokens. The use it keeps ready (`_ready`) holds them and their memory. A buffer
     that is freed, or gets other memory, makes the request drop that use. So a freed buffer's bytes go while requests still

@@ -135,12 +135,12 @@ def combine_roles(
 
 def _checked_role(direction: Direction, asked: BufferRole, models: Sequence[ModelInfo]) -> tuple[Role, Operand]:
     if not 0 <= asked.model_index < len(models):
-        raise CallerError(f"a {direction} role names model {asked.model_index}; the {len(models)} models are numbered from 0")
+        raise CallerError(f"a {direction} role names model {asked.model_index} of {len(models)}; models are numbered from 0")
     model = models[asked.model_index]
     operands = model.inputs if direction == "input" else model.outputs
     if not 0 <= asked.io_index < len(operands):
         raise CallerError(
-            f"a role names {direction} {asked.io_index} of model {asked.model_index}; its {len(operands)} {direction}s are numbered from 0"
+            f"a role names {direction} {asked.io_index} of model {asked.model_index}, which has {len(operands)}; they are numbered from 0"
         )
     if not 0.0 < asked.frequency <= 1.0:  # not a NaN either
         raise CallerError(f"{direction} {asked.io_index}: frequency {asked.frequency}; give more than 0 and at most 1")
