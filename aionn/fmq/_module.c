@@ -48,7 +48,8 @@ static int add_type(PyObject *module, const char *name, PyType_Spec *spec)
 static int module_exec(PyObject *module)
 {
     if (!ring_watch_forks()) {
-        PyErr_SetString(PyExc_ImportError, "aionn.fmq cannot watch for forks, because pthread_atfork failed; free some memory and try again");
+        PyErr_SetString(PyExc_ImportError,
+                        "aionn.fmq cannot watch for forks, because pthread_atfork failed; free some memory and try again");
         return -1;
     }
     if (!join_methods()) {

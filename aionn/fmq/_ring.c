@@ -20,7 +20,7 @@ _Atomic unsigned ring_fork_generation;
 
 static void child_of_fork(void)
 {
-    /* Relaxed: the child has one thread. */
+    /* Relaxed, because the child has one thread. */
     atomic_fetch_add_explicit(&ring_fork_generation, 1, memory_order_relaxed);
 }
 
@@ -50,8 +50,8 @@ struct ring *ring_usable(RingObject *self)
     return NULL;
 }
 
-/* The ring, and `count` elements of it in bytes. The number is read first, since its __index__ may run any Python code and
- * close the queue. More than the queue holds becomes one element more than it holds: never there, never overflowing. */
+/* Return the ring, and `count` elements of it in bytes. The number is read first, since its __index__ may run any Python
+ * code and close the queue. A count beyond the capacity becomes one element more than the capacity: too many, without overflow. */
 struct ring *ring_usable_for(RingObject *self, PyObject *count, uint64_t *bytes)
 {
     long long elements = PyLong_AsLongLong(count);
@@ -103,9 +103,9 @@ int ring_init(PyObject *object, PyObject *args, PyObject *kwargs)
 {
     RingObject *self = (RingObject *)object;
     static const Py_ssize_t least[PARTS] = {8, 8, 1, 4, sizeof(struct ring_control)};
-    static const Py_ssize_t aligned[PARTS] = {8, 8, 1, 4, 8}; /* libfmq's own data offset is 16: fine for plain loads */
+    static const Py_ssize_t aligned[PARTS] = {8, 8, 1, 4, 8}; /* libfmq's data offset is 16, which is fine for plain loads */
     PyObject *parts[PARTS];
-    Py_buffer buffers[PARTS] = {{0}}; /* copied to `self` last: taking a buffer may run any Python code */
+    Py_buffer buffers[PARTS] = {{0}}; /* copied to `self` last, because taking a buffer may run any Python code */
     unsigned long long quantum;
     int synchronized, reader_fd, writer_fd;
     if (kwargs && PyDict_Size(kwargs)) {
@@ -121,16 +121,16 @@ int ring_init(PyObject *object, PyObject *args, PyObject *kwargs)
         if (PyObject_GetBuffer(parts[part], &buffers[part], PyBUF_WRITABLE) < 0)
             goto failed;
         if (buffers[part].len < least[part] || (uintptr_t)buffers[part].buf % (uintptr_t)aligned[part]) {
-            PyErr_Format(PyExc_ValueError, "part %d of a ring: too small or misaligned", part);
+            PyErr_Format(PyExc_ValueError, "part %d of a ring is too small or misaligned; pass the parts that layout.py describes", part);
             goto failed;
         }
     }
     if (!quantum || (uint64_t)buffers[DATA].len % quantum) {
-        PyErr_SetString(PyExc_ValueError, "the data part of a ring is a whole number of elements");
+        PyErr_SetString(PyExc_ValueError, "the data part of a ring must be a whole number of elements");
         goto failed;
     }
-    if (self->ring.quantum) { /* also after its release: a Caller has checked this ring once */
-        PyErr_SetString(PyExc_TypeError, "a Ring is initialised once");
+    if (self->ring.quantum) { /* also after its release, because a Caller has checked this ring once */
+        PyErr_SetString(PyExc_TypeError, "a Ring is initialised only once; make another one");
         goto failed;
     }
     memcpy(self->parts, buffers, sizeof buffers);
@@ -157,7 +157,7 @@ failed:
 void ring_dealloc(PyObject *object)
 {
     PyTypeObject *type = Py_TYPE(object);
-    release_buffers(((RingObject *)object)->parts); /* nobody is inside: a thread inside holds a reference */
+    release_buffers(((RingObject *)object)->parts); /* no thread is inside, because it would hold a reference */
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
     Py_DECREF(type);
 }
@@ -168,7 +168,7 @@ static PyObject *ring_release_parts(PyObject *object, PyObject *Py_UNUSED(none))
     if (self->open) {
         self->open = false;
         self->ring.reader_fd = self->ring.writer_fd = -1;
-        /* A child of fork has the count of its parent's threads, and none of the threads. */
+        /* A child of fork has the count of its parent's threads, but not the threads. */
         if (self->users && !ring_inherited(self))
             ring_end(&self->ring, true);
         else

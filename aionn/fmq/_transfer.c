@@ -5,7 +5,7 @@
 
 #include "ring_object.h"
 
-/* Corruption and the end are exceptions; "not that much there" is an answer. */
+/* Corruption and the end are exceptions. False or None says that less is there. */
 static PyObject *answer(RingObject *self, enum ring_status status, bool none)
 {
     if (status == RING_CORRUPT || status == RING_CLOSED)
@@ -25,7 +25,7 @@ static PyObject *ring_write(PyObject *object, PyObject *data)
     PyObject *result = NULL;
     if (PyObject_GetBuffer(data, &from, PyBUF_SIMPLE) < 0)
         return NULL;
-    struct ring *r = ring_usable(self); /* after the last call into Python: that could have closed the queue */
+    struct ring *r = ring_usable(self); /* after the last call into Python, which could have closed the queue */
     if (r) {
         uint64_t bytes = (uint64_t)from.len;
         if (bytes % r->quantum) {
@@ -109,7 +109,7 @@ static PyObject *available(PyObject *object, bool reads)
 static PyObject *ring_available_to_read(PyObject *object, PyObject *Py_UNUSED(none)) { return available(object, true); }
 static PyObject *ring_available_to_write(PyObject *object, PyObject *Py_UNUSED(none)) { return available(object, false); }
 
-/* Where the transaction lies in the data part: (offset, bytes before the wrap, bytes after it), or None. */
+/* Return where the transaction lies in the data part, as (offset, bytes before the wrap, bytes after it), or None. */
 static PyObject *begin(PyObject *object, PyObject *count, bool reads)
 {
     RingObject *self = (RingObject *)object;

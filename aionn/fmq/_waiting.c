@@ -1,4 +1,4 @@
-/* How a `Ring` sleeps, looks for a while, and wakes its peer: eventfds, the event flag word, CPU numbers. */
+/* How a `Ring` sleeps, looks for a while without sleeping, and wakes its peer. */
 #define _GNU_SOURCE
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -51,13 +51,13 @@ static PyObject *clear_event(PyObject *object, bool reads)
 static PyObject *ring_clear_reader_event(PyObject *object, PyObject *Py_UNUSED(none)) { return clear_event(object, true); }
 static PyObject *ring_clear_writer_event(PyObject *object, PyObject *Py_UNUSED(none)) { return clear_event(object, false); }
 
-/* spin_until_*(nanoseconds, count=1) */
-static PyObject *spin(PyObject *object, PyObject *const *args, Py_ssize_t given, bool reads)
+/* spin_until_readable(nanoseconds, count=1) */
+static PyObject *ring_spin_until_readable(PyObject *object, PyObject *const *args, Py_ssize_t given)
 {
     RingObject *self = (RingObject *)object;
     uint64_t bytes = 0;
     bool there;
-    long long ns = given > 0 ? PyLong_AsLongLong(args[0]) : 0; /* before the ring, as in usable_for */
+    long long ns = given > 0 ? PyLong_AsLongLong(args[0]) : 0; /* before the ring, as in ring_usable_for */
     if (ns == -1 && PyErr_Occurred())
         return NULL;
     struct ring *r = given > 1 ? ring_usable_for(self, args[1], &bytes) : ring_usable(self);
@@ -67,14 +67,11 @@ static PyObject *spin(PyObject *object, PyObject *const *args, Py_ssize_t given,
         bytes = r->quantum;
     self->users++;
     Py_BEGIN_ALLOW_THREADS
-    there = ring_spin(r, reads, bytes, ring_now_ns() + (ns < 0 ? 0 : ns > 1000000000 ? 1000000000 : ns));
+    there = ring_spin(r, bytes, ring_now_ns() + (ns < 0 ? 0 : ns > 1000000000 ? 1000000000 : ns));
     Py_END_ALLOW_THREADS
     ring_leave(self);
     return ring_usable(self) ? PyBool_FromLong(there) : NULL;
 }
-
-static PyObject *ring_spin_readable(PyObject *object, PyObject *const *args, Py_ssize_t given) { return spin(object, args, given, true); }
-static PyObject *ring_spin_writable(PyObject *object, PyObject *const *args, Py_ssize_t given) { return spin(object, args, given, false); }
 
 static struct ring *with_flag(RingObject *self)
 {
@@ -121,7 +118,7 @@ static PyObject *ring_await_futex(PyObject *object, PyObject *number)
     Py_RETURN_NONE;
 }
 
-/* wait_flag(mask, deadline_ns): the bits taken, 0 when the deadline has passed; a negative deadline is none at all. */
+/* wait_flag(mask, deadline_ns). Returns the bits taken, 0 when the deadline has passed. A negative deadline never passes. */
 static PyObject *ring_wait_flag(PyObject *object, PyObject *const *args, Py_ssize_t given)
 {
     RingObject *self = (RingObject *)object;
@@ -131,7 +128,7 @@ static PyObject *ring_wait_flag(PyObject *object, PyObject *const *args, Py_ssiz
         PyErr_SetString(PyExc_TypeError, "wait_flag(mask, deadline_ns)");
         return NULL;
     }
-    long long at = PyLong_AsLongLong(args[1]); /* before the ring, as in usable_for */
+    long long at = PyLong_AsLongLong(args[1]); /* before the ring, as in ring_usable_for */
     if (at == -1 && PyErr_Occurred())
         return NULL;
     struct ring *r = with_flag(self);
@@ -149,7 +146,7 @@ static PyObject *ring_wait_flag(PyObject *object, PyObject *const *args, Py_ssiz
         errno = outcome;
         return PyErr_SetFromErrno(PyExc_OSError);
     }
-    return PyLong_FromUnsignedLong(taken); /* 0: look at the clock, then wait again */
+    return PyLong_FromUnsignedLong(taken); /* 0 means: look at the clock, then wait again */
 }
 
 static PyObject *cpu(PyObject *object, bool reads, bool publish)
@@ -170,7 +167,6 @@ static PyObject *cpu(PyObject *object, bool reads, bool publish)
 
 static PyObject *ring_reader_cpu(PyObject *object, PyObject *Py_UNUSED(none)) { return cpu(object, true, false); }
 static PyObject *ring_writer_cpu(PyObject *object, PyObject *Py_UNUSED(none)) { return cpu(object, false, false); }
-static PyObject *ring_publish_reader_cpu(PyObject *object, PyObject *Py_UNUSED(none)) { return cpu(object, true, true); }
 static PyObject *ring_publish_writer_cpu(PyObject *object, PyObject *Py_UNUSED(none)) { return cpu(object, false, true); }
 
 PyMethodDef ring_waiting_methods[] = {
@@ -180,14 +176,12 @@ PyMethodDef ring_waiting_methods[] = {
     {"disarm_writer", ring_disarm_writer, METH_NOARGS, NULL},
     {"clear_reader_event", ring_clear_reader_event, METH_NOARGS, NULL},
     {"clear_writer_event", ring_clear_writer_event, METH_NOARGS, NULL},
-    {"spin_until_readable", FAST(ring_spin_readable)},
-    {"spin_until_writable", FAST(ring_spin_writable)},
+    {"spin_until_readable", FAST(ring_spin_until_readable)},
     {"wake_flag", ring_wake_flag, METH_O, NULL},
     {"take_flag", ring_take_flag, METH_O, NULL},
     {"peek_flag", ring_peek_flag, METH_NOARGS, NULL},
     {"await_futex", ring_await_futex, METH_O, NULL},
     {"wait_flag", FAST(ring_wait_flag)},
-    {"publish_reader_cpu", ring_publish_reader_cpu, METH_NOARGS, NULL},
     {"publish_writer_cpu", ring_publish_writer_cpu, METH_NOARGS, NULL},
     {"reader_cpu", ring_reader_cpu, METH_NOARGS, NULL},
     {"writer_cpu", ring_writer_cpu, METH_NOARGS, NULL},

@@ -25,12 +25,12 @@ typedef struct {
 } RingObject;
 
 struct module_state {
-    PyObject *ring; /* the type `Ring`, whatever stands under its name in the module */
+    PyObject *ring; /* the type `Ring`, also if its name in the module is bound to something else */
 };
 
 /* ---- _ring.c ---- */
 extern _Atomic unsigned ring_fork_generation;
-bool ring_watch_forks(void); /* false: the C library refused */
+bool ring_watch_forks(void); /* false if the C library refused */
 
 /* Whether this process is a child of fork, and its parent made the handle. Relaxed: the child begins with one thread. */
 static inline bool ring_inherited(const RingObject *self)
@@ -38,13 +38,13 @@ static inline bool ring_inherited(const RingObject *self)
     return self->generation != atomic_load_explicit(&ring_fork_generation, memory_order_relaxed);
 }
 
-/* NULL: closed here, or inherited by fork. Sets no exception. */
+/* Return NULL, without an exception, for a queue that was closed here or inherited by fork. */
 static inline struct ring *ring_if_usable(RingObject *self)
 {
     return self->open && !ring_inherited(self) ? &self->ring : NULL;
 }
 
-struct ring *ring_usable(RingObject *self); /* as ring_if_usable; NULL sets an exception */
+struct ring *ring_usable(RingObject *self); /* as ring_if_usable, but NULL sets an exception */
 struct ring *ring_usable_for(RingObject *self, PyObject *count, uint64_t *bytes);
 bool ring_to_mask(RingObject *self, PyObject *number, uint32_t *mask);
 PyObject *ring_refuse(RingObject *self, enum refusal code); /* sets an exception and returns NULL */

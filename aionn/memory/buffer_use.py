@@ -181,7 +181,10 @@ class ReadyUse(BufferUse):
         self._held = False
 
     def take(self) -> bool:
-        """Hold all buffers, or none if something has changed or is in use. Return which. Call it with the buffers' lock held."""
+        """Hold all buffers, or none if something has changed or is in use. Return whether they are held.
+
+        Call it with the buffers' lock held.
+        """
         if self._held:
             return False
         reading = writing = 0

@@ -58,7 +58,7 @@ def check_description(description: MemoryDescription) -> None:
 
 
 def check_descriptor(fd: int, description: MemoryDescription, *, write_through: bool) -> None:
-    """Refuse a descriptor that is not what its description says, or that could hurt us once it is mapped.
+    """Refuse a descriptor that is not what its description says, or that could end this process once it is mapped.
 
     Args:
         write_through: whether it is to be mapped shared and writable.

@@ -45,7 +45,7 @@ class KeepsUse(Protocol):
     """A request that may keep memory of a buffer between its uses."""
 
     def forget_use(self) -> None:
-        """Drop that memory: the buffer has been freed, or has other memory now."""
+        """Drop that memory, because the buffer has been freed or has other memory now."""
         ...
 
 
@@ -87,17 +87,17 @@ class DeviceBuffer:
 
     @property
     def is_initialized(self) -> bool:
-        """Whether it holds the result of a successful copy or execution."""
+        """Return whether it holds the result of a successful copy or execution."""
         return self._initialized
 
     @property
     def dimensions(self) -> Dimensions:
-        """Current extents: those of the last success, or the initial ones, in which 0 is open."""
+        """Return the current extents: those of the last success, or the initial ones, in which 0 is open."""
         return self._dimensions
 
     @property
     def size_bytes(self) -> int | None:
-        """Bytes at the current dimensions, or None while they are open."""
+        """Return the bytes at the current dimensions, or None while they are open."""
         shape = full_shape(self._dimensions)
         return None if shape is None else _size_of(shape, self.type)
 

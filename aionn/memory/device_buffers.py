@@ -42,7 +42,8 @@ class DeviceBuffers:
     """The buffers of one driver, or of one client of it, by token."""
 
     def __init__(self, reserve: Callable[[int], Any] = bytearray, tokens: itertools.count[int] | None = None) -> None:
-        """
+        """Make an empty registry.
+
         Args:
             reserve: called with a size in bytes, returns writable, zeroed memory of that size (`memory.region.reserve`,
                 `bytearray`), or raises MemoryAllocationError.

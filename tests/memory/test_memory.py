@@ -152,7 +152,7 @@ def test_a_size_that_is_no_whole_number_is_told_in_one_sentence(pool: Path, size
 
 @pytest.mark.parametrize("fd", ["pool", None, 3.0], ids=repr)
 def test_what_has_no_descriptor_is_told_in_one_sentence(fd: Any) -> None:
-    with leak_check(), pytest.raises(CallerError, match="expected a descriptor, got .*; give its number, or an open file"):
+    with leak_check(), pytest.raises(CallerError, match=r"expected a descriptor, got .*; give its number, or an open file"):
         Memory.from_fd(fd, 16)
 
 
