@@ -123,7 +123,7 @@ def _wrong_place(argument: RequestArgument, pool_sizes: Sequence[int]) -> str | 
             return "it has no value, so its pool index, offset and length must be 0 and its dimensions empty"
         return None
     if not 0 <= place.pool_index < len(pool_sizes):
-        return f"pool {place.pool_index} of {len(pool_sizes)}; pools are numbered from 0"
+        return f"pool {place.pool_index} of {len(pool_sizes)}; there is no such pool"
     size = pool_sizes[place.pool_index]
     # Python's integers do not wrap, so offset + length is right even near 2^64.
     if place.offset < 0 or place.length < 0 or place.offset + place.length > size:

@@ -91,7 +91,7 @@ def test_sums_near_two_to_the_64_do_not_wrap() -> None:
 @pytest.mark.parametrize("pool", [1, 2**32 - 1, -1])
 def test_a_pool_that_is_not_there_is_refused(pool: int) -> None:
     operand = Operand(OperandType.UINT8, (16,))
-    assert verdict(operand, source=at(0, 16, pool=pool), pools=(64,)) == f"input 'x': pool {pool} of 1; pools are numbered from 0"
+    assert verdict(operand, source=at(0, 16, pool=pool), pools=(64,)) == f"input 'x': pool {pool} of 1; there is no such pool"
 
 
 @pytest.mark.parametrize("place", [(1, 0, 0), (0, 1, 0), (0, 0, 1)])
