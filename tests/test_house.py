@@ -11,7 +11,7 @@ HOUSE = Path(__file__).parent.parent / "aionn"
 
 # From the ground up. A room may use the rooms below its own floor, and its own package.
 FLOORS = (
-    {"lazy", "errors", "tasks", "trace"},
+    {"lazy", "errors", "memo", "tasks", "trace"},
     {"hal"},
     {"caching", "memory", "graph", "pages"},
     {"fmq", "engines"},
@@ -21,8 +21,8 @@ FLOORS = (
     {"__init__", "__main__", "cli", "testing"},
 )
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-# Ground rooms may lean on each other, in this order: lazy and errors know nothing, tasks and trace know errors.
-GROUND_ORDER = ("lazy", "errors", "trace", "tasks")
+# Ground rooms may lean on each other, in this order: lazy, memo and errors know nothing, tasks and trace know errors.
+GROUND_ORDER = ("lazy", "memo", "errors", "trace", "tasks")
 
 IO_MODULES = {"anyio", "os", "socket", "mmap", "asyncio", "fcntl", "subprocess", "select", "selectors", "aiofiles"}
 SANS_IO = ("pages/layout.py", "hal", "burst/packets.py", "remote/control.py", "caching/manifest.py", "caching/token.py", "fmq/layout.py")

@@ -38,9 +38,7 @@ LONGER_MODULES: Mapping[str, str] = {
     "caching/store/housekeeping.py": LATER,
     "driver/device.py": LATER,
     "engines/onnxruntime.py": LATER,
-    "fmq/_ring.c": LATER,
-    "fmq/message_queue.py": LATER,
-    "memory/device_buffers.py": LATER,
+    "fmq/message_queue.py": "half of it is the reference of one public class; to be rebuilt together with its waiting",
     "remote/control.py": LATER,
     "remote/service.py": LATER,
 }
@@ -60,12 +58,9 @@ LARGER_CLASSES: Mapping[str, str] = {
     "caching/store/housekeeping.py: Housekeeping": LATER,
     "caching/store/index.py: Index": LATER,
     "driver/execution.py: BoundExecution": LATER,
-    "fmq/message_queue.py: MessageQueue": LATER,
-    "memory/domain.py: DeviceBuffer": LATER,
-    "memory/memory.py: Memory": LATER,
+    "fmq/message_queue.py: MessageQueue": "making, transfer and waiting are one public class; to be rebuilt together with its waiting",
 }
 PRIVATE_READS: Mapping[str, str] = {
-    "memory/device_buffers.py": LATER,
 }
 CIRCLES: tuple[frozenset[str], ...] = (frozenset({"aionn.caching.store.cache", "aionn.caching.store.entries"}),)
 
@@ -163,7 +158,7 @@ def test_arrows_inside_runtime_run_downward() -> None:
 
 
 def test_no_native_files_stand_in_a_circle() -> None:
-    assert [sorted(group) for group in circles(native_graph())] in ([], [["_exchange.c", "_ring.c"]])
+    assert [sorted(group) for group in circles(native_graph())] == []
 
 
 def test_the_search_for_circles_finds_one() -> None:

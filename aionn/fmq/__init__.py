@@ -1,22 +1,28 @@
 """Fast message queues: elements from one process to another through shared memory, at the price of a few loads and stores.
 
 The design on one page
-    `layout`         where the shared words lie; what a peer's descriptor must be like. libfmq's layout, plus words of our own.
-    `ring.h`         the protocol in C11: counters, armed words, event flag word. No Python in it; tested natively. `spin.h`:
-                     looking at a queue for a while without sleeping.
-    `_ring`          `Ring`: ring.h for Python, one C call per operation.
-    `exchange.h`     packets that come again, but for their last element; `Caller` and `Listener` are it for Python (`_exchange.c`).
-    `message_queue`  `MessageQueue(Ring)`: making, attaching, waiting, ending, closing.
-    `waiting`        the tasks that wait on one side of one queue; one persistent `add_reader` for all of them.
-    `event_flag`     `EventFlag`: 32 bits with libfmq's semantics, for threads, libfmq peers and tasks.
-    `descriptors`    the file descriptors of both: what a peer's eventfd must be, and letting go of all, once.
-    `errors`         what a queue refuses with.
+    `layout`         where the shared words lie, and the checks of a peer's descriptor; libfmq's layout, plus words for aionn
+    `ring.h`         the protocol in C11: counters, armed words, event flag word; without Python, tested natively
+    `spin.h`         looking at a queue for a while without sleeping
+    `exchange.h`     packets that come again with another last element
+    `_ring`          the extension module: one C call for each operation
+        `_module.c`      makes the types from the tables of the other four
+        `_ring.c`        the life of a `Ring`: its buffers, its end, whether a call may use it
+        `_transfer.c`    elements in and out
+        `_waiting.c`     sleeping and waking
+        `_exchange.c`    `Caller` and `Listener`: exchange.h for Python
+    `message_queue`  `MessageQueue(Ring)`: making, attaching, waiting, ending, closing
+    `waiting`        the tasks that wait on one side of one queue; one persistent `add_reader` for all of them
+    `event_flag`     `EventFlag`: 32 bits with libfmq's semantics, for threads, libfmq peers and tasks
+    `descriptors`    the file descriptors of a queue: their check and their release
+    `errors`         the errors of a queue
 
-Why it is fast: a commit is one store and one fence; a system call is made only if the other side sleeps.
-Why it is safe: a peer can be late, dead, broken or hostile. Descriptors are checked before anything is mapped, counters
-at every use; the worst a peer can do is to end its own queue (`QueueCorruptedError`), or to wake us for nothing.
-Why nobody sleeps through a commit: both sides fence between their own store and their look at the other's
-(ring.h, and the model checker that runs it in tests/fmq/test_weak_memory.py).
+Why it is fast: a commit is one store and one fence. A system call is made only if the other side sleeps.
+Why it is safe: a peer can be late, dead, broken or hostile. Descriptors are checked before anything is mapped, and
+counters at every use. The worst a peer can do is to end its queue (`QueueCorruptedError`), or to wake this side for nothing.
+Why no side sleeps through a commit: both sides fence between their store and their look at the other's store. ring.h has
+the proof, and a model checker runs it in tests/fmq/test_weak_memory.py.
+What exists for parity with the reference: the unsynchronized flavour, libfmq's layout, and waiting by futex.
 """
 
 from aionn.fmq._ring import Caller, Listener

@@ -1,12 +1,14 @@
-/* `Caller` and `Listener`: exchange.h for Python, one C call where a burst's ends would make a dozen for each round trip.
+/* `Caller` and `Listener`: exchange.h for Python. One C call replaces a dozen calls of a burst's end for each round trip.
  *
- * They do what the general path does for a packet whose body is known, and nothing at all otherwise: then the caller goes
- * the general way, which also finds out what is wrong (closed, corrupted, forked, no room). So nothing here refuses.
+ * For a packet whose body is known, they do what the general path does. For any other packet they do nothing. The caller
+ * takes the general path then, which also finds out what is wrong (closed, corrupted, forked, no room). So nothing here
+ * refuses.
  *
  * Invariants
- *     Each entry of `table` is the body in the `bytes` object beside it, which is held; `values` are held too.
- *     Both queues are synchronized, of 24-byte elements, and held: see _ring.c for what that means for their mappings.
- *     Used in one thread, the event loop's. Values never refer back to these objects (they take no part in collection). */
+ *     Each entry of `table` is the body in the `bytes` object beside it, which is held. `values` are held too.
+ *     Both queues are synchronized, of 24-byte elements, and held. _ring.c says what that means for their mappings.
+ *     Only one thread uses these objects, the event loop's. Values never refer back to them, since the garbage collector
+ *     does not visit them. */
 #define _GNU_SOURCE
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -15,8 +17,8 @@
 #include "exchange.h"
 #include "ring_object.h"
 
-/* Looking begins with the GIL held: letting it go and taking it back costs a tenth of what a brisk peer needs to answer.
- * Others who want it are held up by no more than this. */
+/* Looking begins with the GIL held, because to release and take it costs a tenth of a quick peer's answer. Other threads that
+ * want the GIL wait no longer than this. */
 #define HOLD_NS 5000
 
 typedef struct {
@@ -24,13 +26,13 @@ typedef struct {
     RingObject *requests, *results;
     struct exchange_table table;
     PyObject *bodies[EXCHANGE_KNOWN], *values[EXCHANGE_KNOWN];
-    struct exchange_stamp stamp; /* listener: of the request taken last */
+    struct exchange_stamp stamp; /* listener: stamp of the request taken last */
     long long began_ns;          /* listener: when it was taken */
-    long long looked_ns;         /* listener: since when the last `next` looked; 0: there was something at once */
+    long long looked_ns;         /* listener: when the last `next` began to look; 0 if a request was there at once */
     long long waits, waited_ns;  /* looks that ended with a packet, and how long they took in all */
 } ExchangeObject;
 
-/* There is no `init`, so no object exists without its two queues. */
+/* The types have no `init`, so every object has its two queues. */
 static PyObject *exchange_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     struct module_state *module = PyType_GetModuleState(type);
@@ -41,13 +43,13 @@ static PyObject *exchange_new(PyTypeObject *type, PyObject *args, PyObject *kwar
     }
     if (!module || !PyArg_ParseTuple(args, "OO", &requests, &results))
         return NULL;
-    /* The type itself: isinstance would believe an object's __class__. */
+    /* The type itself, because isinstance would believe an object's __class__. */
     PyTypeObject *ring = (PyTypeObject *)module->ring;
     bool fits = ring && PyObject_TypeCheck(requests, ring) && PyObject_TypeCheck(results, ring);
     struct ring *sent = fits ? ring_if_usable((RingObject *)requests) : NULL, *taken = fits ? ring_if_usable((RingObject *)results) : NULL;
     if (!sent || !taken || sent->quantum != EXCHANGE_ELEMENT || taken->quantum != EXCHANGE_ELEMENT || !sent->synchronized ||
         !taken->synchronized) {
-        PyErr_SetString(PyExc_ValueError, "two open, synchronized queues of 24-byte elements");
+        PyErr_SetString(PyExc_ValueError, "expected two open, synchronized queues of 24-byte elements");
         return NULL;
     }
     ExchangeObject *self = (ExchangeObject *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
@@ -69,7 +71,7 @@ static void forget(ExchangeObject *self)
     memset(&self->table, 0, sizeof self->table);
     memset(self->bodies, 0, sizeof self->bodies);
     memset(self->values, 0, sizeof self->values);
-    for (unsigned i = 0; i < count; i++) { /* last: letting go may run any Python code */
+    for (unsigned i = 0; i < count; i++) { /* last, because the release may run any Python code */
         Py_XDECREF(held[i]);
         Py_XDECREF(held[EXCHANGE_KNOWN + i]);
     }
@@ -112,24 +114,24 @@ static PyObject *exchange_remember(PyObject *object, PyObject *const *args, Py_s
     self->bodies[at] = args[0];
     self->values[at] = args[1];
     self->table.known[at] = (struct exchange_body){(const uint8_t *)bytes, (uint64_t)length};
-    Py_XDECREF(body); /* last: letting go may run any Python code */
+    Py_XDECREF(body); /* last, because the release may run any Python code */
     Py_XDECREF(value);
     Py_RETURN_NONE;
 }
 
-/* Look for a packet in one of the two queues for at most so long; whether that queue can still be used. */
+/* Look for a packet in one of the two queues for at most so long. Return whether that queue can still be used. */
 static bool look(ExchangeObject *self, RingObject *queue, int64_t began_ns, int64_t budget_ns)
 {
     struct ring *r = &queue->ring;
     if (budget_ns > 1000000000)
         budget_ns = 1000000000;
     int64_t held_ns = budget_ns < HOLD_NS ? budget_ns : HOLD_NS;
-    if (ring_spin(r, true, EXCHANGE_ELEMENT, began_ns + held_ns) || budget_ns <= HOLD_NS)
+    if (ring_spin(r, EXCHANGE_ELEMENT, began_ns + held_ns) || budget_ns <= HOLD_NS)
         return true;
     self->requests->users++;
     self->results->users++;
     Py_BEGIN_ALLOW_THREADS
-    ring_spin(r, true, EXCHANGE_ELEMENT, began_ns + budget_ns);
+    ring_spin(r, EXCHANGE_ELEMENT, began_ns + budget_ns);
     Py_END_ALLOW_THREADS
     ring_leave(self->requests);
     ring_leave(self->results);
@@ -149,7 +151,7 @@ static bool to_numbers(PyObject *const *args, Py_ssize_t count, long long *numbe
 static PyObject *answer_of(ExchangeObject *self, int known, const struct exchange_stamp *stamp, bool with_identity)
 {
     PyObject *value = self->values[known];
-    Py_INCREF(value); /* first: making an object may run any Python code, and that may make us forget it */
+    Py_INCREF(value); /* first, because making an object may run any Python code, and that may forget the value */
     PyObject *answer = PyTuple_New(with_identity ? 3 : 2), *service = PyLong_FromUnsignedLongLong(stamp->second);
     PyObject *identity = with_identity ? PyLong_FromUnsignedLongLong(stamp->first) : NULL;
     if (!answer || !service || (with_identity && !identity)) {
@@ -189,7 +191,7 @@ static PyObject *caller_call(PyObject *object, PyObject *const *args, Py_ssize_t
         Py_RETURN_NONE;
     uint64_t bytes, all;
     int known = exchange_peek(results, &self->table, &EXCHANGE_RESULT, &stamp, &bytes, &all);
-    /* Only one request was in flight: whatever else the driver says is for the general path to judge. */
+    /* Only one request was in flight. The general path judges anything else that the driver says. */
     if (known < 0 || bytes != all || stamp.first != (uint64_t)number[0] || ring_commit_read(results, bytes) != RING_OK)
         Py_RETURN_NONE;
     self->waits++;
@@ -220,7 +222,7 @@ static PyObject *caller_take(PyObject *object, PyObject *Py_UNUSED(none))
     ExchangeObject *self = (ExchangeObject *)object;
     PyObject *answers = PyList_New(0);
     while (answers) {
-        struct ring *results = ring_if_usable(self->results); /* each time: making an object may run any Python code */
+        struct ring *results = ring_if_usable(self->results); /* each time, because making an object may run any Python code */
         struct exchange_stamp stamp;
         uint64_t bytes, all;
         int known = results ? exchange_peek(results, &self->table, &EXCHANGE_RESULT, &stamp, &bytes, &all) : -1;
@@ -228,7 +230,7 @@ static PyObject *caller_take(PyObject *object, PyObject *Py_UNUSED(none))
             break;
         PyObject *answer = answer_of(self, known, &stamp, true);
         if (!answer || PyList_Append(answers, answer) < 0)
-            Py_CLEAR(answers); /* out of memory: what was taken is lost, and with it the burst */
+            Py_CLEAR(answers); /* out of memory: the taken answers are lost, and with them the burst */
         Py_XDECREF(answer);
     }
     return answers;
@@ -251,7 +253,7 @@ static PyObject *listener_next(PyObject *object, PyObject *number)
 {
     ExchangeObject *self = (ExchangeObject *)object;
     uint64_t bytes, all, writable;
-    long long budget_ns = PyLong_AsLongLong(number); /* first: its __index__ may close the queue */
+    long long budget_ns = PyLong_AsLongLong(number); /* first, because its __index__ may close the queue */
     if (budget_ns == -1 && PyErr_Occurred())
         return NULL;
     struct ring *requests = ring_if_usable(self->requests);
@@ -268,7 +270,7 @@ static PyObject *listener_next(PyObject *object, PyObject *number)
         self->waits++;
         self->waited_ns += self->began_ns - self->looked_ns;
     }
-    /* Too late: the general path says so. */
+    /* The general path answers a request that is too late. */
     if (known < 0 || (self->stamp.second && (uint64_t)self->began_ns >= self->stamp.second) || ring_commit_read(requests, bytes) != RING_OK)
         Py_RETURN_NONE;
     Py_INCREF(self->values[known]);
@@ -289,8 +291,6 @@ static PyObject *listener_answer(PyObject *object, PyObject *body)
     bool written = results && exchange_write(results, (const uint8_t *)bytes, (uint64_t)length, &EXCHANGE_RESULT, &stamp) == RING_OK;
     return PyLong_FromLongLong(written ? now_ns : 0);
 }
-
-#define FAST(function) (PyCFunction)(void (*)(void))function, METH_FASTCALL, NULL
 
 static PyMethodDef caller_methods[] = { /* documented in _ring.pyi */
     {"remember", FAST(exchange_remember)},
@@ -327,19 +327,7 @@ static PyMemberDef members[] = {
     }
 static PyType_Slot caller_slots[] = SLOTS(caller_methods);
 static PyType_Slot listener_slots[] = SLOTS(listener_methods);
-static PyType_Spec specs[] = {
-    {.name = "aionn.fmq._ring.Caller", .basicsize = sizeof(ExchangeObject), .flags = Py_TPFLAGS_DEFAULT, .slots = caller_slots},
-    {.name = "aionn.fmq._ring.Listener", .basicsize = sizeof(ExchangeObject), .flags = Py_TPFLAGS_DEFAULT, .slots = listener_slots},
-};
-
-int exchange_add_types(PyObject *module)
-{
-    for (int i = 0; i < 2; i++) {
-        PyObject *type = PyType_FromModuleAndSpec(module, &specs[i], NULL);
-        int failed = !type || PyModule_AddObjectRef(module, i ? "Listener" : "Caller", type) < 0;
-        Py_XDECREF(type);
-        if (failed)
-            return -1;
-    }
-    return 0;
-}
+PyType_Spec caller_spec = {
+    .name = "aionn.fmq._ring.Caller", .basicsize = sizeof(ExchangeObject), .flags = Py_TPFLAGS_DEFAULT, .slots = caller_slots};
+PyType_Spec listener_spec = {
+    .name = "aionn.fmq._ring.Listener", .basicsize = sizeof(ExchangeObject), .flags = Py_TPFLAGS_DEFAULT, .slots = listener_slots};

@@ -1,6 +1,6 @@
-"""The native part: one call, one C function over shared words. See ring.h for the protocol.
+"""The native part: each call is one C function over shared words. See ring.h for the protocol.
 
-Every method raises through the subclass's `_refuse(code)`: a closed, corrupted, forked or foreign queue never answers.
+Every method of `Ring` raises through the subclass's `_refuse(code)`, for a closed, corrupted, forked or foreign queue.
 """
 
 from typing import Any, Literal, SupportsIndex, TypeAlias
@@ -9,14 +9,14 @@ from numpy.typing import NDArray
 from typing_extensions import Buffer
 
 Data: TypeAlias = Buffer | NDArray[Any]
-"""Contiguous bytes. Arrays are named apart, for before Python 3.12 they do not say that they are buffers."""
+"""Contiguous bytes. Arrays are named apart, because NumPy declares them as buffers only from Python 3.12 on."""
 
 CONTROL_BYTES: int
 
 class Ring:
     """One process's handle of one queue.
 
-    Holds the buffers of its parts until `_release`; so nothing is unmapped under it. Counts are elements.
+    It holds the buffers of its parts until `_release`, so nothing is unmapped under it. Counts are elements.
     """
 
     def __init__(
@@ -33,79 +33,77 @@ class Ring:
         /,
     ) -> None: ...
     def write(self, data: Data, /) -> bool:
-        """Write whole elements, all or nothing, without waiting; wake a sleeping reader. False: not that much room.
+        """Write whole elements, all or nothing, without waiting. Wake a sleeping reader. Returns False if there is less room.
 
-        A synchronized queue is full when `available_to_write()` says 0; an unsynchronized one overwrites its oldest elements
-        and refuses only more than it can hold.
+        A synchronized queue is full when `available_to_write()` returns 0. An unsynchronized queue overwrites its oldest
+        elements, and refuses only more than it can hold.
 
         Raises:
             CallerError: not a whole number of elements, or the queue cannot be used here.
-            QueueClosedError: the peer has closed it. What `end` was given, if the peer is gone.
-            QueueCorruptedError: a counter is not what a queue's can be.
+            QueueClosedError: the peer has closed the queue. If the peer is gone, the error given to `end` instead.
+            QueueCorruptedError: a counter has an impossible value.
         """
     def read(self, count: SupportsIndex, /) -> bytes | None:
-        """Take `count` elements, all or nothing, without waiting; wake a sleeping writer. None: not that many there.
+        """Take `count` elements, all or nothing, without waiting. Wake a sleeping writer. Returns None if fewer are there.
 
-        An unsynchronized reader that was overtaken gets None once and goes on with the newest half.
+        An unsynchronized reader that the writer has overtaken gets None once and goes on with the newest half.
 
         Raises:
-            CallerError, QueueClosedError, QueueCorruptedError: as `write`. Closed counts only once what was written has been read.
+            CallerError, QueueClosedError, QueueCorruptedError: as `write`, but the end counts only after the last element.
         """
     def peek(self, count: SupportsIndex, /) -> bytes | None:
-        """Copy `count` elements without taking them."""
+        """Copy `count` elements without taking them. Returns None if fewer are there."""
     def read_into(self, buffer: Data, /) -> bool:
-        """Take as many elements as fill `buffer` (writable, contiguous). False: not that many there."""
+        """Take as many elements as fill `buffer` (writable, contiguous). Returns False if fewer are there."""
     def available_to_read(self) -> int:
-        """Elements that can be read now."""
+        """Return how many elements can be read now."""
     def available_to_write(self) -> int:
-        """Elements that can be written now without overwriting what this handle has not read."""
+        """Return how many elements can be written now without overwriting elements that this handle has not read."""
     def _begin_write(self, count: SupportsIndex, /) -> tuple[int, int, int] | None: ...
     def _begin_read(self, count: SupportsIndex, /) -> tuple[int, int, int] | None: ...
     def commit_write(self, count: SupportsIndex, /) -> bool:
-        """Publish the first `count` elements of the begun transaction; wake a sleeping reader.
+        """Publish the first `count` elements of the begun transaction. Wake a sleeping reader.
 
         Raises:
             CallerError: more than was begun.
         """
     def commit_read(self, count: SupportsIndex, /) -> bool:
-        """Take the first `count` elements of the begun transaction; wake a sleeping writer.
+        """Take the first `count` elements of the begun transaction. Wake a sleeping writer.
 
-        False (unsynchronized only): they were overwritten meanwhile; throw away what was read from them.
+        Returns False (unsynchronized only) if the writer has overwritten them meanwhile. Throw their copies away then.
 
         Raises:
             CallerError: more than was begun.
         """
     def arm_reader(self, count: SupportsIndex = 1, mask: int = 0, /) -> bool:
-        """Ask to be woken through `reader_fd` at the next commit. True: armed, and fewer than `count` are there: sleep now.
+        """Ask for a wake through `reader_fd` at the next commit.
 
-        False: look again, there is something, or the queue is closed or corrupted; not armed. `mask`: bits of the event flag
-        word that end the sleep too. A count of 0 waits for those alone. After each wake call this again before sleeping.
+        Returns True if the side is armed and fewer than `count` elements are there: sleep now. Returns False, not armed, if
+        there is something to see, which includes a closed or corrupted queue: look again. Bits of the event flag word in
+        `mask` end the sleep too. A count of 0 waits for those alone. After each wake, call this again before sleeping.
         """
     def arm_writer(self, count: SupportsIndex = 1, mask: int = 0, /) -> bool:
-        """The same for room to write, through `writer_fd`."""
+        """Arm as `arm_reader`, for room to write, through `writer_fd`."""
     def disarm_reader(self) -> None:
-        """Nobody sleeps on `reader_fd` any more. A token in flight stays and costs one look too many."""
+        """End the arming, because no task sleeps on `reader_fd` any more. A token in flight stays and costs one look too many."""
     def disarm_writer(self) -> None: ...
     def clear_reader_event(self) -> None:
-        """Take the token out of `reader_fd`, if there is one. Never blocks, also if the peer wants it to."""
+        """Take the token out of `reader_fd`, if there is one. A hostile peer cannot make this call block."""
     def clear_writer_event(self) -> None: ...
     def spin_until_readable(self, nanoseconds: int, count: SupportsIndex = 1, /) -> bool:
-        """Look for `count` elements for at most so long (and a second), without the GIL. True: look now.
+        """Look for `count` elements for at most so long, at most a second, without the GIL. Returns True for "look now".
 
-        Publishes this CPU as the reader's. Returns after one look if the writer was last seen on the same CPU.
+        Publish this CPU as the reader's. Return after one look if the writer was last seen on the same CPU.
         """
-    def spin_until_writable(self, nanoseconds: int, count: SupportsIndex = 1, /) -> bool:
-        """The same for room to write; publishes this CPU as the writer's."""
     def wake_flag(self, mask: int, /) -> None: ...
     def take_flag(self, mask: int, /) -> int: ...
     def peek_flag(self) -> int: ...
     def await_futex(self, mask: int, /) -> None: ...
     def wait_flag(self, mask: int, deadline_ns: int, /) -> int: ...
-    def publish_reader_cpu(self) -> int | None:
-        """Tell the writer on which CPU this reading thread runs now."""
-    def publish_writer_cpu(self) -> int | None: ...
+    def publish_writer_cpu(self) -> int | None:
+        """Publish for the reader on which CPU this writing thread runs now, and return it."""
     def reader_cpu(self) -> int | None:
-        """Where the reader was last seen; None: not known."""
+        """Return the CPU on which the reader was last seen, or None if it is not known."""
     def writer_cpu(self) -> int | None: ...
     def _closed_word(self) -> bool: ...
     def _set_closed(self) -> None: ...
@@ -113,50 +111,53 @@ class Ring:
     def _release(self) -> None: ...
 
 class Caller:
-    """The app's end of an exchange over two queues of 24-byte elements: packets that come again, but for their last element.
+    """The app's end of an exchange over two queues of 24-byte elements: packets that come again with another last element.
 
-    A packet is a body, whose header says how many elements the packet has, and a stamp: the last element, with the request's
-    identity and deadline, or the answer's identity and the time it took (aionn/burst/packets.py has the layout). What is not
-    exactly a remembered body with its stamp stays in the queue, and nothing here raises for a queue that cannot be used:
-    then nothing is done, and `Ring`'s methods tell why. Used in one thread. The queues are kept, and closed by their owner.
+    A packet is a body and a stamp. The body's header says how many elements the packet has. The stamp is the last element.
+    It holds the request's identity and deadline, or the answer's identity and the time it took. aionn/burst/packets.py has
+    the layout. Any packet that is not a remembered body with its stamp stays in the queue.
+
+    No method here raises for a queue that cannot be used. It does nothing then, and `Ring`'s methods raise the reason. Use it
+    in one thread. It keeps the queues alive, and their owner closes them.
 
     Attributes:
-        waits: calls that were answered at once, counted up; to be set back by who reads it.
+        waits: calls that were answered at once, counted up. Its reader sets it back to 0.
     """
 
     waits: int
 
     def __init__(self, requests: Ring, results: Ring, /) -> None: ...
     def remember(self, body: bytes, value: object, /) -> None:
-        """Know that answer from now on as `value`, which must not refer back to this object. The last 16 are known."""
+        """Know that answer from now on as `value`, which must not refer back to this object. The last 16 bodies are known."""
     def forget(self) -> None:
-        """Know no answer any more."""
+        """Forget all bodies."""
     def call(
         self, body: bytes, identity: int, deadline_ns: int, not_after_ns: int, budget_ns: int, /
     ) -> tuple[Any, int] | Literal[False] | None:
-        """Write a request and look for its answer for at most so long (and a second).
+        """Write a request and look for its answer for at most `budget_ns`, at most a second.
 
         Args:
-            not_after_ns: CLOCK_MONOTONIC; from then on nothing is done.
+            not_after_ns: CLOCK_MONOTONIC. From then on the call does nothing.
 
         Returns:
-            The value of the answer's body, and the service time it tells. None: written, and what lies in the queue now, if
-            anything, is not just a known answer to this request. False: not written.
+            The value of the answer's body, and its service time. None if the request was written, but the queue does not
+            hold exactly one known answer to it. False if the request was not written.
         """
     def send(self, body: bytes, identity: int, deadline_ns: int, /) -> bool:
-        """Write a request, all or nothing. False: not written; no room, or the general way knows why."""
+        """Write a request, all or nothing. Returns False if it was not written. `Ring.write` finds out why."""
     def take(self) -> list[tuple[Any, int, int]]:
-        """Take every known answer up to the first other packet: value, service time, identity."""
+        """Take every known answer up to the first other packet. Returns (value, service time, identity) of each."""
     def nudge(self, mask: int, /) -> None:
-        """Set these event flag bits of the request queue if its reader sleeps and awaits one of them. A hint: it may be lost."""
+        """Set these event flag bits of the request queue if its reader sleeps and awaits one of them. The hint may be lost."""
 
 class Listener:
-    """The driver's end: the same with requests read and answers written.
+    """The driver's end of an exchange, as `Caller`. It reads requests and writes answers.
 
     Attributes:
-        waits, waited_ns: looks that ended with a known request, and what they took in all; to be set back by who reads it.
-        looked_ns: since when the last `next` looked for a request; 0: it did not, there was something at once.
-        identity, deadline_ns (0: none), began_ns: of the request that `next` took last, and when it did.
+        waits, waited_ns: looks that ended with a known request, and the time they took in all. Their reader sets them back to 0.
+        looked_ns: when the last `next` began to look for a request. 0 if a request was there at once.
+        identity, deadline_ns: of the request that `next` took last. A deadline of 0 means no deadline.
+        began_ns: when `next` took it.
     """
 
     waits: int
@@ -173,10 +174,13 @@ class Listener:
     def remember(self, body: bytes, value: object, /) -> None: ...
     def forget(self) -> None: ...
     def next(self, budget_ns: int, /) -> Any:
-        """Take the next request if its body is known and its deadline has not passed: its value. Looks for at most `budget_ns`
-        (and a second) while the queue is empty, without the GIL past the first microseconds.
+        """Take the next request if its body is known and its deadline has not passed. Returns the body's value.
 
-        None: nothing was taken. Either nothing came, or the general way has to look.
+        Look for at most `budget_ns`, at most a second, while the queue is empty. The GIL is released after the first microseconds.
+        Returns None if nothing was taken. Either nothing came, or `Ring.read` has to take it.
         """
     def answer(self, body: bytes, /) -> int:
-        """Answer the request that `next` took last: the time it is now (CLOCK_MONOTONIC). 0: no room, or the general way knows why."""
+        """Answer the request that `next` took last. Returns the time now (CLOCK_MONOTONIC).
+
+        Returns 0 if the answer was not written. `Ring.write` finds out why.
+        """

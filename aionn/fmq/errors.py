@@ -1,4 +1,4 @@
-"""What a queue refuses with, beside `CallerError` and `DeadlineError`."""
+"""The errors of a queue, beside `CallerError` and `DeadlineError`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from aionn.errors import AionnError
 
 
 class QueueClosedError(AionnError):
-    """The queue was closed: by the peer, once what was in it has been read, or here, while a task waited."""
+    """The queue was closed: by the peer, and all its elements have been read, or here, while a task waited."""
 
 
 class QueueCorruptedError(AionnError):
-    """A shared counter is not what a queue's can be: the peer has gone wrong, or is hostile. Nothing was read or written.
+    """A shared counter has an impossible value, because the peer is broken or hostile. Nothing was read or written.
 
-    There is no repair: end the peer, and make a new queue.
+    The queue cannot be repaired. End the peer, and make a new queue.
     """

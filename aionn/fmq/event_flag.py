@@ -1,11 +1,11 @@
 """The event flag word of a queue: 32 bits that one side sets and another consumes, with libfmq's semantics.
 
-`wake(mask)` sets bits. If one of them was not set yet, all its waiters are woken. Threads and libfmq peers
-sleep on the word itself (futex), asyncio tasks on their side's eventfd, armed with the bits they await. `wait` takes the
-bits it finds. Bits NOT_FULL and NOT_EMPTY belong to the queue: once anybody has waited for them by futex, each commit
-sets them (`MessageQueue.read_in_thread`). The two highest wake threads at the queue's end; the other 28 are free.
+`wake(mask)` sets bits. If one of them was not set yet, all its waiters wake. Threads and libfmq peers sleep on the word
+itself (futex). Asyncio tasks sleep on their side's eventfd, armed with the bits they await. `wait` takes the bits it
+finds. The bits NOT_FULL and NOT_EMPTY belong to the queue. After the first wait for them by futex, each commit sets them
+(`MessageQueue.read_in_thread`). The two highest bits wake threads at the queue's end. The other 28 are free.
 
-As in libfmq, one waiter per bit: of two, one may take the bit and leave the other asleep.
+As in libfmq, each bit may have one waiter. Of two, one could take the bit and leave the other asleep.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _RESERVED = 0xC0000000
 
 
 def deadline_after(timeout_s: float | None) -> int:
-    """A CLOCK_MONOTONIC deadline in ns, as `Ring.wait_flag` wants it; -1 for none."""
+    """Return a CLOCK_MONOTONIC deadline in ns, as `Ring.wait_flag` wants it, or -1 without a timeout."""
     return -1 if timeout_s is None else time.monotonic_ns() + max(0, round(timeout_s * 1e9))
 
 
 class EventFlag:
     """The event flag of one queue as one of its sides uses it.
 
-    The word outlives nobody: it is part of the queue, and waiting ends with it (`CallerError`, `QueueClosedError`).
+    The word is part of the queue, and every wait ends with the queue (`CallerError`, `QueueClosedError`).
     """
 
     def __init__(self, ring: Ring, tasks: WaitingRoom | None, raise_if_over: Callable[[], None]) -> None:
@@ -38,19 +38,19 @@ class EventFlag:
         self._raise_if_over = raise_if_over
 
     def wake(self, mask: int) -> None:
-        """Set bits and wake who waits for them. A mask of 0 does nothing."""
+        """Set bits and wake their waiters. A mask of 0 does nothing."""
         if mask:
             _check(mask)
             self._ring.wake_flag(mask)
 
     def wait_in_thread(self, mask: int, timeout_s: float | None = None) -> int:
-        """Sleep in this thread until a bit of `mask` is set; take and return the bits of it that are. Without the GIL.
+        """Sleep in this thread until a bit of `mask` is set, without the GIL. Take and return the bits of it that are set.
 
         Bits that are set already are taken even if the time is up.
 
         Raises:
-            DeadlineError: none came in `timeout_s` seconds.
-            QueueClosedError, or what `end` was given: the queue is over, so no bit will come.
+            DeadlineError: no bit came in `timeout_s` seconds.
+            QueueClosedError, or the error given to `end`: the queue is over, so no bit will come.
             CallerError: the mask has no bit or a reserved one, or the queue has no event flag word or is closed here.
         """
         _check(mask)
@@ -62,15 +62,15 @@ class EventFlag:
                 # A wake may have come between the kernel's time-out and here.
                 if taken := self._ring.take_flag(mask):
                     break
-                raise DeadlineError(f"event flag bits {mask:#x} were not set within {timeout_s} s")
+                raise DeadlineError(f"event flag bits {mask:#x} were not set within {timeout_s} s; the peer may be busy, try again later")
         return taken
 
     async def wait(self, mask: int, deadline_ns: int | None = None) -> int:
-        """The same for a task. Nothing is taken by a task that is cancelled.
+        """Wait as `wait_in_thread`, in a task. A task that is cancelled has taken nothing.
 
         Raises:
             DeadlineError: CLOCK_MONOTONIC passed `deadline_ns`.
-            CallerError: as above, or the queue has no eventfds (unsynchronized, or a libfmq peer's).
+            CallerError: as `wait_in_thread`, or the queue has no eventfds (unsynchronized, or made by a libfmq peer).
         """
         _check(mask)
         if self._tasks is None:
@@ -86,4 +86,4 @@ class EventFlag:
 
 def _check(mask: int) -> None:
     if mask & _RESERVED or not 0 < mask < 2**32:
-        raise CallerError(f"event flag mask {mask:#x}: it has at least one of the lower 30 bits and no other")
+        raise CallerError(f"event flag mask {mask:#x}: expected at least one of the lower 30 bits and no other")

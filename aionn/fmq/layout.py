@@ -1,4 +1,4 @@
-"""A queue's shared region, byte by byte, and what makes a peer's descriptor acceptable. No I/O.
+"""A queue's shared region, byte by byte, laid out for parity with libfmq; and the checks of a peer's descriptor. No I/O.
 
     offset   size  grantor  content
          0      8     0     read counter, u64          bytes ever read;    stored by the reader alone
@@ -8,10 +8,10 @@
        512      D     2     the elements               D = capacity * quantum; all of it usable, no element straddles the end
 
 Counters, data and event flag word are libfmq's, each on separate cache lines, so a libfmq peer can attach through the
-descriptor. A libfmq descriptor can be attached too: grantors 0 to 2 or 3, any offsets that are multiples of 8, one or two
-memory descriptors. Without grantor 4 only threads can wait for such a queue.
+descriptor. A libfmq descriptor can be attached too. It has grantors 0 to 2 or 3, any offsets that are multiples of 8, and
+one or two memory descriptors. Only threads can wait for a queue without grantor 4.
 
-Mirrored by `_Static_assert` in ring.h; tests/fmq/test_layout.py compares the two.
+`_Static_assert` in ring.h mirrors these numbers, and tests/fmq/test_layout.py compares the two.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from aionn.errors import CallerError
 from aionn.hal.types import GrantorDescriptor, MQDescriptor, MQFlavor
 
 LINE_BYTES = 64
-"""A cache line: what two cores cannot both store to without waiting for each other."""
+"""A cache line. Two cores that store to the same line wait for each other."""
 
 READ_COUNTER, WRITE_COUNTER, DATA, EVENT_FLAG, CONTROL = range(5)
 """Grantor indices; 0 to 3 are libfmq's."""
@@ -65,42 +65,45 @@ _LEAST_BYTES = {READ_COUNTER: COUNTER_BYTES, WRITE_COUNTER: COUNTER_BYTES, DATA:
 _NAMES = {READ_COUNTER: "read counter", WRITE_COUNTER: "write counter", DATA: "data", EVENT_FLAG: "event flag", CONTROL: "control"}
 
 Element: TypeAlias = DTypeLike | type[ctypes.Structure] | int
-"""What a queue holds: a NumPy dtype (structured ones too), a ctypes.Structure type, or plain elements of so many bytes."""
+"""One element: a NumPy dtype (structured ones too), a ctypes.Structure type, or a number of plain bytes."""
 
 
 def element_of(element: Element) -> tuple[int, np.dtype[Any] | None]:
-    """Bytes of one element, and its dtype, or None for plain bytes.
+    """Return the bytes of one element, and its dtype, or None for plain bytes.
 
     Raises:
         CallerError: the element is not plain old data, or has no bytes.
     """
     if isinstance(element, int):
         if not 1 <= element <= MAX_REGION_BYTES:
-            raise CallerError(f"a queue element of {element} bytes: it has 1 to {MAX_REGION_BYTES}")
+            raise CallerError(f"a queue element of {element} bytes was asked for; give 1 to {MAX_REGION_BYTES}")
         return element, None
     try:
         dtype = np.dtype(element)
     except (TypeError, ValueError) as error:
-        raise CallerError(f"a queue element of type {element!r}: give a NumPy dtype, a ctypes.Structure or a number of bytes") from error
+        raise CallerError(f"{element!r} cannot be a queue element; give a NumPy dtype, a ctypes.Structure or a number of bytes") from error
     if dtype.hasobject or not 1 <= dtype.itemsize <= MAX_REGION_BYTES:
-        raise CallerError(f"a queue element of dtype {dtype}, {dtype.itemsize} bytes: another process can read plain, non-empty data only")
+        raise CallerError(
+            f"a queue element of dtype {dtype} ({dtype.itemsize} bytes) was asked for; another process can read plain, non-empty data only"
+        )
     return dtype.itemsize, dtype
 
 
 def grantors_for(quantum: int, capacity: int, *, buffer_apart: bool = False) -> tuple[tuple[GrantorDescriptor, ...], int]:
-    """Where the parts of a new queue lie, and the bytes of its first region.
+    """Lay out a new queue. Return where its parts lie, and the bytes of its first region.
 
     Args:
         quantum: bytes of one element.
         capacity: elements.
-        buffer_apart: the data lies in a second memory descriptor, from its first byte on (libfmq `main`: bufferFd).
+        buffer_apart: the data lies in a second memory descriptor, from its first byte on. It exists for parity with
+            libfmq `main` (bufferFd).
 
     Raises:
-        CallerError: no queue can have that size.
+        CallerError: the size is too small or too large for a queue.
     """
     if capacity < 1 or quantum < 1 or DATA_OFFSET + capacity * quantum > MAX_REGION_BYTES:
         raise CallerError(
-            f"a queue of {capacity} elements of {quantum} bytes: it has at least 1 element and at most {MAX_REGION_BYTES} bytes in all"
+            f"a queue of {capacity} elements of {quantum} bytes was asked for; give at least 1 element and at most {MAX_REGION_BYTES} bytes"
         )
     data_bytes = capacity * quantum
     grantors = (
@@ -114,25 +117,25 @@ def grantors_for(quantum: int, capacity: int, *, buffer_apart: bool = False) -> 
 
 
 def event_fds_of(descriptor: MQDescriptor) -> int:
-    """How many of the descriptor's last fds are eventfds."""
+    """Return how many of the descriptor's last fds are eventfds."""
     return EVENT_FDS if descriptor.flavor is MQFlavor.SYNCHRONIZED and len(descriptor.grantors) > CONTROL else 0
 
 
 def memory_bytes_of(descriptor: MQDescriptor) -> tuple[int, ...]:
-    """Bytes that each memory descriptor must have for every part to lie inside it.
+    """Return the bytes that each memory descriptor must have, so that every part lies inside it.
 
-    Everything that can be known without touching the descriptors is checked here, before anything is mapped.
+    Check everything that can be known without touching the descriptors, before anything is mapped.
 
     Raises:
-        CallerError: the descriptor cannot be a queue's; the message says why.
+        CallerError: the descriptor cannot be a queue's. The message says why.
     """
     grantors, quantum = descriptor.grantors, descriptor.quantum
     if len(grantors) < 3:
-        raise CallerError(f"queue descriptor: {len(grantors)} grantors; counters and data alone are 3")
+        raise CallerError(f"queue descriptor: {len(grantors)} grantors; expected at least 3, for two counters and the data")
     if not 1 <= quantum <= MAX_REGION_BYTES:
-        raise CallerError(f"queue descriptor: a quantum of {quantum} bytes; an element has 1 to {MAX_REGION_BYTES}")
+        raise CallerError(f"queue descriptor: a quantum of {quantum} bytes; expected 1 to {MAX_REGION_BYTES}")
     if not isinstance(descriptor.flavor, MQFlavor):
-        raise CallerError(f"queue descriptor: flavor {descriptor.flavor!r} is neither synchronized (1) nor unsynchronized (2)")
+        raise CallerError(f"queue descriptor: flavor {descriptor.flavor!r}; expected synchronized (1) or unsynchronized (2)")
     memories = len(descriptor.fds) - event_fds_of(descriptor)
     if memories not in (1, 2):
         raise CallerError(
@@ -146,25 +149,25 @@ def memory_bytes_of(descriptor: MQDescriptor) -> tuple[int, ...]:
         raise CallerError(f"queue descriptor: {grantors[DATA].extent} bytes of data; expected a multiple of the quantum of {quantum} bytes")
     _check_apart(grantors[: CONTROL + 1])
     if 0 in needed:
-        raise CallerError("queue descriptor: a memory descriptor that no grantor uses; send only what the queue needs")
+        raise CallerError("queue descriptor: it has a memory descriptor that no grantor uses; send only what the queue needs")
     return tuple(needed)
 
 
 def _check_grantor(index: int, part: GrantorDescriptor, memories: int) -> None:
     name = f"queue descriptor, grantor {index} ({_NAMES[index]})"
     if not 0 <= part.fd_index < memories:
-        raise CallerError(f"{name}: fd index {part.fd_index} of {memories} memory descriptors")
+        raise CallerError(f"{name}: fd index {part.fd_index}; expected less than {memories}, the number of memory descriptors")
     alignment = LINE_BYTES if index == CONTROL else 8
     if part.offset < 0 or part.offset % alignment:
-        raise CallerError(f"{name}: offset {part.offset} is not a multiple of {alignment}")
+        raise CallerError(f"{name}: offset {part.offset}; expected a multiple of {alignment}")
     if part.extent < _LEAST_BYTES[index]:
-        raise CallerError(f"{name}: {part.extent} bytes; it has at least {_LEAST_BYTES[index]}")
+        raise CallerError(f"{name}: {part.extent} bytes; expected at least {_LEAST_BYTES[index]}")
     if part.offset + part.extent > MAX_REGION_BYTES:
         raise CallerError(f"{name}: bytes {part.offset} to {part.offset + part.extent}; a queue ends before {MAX_REGION_BYTES}")
 
 
 def _check_apart(parts: Iterable[GrantorDescriptor]) -> None:
-    """An element written must not be a counter stored."""
+    """Refuse parts that overlap, since a written element must never change a counter."""
     ordered = sorted((part.fd_index, part.offset, part.offset + part.extent) for part in parts)
     for (fd_index, _, end), (next_index, offset, _) in pairwise(ordered):
         if fd_index == next_index and offset < end:

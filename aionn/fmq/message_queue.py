@@ -1,18 +1,20 @@
 """`MessageQueue`: elements of one size through shared memory, from one process to another.
 
-Read this first: `write` and `read` are one C call each, never wait, and never lose or split anything. Waiting is on top:
-`await wait_readable()` for tasks, `read_in_thread` for threads, `arm_reader` + `reader_fd` for an event loop of one's own.
-Take one of them per side: `wait_*` owns the side's eventfd from its first use on. All or nothing has a price. A writer
-of m elements and a reader of n that wait at once can block each other unless the capacity is m + n - 1 or more.
+`write` and `read` are one C call each, never wait, and never lose or split anything. There are three ways to wait on top:
+`await wait_readable()` for tasks, `read_in_thread` for threads, `arm_reader` and `reader_fd` for another event loop.
+Take one of them per side, since `wait_*` owns the side's eventfd from its first use on. All or nothing has a price.
+A writer of m elements and a reader of n that wait at once can block each other. They cannot if the capacity is at least
+m + n - 1.
 
-A synchronized queue has one reader and one writer. An unsynchronized one has one writer, which never waits and overwrites.
-Each of its readers has a separate cursor and loses the older half when overtaken. Waiting needs a synchronized queue.
+A synchronized queue has one reader and one writer. The unsynchronized flavor exists for parity with libfmq. Its one writer
+never waits and overwrites. Each of its readers has a cursor, and loses the older half when the writer overtakes it. Waiting
+needs a synchronized queue.
 
 Invariants
     The shared words are touched only through `Ring`, which holds the mapping for as long as it is open.
     A queue owns its descriptors from construction on, also when construction fails.
-    Attaching changes nothing in the queue (libfmq resets the counters by default; a queue in use must not be).
-    After `close` or `end` no waiter is left: each has been given elements or an error.
+    Attaching changes nothing in the queue. libfmq resets the counters by default, which would break a queue in use.
+    After `close` or `end` no waiter is left. Each has got elements or an error.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from numpy.typing import NDArray
 from aionn.errors import CallerError, DeadlineError, again
 from aionn.fmq import layout
 from aionn.fmq._ring import Ring
-from aionn.fmq.descriptors import check_eventfd, let_go, make_eventfds
+from aionn.fmq.descriptors import check_eventfd, make_eventfds, release
 from aionn.fmq.errors import QueueClosedError, QueueCorruptedError
 from aionn.fmq.event_flag import EventFlag, deadline_after
 from aionn.fmq.layout import Element
@@ -41,15 +43,15 @@ if TYPE_CHECKING:
 
     from aionn.fmq._ring import Data
 
-# The refusals of _ring.c, same numbers.
+# The refusals of ring_object.h, with the same numbers.
 _CLOSED, _CORRUPT, _GONE, _FORKED, _FOREIGN, _BAD_COUNT, _NOT_WHOLE, _NOT_BEGUN, _NO_FLAG = range(1, 10)
 _CALLERS_FAULT = {
-    _GONE: "this queue has been closed here",
+    _GONE: "this queue has been closed here; make or attach another one",
     _FORKED: "this queue was inherited by fork; attach to its descriptor in the child instead",
-    _FOREIGN: "this queue has no eventfds (unsynchronized, or made by a libfmq peer); use read_in_thread, or poll",
-    _BAD_COUNT: "a count or mask is negative or too large",
+    _FOREIGN: "this queue has no eventfds (it is unsynchronized, or a libfmq peer made it); use read_in_thread, or poll",
+    _BAD_COUNT: "a count or mask is negative or too large; give 0 or more, and a mask of at most 32 bits",
     _NOT_BEGUN: "more elements were committed than the transaction has begun; call begin_write or begin_read first",
-    _NO_FLAG: "this queue has no event flag word; its maker left it out",
+    _NO_FLAG: "this queue has no event flag word, because its maker left it out; make the queue with one",
 }
 
 
@@ -66,7 +68,7 @@ class MessageQueue(Ring):
     """
 
     def __init__(self, grantors_from: MQDescriptor, regions: list[Region], dtype: np.dtype[Any] | None) -> None:
-        """Use `create` or `attach`. The descriptor has been checked; the regions and its eventfds are taken over."""
+        """Take over regions and eventfds of a checked descriptor. Apps call `create` or `attach`."""
         self._closed = True
         self._pid = os.getpid()
         self._regions = regions
@@ -108,9 +110,10 @@ class MessageQueue(Ring):
 
         Args:
             element: a NumPy dtype (structured ones too), a ctypes.Structure type, or the bytes of one element.
-            buffer_fd: size-sealed memory for the elements, of at least their size; taken over, also on failure.
-            futex_interop: a libfmq process will attach and sleep by futex, so commits set the event flag word from the
-                start. aionn's own threads ask for that themselves. Such a peer wakes threads only, never a task.
+            buffer_fd: size-sealed memory for the elements, of at least their size; taken over, also on failure. It exists
+                for parity with libfmq.
+            futex_interop: whether a libfmq process will attach and sleep by futex. Commits set the event flag word from the
+                start then. aionn's threads ask for that themselves. Such a peer wakes threads only, never a task.
 
         Raises:
             CallerError: element, capacity or buffer_fd cannot be used.
@@ -131,7 +134,7 @@ class MessageQueue(Ring):
             fds = (*(region.fileno() for region in regions), *owned)
             queue = cls(MQDescriptor(grantors, quantum, descriptor.flavor, fds), regions, dtype)
         except BaseException:
-            let_go(regions, owned)
+            release(regions, owned)
             raise
         if futex_interop:
             queue.await_futex(layout.NOT_FULL | layout.NOT_EMPTY)
@@ -139,20 +142,21 @@ class MessageQueue(Ring):
 
     @classmethod
     def attach(cls, descriptor: MQDescriptor, element: Element | None = None) -> MessageQueue:
-        """The same queue, from what its maker sent. Takes over `descriptor.fds`, also when it fails. Changes nothing in it.
+        """Use the queue that its maker sent. Take over `descriptor.fds`, also on failure. Change nothing in the queue.
 
         Args:
-            element: what is expected in it; None takes plain bytes of `descriptor.quantum`.
+            element: the expected element; None takes plain bytes of `descriptor.quantum`.
 
         Raises:
-            CallerError: the descriptor or its memory is not a queue's, or the element has another size; the message says why.
-            MappingError, MemoryAllocationError: as `Region.attach`: memory sealed against writing, or with holes that cannot be filled.
+            CallerError: the descriptor or its memory is not a queue's, or the element has another size. The message says why.
+            MappingError, MemoryAllocationError: as `Region.attach`. The memory is sealed against writing, or has holes that
+                cannot be filled.
         """
         owned = list(dict.fromkeys(descriptor.fds))
         regions: list[Region] = []
         try:
             if len(owned) != len(descriptor.fds):
-                raise CallerError("queue descriptor: a file descriptor stands in it twice; each is owned once")
+                raise CallerError("queue descriptor: a file descriptor stands in it twice; send each once")
             sizes = layout.memory_bytes_of(descriptor)
             quantum, dtype = layout.element_of(descriptor.quantum if element is None else element)
             if quantum != descriptor.quantum:
@@ -164,11 +168,11 @@ class MessageQueue(Ring):
                 regions.append(Region.attach(fd, MemoryDescription(MemoryKind.ASHMEM, size_bytes)))
             return cls(descriptor, regions, dtype)
         except BaseException:
-            let_go(regions, owned)
+            release(regions, owned)
             raise
 
     def descriptor(self) -> MQDescriptor:
-        """What a peer needs to attach. The fds stay this queue's: send duplicates (SCM_RIGHTS makes them)."""
+        """Return what a peer needs to attach. The queue keeps its fds, so send duplicates (SCM_RIGHTS makes them)."""
         if self._closed:
             self._refuse(_GONE)
         return self._descriptor
@@ -176,24 +180,27 @@ class MessageQueue(Ring):
     # ---- arrays and transactions ----------------------------------------------------------------------------------
 
     def read_array(self, count: int) -> NDArray[Any] | None:
-        """Take `count` elements as an array of the queue's dtype (bytes: uint8, shape (count, quantum)). None: not that many there."""
+        """Take `count` elements as an array of the queue's dtype. Returns None if fewer are there.
+
+        A queue of plain bytes gives uint8 of the shape (count, quantum).
+        """
         if not 0 <= count <= self.capacity:
             return None if count > 0 else self._refuse(_BAD_COUNT)
         array: NDArray[Any] = np.empty(count, np.dtype((np.uint8, (self.quantum,))) if self._dtype is None else self._dtype)
-        # As bytes: not every dtype (datetime64, say) lends itself as a buffer.
+        # As bytes, because not every dtype can be a buffer (datetime64 cannot).
         return array if self.read_into(array.reshape(-1).view(np.uint8)) else None
 
     def begin_write(self, count: int) -> tuple[memoryview, memoryview] | None:
-        """Room for `count` elements, in place: the bytes up to the ring's end and those after it (empty if it does not wrap).
+        """Return room for `count` elements, in place, as two views. The second one is empty unless the room wraps.
 
-        None: not that much room. Fill both, then `commit_write`. The views are of no use after that.
+        Returns None if there is less room. Fill both views, then call `commit_write`, and do not use them after that.
         """
         return self._pieces(self._begin_write(count))
 
     def begin_read(self, count: int) -> tuple[memoryview, memoryview] | None:
-        """The next `count` elements, in place, read-only, as `begin_write` gives room; then `commit_read`. None: not that many there.
+        """Return the next `count` elements, in place and read-only, as two views. Call `commit_read` after that.
 
-        The peer can change these bytes at any time: copy before you check and use.
+        Returns None if fewer are there. The peer can change these bytes at any time, so copy them before you check them.
         """
         pieces = self._pieces(self._begin_read(count))
         return None if pieces is None else (pieces[0].toreadonly(), pieces[1].toreadonly())
@@ -207,12 +214,12 @@ class MessageQueue(Ring):
     # ---- waiting: tasks ---------------------------------------------------------------------------------------------
 
     async def wait_readable(self, count: int = 1, deadline_ns: int | None = None, *, or_flag: int = 0) -> None:
-        """Return when `count` elements can be read, or a bit of `or_flag` is set in the event flag word; takes nothing.
+        """Wait until `count` elements can be read, or a bit of `or_flag` is set in the event flag word. Take nothing.
 
         Raises:
             DeadlineError: CLOCK_MONOTONIC passed `deadline_ns`.
-            QueueClosedError, or what `end` was given: fewer are there, and no more will come.
-            QueueCorruptedError: see there.
+            QueueClosedError, or the error given to `end`: fewer are there, and no more will come.
+            QueueCorruptedError: a shared counter has an impossible value.
             CallerError: more than the capacity, another event loop, or a queue without eventfds.
         """
 
@@ -222,7 +229,7 @@ class MessageQueue(Ring):
         await self._room(self._readers, count).until(lambda: self._may(there), count, mask=or_flag, deadline_ns=deadline_ns)
 
     async def wait_writable(self, count: int = 1, deadline_ns: int | None = None) -> None:
-        """Return when there is room for `count` elements; reserves nothing. Raises as `wait_readable`."""
+        """Wait until there is room for `count` elements. Reserve nothing. Raises as `wait_readable`."""
 
         def attempt() -> bool | None:
             self._raise_if_over()
@@ -243,25 +250,26 @@ class MessageQueue(Ring):
         A cancelled task has written nothing. Raises as `wait_readable`.
         """
         if self._writers is not None and not self._writers.takers and self.write(data):
-            return  # the usual case, without the price of preparing to wait
+            return  # the usual case, which is cheaper without a waiter
         count = self._elements_in(data)
         await self._room(self._writers, count).until(lambda: self.write(data) or None, count, deadline_ns=deadline_ns, taker=True)
 
     # ---- waiting: threads ---------------------------------------------------------------------------------------------
 
     def read_in_thread(self, count: int, timeout_s: float | None = None) -> bytes:
-        """`read_blocking` for a thread: sleeps by futex, without the GIL (libfmq: readBlocking). One thread per side.
+        """Read as `read_blocking`, for a thread. It sleeps by futex, without the GIL (libfmq: readBlocking). One thread per side.
 
         Raises:
-            DeadlineError: they did not come in `timeout_s` seconds; a last attempt was made.
-            QueueClosedError, QueueCorruptedError, CallerError: as `wait_readable`; and CallerError without event flag word.
+            DeadlineError: fewer came in `timeout_s` seconds. A last attempt was made.
+            QueueClosedError, QueueCorruptedError: as `wait_readable`.
+            CallerError: as `wait_readable`, or the queue has no event flag word.
         """
         self._check_count(count)
         taken: bytes = self._by_futex(lambda: self.read(count), layout.NOT_EMPTY, timeout_s)
         return taken
 
     def write_in_thread(self, data: Data, timeout_s: float | None = None) -> None:
-        """`write_blocking` for a thread. Raises as `read_in_thread`."""
+        """Write as `write_blocking`, for a thread. Raises as `read_in_thread`."""
         self._elements_in(data)
         self._by_futex(lambda: self.write(data) or None, layout.NOT_FULL, timeout_s)
 
@@ -272,7 +280,7 @@ class MessageQueue(Ring):
         if self.flavor is not MQFlavor.SYNCHRONIZED:
             self._refuse(_FOREIGN)
         deadline_ns = deadline_after(timeout_s)
-        # From here on commits set the bit; the attempt after it sees what was committed before.
+        # From here on, commits set the bit. The next attempt sees what was committed before.
         self.await_futex(bit)
         while (result := attempt()) is None:
             if 0 <= deadline_ns <= time.monotonic_ns():
@@ -283,7 +291,7 @@ class MessageQueue(Ring):
     # ---- the end ------------------------------------------------------------------------------------------------------
 
     def end(self, error: BaseException) -> None:
-        """The peer is gone: what is in the queue can still be read, then `error` is raised, here and in every waiter. Idempotent."""
+        """Mark the peer as gone. The rest of the queue can still be read, then `error` is raised, also in every waiter. Idempotent."""
         if self._ended_by is not None or self._closed:
             return
         self._ended_by = error
@@ -293,10 +301,10 @@ class MessageQueue(Ring):
                 room.wake_all()
 
     def close(self) -> None:
-        """Notify the peer, fail the own waiters with QueueClosedError, and release descriptors and mapping. Idempotent.
+        """Notify the peer, fail this side's waiters with QueueClosedError, and release descriptors and mapping. Idempotent.
 
-        Call it where the queue is awaited: in its event loop's thread. An unsynchronized queue is closed for the others
-        only by its writer. In a child of fork only the child's copies are let go.
+        Call it in the thread of the event loop that awaits the queue. Only its writer closes an unsynchronized queue for
+        the others. In a child of fork, only the child's copies are released.
         """
         if self._closed:
             return
@@ -309,12 +317,12 @@ class MessageQueue(Ring):
                     room.close()
         self._release()
         self._data = memoryview(b"")
-        let_go(self._regions, [fd for fd in (self.reader_fd, self.writer_fd) if fd >= 0])
+        release(self._regions, [fd for fd in (self.reader_fd, self.writer_fd) if fd >= 0])
         self.reader_fd = self.writer_fd = -1
 
     @property
     def closed(self) -> bool:
-        """Whether this end has been closed here."""
+        """Return whether this end has been closed here."""
         return self._closed
 
     def __del__(self) -> None:
@@ -328,17 +336,17 @@ class MessageQueue(Ring):
     # ---- refusals -------------------------------------------------------------------------------------------------------
 
     def _refuse(self, code: int) -> NoReturn:
-        """Called by `Ring` with what it will not do; always raises."""
+        """Raise the error for a refusal of `Ring`, which calls this with its code."""
         if code == _CLOSED:
             if self._ended_by is not None:
                 raise again(self._ended_by)
-            raise QueueClosedError("the queue has been closed by its peer, and what was in it has been read")
+            raise QueueClosedError("the queue's peer has closed it, and all its elements have been read; make a new queue")
         if code == _CORRUPT:
             raise QueueCorruptedError(
                 f"a counter of the queue of {self.capacity} x {self.quantum} bytes is impossible, so its peer is broken; make a new queue"
             )
         if code == _NOT_WHOLE:
-            raise CallerError(f"the data is not a whole number of elements of {self.quantum} bytes")
+            raise CallerError(f"the data is not a whole number of elements of {self.quantum} bytes; give whole elements")
         raise CallerError(_CALLERS_FAULT[code])
 
     def _raise_if_over(self) -> None:
@@ -346,7 +354,7 @@ class MessageQueue(Ring):
             self._refuse(_CLOSED)
 
     def _may(self, condition: Callable[[], bool]) -> bool | None:
-        """The condition, or the queue's end: looked at again after the end, for a last commit may lie between the two looks."""
+        """Return True, or None to wait. At the queue's end look once more, because a last commit may lie between the two looks."""
         if condition():
             return True
         if self._closed_word():
@@ -361,7 +369,7 @@ class MessageQueue(Ring):
 
     def _check_count(self, count: int) -> None:
         if not 0 <= count <= self.capacity:
-            raise CallerError(f"{count} elements at once in a queue of {self.capacity}: they can never be there; use a larger queue")
+            raise CallerError(f"{count} elements at once in a queue of {self.capacity} can never be there; use a larger queue")
 
     def _elements_in(self, data: Data) -> int:
         count, rest = divmod(memoryview(cast("Buffer", data)).nbytes, self.quantum)
@@ -372,10 +380,10 @@ class MessageQueue(Ring):
 
 
 class _ReaderSide:
-    """A queue as its waiting readers see it."""
+    """The side of a queue that its waiting readers need."""
 
     def __init__(self, queue: MessageQueue) -> None:
-        # The bound C functions: no Python frame between a wake and the shared words.
+        # The bound C functions, so that no Python frame runs between a wake and the shared words.
         self.arm = queue.arm_reader
         self.disarm = queue.disarm_reader
         self.clear_event = queue.clear_reader_event
@@ -391,7 +399,7 @@ class _ReaderSide:
 
 
 class _WriterSide(_ReaderSide):
-    """A queue as its waiting writers see it."""
+    """The side of a queue that its waiting writers need."""
 
     def __init__(self, queue: MessageQueue) -> None:
         super().__init__(queue)

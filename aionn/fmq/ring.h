@@ -1,21 +1,23 @@
-/* The ring itself: counters, bytes, the armed words, the event flag word. Pure C11, no Python; tests/fmq/native runs
- * it under ASan, UBSan and TSan.
+/* The ring: counters, bytes, the armed words, the event flag word. Pure C11 without Python. tests/fmq/native runs this
+ * file under ASan, UBSan and TSan.
  *
- * One writer, one reader (one writer, many readers when not synchronized), in two processes that need not trust each
- * other. Counters are bytes since the queue was made and never wrap back (libfmq), so with sane peers
- *     0 <= written - read <= capacity,  and both are multiples of the quantum,   at every moment, in both processes.
- * They are shared with a peer, so each use loads them once into locals and checks just that; a queue that breaks the
- * rule is reported (RING_CORRUPT) and no byte outside the data part is ever touched: every offset is a local counter
+ * One writer and one reader share a ring, in two processes that need not trust each other. The unsynchronized flavor, with
+ * many readers, exists for parity with libfmq. Counters are bytes since the queue was made and never wrap back (libfmq).
+ * So with sane peers this holds at every moment, in both processes:
+ *     0 <= written - read <= capacity,  and both are multiples of the quantum.
+ * A peer shares the counters, so each use loads them once into locals and checks those. A queue that breaks the rule is
+ * reported (RING_CORRUPT). No byte outside the data part is ever touched, because every offset is a local counter
  * modulo the *local* capacity.
  *
- * Wake protocol (one direction; the other mirrors it). W = who makes progress, S = who sleeps.
+ * Wake protocol in one direction, which the other mirrors. W is the side that makes progress, S the side that sleeps.
  *     S1 armed := mask      S2 seq_cst fence    S3 look again (counters, closed)     S4 sleep on the eventfd
  *     W1 counter := new     W2 seq_cst fence    W3 armed? swap it to 0: was it set?  W4 write the eventfd
- * Store buffering needs both fences: with them S3 sees W1 or W3 sees S1, so nobody sleeps through a commit, and a
- * system call is made only for a sleeper. A wake may be stale (W3 loaded an arming that is over), so a sleeper that
- * wakes goes back to S1, never straight to S4. tests/fmq/test_weak_memory.py runs this file under a weak memory model in
- * all interleavings, and finds the hang or the race when a fence, an order or S3 is left out. tests/fmq/wake_model.py does
- * so for the tasks that share one sleep. */
+ * Store buffering needs both fences. With them, S3 sees W1 or W3 sees S1, so a sleeper never misses a commit. A system
+ * call is made only for a sleeper. A wake may be stale (W3 loaded an arming that is over), so a sleeper that wakes
+ * goes back to S1, never straight to S4.
+ *
+ * tests/fmq/test_weak_memory.py runs this file under a weak memory model in all interleavings. It finds the hang or the
+ * race when a fence, an order or S3 is left out. tests/fmq/wake_model.py does so for the tasks that share one sleep. */
 #ifndef AIONN_FMQ_RING_H
 #define AIONN_FMQ_RING_H
 
@@ -40,21 +42,21 @@
 
 #define RING_NOT_FULL 0x1u  /* libfmq: FMQ_NOT_FULL */
 #define RING_NOT_EMPTY 0x2u /* libfmq: FMQ_NOT_EMPTY */
-/* Nobody waits for these. They change the word at the queue's end, so that no thread falls asleep on the old one. */
+/* No waiter asks for these bits. They change the word at the queue's end, so that no thread falls asleep on the old word. */
 #define RING_FLIP_CLOSED 0x80000000u
 #define RING_FLIP_LOCAL 0x40000000u
 
 enum ring_status { RING_OK, RING_LESS, RING_CLOSED, RING_CORRUPT };
 
-/* aionn's own words, grantor 4, which libfmq peers ignore. Mirrored in layout.py; test_layout.py compares the two.
- * A line per storing side, or a store would stall the other side's loads. */
+/* aionn's words, grantor 4, which libfmq peers ignore. layout.py mirrors them, and test_layout.py compares the two.
+ * Each storing side has a cache line, because its store would stall the other side's loads from the same line. */
 struct ring_control {
-    _Alignas(64) _Atomic uint32_t reader_armed; /* event bits the reading side sleeps for; 0: awake */
+    _Alignas(64) _Atomic uint32_t reader_armed; /* event bits the reading side sleeps for; 0 means awake */
     _Alignas(64) _Atomic uint32_t writer_armed; /* the same for the writing side */
     _Alignas(64) _Atomic uint32_t closed;       /* 1 once a side has closed; never back */
-    _Atomic uint32_t futex_bits;                /* bits some thread or libfmq peer has ever waited for by futex; only grows */
-    _Alignas(64) _Atomic uint64_t write_intent; /* unsynchronized: bytes up to here may be being overwritten right now */
-    _Atomic uint32_t writer_cpu;                /* CPU number + 1; 0: unknown */
+    _Atomic uint32_t futex_bits;                /* bits that a thread or libfmq peer has ever waited for by futex; only grows */
+    _Alignas(64) _Atomic uint64_t write_intent; /* unsynchronized: the writer may be overwriting bytes up to here */
+    _Atomic uint32_t writer_cpu;                /* CPU number + 1, or 0 if unknown */
     _Alignas(64) _Atomic uint32_t reader_cpu;
 };
 _Static_assert(offsetof(struct ring_control, reader_armed) == 0, "layout.py: READER_ARMED_OFFSET");
@@ -65,7 +67,7 @@ _Static_assert(offsetof(struct ring_control, write_intent) == 192, "layout.py: W
 _Static_assert(offsetof(struct ring_control, writer_cpu) == 200, "layout.py: WRITER_CPU_OFFSET");
 _Static_assert(offsetof(struct ring_control, reader_cpu) == 256, "layout.py: READER_CPU_OFFSET");
 _Static_assert(sizeof(struct ring_control) == 320, "layout.py: CONTROL_BYTES");
-/* A peer compiled otherwise shares the words: a hidden lock would not be shared. */
+/* A peer with another compiler shares the words, but would not share a hidden lock. */
 _Static_assert(ATOMIC_LLONG_LOCK_FREE == 2 && ATOMIC_INT_LOCK_FREE == 2, "shared counters must be lock-free");
 _Static_assert(sizeof(_Atomic uint64_t) == 8 && sizeof(_Atomic uint32_t) == 4, "shared words have no hidden parts");
 
@@ -78,32 +80,32 @@ struct ring_span { /* a range of the ring: two pieces where it wraps */
 struct ring { /* one process's handle; only the pointees are shared */
     _Atomic uint64_t *read, *written;
     uint8_t *data;
-    _Atomic uint32_t *flag;      /* NULL: a libfmq queue without event flag word */
-    struct ring_control *control; /* NULL: a libfmq queue, without aionn's words */
+    _Atomic uint32_t *flag;      /* NULL for a libfmq queue without event flag word */
+    struct ring_control *control; /* NULL for a libfmq queue, without aionn's words */
     uint64_t capacity, quantum;  /* bytes; quantum divides capacity */
-    uint64_t cursor;             /* unsynchronized: this reader's own read counter */
-    uint64_t write_at, writable; /* an open write transaction: its first byte's counter, its length */
+    uint64_t cursor;             /* unsynchronized: the read counter of this reader */
+    uint64_t write_at, writable; /* an open write transaction: the counter of its first byte, its length */
     uint64_t read_at, readable;
-    _Atomic uint32_t ended;      /* local: the peer is known to be gone */
-    int reader_fd, writer_fd;    /* eventfds, -1: none */
+    _Atomic uint32_t ended;      /* local: whether the peer is known to be gone */
+    int reader_fd, writer_fd;    /* eventfds, or -1 */
     bool synchronized;
-    bool wrote; /* this handle has committed elements */
+    bool wrote; /* whether this handle has committed elements */
 };
 
 /* ---- counters ------------------------------------------------------------------------------------------------ */
 
 static inline bool ring_is_closed(const struct ring *r)
 {
-    /* Acquire pairs with the release in ring_close: who sees it sees all that was written before. */
+    /* Acquire pairs with the release in ring_close. A side that sees the end sees all that was written before. */
     return atomic_load_explicit(&r->ended, memory_order_acquire) ||
            (r->control && atomic_load_explicit(&r->control->closed, memory_order_acquire));
 }
 
-/* Both counters, checked. The acquire of `written` pairs with the release in ring_commit_write (the bytes are there),
- * that of `read` with the release in ring_commit_read (the bytes have been copied out and may be overwritten). */
+/* Load both counters and check them. The acquire of `written` pairs with the release in ring_commit_write: the bytes are
+ * there. The acquire of `read` pairs with the release in ring_commit_read: the bytes have been copied and may be overwritten. */
 static inline enum ring_status ring_counters(const struct ring *r, uint64_t *read, uint64_t *written)
 {
-    /* An observer who is neither side may load the two around a step of both; a true corruption stays. */
+    /* An observer on neither side may load the two around a step of both. A true corruption stays. */
     for (int attempt = 0; attempt < 64; attempt++) {
         uint64_t w = atomic_load_explicit(r->written, memory_order_acquire);
         uint64_t c = r->synchronized ? atomic_load_explicit(r->read, memory_order_acquire) : r->cursor;
@@ -146,9 +148,9 @@ static inline void ring_signal(int fd)
 {
     uint64_t one = 1;
     struct pollfd room = {fd, POLLOUT, 0};
-    /* No room: a peer has filled the counter, so it is readable already, which is all a wake wants. poll asks first, for
-     * O_NONBLOCK is shared with the peer, who could take it off, and an eventfd knows RWF_NOWAIT for reads alone. What is
-     * left is a peer that drains and fills it again between these two calls. */
+    /* Without room, a peer has filled the counter. It is readable then, which is all that a wake needs. The call to poll
+     * comes first, because the peer shares O_NONBLOCK and could clear it. An eventfd knows RWF_NOWAIT for reads alone.
+     * One risk remains: a peer that drains and fills the counter again between these two calls. */
     if (fd >= 0 && poll(&room, 1, 0) > 0 && (room.revents & POLLOUT))
         while (write(fd, &one, sizeof one) < 0 && errno == EINTR)
             ;
@@ -158,28 +160,28 @@ static inline void ring_clear(int fd)
 {
     uint64_t count;
     struct iovec into = {&count, sizeof count};
-    /* RWF_NOWAIT, for O_NONBLOCK is shared with the peer, who could take it off between our epoll and our read.
-     * EAGAIN: a peer has drained it, or an earlier look has. */
+    /* RWF_NOWAIT, because the peer shares O_NONBLOCK and could clear it between this side's epoll and read.
+     * EAGAIN means that a peer or an earlier look has drained the counter. */
     if (fd >= 0 && preadv2(fd, &into, 1, -1, RWF_NOWAIT) < 0 && errno == EOPNOTSUPP)
         (void)!read(fd, &count, sizeof count);
 }
 
-/* W3 and W4. The caller has fenced (W2). The swap is atomic, so of two wakers one alone writes. */
+/* W3 and W4. The caller has fenced (W2). The swap is atomic, so only one of two wakers writes. */
 static inline void ring_wake_armed(_Atomic uint32_t *armed, uint32_t bits, int fd)
 {
     if ((atomic_load_explicit(armed, memory_order_relaxed) & bits) && atomic_exchange(armed, 0))
         ring_signal(fd);
 }
 
-/* libfmq: EventFlag::wake. The read-modify-write pairs with those in ring_flag_wait: the kernel compares the word
- * under its own lock, so a waiter sleeps only on a word that this call has not yet changed. */
+/* libfmq: EventFlag::wake. The read-modify-write pairs with those in ring_flag_wait. The kernel compares the word under
+ * a lock, so a waiter sleeps only on a word that this call has not yet changed. */
 static inline void ring_flag_raise(const struct ring *r, uint32_t bits)
 {
     if (r->flag && (~atomic_fetch_or(r->flag, bits) & bits))
         syscall(SYS_futex, r->flag, FUTEX_WAKE_BITSET, INT_MAX, NULL, NULL, bits);
 }
 
-/* Wake everyone who waits for one of `bits` by the flag: threads and libfmq peers by futex, aionn sleepers by eventfd. */
+/* Wake every waiter for one of `bits` by the flag: threads and libfmq peers by futex, aionn sleepers by eventfd. */
 static inline void ring_flag_wake(const struct ring *r, uint32_t bits)
 {
     if (!bits)
@@ -192,21 +194,21 @@ static inline void ring_flag_wake(const struct ring *r, uint32_t bits)
     }
 }
 
-/* A hint, on which nothing rests: `bits` for a reader that sleeps and awaits one of them, nothing for any other. */
+/* Give a hint, on which nothing depends: raise `bits` if the reader sleeps and awaits one of them. */
 static inline void ring_nudge_reader(const struct ring *r, uint32_t bits)
 {
     if (r->control && (atomic_load_explicit(&r->control->reader_armed, memory_order_relaxed) & bits))
         ring_flag_wake(r, bits);
 }
 
-/* libfmq: EventFlag::wait without retry. 0 with the bits taken, or ETIMEDOUT, EAGAIN (look again), EINTR. */
+/* libfmq: EventFlag::wait without retry. Returns 0 with the bits taken, or ETIMEDOUT, EAGAIN (look again), EINTR. */
 static inline int ring_flag_wait(const struct ring *r, uint32_t mask, const struct timespec *deadline, uint32_t *taken)
 {
     uint32_t old = atomic_fetch_and(r->flag, ~mask); /* seq_cst; pairs with the fetch_or in ring_flag_raise */
     *taken = old & mask;
     if (*taken)
         return 0;
-    if (ring_is_closed(r)) /* between the two looks at the word: see ring_wake_threads */
+    if (ring_is_closed(r)) /* between the two looks at the word; see ring_wake_threads */
         return EAGAIN;
     if (syscall(SYS_futex, r->flag, FUTEX_WAIT_BITSET, old & ~mask, deadline, NULL, mask) < 0)
         return errno;
@@ -214,9 +216,9 @@ static inline int ring_flag_wait(const struct ring *r, uint32_t mask, const stru
     return *taken ? 0 : EINTR;
 }
 
-/* The end has been stored: every thread that sleeps on the word looks again, whatever it waits for. A thread that took
- * `old` before the flip does not fall asleep (the word differs); one that took it after sees the end: the flip is a
- * read-modify-write after that store, and the fetch_and in ring_flag_wait reads from it. */
+/* Make every thread that sleeps on the word look again, after the end has been stored. A thread that took `old` before
+ * the flip does not fall asleep, because the word differs. A thread that took it after the flip sees the end: the flip is
+ * a read-modify-write after that store, and the fetch_and in ring_flag_wait reads from it. */
 static inline void ring_wake_threads(const struct ring *r, uint32_t flip)
 {
     if (r->flag) {
@@ -225,9 +227,9 @@ static inline void ring_wake_threads(const struct ring *r, uint32_t flip)
     }
 }
 
-/* A thread is about to wait for `bits` by futex on this queue: from now on commits touch the flag word as well.
- * The fence pairs with the one in ring_progress: the caller looks at the queue after this, so either it sees the
- * commit or the committer sees the bit. */
+/* Announce a thread that is about to wait for `bits` by futex. From now on commits touch the flag word as well. The fence
+ * pairs with the one in ring_progress. The caller looks at the queue after this call, so either it sees the commit or the
+ * committer sees the bit. */
 static inline void ring_expect_futex(const struct ring *r, uint32_t bits)
 {
     if (r->control && (~atomic_load_explicit(&r->control->futex_bits, memory_order_relaxed) & bits))
@@ -237,13 +239,13 @@ static inline void ring_expect_futex(const struct ring *r, uint32_t bits)
 
 static inline void ring_publish_cpu(_Atomic uint32_t *word)
 {
-    uint32_t cpu = (uint32_t)(sched_getcpu() + 1); /* -1 on failure: 0, unknown */
-    /* Relaxed: a hint, ordered with nothing. Stored only when it changes, or the line would move at every call. */
+    uint32_t cpu = (uint32_t)(sched_getcpu() + 1); /* sched_getcpu fails with -1, which gives 0 (unknown) */
+    /* Relaxed: a hint, ordered with nothing. It is stored only when it changes, to keep the cache line still. */
     if (atomic_load_explicit(word, memory_order_relaxed) != cpu)
         atomic_store_explicit(word, cpu, memory_order_relaxed);
 }
 
-/* W2 to W4 after a commit: `bit` says in which direction. Without a sleeper: one fence, two loads. */
+/* W2 to W4 after a commit, in the direction of `bit`. Without a sleeper it costs one fence and two loads. */
 static inline void ring_progress(const struct ring *r, uint32_t bit)
 {
     if (!r->synchronized)
@@ -264,8 +266,8 @@ static inline void ring_progress(const struct ring *r, uint32_t bit)
         ring_flag_raise(r, bit);
 }
 
-/* S1 to S3 for the reading side (reads: true) or the writing one: sleep only if this says true. `bytes` is what the
- * sleeper needs of the queue (0: nothing, it waits for the flag alone), `mask` what it awaits of the event flag word. */
+/* S1 to S3 for the reading side (`reads`) or the writing side. The caller may sleep only if this returns true. `bytes` is
+ * what the sleeper needs of the queue, 0 if it waits for the flag alone. `mask` is what it awaits of the flag word. */
 static inline bool ring_arm(const struct ring *r, bool reads, uint64_t bytes, uint32_t mask)
 {
     _Atomic uint32_t *armed = reads ? &r->control->reader_armed : &r->control->writer_armed;
@@ -277,7 +279,7 @@ static inline bool ring_arm(const struct ring *r, bool reads, uint64_t bytes, ui
     if (bits && !corrupt && !ring_is_closed(r) && (!bytes || (reads ? readable : writable) < bytes) &&
         !(mask && (atomic_load_explicit(r->flag, memory_order_acquire) & mask)))
         return true;
-    /* A waker may have swapped it already: its token is in flight and costs one look too many. */
+    /* A waker may have swapped it already. Its token is in flight then and costs one look too many. */
     atomic_exchange(armed, 0);
     return false;
 }
@@ -289,7 +291,7 @@ static inline void ring_disarm(const struct ring *r, bool reads)
 
 /* ---- reading and writing ---------------------------------------------------------------------------------------- */
 
-/* RING_OK: `span` is where to write; commit at most as much. RING_LESS: not that much room. */
+/* Returns RING_OK with the place to write in `span`; commit at most as much. Returns RING_LESS if there is less room. */
 static inline enum ring_status ring_begin_write(struct ring *r, uint64_t bytes, struct ring_span *span)
 {
     uint64_t c, w;
@@ -303,7 +305,7 @@ static inline enum ring_status ring_begin_write(struct ring *r, uint64_t bytes, 
         return RING_LESS;
     if (!r->synchronized && r->control) {
         atomic_store_explicit(&r->control->write_intent, w + bytes, memory_order_relaxed);
-        /* Pairs with the acquire fence in ring_overrun: who copies a byte we are about to write sees the intent. */
+        /* Pairs with the acquire fence in ring_overrun. A reader that copies a byte of the coming write sees the intent. */
         atomic_thread_fence(memory_order_release);
     }
     ring_place(r, w, bytes, span);
@@ -317,7 +319,7 @@ static inline enum ring_status ring_commit_write(struct ring *r, uint64_t bytes)
     if (bytes > r->writable)
         return RING_LESS;
     r->writable = 0;
-    /* Release: the bytes are visible no later than the counter. Pairs with the acquire in ring_counters. */
+    /* Release makes the bytes visible no later than the counter. It pairs with the acquire in ring_counters. */
     atomic_store_explicit(r->written, r->write_at + bytes, memory_order_release);
     r->wrote |= bytes > 0;
     if (bytes)
@@ -325,8 +327,8 @@ static inline enum ring_status ring_commit_write(struct ring *r, uint64_t bytes)
     return RING_OK;
 }
 
-/* Whether the writer may have begun to overwrite bytes from `at` on. After the copy: the acquire fence pairs with
- * the release fence in ring_begin_write. A libfmq writer tells no intent; there the counter must do, as in libfmq. */
+/* Return whether the writer may have begun to overwrite bytes from `at` on. Call it after the copy: the acquire fence
+ * pairs with the release fence in ring_begin_write. A libfmq writer has no intent word, so its counter must do, as there. */
 static inline bool ring_overrun(const struct ring *r, uint64_t at)
 {
     atomic_thread_fence(memory_order_acquire);
@@ -335,7 +337,7 @@ static inline bool ring_overrun(const struct ring *r, uint64_t at)
     return w - at > r->capacity || (intent > w && intent - at > r->capacity);
 }
 
-/* The writer has lapped this reader: go on with the newest half (libfmq `main`). */
+/* Go on with the newest half, because the writer has lapped this reader (libfmq `main`). */
 static inline void ring_skip_to_newest_half(struct ring *r)
 {
     uint64_t w = atomic_load_explicit(r->written, memory_order_acquire);
@@ -362,7 +364,7 @@ static inline enum ring_status ring_begin_read(struct ring *r, uint64_t bytes, s
             return RING_CLOSED;
         if (!ring_is_closed(r))
             return RING_LESS;
-        /* Closed after the counter was loaded, maybe after a last commit: what was written before stays readable. */
+        /* Closed after the counter was loaded, maybe after a last commit. What was written before stays readable. */
     }
     ring_place(r, c, bytes, span);
     r->read_at = c;
@@ -383,15 +385,15 @@ static inline enum ring_status ring_commit_read(struct ring *r, uint64_t bytes)
         r->cursor = r->read_at + bytes;
         return RING_OK;
     }
-    /* Release: our copy is done before the writer may overwrite. Pairs with the acquire in ring_counters. */
+    /* Release: this side's copy is done before the writer may overwrite. It pairs with the acquire in ring_counters. */
     atomic_store_explicit(r->read, r->read_at + bytes, memory_order_release);
     if (bytes)
         ring_progress(r, RING_NOT_FULL);
     return RING_OK;
 }
 
-/* An unsynchronized writer may overwrite what is being copied. The copy is then thrown away, but it must be made of
- * atomic accesses for C to give it a meaning at all. */
+/* An unsynchronized writer may overwrite the bytes during the copy. The copy is thrown away then, but only atomic
+ * accesses give such a copy a meaning in C. */
 static inline void ring_copy_relaxed(uint8_t *to, const uint8_t *from, uint64_t bytes, bool to_ring)
 {
     for (uint64_t i = 0; i < bytes;) {
@@ -436,23 +438,23 @@ static inline void ring_copy_out(const struct ring *r, const struct ring_span *s
 
 /* ---- end of life ------------------------------------------------------------------------------------------------ */
 
-/* The shared end: both sides look again, however they sleep. Without control words there is no way to tell a peer. */
+/* End the queue for both sides, which look again however they sleep. Without control words a peer cannot be notified. */
 static inline void ring_close(const struct ring *r)
 {
-    /* Of an unsynchronized queue's many handles only the writer's is its end. */
+    /* An unsynchronized queue has many handles, and only the writer's ends it. */
     if (!r->control || !(r->synchronized || r->wrote))
         return;
-    /* seq_cst contains the release that pairs with the acquire in ring_is_closed: what was written stays readable. */
+    /* seq_cst contains the release that pairs with the acquire in ring_is_closed. What was written stays readable. */
     if (atomic_exchange(&r->control->closed, 1))
         return;
     atomic_thread_fence(memory_order_seq_cst); /* pairs with the fence in ring_expect_futex */
-    ring_signal(r->reader_fd); /* unconditional: it happens once, and so needs no fence */
+    ring_signal(r->reader_fd); /* unconditional, because it happens once and so needs no fence */
     ring_signal(r->writer_fd);
     if (atomic_load_explicit(&r->control->futex_bits, memory_order_relaxed))
         ring_wake_threads(r, RING_FLIP_CLOSED);
 }
 
-/* The end as this handle alone knows it: the peer is gone. `threads`: some of ours may sleep on the word. */
+/* End the queue for this handle alone, because the peer is gone. `threads`: threads of this process may sleep on the word. */
 static inline void ring_end(struct ring *r, bool threads)
 {
     atomic_store_explicit(&r->ended, 1, memory_order_release); /* pairs with the acquire in ring_is_closed */

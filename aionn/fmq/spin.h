@@ -1,4 +1,4 @@
-/* Looking at a ring for a bounded time without sleeping. When that pays is decided elsewhere (aionn/burst/awake.py). */
+/* Looking at a ring for a bounded time without sleeping. The policy that decides when this pays is in aionn/burst. */
 #ifndef AIONN_FMQ_SPIN_H
 #define AIONN_FMQ_SPIN_H
 
@@ -20,15 +20,15 @@ static inline void ring_pause(void)
 #endif
 }
 
-/* Look for `bytes` until `deadline_ns`; true as soon as a sleeper would be woken. A peer on our own core cannot make
- * progress while we spin there, so then we look once only. */
-static inline bool ring_spin(const struct ring *r, bool reads, uint64_t bytes, int64_t deadline_ns)
+/* Look for `bytes` to read until `deadline_ns`. Return true as soon as a sleeper would wake. A writer on the same core
+ * cannot make progress while this thread spins there, so this thread looks once only then. */
+static inline bool ring_spin(const struct ring *r, uint64_t bytes, int64_t deadline_ns)
 {
-    _Atomic uint32_t *mine = !r->control ? NULL : reads ? &r->control->reader_cpu : &r->control->writer_cpu;
-    _Atomic uint32_t *peers = !r->control ? NULL : reads ? &r->control->writer_cpu : &r->control->reader_cpu;
+    _Atomic uint32_t *mine = r->control ? &r->control->reader_cpu : NULL;
+    _Atomic uint32_t *peers = r->control ? &r->control->writer_cpu : NULL;
     for (unsigned turn = 0;; turn++) {
         uint64_t readable, writable;
-        if (ring_available(r, &readable, &writable) != RING_OK || (reads ? readable : writable) >= bytes || ring_is_closed(r))
+        if (ring_available(r, &readable, &writable) != RING_OK || readable >= bytes || ring_is_closed(r))
             return true;
         if (turn % 32 == 0) {
             if (mine) {

@@ -1,12 +1,12 @@
 """Tasks that wait on one side of a queue: for elements, for room, or for event flag bits.
 
-One persistent `add_reader` serves all of them. Who waits makes its own attempt after every wake and never awaits between
-the attempt that succeeds and its return, so a cancelled task has taken nothing. Takers (`taker=True`) get their turn
-first come, first served: only the first may take, and hands on when it leaves, however it leaves.
+One persistent `add_reader` serves all of them. A waiter makes an attempt after every wake. It never awaits between the
+attempt that succeeds and its return, so a cancelled task has taken nothing. Takers (`taker=True`) take turns in the order
+in which they came. Only the first may take, and the next one gets its turn when the first leaves for any reason.
 
 Invariant
     While a waiter whose turn it is sleeps, one of three holds. The side is armed for it, or a token is in the eventfd, or
-    the callback that looks for it is about to run. `_settle` re-establishes it after each change: a waiter comes, leaves or is woken.
+    the callback that looks for it is about to run. `_settle` restores this invariant when a waiter comes, leaves or wakes.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ T = TypeVar("T")
 
 
 class SideOfQueue(Protocol):
-    """What waiting needs of a queue's side. Counts are elements; a count of 0 waits for flag bits alone."""
+    """What waiting needs of a queue's side. Counts are elements. A count of 0 waits for flag bits alone."""
 
     def arm(self, count: int, mask: int, /) -> bool:
-        """Whether to sleep; see `Ring.arm_reader`."""
+        """Arm the side, and return whether to sleep, as `Ring.arm_reader`."""
         ...
 
     def disarm(self) -> None: ...
@@ -35,7 +35,7 @@ class SideOfQueue(Protocol):
     def clear_event(self) -> None: ...
 
     def satisfied(self, count: int, mask: int) -> bool:
-        """Whether a waiter for that much, or for those bits, should look now."""
+        """Return whether a waiter for that many elements, or for those bits, should look now."""
         ...
 
 
@@ -65,17 +65,17 @@ class WaitingRoom:
         self._what = what  # for messages: "elements to read", "room to write"
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiters: list[_Waiter] = []
-        self.takers = 0  # how many of them are takers: who comes now has to queue up behind them
+        self.takers = 0  # how many waiters are takers; a new taker queues up behind them
         self._armed = False
         self._closed = False
 
     async def until(
         self, attempt: Callable[[], T | None], count: int, *, mask: int = 0, deadline_ns: int | None = None, taker: bool = False
     ) -> T:
-        """Make `attempt` until it gives something; sleep in between. Whatever it raises ends the wait.
+        """Make `attempt` until it returns something other than None, and sleep in between. Its errors end the wait.
 
         Raises:
-            DeadlineError: CLOCK_MONOTONIC passed `deadline_ns`; a last attempt was made.
+            DeadlineError: CLOCK_MONOTONIC passed `deadline_ns`. A last attempt was made.
             QueueClosedError: the queue was closed here meanwhile.
             CallerError: the side is awaited in another event loop.
         """
@@ -93,7 +93,7 @@ class WaitingRoom:
                 self._settle()
                 await waiter.future
                 if self._closed:
-                    raise QueueClosedError(f"the queue was closed while a task waited for {self._what}")
+                    raise QueueClosedError(f"the queue was closed here while a task waited for {self._what}")
                 if not taker or self.takers == 1 or self._first_taker() is waiter:
                     result = attempt()
                     if result is not None:
@@ -110,7 +110,7 @@ class WaitingRoom:
                 self._settle()
 
     def wake_all(self) -> None:
-        """Everyone makes an attempt: the queue has come to its end."""
+        """Make every waiter look again, because the queue has come to its end."""
         for waiter in self._waiters:
             waiter.wake()
 
@@ -126,7 +126,7 @@ class WaitingRoom:
         loop = running_loop()
         if self._loop is not loop:
             if self._loop is not None and not self._loop.is_closed():
-                raise CallerError("this side of the queue is awaited in another event loop; it belongs to the loop that awaited it first")
+                raise CallerError("this side of the queue is awaited in another event loop; await it in the loop that awaited it first")
             self._loop = loop
             loop.add_reader(self._fd, self._on_event)
         return loop
@@ -140,13 +140,13 @@ class WaitingRoom:
         self._armed = False  # the writer of the eventfd has swapped the word; a stale token only makes us arm once more
         self._clear_event()
         if len(self._waiters) == 1:
-            self._waiters[0].wake()  # it looks itself, and comes back to `_settle` if there is nothing
+            self._waiters[0].wake()  # the waiter looks itself, and calls `_settle` again if it finds nothing
         else:
             self._settle()
 
     def _settle(self) -> None:
-        """Wake those who may find something, arm for those who may not."""
-        if len(self._waiters) == 1 and not (waiter := self._waiters[0]).future.done():  # the loop below, for the usual case
+        """Wake the waiters that may find something, and arm for the others."""
+        if len(self._waiters) == 1 and not (waiter := self._waiters[0]).future.done():  # a short cut for the usual case
             self._armed = self._arm(waiter.count, waiter.mask)
             if not self._armed:
                 waiter.wake()
@@ -166,14 +166,14 @@ class WaitingRoom:
             self._armed = self._arm(count, mask)
             if self._armed:
                 return
-            # Not armed, so somebody has to look. If the peer has turned the counters back meanwhile, all do: each
-            # turn of this loop wakes at least one, so no peer can keep us in it.
+            # Not armed, so a waiter has to look. If the peer has turned the counters back meanwhile, all of them look.
+            # Each turn of this loop wakes at least one waiter, so no peer can prolong it.
             for waiter in [w for w in asleep if self._side.satisfied(w.count, w.mask)] or asleep:
                 waiter.wake()
 
 
 class _Alarm:
-    """Makes a waiter late at its deadline. Loops round timers to their own clock, so it looks at the true one again."""
+    """A timer that makes a waiter late at its deadline. Loops round timers to their clock, so it reads the true clock again."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, waiter: _Waiter, deadline_ns: int) -> None:
         self._loop = loop

@@ -1,16 +1,19 @@
-"""Whether a descriptor that somebody else made may be mapped: its kind, its access, its size, its seals, its holes.
+"""Checks whether a descriptor from another process may be mapped: its kind, its access, its size, its seals, its holes.
 
-Two questions, in this order, and both before anything is mapped. `check_description` looks at the numbers alone: what
-can never be right. `check_descriptor` asks the kernel about the file itself. Each refusal is a `CallerError` (HAL:
-INVALID_ARGUMENT) of one sentence. What fails after that, in mmap, is a `MappingError` (GENERAL_FAILURE); see `region`.
+Two checks run in this order, before anything is mapped. `check_description` refuses numbers that can never be right.
+`check_descriptor` asks the kernel about the file. Each refusal is a `CallerError` (HAL: INVALID_ARGUMENT) of one sentence.
+A failure of mmap after that is a `MappingError` (GENERAL_FAILURE); see `region`.
 
-What is refused, and what it would have done: a pipe, socket or directory (no mapping, or one without a size); O_PATH
-or write-only (no mapping); a file shorter than claimed (SIGBUS at the first touch); a memfd without F_SEAL_SHRINK
-(its sender may cut it off later: SIGBUS then); holes in memory that cannot be filled (SIGBUS, or the out-of-memory
-killer, when they are touched).
+What is refused, and what it would have done:
 
-An ordinary file has no seals. Whoever may truncate one that is mapped can end the process that reads it; so its size is
-asked for again before each use (`Region.check_backing`), which leaves a file that is cut off in the midst of an execution.
+    a pipe, socket or directory     no mapping, or one without a size
+    O_PATH or write-only            no mapping
+    a file shorter than claimed     SIGBUS at the first touch
+    a memfd without F_SEAL_SHRINK   its sender may cut it off later, which means SIGBUS then
+    holes that cannot be filled     SIGBUS, or the out-of-memory killer, at the first touch
+
+An ordinary file has no seals. A process that truncates a mapped file can end the process that reads it. So
+`Region.check_backing` asks for the file's size again before each use. A file that is cut off during an execution remains a risk.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from aionn.memory import limits
 
 __all__ = ["F_ADD_SEALS", "F_SEAL_FUTURE_WRITE", "F_SEAL_SEAL", "SIZE_SEALS", "check_description", "check_descriptor", "reserve_holes"]
 
-# The fcntl module of Python 3.11 lacks some of them, depending on the headers it was built with; these are the kernel's.
+# The fcntl module of Python 3.11 may lack some of these, depending on the headers it was built with. The numbers are the kernel's.
 F_ADD_SEALS = 1033
 F_GET_SEALS = 1034
 F_SEAL_SEAL = 0x1
@@ -41,8 +44,8 @@ def check_description(description: MemoryDescription) -> None:
     """Refuse numbers that can never be right.
 
     Raises:
-        CallerError: size below 1, an offset that is not the start of a page, an end beyond what a file can have, or an
-            offset in a kind of memory that has none.
+        CallerError: the size is below 1, the offset is not the start of a page, or the end is beyond what a file can have.
+            Only memory of kind `mmap_fd` may have an offset.
     """
     kind, size_bytes, offset = description.kind, description.size_bytes, description.offset_bytes
     if size_bytes < 1 or offset < 0 or offset % PAGE_BYTES or offset + size_bytes >= 2**63:
@@ -55,55 +58,55 @@ def check_description(description: MemoryDescription) -> None:
 
 
 def check_descriptor(fd: int, description: MemoryDescription, *, write_through: bool) -> None:
-    """Refuse a descriptor that is not what its description says, or that could hurt us once it is mapped.
+    """Refuse a descriptor that is not what its description says, or that could end this process once it is mapped.
 
     Args:
         write_through: whether it is to be mapped shared and writable.
 
     Raises:
-        CallerError: the message says in what.
+        CallerError: the message says what is wrong.
     """
     kind = description.kind
     try:
         status, flags = os.fstat(fd), fcntl.fcntl(fd, fcntl.F_GETFL)
     except (OSError, OverflowError, ValueError) as error:
-        raise CallerError(f"memory of kind {kind.value}: descriptor {fd} is not open") from error
+        raise CallerError(f"memory of kind {kind.value}: descriptor {fd} is not open; send an open one") from error
     if not stat.S_ISREG(status.st_mode):
         raise CallerError(
-            f"memory of kind {kind.value}: the descriptor is {_file_type(status.st_mode)}; memory is a regular file or a memfd"
+            f"memory of kind {kind.value}: the descriptor is {_file_type(status.st_mode)}; expected a regular file or a memfd"
         )
     access = flags & os.O_ACCMODE
     if flags & _O_PATH or access == os.O_WRONLY:
         how = "with O_PATH" if flags & _O_PATH else "for writing only"
-        raise CallerError(f"memory of kind {kind.value}: the descriptor was opened {how}; open it for reading, or for both")
+        raise CallerError(f"memory of kind {kind.value}: the descriptor was opened {how}; open it for reading, or for reading and writing")
     if write_through and access != os.O_RDWR:
         raise CallerError(
-            f"memory of kind {kind.value}: the descriptor was opened for reading only and is asked for writing; open it O_RDWR"
+            f"memory of kind {kind.value}: the descriptor was opened for reading only, but memory to write is wanted; open it O_RDWR"
         )
     begin, end = description.offset_bytes, description.offset_bytes + description.size_bytes
     if status.st_size < end:
         raise CallerError(
-            f"memory of kind {kind.value}: bytes {begin} to {end} of a file of {status.st_size} bytes; it is shorter than claimed"
+            f"memory of kind {kind.value}: bytes {begin} to {end} of a file of {status.st_size} bytes; the file is shorter than claimed"
         )
     seals = _seals(fd)
     if kind is MemoryKind.MMAP_FD and not _is_memfd(fd):
         return
     if seals is None or not seals & F_SEAL_SHRINK:
         raise CallerError(
-            f"memory of kind {kind.value}: its size is not sealed, so its sender could cut it off under us; "
+            f"memory of kind {kind.value}: its size is not sealed, so its sender could cut it off while it is in use; "
             "make the memfd with MFD_ALLOW_SEALING and add F_SEAL_SHRINK"
         )
 
 
 def reserve_holes(fd: int, description: MemoryDescription, *, write_through: bool) -> None:
-    """See that every page of the range exists, so that touching it later cannot fail.
+    """Reserve every page of the range, so that touching it later cannot fail.
 
     A hole of a file on a disk reads as zeros and costs nothing until it is written to. A hole in shared memory is
-    filled even by a read, at the expense of whoever reads.
+    filled even by a read, and the reader pays for the page.
 
     Raises:
         MemoryAllocationError: the memory, or the disk's space, cannot be had now.
-        CallerError: there are holes in shared memory that a descriptor opened for reading cannot fill.
+        CallerError: shared memory has holes that a descriptor opened for reading cannot fill.
     """
     in_memory = _seals(fd) is not None
     if not (in_memory or write_through):
@@ -114,7 +117,7 @@ def reserve_holes(fd: int, description: MemoryDescription, *, write_through: boo
     if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR:
         raise CallerError(
             f"memory of kind {description.kind.value}: {hole_bytes} bytes of the file were never reserved, and a "
-            "descriptor opened for reading cannot do it; call posix_fallocate first, or send it O_RDWR"
+            "descriptor opened for reading cannot reserve them; call posix_fallocate first, or send it O_RDWR"
         )
     if in_memory:
         limits.require(hole_bytes)
@@ -125,9 +128,9 @@ def reserve_holes(fd: int, description: MemoryDescription, *, write_through: boo
 
 
 def _missing_bytes(fd: int) -> int:
-    """Bytes of the file that have no page or block yet: not more than this can be holes of the range.
+    """Return how many bytes of the file have no page or block yet. The holes of the range cannot be more.
 
-    SEEK_HOLE would tell where, but it moves a position that is shared with whoever sent the descriptor, and it takes
+    SEEK_HOLE would find the holes, but it moves a position that the sender of the descriptor shares. It also takes
     reserved pages of shared memory for holes.
     """
     status = os.fstat(fd)
@@ -135,7 +138,7 @@ def _missing_bytes(fd: int) -> int:
 
 
 def _seals(fd: int) -> int | None:
-    """The seals of a memfd or tmpfs file; None: another kind of file, which has none."""
+    """Return the seals of a memfd or tmpfs file, or None for another kind of file, which cannot have any."""
     try:
         return fcntl.fcntl(fd, F_GET_SEALS)
     except OSError:
@@ -143,7 +146,7 @@ def _seals(fd: int) -> int | None:
 
 
 def _is_memfd(fd: int) -> bool:
-    """Whether the file never had a name: then there is no reason for its size not to be sealed."""
+    """Return whether the file never had a name. Its size can be sealed then, and must be."""
     try:
         return os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:")
     except OSError:

@@ -1,7 +1,7 @@
-"""Image-format buffers: planes, strides, tensor views. What a camera writes and a model reads, without a copy between.
+"""Image-format buffers, for parity with NNAPI's AHardwareBuffer: a camera writes them and a model reads them, without a copy.
 
-A `HardwareBuffer` is a `Memory` that knows what its bytes are. It has a format, a width and a height in pixels. Of each plane it knows
-the offset and how far rows and pixels lie apart. Nothing is locked and nothing is converted here.
+A `HardwareBuffer` is a `Memory` with a format, a width and a height in pixels. For each plane it knows the offset and
+how far rows and pixels lie apart. It locks nothing and converts nothing.
 
     format      planes (name, shape of its array, uint8)                              as one tensor
     blob        "blob" (width,)                                                       any operand of that many bytes
@@ -12,7 +12,7 @@ the offset and how far rows and pixels lie apart. Nothing is locked and nothing 
     yuv420      "y" (height, width, 1), "u" and "v" (height/2, width/2, 1)            rows of y, then u, then v: (height*3/2, width)
 
 A blob is a pool like any other (kind `hardware_buffer_blob`) and may be a model's constant. An image (kind
-`hardware_buffer`, or `mmap_fd` where it wraps a file) enters executions only: `hal.Model` refuses it.
+`hardware_buffer`, or `mmap_fd` if it wraps a file) enters executions only, because `hal.Model` refuses it.
 """
 
 # `format` is the word of the public face, and the field's own.
@@ -55,7 +55,7 @@ class PlaneLayout:
     pixel_stride: int
 
 
-# Per format its planes: name, channels per pixel, and how many times smaller than the image each side is.
+# The planes of each format: name, channels per pixel, and how many times smaller than the image each side is.
 _PLANES: Mapping[str, tuple[tuple[str, int, int], ...]] = {
     "blob": (("blob", 1, 1),),
     "gray8": (("gray", 1, 1),),
@@ -67,13 +67,13 @@ _PLANES: Mapping[str, tuple[tuple[str, int, int], ...]] = {
 
 
 class HardwareBuffer(ClosedByWith):
-    """An image, or a blob, in shared memory; may stand wherever an array may.
+    """An image, or a blob, in shared memory. It may stand wherever an array may.
 
     Attributes:
-        memory: its bytes. `buffer.memory.pool` is what is sent to a driver.
-        width, height: in pixels; a blob has its size as width and the height 1.
+        memory: its bytes. A driver gets `buffer.memory.pool`.
+        width, height: in pixels. A blob has its size as width, and the height 1.
         format: "blob", "gray8", "rgb_888", "rgba_8888", "nv12" or "yuv420"; `help(aionn.memory.hardware_buffer)` has their planes.
-        layouts: per plane where it lies, by name.
+        layouts: where each plane lies, by name.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class HardwareBuffer(ClosedByWith):
         format: ImageFormat,
         planes: Sequence[PlaneLayout] | None = None,
     ) -> None:
-        """Take over `memory` (close the buffer, and it is closed). Apps call `allocate`, `from_fd` or `from_memory`."""
+        """Take over `memory`, which closes with the buffer. Apps call `allocate`, `from_fd` or `from_memory`."""
         self.memory, self.width, self.height, self.format = memory, width, height, format
         self.layouts = MappingProxyType(_checked_layouts(width, height, format, planes, memory.size_bytes))
 
@@ -93,7 +93,7 @@ class HardwareBuffer(ClosedByWith):
         """Reserve a zeroed buffer whose rows and planes follow each other without gaps, so each tensor view is in place.
 
         Args:
-            width, height: in pixels; even for nv12 and yuv420. For a blob: its bytes, and 1.
+            width, height: in pixels; even for nv12 and yuv420. A blob takes its bytes, and 1.
             format: as above.
 
         Raises:
@@ -121,12 +121,12 @@ class HardwareBuffer(ClosedByWith):
 
         Args:
             fd, prot, offset: as `Memory.from_fd`.
-            planes: where each plane lies, counted from `offset`, in the order of the module's table. None: without gaps.
-            size: bytes of the whole. None: up to the end of the last plane.
+            planes: where each plane lies, counted from `offset`, in the order of the module's table. None means without gaps.
+            size: bytes of the whole. None means up to the end of the last plane.
 
         Raises:
             CallerError: the descriptor cannot be mapped so, or a plane reaches beyond it.
-            MemoryAllocationError: the file has holes, and what they lack cannot be had now.
+            MemoryAllocationError: the file has holes, and the memory to fill them cannot be had now.
         """
         if size is None:
             size = max(
@@ -148,7 +148,7 @@ class HardwareBuffer(ClosedByWith):
         format: ImageFormat,
         planes: Sequence[PlaneLayout] | None = None,
     ) -> HardwareBuffer:
-        """See an image in memory the app has; shares its bytes and is closed on its own. Arguments as `from_fd`."""
+        """Make an image over memory the app has. It shares the bytes and closes separately. Arguments as `from_fd`."""
         part = memory[:]
         try:
             return cls(part, width, height, format, planes)
@@ -158,7 +158,7 @@ class HardwareBuffer(ClosedByWith):
 
     @property
     def planes(self) -> Mapping[str, NDArray[np.uint8]]:
-        """Each plane as an array (height, width, channels) over its bytes, with the buffer's own strides; in place."""
+        """Return each plane as an array (height, width, channels) over its bytes, in place, with the buffer's strides."""
         view = self.memory.view()
         extents = _extents(self.width, self.height, self.format)
         arrays: dict[str, NDArray[np.uint8]] = {}
@@ -168,32 +168,32 @@ class HardwareBuffer(ClosedByWith):
         return {"blob": arrays["blob"].reshape(-1)} if self.format == "blob" else arrays
 
     def as_tensor(self, operand: Operand, *, plane: str | None = None, layout: TensorLayout | None = None) -> NDArray[Any]:
-        """The image as the tensor the operand wants: an array over the buffer's own bytes, C-contiguous, never a copy.
+        """Return the image as the tensor the operand wants: a C-contiguous array over the buffer's bytes, never a copy.
 
         Images are uint8. A plane of c channels is NHWC, (1, height, width, c), or (height, width, c) for an operand of
         rank 3. A plane of one channel also fits NCHW (1, 1, height, width) and, at rank 2, (height, width). All of an nv12
         or yuv420 image is one channel of height*3/2 rows. A blob takes any type and shape of its size (`Memory.locate`).
 
         Args:
-            operand: what the model wants. Which axis is the channels must be plain from its shape, or said in `layout`.
+            operand: what the model wants. Its shape must show which axis is the channels, or `layout` must say so.
             plane: one plane by name; None means the whole image.
-            layout: for an operand whose dimensions do not tell; an error where they say otherwise.
+            layout: for an operand whose dimensions leave it open. A layout that contradicts them is an error.
 
         Raises:
-            CallerError: type, shape or layout of the two differ, or rows or planes have gaps. It says what to do.
+            CallerError: type, shape or layout of the two differ, or rows or planes have gaps. The error says what to do.
         """
         place, shape = self.locate(operand, plane=plane, layout=layout)
         with place:
             return place.array(operand.type.dtype, shape)
 
     def locate(self, operand: Operand, *, plane: str | None = None, layout: TensorLayout | None = None) -> tuple[Memory, tuple[int, ...]]:
-        """Where the tensor of `as_tensor` lies: a slice of the buffer's memory (close it), and the tensor's shape."""
+        """Find the tensor of `as_tensor`. Return a slice of the buffer's memory, to be closed, and the tensor's shape."""
         if self.format == "blob":
             return self.memory.locate(operand)
         if operand.type is not OperandType.UINT8:
             raise CallerError(
-                f"an image of format {self.format} holds uint8, the operand wants {operand.type.value}; convert planes into an array of "
-                "your own, or let the model begin with a Cast"
+                f"an image of format {self.format} holds uint8, the operand wants {operand.type.value}; convert planes into a new "
+                "array, or let the model begin with a Cast"
             )
         rows, columns, channels, offset = self._dense(plane)
         shape = _tensor_shape(operand, (rows, columns, channels), layout, f"{self.format} image" if plane is None else f"plane {plane!r}")
@@ -201,7 +201,7 @@ class HardwareBuffer(ClosedByWith):
             return place.shaped(shape), shape
 
     def _dense(self, plane: str | None) -> tuple[int, int, int, int]:
-        """Rows, columns, channels and offset of the bytes meant, if they lie without gaps."""
+        """Return rows, columns, channels and offset of one plane, or of the whole image, if it has no gaps."""
         if plane is not None and plane not in self.layouts:
             raise CallerError(f"plane {plane!r}: an image of format {self.format} has {', '.join(self.layouts)}")
         names = list(self.layouts) if plane is None else [plane]
@@ -228,29 +228,29 @@ class HardwareBuffer(ClosedByWith):
 
     @property
     def description(self) -> MemoryDescription:
-        """How a driver maps it."""
+        """Return how a driver maps it."""
         return self.memory.description
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all planes, gaps between rows included."""
+        """Return the bytes of all planes, gaps between rows included."""
         return self.memory.size_bytes
 
     def fileno(self) -> int:
-        """The descriptor of its memory, which keeps owning it."""
+        """Return the descriptor of its memory, which keeps owning it."""
         return self.memory.fileno()
 
     def view(self) -> memoryview:
-        """All its bytes, in place."""
+        """Return all its bytes, in place."""
         return self.memory.view()
 
     @property
     def closed(self) -> bool:
-        """Whether `close` has been called."""
+        """Return whether `close` has been called."""
         return self.memory.closed
 
     def close(self) -> None:
-        """This object can no longer be used; see `Memory.close`."""
+        """End the use of this object, as `Memory.close`."""
         self.memory.close()
 
     def __repr__(self) -> str:
@@ -258,24 +258,24 @@ class HardwareBuffer(ClosedByWith):
 
 
 def dense_bytes(width: int, height: int, format: ImageFormat) -> int:
-    """Bytes of an image without gaps."""
+    """Return the bytes of an image without gaps."""
     return sum(prod(extents) for extents in _extents(width, height, format).values())
 
 
 def _extents(width: int, height: int, format: str) -> dict[str, tuple[int, int, int]]:
-    """Rows, columns and channels of each plane."""
+    """Return rows, columns and channels of each plane."""
     planes = _PLANES.get(format)
     if planes is None:
         raise CallerError(f"unknown format {format!r}; choose one of {', '.join(_PLANES)}")
     if width < 1 or height < 1 or (format == "blob" and height != 1):
-        raise CallerError(f"a {format} buffer of {width} x {height}; both are at least 1, and the height of a blob is 1")
+        raise CallerError(f"a {format} buffer of {width} x {height} was asked for; give at least 1 x 1, and the height 1 for a blob")
     if any(divisor > 1 and (width % divisor or height % divisor) for _, _, divisor in planes):
-        raise CallerError(f"a {format} image of {width} x {height}; both must be even, since its colour has half of each")
+        raise CallerError(f"a {format} image of {width} x {height} was asked for; both must be even, since its colour has half of each")
     return {name: (height // divisor, width // divisor, channels) for name, channels, divisor in planes}
 
 
 def _layouts(width: int, height: int, format: str, planes: Sequence[PlaneLayout] | None) -> dict[str, PlaneLayout]:
-    """The planes as given, or without gaps where none are."""
+    """Return the planes as given, or planes without gaps for None."""
     extents = _extents(width, height, format)
     if planes is not None:
         if len(planes) != len(extents):
@@ -301,7 +301,7 @@ def _checked_layouts(
         shortest = (columns - 1) * layout.pixel_stride + channels
         if layout.offset < 0 or layout.pixel_stride < channels or layout.row_stride < shortest:
             raise CallerError(
-                f"plane {name!r}: {layout}; a pixel has {channels} bytes, a row at least {shortest}, and the offset is not negative"
+                f"plane {name!r}: {layout}; expected pixels of {channels} bytes, rows of at least {shortest}, and an offset from 0"
             )
         end = _end(layout, *extents[name])
         if end > size_bytes:
@@ -314,15 +314,15 @@ def _end(layout: PlaneLayout, rows: int, columns: int, channels: int) -> int:
 
 
 def _tensor_shape(operand: Operand, image: tuple[int, int, int], layout: TensorLayout | None, word: str) -> tuple[int, ...]:
-    """The one shape of the operand that the image has, or an error: nothing is guessed."""
+    """Return the one shape of the operand that the image has. Guess nothing: raise an error instead."""
     rows, columns, channels = image
-    # An operand of any rank takes what the app says; without that, nothing is known of it.
+    # For an operand of any rank, only the app's `layout` says what it takes.
     dimensions = (0, 0, 0, 0) if operand.dimensions is None and layout is not None else operand.dimensions
     nhwc, nchw = (1, rows, columns, channels), (1, channels, rows, columns)
     fits: dict[str, tuple[int, ...]] = {}
     if dimensions is not None:
         rank = len(dimensions)
-        # An operand that leaves its channels open does not tell where they are.
+        # The shape of an operand with open channels does not show where they are.
         if rank in (3, 4) and operand.accepts(nhwc[4 - rank :]) and (dimensions[-1] or layout == "NHWC"):
             fits["NHWC"] = nhwc[4 - rank :]
         if rank in (3, 4) and operand.accepts(nchw[4 - rank :]) and (dimensions[-3] or layout == "NCHW"):
@@ -337,20 +337,22 @@ def _tensor_shape(operand: Operand, image: tuple[int, int, int], layout: TensorL
     # A 3 x 3 image of 3 channels fits both ways with one shape, and only one of them is right.
     ambiguous = len(shapes) > 1 or (len(fits) > 1 and channels > 1)
     if ambiguous or (not shapes and layout is None and (operand.accepts(nhwc) or operand.accepts(nhwc[1:]))):
-        raise CallerError(f"an operand {_told(operand)} does not tell where its channels are; say layout='NHWC' or layout='NCHW'")
+        raise CallerError(
+            f"the shape of an operand {_described(operand)} does not show where its channels are; say layout='NHWC' or layout='NCHW'"
+        )
     if not shapes:
         raise CallerError(
-            f"a {word} of {columns} x {rows} with {channels} channels does not fit the operand {_told(operand)}; "
+            f"a {word} of {columns} x {rows} with {channels} channels does not fit the operand {_described(operand)}; "
             "scale, crop or convert it first"
         )
     (name, shape), *_ = fits.items()
     if name == "NCHW" and channels > 1:
         raise CallerError(
-            f"the operand {_told(operand)} wants NCHW, a {word} lies in memory as NHWC; pass "
+            f"the operand {_described(operand)} wants NCHW, a {word} lies in memory as NHWC; pass "
             "np.ascontiguousarray(plane.transpose(2, 0, 1)[None]) of the plane, or let the model begin with a Transpose"
         )
     return shape
 
 
-def _told(operand: Operand) -> str:
+def _described(operand: Operand) -> str:
     return f"{operand.type.value} {'of any rank' if operand.dimensions is None else operand.dimensions}"

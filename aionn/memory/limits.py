@@ -1,19 +1,19 @@
-"""How much shared memory may still be had, and by which limit: asked before memory is reserved.
+"""How much shared memory is still available, and which limit says so. Asked before memory is reserved.
 
-The kernel does not refuse memory that a cgroup does not have: it kills a process of that cgroup. So the answer must
-be known beforehand. Looked at, in the order of `limits`:
+The kernel does not refuse memory that a cgroup does not have, but kills a process of that cgroup. So the answer must
+be known beforehand. These are the limits, in the order of `limits`:
 
     RLIMIT_FSIZE, RLIMIT_AS     of this process (a memfd is a file, and mapping it takes address space)
     memory.max                  of this cgroup and of every one above it (cgroup v2), less what is in use
     memory.limit_in_bytes       the same for cgroup v1, also beside v2 (hybrid)
     MemAvailable                of the machine
 
-Used memory that the kernel can take back counts as free: a container whose limit is filled with page cache is not
-full. As in the kernel's own MemAvailable, half of the active file pages are taken to be needed (mm/page_alloc.c,
-si_mem_available). Swap is not counted: a frame that has to be paged in is late.
+Used memory that the kernel can take back counts as free, since a container whose limit is filled with page cache is not
+full. As in the kernel's MemAvailable, half of the active file pages are taken to be needed (mm/page_alloc.c,
+si_mem_available). Swap is not counted, because a frame that has to be paged in is late.
 
-Everything is read anew at each question: a process can be moved, and limits change. `root` is where /proc and the
-cgroup mounts are looked for, so tests can lay out another machine.
+Every question reads everything anew, because a process can be moved and limits change. `root` is the directory of /proc
+and the cgroup mounts, so that tests can lay out another machine.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _ROOT = Path("/")
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """One limit on memory: its name as an administrator knows it, and what it leaves, in bytes (never negative)."""
+    """One limit on memory: its name as an administrator knows it, and the bytes that it leaves, never negative."""
 
     name: str
     available_bytes: int
 
 
 def limits(root: Path = _ROOT) -> Iterator[Limit]:
-    """Every limit that is set for this process. A file that cannot be read is left out."""
+    """Yield every limit that is set for this process. A file that cannot be read is left out."""
     yield from _resource_limits(root)
     yield from _cgroup_limits(root)
     for line in _lines(root / "proc/meminfo"):
@@ -51,15 +51,15 @@ def limits(root: Path = _ROOT) -> Iterator[Limit]:
 
 
 def tightest(root: Path = _ROOT) -> Limit | None:
-    """The limit that leaves least, or None where nothing can be read."""
+    """Return the limit that leaves least, or None if no limit can be read."""
     return min(limits(root), key=lambda limit: limit.available_bytes, default=None)
 
 
 def require(needed_bytes: int, root: Path = _ROOT) -> None:
-    """Pass if every known limit leaves that much now.
+    """Check that every known limit leaves that much now.
 
     Raises:
-        MemoryAllocationError: one does not; it names need, have and the limit.
+        MemoryAllocationError: a limit leaves less. The error names both sizes and the limit.
     """
     limit = tightest(root)
     if limit is not None and limit.available_bytes < needed_bytes:
@@ -72,11 +72,12 @@ def require(needed_bytes: int, root: Path = _ROOT) -> None:
 
 
 def allocation_error(needed_bytes: int, error: OSError, root: Path = _ROOT) -> MemoryAllocationError:
-    """What a refusal by the kernel means to the caller."""
+    """Return the error for a caller whose memory the kernel refused."""
     if error.errno in NO_DESCRIPTOR_LEFT:
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return MemoryAllocationError(
-            f"{needed_bytes} bytes of shared memory need a descriptor, and none is left (RLIMIT_NOFILE is {files}); close some or raise it",
+            f"{needed_bytes} bytes of shared memory need a descriptor, and none is left (RLIMIT_NOFILE is {files}); "
+            "close files or raise the limit",
             needed_bytes=needed_bytes,
             available_bytes=None,
         )
@@ -101,7 +102,7 @@ def _resource_limits(root: Path) -> Iterator[Limit]:
 
 
 def _cgroup_limits(root: Path) -> Iterator[Limit]:
-    """Limits of the process's own cgroup and those above it, as far up as this container can see."""
+    """Yield the limits of the process's cgroup and of those above it, as far up as this container can see."""
     own = {controllers: path for line in _lines(root / "proc/self/cgroup") for _, controllers, path in [line.split(":", 2)]}
     for line in _lines(root / "proc/self/mountinfo"):
         place, _, rest = line.partition(" - ")
@@ -118,15 +119,15 @@ def _cgroup_limits(root: Path) -> Iterator[Limit]:
 
 
 def _hierarchy(mount_point: Path, mount_root: str, path: str, limit_file: str, usage_file: str, prefix: str) -> Iterator[Limit]:
-    # A container without a cgroup namespace reads the host's path, but sees only its own part of the tree. The root of
-    # the mount says which part. Where the two do not meet, only what is mounted can be seen.
+    # A container without a cgroup namespace reads the host's path, but sees only one part of the tree. The root of
+    # the mount says which part. If the path lies outside that part, only the mounted cgroup can be seen.
     prefix_path = mount_root.rstrip("/")
     inside = path[len(prefix_path) :] if path == prefix_path or path.startswith(prefix_path + "/") else "/"
     parts = [part for part in inside.split("/") if part and part != ".."]
     for depth in range(len(parts), -1, -1):
         folder = mount_point.joinpath(*parts[:depth])
         limit_bytes, usage_bytes = _number(folder / limit_file), _number(folder / usage_file)
-        # v1 writes "no limit" as the largest number of whole pages; no machine has 2^60 bytes.
+        # v1 writes "no limit" as the largest number of whole pages, and no machine has 2^60 bytes.
         if limit_bytes is None or usage_bytes is None or limit_bytes >= 2**60:
             continue
         counts = {words[0]: int(words[1]) for line in _lines(folder / "memory.stat") if len(words := line.split()) == 2}
@@ -136,7 +137,7 @@ def _hierarchy(mount_point: Path, mount_root: str, path: str, limit_file: str, u
 
 
 def _number(path: Path) -> int | None:
-    """The number in a file, or None: not there, or "max"."""
+    """Return the number in a file, or None if the file is missing or says "max"."""
     text = "".join(_lines(path)).strip()
     return int(text) if text.isdecimal() else None
 
@@ -150,7 +151,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _unescaped(field: str) -> str:
-    """mountinfo writes blank, tab, newline and backslash as octal."""
+    """Return a field of mountinfo, which writes blank, tab, newline and backslash as octal numbers."""
     for octal, character in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
         field = field.replace(octal, character)
     return os.fsdecode(os.fsencode(field))

@@ -1,11 +1,11 @@
-"""`Memory`: shared memory as an app holds it, for what must not be copied on its way to a driver.
+"""`Memory`: shared memory as an app holds it, for bytes that must not be copied on their way to a driver.
 
-An app makes it (`allocate`) or wraps what it has (`from_fd`), and lets it, or a slice of it, stand wherever an array
-may. The whole lies in one pool (`Region`), mapped once. A slice is another `Memory` over the same pool.
+An app makes a memory (`allocate`) or wraps a file it has (`from_fd`). A memory, or a slice of it, may stand wherever an
+array may. All of it lies in one pool (`Region`), mapped once. A slice is another `Memory` over the same pool.
 
 Lifetime. Every `Memory`, the first one and each slice, is one user of the pool, from its making to its `close` (or its
-end as an object). Descriptor and mapping go with the last user; views and arrays keep the bytes mapped even longer,
-so nothing is ever unmapped under a reader. Code that needs the pool beyond the app's own `close` takes a slice,
+end as an object). Descriptor and mapping end with the last user. Views and arrays keep the bytes mapped even longer,
+so nothing is ever unmapped under a reader. Code that needs the pool beyond the app's `close` takes a slice,
 `memory[:]`, as an execution in flight does.
 
 Invariants
@@ -34,7 +34,7 @@ from aionn.memory.region import PROT_READ, PROT_WRITE, Access, Region
 __all__ = ["HasFileno", "Memory", "extents_of"]
 
 _MOST_BYTES = 2**63
-"""No file, memory or array has as many."""
+"""More bytes than any file, memory or array has."""
 
 
 class HasFileno(Protocol):
@@ -43,30 +43,38 @@ class HasFileno(Protocol):
     def fileno(self) -> int: ...
 
 
-def _whole(name: str, value: int) -> int:
+def _whole_bytes(name: str, value: int) -> int:
     try:
         return operator.index(value)
     except TypeError:
-        raise CallerError(f"{name}={value!r}: it is a whole number of bytes, as an int") from None
+        raise CallerError(f"{name}={value!r}: expected a whole number of bytes, as an int") from None
+
+
+def _sendable(memory: Memory) -> Region:
+    """Return the pool of a memory that is a whole pool: a driver maps pools, not slices."""
+    region = memory.pool
+    if (memory.offset_bytes, memory.size_bytes) != (0, region.size_bytes):
+        raise CallerError(f"a slice of {memory.size_bytes} bytes cannot be sent as a pool; send `.pool` and the slice's place in it")
+    return region
 
 
 def extents_of(shape: Iterable[int | np.integer[Any]]) -> tuple[int, ...]:
     """Return an app's shape as plain ints.
 
     Raises:
-        CallerError: it is not a sequence of whole numbers, or no memory can hold so many elements.
+        CallerError: `shape` is not a sequence of whole numbers, or no memory can hold so many elements.
     """
     try:
         extents = tuple(int(operator.index(extent)) for extent in shape)
     except TypeError:
-        raise CallerError(f"shape={shape!r}: a shape is a tuple of whole numbers, as in (1, 16)") from None
+        raise CallerError(f"shape={shape!r}: expected a tuple of whole numbers, as in (1, 16)") from None
     if prod(max(abs(extent), 1) for extent in extents) >= _MOST_BYTES:
-        raise CallerError(f"shape={extents}: no memory has room for so many elements; at most 2^63 - 1 can be addressed")
+        raise CallerError(f"shape={extents} has more elements than a memory can hold; give a shape of at most 2^63 - 1")
     return extents
 
 
 class _Pool:
-    """One mapped region and the number of those who use it."""
+    """One mapped region and the number of its users."""
 
     def __init__(self, region: Region) -> None:
         self.region = region
@@ -87,7 +95,7 @@ class _Pool:
 
 
 class ClosedByWith:
-    """What `with` and `async with` close when their body ends. Closing never waits."""
+    """An object that `with` and `async with` close when their body ends. Closing never waits."""
 
     def close(self) -> None:
         raise NotImplementedError
@@ -106,12 +114,12 @@ class ClosedByWith:
 
 
 class Memory(ClosedByWith):
-    """Shared memory that an app holds; may stand wherever an array may. A whole one satisfies `hal.IMemory`.
+    """Shared memory that an app holds. It may stand wherever an array may. A whole memory satisfies `hal.IMemory`.
 
     Attributes:
-        offset_bytes: where it begins within its pool (0 for a whole one).
+        offset_bytes: where it begins within its pool (0 for a whole memory).
         size_bytes: how long it is.
-        shape: of the tensor it holds, if `shaped` gave one. None: the operand decides.
+        shape: of the tensor it holds, if `shaped` gave one. If it is None, the operand decides.
     """
 
     def __init__(self, region: Region) -> None:
@@ -134,47 +142,47 @@ class Memory(ClosedByWith):
 
         Raises:
             CallerError: `size` is not a positive whole number.
-            MemoryAllocationError: the memory cannot be had now; it says which limit leaves how much.
+            MemoryAllocationError: the memory cannot be had now. The error says which limit leaves how much.
         """
-        return cls(Region.allocate(_whole("size", size)))
+        return cls(Region.allocate(_whole_bytes("size", size)))
 
     @classmethod
     def from_fd(cls, fd: int | HasFileno, size: int, prot: int = PROT_READ | PROT_WRITE, offset: int = 0) -> Memory:
         """Map a file the app has open, in place (pool kind `mmap_fd`). NNAPI: ANeuralNetworksMemory_createFromFd.
 
-        The descriptor is duplicated: the app may close its own at once. A driver writes outputs through to the file
+        The descriptor is duplicated, so the app may close it at once. A driver writes outputs through to the file
         and flushes it after each success. Do not cut the file off while it is in use.
 
         Args:
-            fd: a descriptor, or something with `fileno()`: a regular file, or a memfd whose size is sealed.
-            size: bytes from `offset` on; the file has them all.
+            fd: a descriptor, or something with `fileno()`. It is a regular file, or a memfd whose size is sealed.
+            size: bytes from `offset` on. The file must have all of them.
             prot: `mmap.PROT_READ`, or `mmap.PROT_READ | mmap.PROT_WRITE`.
-            offset: where in the file it begins, in bytes, up to 2^63; a multiple of the page size (slice what is mapped to
-                begin elsewhere).
+            offset: where in the file it begins, in bytes, up to 2^63. It is a multiple of the page size. Slice the mapped
+                memory to begin elsewhere.
 
         Raises:
-            CallerError: the descriptor cannot be mapped so; the message says why.
-            MemoryAllocationError: the file has holes, and the disk or the memory to fill them is not there.
+            CallerError: the descriptor cannot be mapped so. The message says why.
+            MemoryAllocationError: the file has holes, and the disk or the memory lacks the space to fill them.
         """
         if prot not in (PROT_READ, PROT_READ | PROT_WRITE):
-            raise CallerError(f"protection {prot}: memory is mapped with PROT_READ ({PROT_READ}) or PROT_READ | PROT_WRITE (3)")
-        size, offset = _whole("size", size), _whole("offset", offset)
+            raise CallerError(f"prot={prot}: expected PROT_READ ({PROT_READ}) or PROT_READ | PROT_WRITE ({PROT_READ | PROT_WRITE})")
+        size, offset = _whole_bytes("size", size), _whole_bytes("offset", offset)
         if not isinstance(fd, int) and not hasattr(fd, "fileno"):
-            raise CallerError(f"a {type(fd).__name__} is no descriptor: give its number, or an open file")
+            raise CallerError(f"expected a descriptor, got {type(fd).__name__}; give its number, or an open file")
         number = fd if isinstance(fd, int) else fd.fileno()
         try:
             own = fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, 0)
         except (OSError, OverflowError, ValueError) as error:
             if isinstance(error, OSError) and error.errno in limits.NO_DESCRIPTOR_LEFT:
                 raise limits.allocation_error(size, error) from error
-            raise CallerError(f"descriptor {number} is not open") from error
+            raise CallerError(f"descriptor {number} is not open; give the descriptor of an open file") from error
         writable = bool(prot & PROT_WRITE)
         description = MemoryDescription(MemoryKind.MMAP_FD, size, writable=writable, offset_bytes=offset)
         return cls(Region.attach(own, description, Access.WRITE if writable else Access.READ))
 
     @property
     def pool(self) -> Region:
-        """The whole pool this lies in: what is sent to a driver, with `offset_bytes` and `size_bytes` as the place in it."""
+        """Return the whole pool, which is sent to a driver. `offset_bytes` and `size_bytes` are the memory's place in it."""
         return self._living().region
 
     def _living(self) -> _Pool:
@@ -184,35 +192,29 @@ class Memory(ClosedByWith):
 
     @property
     def description(self) -> MemoryDescription:
-        """How a driver maps it; a whole memory has one, a slice says so."""
-        return self._whole().description
+        """Return how a driver maps a whole memory. A slice raises a `CallerError`."""
+        return _sendable(self).description
 
     def fileno(self) -> int:
-        """The pool's descriptor; the memory keeps owning it."""
-        return self._whole().fileno()
-
-    def _whole(self) -> Region:
-        region = self.pool
-        if (self.offset_bytes, self.size_bytes) != (0, region.size_bytes):
-            raise CallerError(f"a slice of {self.size_bytes} bytes cannot be sent as a pool; send `.pool` and the slice's place in it")
-        return region
+        """Return the pool's descriptor, which the memory keeps owning."""
+        return _sendable(self).fileno()
 
     def view(self) -> memoryview:
-        """All its bytes, in place; read-only where it is mapped so. Keeps the bytes mapped, not the memory open.
+        """Return all its bytes, in place, read-only if they are mapped so. The view keeps the bytes mapped, not the memory open.
 
         Raises:
-            CallerError: it has been closed.
-            ExecutionError: it is a file that has been cut off meanwhile; touching its bytes would end this process (SIGBUS).
+            CallerError: the memory has been closed.
+            ExecutionError: the mapped file has been cut off meanwhile. Touching its bytes would end this process (SIGBUS).
         """
         pool = self.pool
         pool.check_backing()
         return pool.view()[self.offset_bytes : self.offset_bytes + self.size_bytes]
 
     def array(self, dtype: DTypeLike, shape: int | np.integer[Any] | tuple[int, ...], offset: int = 0) -> NDArray[Any]:
-        """An array over its bytes, in place and C-contiguous; writable where the memory is.
+        """Return an array over its bytes, in place and C-contiguous. It is writable if the memory is.
 
         Args:
-            dtype: of one element, native byte order or as given; no Python objects.
+            dtype: of one element, in native byte order or as given. Python objects are refused.
             shape: extents, each at least 0.
             offset: bytes from the beginning of this memory (or slice).
 
@@ -221,7 +223,7 @@ class Memory(ClosedByWith):
         """
         element, extents = np.dtype(dtype), extents_of((shape,) if isinstance(shape, int | np.integer) else shape)
         if element.hasobject:
-            raise CallerError(f"dtype {element}: shared memory holds plain numbers, not references to Python objects")
+            raise CallerError(f"dtype {element} holds references to Python objects; shared memory holds plain numbers only")
         needed = element.itemsize
         for extent in extents:
             needed *= extent
@@ -230,11 +232,11 @@ class Memory(ClosedByWith):
         return np.ndarray(extents, element, buffer=self.view(), offset=offset)
 
     def locate(self, operand: Operand, shape: tuple[int, ...] | None = None) -> tuple[Memory, tuple[int, ...]]:
-        """Where a tensor for that operand lies, if all of this memory is it: a slice (close it), and the tensor's shape.
+        """Take all of this memory as a tensor for that operand. Return a slice, to be closed, and the tensor's shape.
 
         Args:
-            operand: what a model wants. One open extent follows from the size; more than one must be said.
-            shape: for an operand that leaves more open; `shaped` is another way to say it.
+            operand: what a model wants. One open extent follows from the size. More than one must be given.
+            shape: for an operand that leaves more than one extent open. `shaped` is another way to give it.
 
         Raises:
             CallerError: the sizes differ, or the shape is not known.
@@ -244,10 +246,10 @@ class Memory(ClosedByWith):
         shape = self.shape if shape is None else extents_of(shape)
         known = operand.dimensions if shape is None else shape
         if shape is not None and not operand.accepts(shape):
-            raise CallerError(f"a shape {shape} for an operand of dimensions {operand.dimensions}; only an open extent (0) may be chosen")
+            raise CallerError(f"shape {shape} does not fit an operand of dimensions {operand.dimensions}; choose open extents (0) only")
         if known is None or known.count(0) > 1:
             raise CallerError(
-                f"an operand of dimensions {operand.dimensions} does not tell the shape of {size} bytes; "
+                f"the operand's dimensions {operand.dimensions} leave the shape of {size} bytes open; "
                 "give shape=, as in memory.shaped(shape)"
             )
         row_bytes = operand.type.element_bytes
@@ -257,29 +259,29 @@ class Memory(ClosedByWith):
         needed = row_bytes * (size // row_bytes if 0 in known else 1)
         if needed != size or 0 in found:
             raise CallerError(
-                f"memory of {size} bytes for an operand {operand.type.value} {known}, which takes "
-                f"{'a multiple of ' if 0 in known else ''}{row_bytes}; the two must have the same size, so pass a slice of it"
+                f"memory of {size} bytes was given for an operand {operand.type.value} {known}, which takes "
+                f"{'a multiple of ' if 0 in known else ''}{row_bytes} bytes; pass a slice of the same size"
             )
         return self[:], found
 
     def __getitem__(self, index: slice) -> Memory:
         """Return another `Memory` over a part of the bytes: `memory[begin:end]`, in bytes.
 
-        It keeps the mapping alive; close it, or let it go out of scope. Unlike a list's, its ends are not clipped.
+        The slice keeps the mapping alive until it is closed or goes out of scope. Unlike a list's, its ends are not clipped.
 
         Raises:
-            CallerError: it reaches beyond the memory, is empty or has a step; or the memory has been closed.
+            CallerError: the slice reaches beyond the memory, is empty or has a step, or the memory has been closed.
         """
         pool = self._living()
         if not isinstance(index, slice) or index.step not in (None, 1):
-            raise CallerError(f"memory[{index!r}] is not a plain slice; use memory[begin:end], or array() for single elements")
+            raise CallerError(f"memory[{index!r}]: expected a plain slice; use `memory[begin:end]`, or `array()` for single elements")
         for end in (index.start, index.stop):
             if end is not None and not isinstance(end, int | np.integer):
-                raise CallerError(f"memory[{index.start!r}:{index.stop!r}]: the ends of a slice are whole bytes")
+                raise CallerError(f"memory[{index.start!r}:{index.stop!r}]: expected whole numbers of bytes as the ends of a slice")
         begin, end = (value if value is None or value >= 0 else value + self.size_bytes for value in (index.start, index.stop))
         begin, end = begin or 0, self.size_bytes if end is None else end
         if not 0 <= begin < end <= self.size_bytes:
-            raise CallerError(f"memory[{begin}:{end}] of {self.size_bytes} bytes: a slice has at least one byte and lies within")
+            raise CallerError(f"memory[{begin}:{end}] of {self.size_bytes} bytes: expected a slice of at least one byte within the memory")
         part = Memory.__new__(Memory)
         part._open(pool, self.offset_bytes + begin, end - begin)
         return part
@@ -292,14 +294,16 @@ class Memory(ClosedByWith):
         return all_of_it
 
     def shaped(self, shape: tuple[int, ...]) -> Memory:
-        """Return another `Memory` over the same bytes, as a tensor of that shape: for operands with several open dimensions.
+        """Return another `Memory` over the same bytes, as a tensor of that shape, for operands with several open dimensions.
+
+        The use of the memory checks whether type and size fit.
 
         Raises:
-            CallerError: an extent is below 1, or the memory has been closed. Whether type and size fit is seen at the use.
+            CallerError: an extent is below 1, or the memory has been closed.
         """
         shape = extents_of(shape)
         if min(shape, default=1) < 1:
-            raise CallerError(f"a tensor of shape {shape}: every extent is at least 1")
+            raise CallerError(f"shape {shape}: expected extents of at least 1")
         part = self[:]
         part.shape = shape
         return part
@@ -308,16 +312,16 @@ class Memory(ClosedByWith):
         return self.size_bytes
 
     def flush(self) -> bool:
-        """Write a mapped file's bytes back to it now; see `Region.flush`. True if there is a file to write to."""
+        """Write a mapped file's bytes back to it now, as `Region.flush`. Return whether there is a file to write to."""
         return self.pool.flush()
 
     @property
     def closed(self) -> bool:
-        """Whether `close` has been called on this object."""
+        """Return whether `close` has been called on this object."""
         return self._pool is None
 
     def close(self) -> None:
-        """This object can no longer be used. The mapping goes with the last slice, execution and view over it."""
+        """End the use of this object. The mapping ends with the last slice, execution and view over it."""
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.leave()

@@ -1,16 +1,15 @@
 """Frames: equal pieces of shared regions, where an app's inputs are written and a driver's outputs appear.
 
-`lease` hands out a frame, `pin` keeps it from being handed out again. An app's lease is one pin. A request in flight is
+`lease` hands out a frame, and `pin` keeps it from being handed out again. An app's lease is one pin. A request in flight is
 another, which ends with the driver's answer or its death. So a cancelled caller can leave at once while the driver may
-still be writing. Nothing here waits for a driver. A frame whose arrays the app still holds is not handed out either. Results
-are never overwritten under their reader; the pool grows instead, up to `max_frames`. Then `lease` says whether requests
-in flight will bring frames back (`FramesInFlightError`), and `tell_returns` reports each one that comes back.
+still be writing. Nothing here waits for a driver. A frame whose arrays the app still holds is not handed out either, so
+results are never overwritten under their reader. The pool grows instead, up to `max_frames`. Then `lease` says whether
+requests in flight will bring frames back (`FramesInFlightError`), and `tell_returns` reports each one that comes back.
 
 Invariants
     A frame is in `_free`  <=>  its `pins` is 0 and its pool is open.
     `_plain`  <=>  the pool is open and not `crowded`.
-    `generation` grows by one each time the frame returns to `_free`, so a stale lease differs from a live one.
-    Regions only come: each is cached by the driver under its own slot, and goes with the pool.
+    Regions only come. The driver caches each one under its slot, and all of them end with the pool.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aionn.errors import CallerError, MemoryAllocationError
+from aionn.memo import Memo
 from aionn.memory.region import Region
 
 ALIGNMENT_BYTES = 64
@@ -38,11 +38,13 @@ _REGION_BYTES = 64 * 2**20
 """A region holds several frames only up to this size."""
 
 _REMEMBERED_GROUPS = 256
-"""A frame that has been cut into arrays of ever new shapes forgets them all now and then."""
+"""A frame that is cut into arrays of ever new shapes forgets all of them at this number, unless the app holds one."""
+
+_REMEMBERED_BINDINGS = 64
 
 
 class FramesInFlightError(Exception):
-    """There is no free frame now, and requests in flight will bring some back. It never reaches an app.
+    """No frame is free now, and requests in flight will bring some back. This error never reaches an app.
 
     Attributes:
         pool: where to wait for one.
@@ -55,7 +57,7 @@ class FramesInFlightError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where each argument lies in a frame: (offset, length) by index, inputs and outputs; and the frame's size.
+    """Where each input and output lies in a frame, as (offset, length) by index, and the frame's size.
 
     An output of unknown shape has room for `length` bytes and no array.
     """
@@ -80,44 +82,42 @@ class Frame:
     Attributes:
         region: where it lies; `slot` is the region's name in the burst.
         offset: first byte in the region.
-        generation: grows each time the frame is given back.
-        pins: how many hold it. lent: whether one of them is a lease of the app's own.
-        arrays: arrays over the frame by name, in groups that were cut at once. Each is held here alone, once, to tell
-            whether somebody still has it.
-        bindings: what the frame's owner remembers of it (encoded requests); cleared with the frame.
-        settled: gives one pin back; what a request over this frame calls when it is settled.
+        pins: how many hold it.
+        lent: whether one of the pins is a lease of the app.
+        arrays: arrays over the frame by name, in groups that were cut at once. Each array has exactly one reference here,
+            so that `held` can see whether the app still has one.
+        bindings: what the frame's owner remembers of it (encoded requests).
+        settled: gives one pin back. A request over this frame calls it when the request is settled.
     """
 
-    __slots__ = ("_data", "arrays", "bindings", "generation", "lent", "offset", "pins", "region", "settled", "slot")
+    __slots__ = ("_data", "arrays", "bindings", "lent", "offset", "pins", "region", "settled", "slot")
 
     def __init__(self, region: Region, slot: int, offset: int, frame_bytes: int, unpin: Callable[[Frame, object], None]) -> None:
         self.region = region
         self.slot = slot
         self.offset = offset
-        # Neither an array nor a memoryview: NumPy would make views of our arrays hold what lies under those instead of the
-        # arrays, and `held` would not see them. It keeps the mapping as a memoryview does.
+        # Neither an array nor a memoryview: over those, a view of one of our arrays would hold their memory instead of our
+        # array, and `held` would not see the view. A ctypes array keeps the mapping as a memoryview does.
         self._data: Any = (c_ubyte * frame_bytes).from_buffer(region.view(), offset)
-        self.generation = 0
         self.pins = 0
         self.lent = False
         self.arrays: dict[Any, dict[str, NDArray[Any]]] = {}
-        self.bindings: dict[Any, Any] = {}
+        self.bindings: Memo[Any, Any] = Memo(_REMEMBERED_BINDINGS)
         self.settled: Callable[[object], None] = partial(unpin, self)
 
     def cut(self, key: Any, places: Iterable[tuple[str, np.dtype[Any], tuple[int, ...], int]]) -> dict[str, NDArray[Any]]:
-        """Arrays over the frame at (name, dtype, shape, offset); the same objects each time, under `key`."""
+        """Return arrays over the frame at (name, dtype, shape, offset), which are the same objects each time for one `key`."""
         group = self.arrays.get(key)
         if group is None:
             if len(self.arrays) >= _REMEMBERED_GROUPS and not self.held():
                 self.arrays.clear()
-                self.bindings.clear()
             data = self._data
             group = {name: np.ndarray(shape, dtype, buffer=data, offset=offset) for name, dtype, shape, offset in places}
             self.arrays[key] = group
         return group
 
     def held(self) -> bool:
-        """Whether the app still holds one of the arrays, or a view of one."""
+        """Return whether the app still holds one of the arrays, or a view of one."""
         for group in self.arrays.values():
             for array in group.values():
                 if getrefcount(array) > _HELD_ABOVE:
@@ -145,7 +145,7 @@ class FramePool:
         on_region: called with each new region; returns the slot under which the burst knows it.
 
     Attributes:
-        crowded: somebody waits for a frame (`tell_returns`).
+        crowded: whether a task waits for a frame (`tell_returns`).
     """
 
     def __init__(self, frame_bytes: int, on_region: Callable[[Region], int], *, max_frames: int = MAX_FRAMES) -> None:
@@ -154,14 +154,14 @@ class FramePool:
         self._max_frames = max_frames
         self._free: deque[Frame] = deque()
         self._frames: list[Frame] = []
-        self._regions: list[tuple[int, Region]] = []
+        self._regions: list[Region] = []
         self._closed = False
         self._on_return: Callable[[], None] | None = None
         self._plain = True
         self.crowded = False
 
     def tell_returns(self, callback: Callable[[], None] | None) -> None:
-        """Call back whenever a frame has lost a pin, and when the pool is closed; None ends that."""
+        """Call back whenever a frame has lost a pin, and when the pool is closed. None ends the calls."""
         self._on_return = callback
         self.crowded = callback is not None
         self._plain = not self.crowded and not self._closed
@@ -179,20 +179,19 @@ class FramePool:
         return sum(frame.pins > 0 for frame in self._frames)
 
     @property
-    def slots(self) -> list[int]:
-        return [slot for slot, _ in self._regions]
-
-    @property
     def used_last(self) -> Frame | None:
-        """The free frame that was given back last, with what was written into it. None if no frame is free, or none has been used."""
-        return self._free[-1] if self._free and self._free[-1].generation else None
+        """Return the free frame that was given back last, with its bytes and `arrays`. None if no frame is free.
+
+        A frame that has never been used has no `arrays`.
+        """
+        return self._free[-1] if self._free else None
 
     def lease(self) -> Frame:
         """Return a frame without users and without readers, pinned once.
 
         Raises:
-            FramesInFlightError: all are in use, some by requests in flight.
-            CallerError: the app holds on to the arrays of too many results.
+            FramesInFlightError: all frames are in use, some by requests in flight.
+            CallerError: the app keeps the arrays of too many results.
             MemoryAllocationError: more shared memory cannot be had.
         """
         # The frame used last first: its bytes are still in the CPU's cache. Held ones move to the far end.
@@ -204,7 +203,7 @@ class FramePool:
                 return frame
             free.appendleft(frame)
         if self._closed:
-            raise CallerError("the burst was closed")
+            raise CallerError("this burst was closed; open another one")
         try:
             self._grow()
         except (CallerError, MemoryAllocationError) as error:
@@ -219,15 +218,13 @@ class FramePool:
         frame.pins += 1
 
     def unpin(self, frame: Frame, _answer: object = None) -> None:
-        """Give one pin back. `_answer`: so that it can be what a request calls when it is settled."""
+        """Give one pin back. A request that is settled passes its answer, which does not matter here."""
         frame.pins -= 1
         if self._plain:
             if frame.pins == 0:
-                frame.generation += 1
                 self._free.append(frame)
         elif not self._closed:
             if frame.pins == 0:
-                frame.generation += 1
                 self._free.append(frame)
             if self._on_return is not None:
                 self._on_return()
@@ -236,8 +233,8 @@ class FramePool:
         room = self._max_frames - len(self._frames)
         if room <= 0:
             raise CallerError(
-                f"all {len(self._frames)} frames of this burst are in use: {self.pinned_frames} are leased or in flight, of the others "
-                "the app still holds arrays; copy what must live longer than the next compute"
+                f"all {len(self._frames)} frames of this burst are in use: {self.pinned_frames} are leased or in flight, and the app "
+                "holds arrays of the others; copy arrays that must live longer than the next compute"
             )
         count = min(FRAMES_PER_REGION, room, max(1, _REGION_BYTES // self.frame_bytes))
         try:
@@ -247,14 +244,14 @@ class FramePool:
                 raise
             count, region = 1, Region.allocate(self.frame_bytes)
         slot = self._on_region(region)
-        self._regions.append((slot, region))
+        self._regions.append(region)
         for index in range(count):
             frame = Frame(region, slot, index * self.frame_bytes, self.frame_bytes, self.unpin)
             self._frames.append(frame)
             self._free.append(frame)
 
     def close(self) -> None:
-        """Release every region. Arrays that still live keep their bytes."""
+        """Release every region. Arrays that the app still holds keep their bytes."""
         self._closed = True
         self._plain = False
         self._free.clear()
@@ -262,7 +259,7 @@ class FramePool:
             frame.arrays.clear()
             frame.bindings.clear()
         self._frames.clear()
-        for _, region in self._regions:
+        for region in self._regions:
             region.close()
         self._regions.clear()
         if self._on_return is not None:

@@ -1,19 +1,19 @@
 """One sealed memfd, or a checked foreign descriptor, mapped. Beside `aionn.pages`, only this file calls mmap.
 
-A region is reserved when it is made: `limits` asks what cgroups and resource limits leave, then `posix_fallocate`
-takes it. So too little memory is an error at allocation and never a SIGBUS or a killed process later. Its size is
-sealed before anyone else sees it. A descriptor from a peer is checked before it is mapped (`descriptors`), because a
-peer that can shrink a file under us could kill us with SIGBUS.
+A region is reserved when it is made. First `limits` asks what cgroups and resource limits leave, then `posix_fallocate`
+takes the pages. So too little memory is an error at allocation and never a SIGBUS or a killed process later. Its size is
+sealed before another process sees it. A descriptor from a peer is checked before it is mapped (`descriptors`), because a
+peer that can shrink a mapped file could kill this process with SIGBUS.
 
-Errors come in two phases. What is wrong with a description or a descriptor is found before anything is mapped and is a
-`CallerError` (HAL: INVALID_ARGUMENT). What mmap itself refuses is a `MappingError` (GENERAL_FAILURE).
+Errors come in two phases. A fault of a description or a descriptor is found before anything is mapped and is a
+`CallerError` (HAL: INVALID_ARGUMENT). A refusal by mmap is a `MappingError` (GENERAL_FAILURE).
 
 Invariants
-    The mapping lives as long as any view of it. `close` drops this object's own reference and descriptor. The kernel
+    The mapping lives as long as any view of it. `close` drops this object's reference and descriptor. The kernel
     unmaps when the last `memoryview` or array over it is gone, so nothing is ever unmapped under a reader.
     A region owns its descriptor from construction on, also when construction fails.
 
-Used by memory (what apps hold), fmq (queues), runtime (frames, constants) and driver (what the app sent).
+Used by memory (for apps), fmq (for queues), runtime (for frames and constants) and driver (for what the app sent).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PROT_READ = mmap.PROT_READ
 PROT_WRITE = mmap.PROT_WRITE
 
 # Between two steps of a large reservation the limits are asked again, because another process may be taking memory too.
-# If a cgroup runs full within posix_fallocate, the out-of-memory killer answers, not an error.
+# If a cgroup runs full within posix_fallocate, the kernel raises no error but kills a process.
 _STEP_BYTES = 64 * 2**20
 
 
@@ -58,7 +58,7 @@ class Access(Enum):
 
 
 class MappingError(ExecutionError):
-    """Memory that was described rightly could not be mapped here. `.status` is GENERAL_FAILURE."""
+    """Memory with a right description could not be mapped here. `.status` is GENERAL_FAILURE."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, status=ErrorStatus.GENERAL_FAILURE)
@@ -83,14 +83,14 @@ class Region:
         Args:
             size_bytes: at least 1.
             freezable: leave room for `freeze`; otherwise all seals are final.
-            kind: what it is called when it is sent; any but `mmap_fd`, which is always somebody's file.
+            kind: what it is called when it is sent. `mmap_fd` is refused, because it always means an existing file.
 
         Raises:
             CallerError: size or kind is wrong.
             MemoryAllocationError: the memory cannot be had now.
         """
         if size_bytes < 1:
-            raise CallerError(f"a shared memory region of {size_bytes} bytes: a region has at least 1 byte")
+            raise CallerError(f"a shared memory region of {size_bytes} bytes was asked for; ask for at least 1")
         if kind is MemoryKind.MMAP_FD:
             raise CallerError("memory of kind mmap_fd is a file that exists; attach it, or allocate another kind")
         limits.require(size_bytes)
@@ -99,7 +99,7 @@ class Region:
         except OSError as error:
             raise limits.allocation_error(size_bytes, error) from error
         try:
-            # Without the reservation a lack of memory would show itself as SIGBUS at the first touch.
+            # Without the reservation, a lack of memory would raise SIGBUS at the first touch.
             for offset in range(0, size_bytes, _STEP_BYTES):
                 if offset:
                     limits.require(size_bytes - offset)
@@ -116,17 +116,19 @@ class Region:
 
     @classmethod
     def attach(cls, fd: int, description: MemoryDescription, access: Access = Access.WRITE) -> Region:
-        """Map memory that a peer sent. Takes over `fd`, also when it fails.
+        """Map memory that a peer sent. Take over `fd`, also on failure.
 
         Raises:
-            CallerError: the descriptor is not what the description says; the message says in what. Nothing was mapped.
-            MappingError: it is, but cannot be mapped into this process.
-            MemoryAllocationError: it has holes, and what they lack cannot be had now.
+            CallerError: the descriptor does not match its description. The message says how. Nothing was mapped.
+            MappingError: the descriptor matches, but cannot be mapped into this process.
+            MemoryAllocationError: the file has holes, and the memory to fill them cannot be had now.
         """
         try:
             check_description(description)
             if access is Access.WRITE and not description.writable:
-                raise CallerError(f"memory of kind {description.kind.value} was sent read-only and is asked for writing")
+                raise CallerError(
+                    f"memory of kind {description.kind.value} was sent read-only, but memory to write is wanted; send it writable"
+                )
             check_descriptor(fd, description, write_through=access is Access.WRITE)
             os.set_inheritable(fd, False)
             reserve_holes(fd, description, write_through=access is Access.WRITE)
@@ -145,7 +147,7 @@ class Region:
         return cls(fd, mapping, description, access)
 
     def freeze(self) -> None:
-        """Forbid new writable mappings; this one stays writable. For constants, once filled."""
+        """Forbid new writable mappings, for constants that have been filled. This mapping stays writable."""
         fcntl.fcntl(self.fileno(), F_ADD_SEALS, F_SEAL_FUTURE_WRITE | F_SEAL_SEAL)
         self.description = MemoryDescription(self.description.kind, self.size_bytes, writable=False)
 
@@ -161,10 +163,12 @@ class Region:
         return memoryview(mapping)[: self.size_bytes]
 
     def check_backing(self) -> None:
-        """See that an ordinary file is still as long as it was; ask before each use. Costs one fstat, nothing for sealed memory.
+        """Check that an ordinary file is still as long as it was. Call it before each use.
+
+        It costs one fstat for a file, and nothing for sealed memory.
 
         Raises:
-            MappingError: it has been cut off; touching it would end this process.
+            MappingError: the file has been cut off. Touching it would end this process.
         """
         if self.description.kind is not MemoryKind.MMAP_FD:
             return
@@ -172,13 +176,14 @@ class Region:
         have = os.fstat(self.fileno()).st_size
         if have < end:
             raise MappingError(
-                f"memory of kind mmap_fd: bytes {begin} to {end} of a file that now has {have} bytes; it was cut off while in use"
+                f"memory of kind mmap_fd: bytes {begin} to {end} of a file that now has {have} bytes; the file was cut off while in use"
             )
 
     def flush(self) -> bool:
-        """Write what was stored in a mapped file back to it. Call it after a success, for memory that was written to.
+        """Write a mapped file's bytes back to it. Call it after a success, for memory that was written to.
 
-        Only `mmap_fd` has anything to flush. Blocks while the disk works, without the GIL: call it in a thread.
+        Only memory of kind `mmap_fd` has anything to flush. The call blocks while the disk works, without the GIL, so it
+        belongs in a thread.
 
         Returns:
             Whether there was a file to write to.
@@ -196,12 +201,12 @@ class Region:
         return True
 
     def when_closed(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Call `callback` once when this region is closed, in the thread that does it; at once if it is closed already.
+        """Call `callback` once when this region is closed, in the closing thread, or now if it is closed already.
 
-        It is how a burst learns that a memory in its cache is gone. It must not raise.
+        So a burst learns that a memory in its cache has ended. The callback must not raise.
 
         Returns:
-            A function that takes the callback back.
+            A function that cancels the callback.
         """
         with self._lock:
             if self._fd >= 0:
@@ -220,7 +225,7 @@ class Region:
         return self._fd < 0
 
     def close(self) -> None:
-        """Release descriptor and mapping. Views that still live keep the bytes mapped until they are gone."""
+        """Release descriptor and mapping. The bytes stay mapped until the last view of them is gone."""
         with self._lock:
             self._mapping = None
             fd, self._fd = self._fd, -1
@@ -231,25 +236,25 @@ class Region:
             callback()
 
     def __del__(self) -> None:
-        # A model's constants have no owner but the model itself: the descriptor goes with the last reference.
+        # Only the model owns its constants, so their descriptor ends with the last reference.
         if getattr(self, "_fd", -1) >= 0:
             self.close()
 
 
 def attach_all(fds: Sequence[int], descriptions: Sequence[MemoryDescription], access: Access = Access.WRITE) -> tuple[Region, ...]:
-    """Map all pools of one request, or none. Takes over every descriptor, also when it fails.
+    """Map all pools of one request, or none. Take over every descriptor, also on failure.
 
-    A pool that its sender calls read-only is mapped for reading, whatever `access` says.
+    A pool that its sender calls read-only is mapped for reading, also if `access` is WRITE.
 
     Raises:
-        CallerError: a description or a descriptor is wrong; all descriptions are looked at before any pool is mapped.
+        CallerError: a description or a descriptor is wrong. All descriptions are checked before any pool is mapped.
         MappingError, MemoryAllocationError: as `Region.attach`.
     """
     left = list(fds)
     regions: list[Region] = []
     try:
         if len(fds) != len(descriptions):
-            raise CallerError(f"{len(fds)} descriptors came with {len(descriptions)} memory descriptions; each memory has one")
+            raise CallerError(f"{len(fds)} descriptors came with {len(descriptions)} memory descriptions; send one for each memory")
         for description in descriptions:
             check_description(description)
         for description in descriptions:
@@ -265,7 +270,7 @@ def attach_all(fds: Sequence[int], descriptions: Sequence[MemoryDescription], ac
 
 
 def reserve(size_bytes: int) -> memoryview:
-    """Zeroed memory that is reserved now and freed with the last view of it. For buffers that stay in this process.
+    """Reserve zeroed memory for buffers that stay in this process. It is freed with the last view of it.
 
     Raises:
         MemoryAllocationError: the memory cannot be had now.

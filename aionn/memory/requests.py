@@ -1,6 +1,6 @@
-"""Whether a request may touch the bytes it names: asked before anything is mapped. Pure; no I/O.
+"""Checks whether a request may touch the bytes it names, before anything is mapped. Pure logic, no I/O.
 
-A request comes from another process and is not trusted to be sane. `check_request` compares it with the model's
+A request comes from another process and is not trusted. `check_request` compares it with the model's
 operands and the sizes of the pools that came beside it. It returns None or the first violation as one sentence, which
 the caller makes INVALID_ARGUMENT. A reader that maps a pool of the checked size, and touches only
 [offset, offset + length) of each argument, stays inside the pool.
@@ -9,9 +9,9 @@ The rules are those of NNAPI's validateRequest, with its holes closed. Sums cann
 long as its shape says (the reference reads a short one past its end). A known output fits. An output overlaps
 nothing else in its pool.
 
-A token (memory in the driver) is a pool without bytes here, of size 0. An argument in it is the whole of it, so its
+A token (memory in the driver) is a pool without bytes here, of size 0. An argument in such a pool is all of it. So its
 offset and length are 0, and its shape may be left to the buffer. An image (`hardware_buffer`) is a pool of bytes like any
-other: offset and length say where its tensor lies. (The reference cannot map images and treats them like tokens.)
+other, whose offset and length say where its tensor lies. The reference cannot map images and treats them like tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from aionn.hal.types import Operand, Request, RequestArgument
 __all__ = ["Extent", "check_homes", "check_request", "input_shape", "output_shape"]
 
 Extent = tuple[Hashable, int, int]
-"""Bytes [begin, end) of a file, wherever it is mapped: (device and inode, begin, end)."""
+"""Bytes [begin, end) of a file, as (device and inode, begin, end). The same file may be mapped at several addresses."""
 
 
 def check_request(
@@ -68,15 +68,15 @@ def check_homes(
     homes: Sequence[Extent | None],
     constants: Sequence[Extent] = (),
 ) -> str | None:
-    """Whether an output overlaps anything by way of two pools that are one file, or of the model's own constants.
+    """Check whether an output overlaps anything through two pools that are one file, or overlaps the model's constants.
 
     Args:
         inputs, outputs, request: as `check_request`, which has passed them.
-        homes: of each pool, where its bytes really are; None where that is unknown or in the driver.
-        constants: where those of the model are that lie in memory that others may have, too.
+        homes: for each pool, where its bytes really are. None if that is unknown, or the bytes are in the driver.
+        constants: where the model's constants are, if another process may have mapped their memory, too.
 
     Returns:
-        One sentence that names the output, as `check_request`. None if nothing overlaps.
+        One sentence that names the output, as in `check_request`. None if nothing overlaps.
     """
     files = {home[0] for home in homes if home is not None}
     shared = len(files) < sum(home is not None for home in homes)
@@ -94,22 +94,22 @@ def check_homes(
 
 
 def input_shape(operand: Operand, argument: RequestArgument) -> tuple[int, ...]:
-    """The shape of an input that lies in a pool of bytes and has passed `check_request`: always known.
+    """Return the shape of an input that lies in a pool of bytes and has passed `check_request`. It is always known.
 
-    Where neither the model nor the request gives a rank, the input is a scalar, and `check_request` has seen that its
-    length is one element's. An input that is used in place (a token) asks its buffer instead: `DeviceBuffers.use`.
+    If neither the model nor the request gives a rank, the input is a scalar. `check_request` has seen that its length is
+    one element's. For an input that is used in place (a token), `DeviceBuffers.use` asks the buffer instead.
     """
     return _merged(operand, argument) or ()
 
 
 def output_shape(operand: Operand, argument: RequestArgument) -> tuple[int, ...] | None:
-    """The shape of an output as far as it is known before the execution, or None while an extent is open."""
+    """Return the shape of an output if it is known before the execution, or None while an extent is open."""
     shape = _merged(operand, argument)
     return None if shape is None or 0 in shape else shape
 
 
 def _merged(operand: Operand, argument: RequestArgument) -> tuple[int, ...] | None:
-    """Return the argument's extents where it gives them, else the model's. 0 is open, None lacks even a rank."""
+    """Return each extent from the argument, or from the model if the argument leaves it open. None lacks even a rank."""
     own, given = operand.dimensions, argument.dimensions
     if not given or own is None:
         return given or own
@@ -125,7 +125,7 @@ def _wrong_place(argument: RequestArgument, pool_sizes: Sequence[int]) -> str | 
     if not 0 <= place.pool_index < len(pool_sizes):
         return f"pool {place.pool_index} of {len(pool_sizes)}; there is no such pool"
     size = pool_sizes[place.pool_index]
-    # Python's integers do not wrap: offset + length near 2^64 is what it is.
+    # Python's integers do not wrap, so offset + length is right even near 2^64.
     if place.offset < 0 or place.length < 0 or place.offset + place.length > size:
         if size == 0:
             return (
@@ -139,7 +139,7 @@ def _wrong_place(argument: RequestArgument, pool_sizes: Sequence[int]) -> str | 
 def _wrong_dimensions(operand: Operand, argument: RequestArgument, *, is_input: bool, in_place: bool, open_outputs: bool) -> str | None:
     own, given = operand.dimensions, argument.dimensions
     if any(extent < 0 for extent in given):
-        return f"dimensions {given}: an extent is negative"
+        return f"dimensions {given} have a negative extent; give at least 0"
     if given and own is not None:
         if len(given) != len(own):
             return f"dimensions {given} have rank {len(given)}, the model's {own} have rank {len(own)}"
@@ -164,7 +164,7 @@ def _wrong_length(operand: Operand, argument: RequestArgument, *, is_input: bool
         if length != needed if is_input else length < needed:
             return f"{length} bytes, its shape {shape} of {operand.type.value} {'has' if is_input else 'needs'} {needed}"
     elif length == 0:
-        return "0 bytes; memory for an output has a length of its own, it is not implied by the pool's"
+        return "0 bytes; give the length of its memory, which the pool's size does not imply"
     return None
 
 
@@ -182,9 +182,9 @@ def _ranges(inputs: Sequence[tuple[str, Operand]], outputs: Sequence[tuple[str, 
 
 
 def _overlap(ranges: list[_Range]) -> str | None:
-    """The first output that shares bytes with an input or with another output. Inputs may share bytes.
+    """Return a sentence about the first output that shares bytes with an input or another output. Inputs may share bytes.
 
-    One pass over the ranges in order of where they begin. A range overlaps an earlier one exactly if it begins
+    Look at the ranges once, in the order in which they begin. A range overlaps an earlier one exactly if it begins
     before the furthest end so far. Two furthest ends are kept, of outputs and of all, since two inputs may overlap.
     """
     ranges.sort()

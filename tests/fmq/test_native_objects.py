@@ -130,7 +130,7 @@ class ClosingNumber:
 
 COUNTED = [
     ("read", 0), ("peek", 0), ("_begin_read", 0), ("_begin_write", 0), ("commit_read", 0), ("commit_write", 0),
-    ("arm_reader", 0), ("arm_writer", 0), ("spin_until_readable", 0), ("spin_until_readable", 1), ("spin_until_writable", 1),
+    ("arm_reader", 0), ("arm_writer", 0), ("spin_until_readable", 0), ("spin_until_readable", 1),
     ("wait_flag", 1),
 ]  # fmt: skip
 

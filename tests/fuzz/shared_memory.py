@@ -88,7 +88,6 @@ def call(queue: MessageQueue, choices: Choices) -> None:
         queue.clear_reader_event,
         queue.clear_writer_event,
         lambda: queue.spin_until_readable(0),
-        lambda: queue.spin_until_writable(0),
         lambda: queue.reader_flag.wake(choices.number()),
         lambda: queue.await_futex(choices.byte()),
         lambda: queue.wait_flag(1 + choices.below(255), 0),
@@ -96,7 +95,6 @@ def call(queue: MessageQueue, choices: Choices) -> None:
         lambda: queue.read_into(bytearray(choices.below(200))),
         queue.reader_cpu,
         queue.writer_cpu,
-        queue.publish_reader_cpu,
         queue.publish_writer_cpu,
     ]
     with suppress(AionnError):

@@ -140,7 +140,7 @@ def test_from_fd_refuses_descriptors_that_are_no_memory(pool: Path) -> None:
 
 @pytest.mark.parametrize("size", ["16", 16.0, None], ids=repr)
 def test_a_size_that_is_no_whole_number_is_told_in_one_sentence(pool: Path, size: Any) -> None:
-    told = "it is a whole number of bytes"
+    told = "expected a whole number of bytes"
     with leak_check(), open(pool, "r+b") as file:
         with pytest.raises(CallerError, match=told):
             Memory.allocate(size)
@@ -152,7 +152,7 @@ def test_a_size_that_is_no_whole_number_is_told_in_one_sentence(pool: Path, size
 
 @pytest.mark.parametrize("fd", ["pool", None, 3.0], ids=repr)
 def test_what_has_no_descriptor_is_told_in_one_sentence(fd: Any) -> None:
-    with leak_check(), pytest.raises(CallerError, match="is no descriptor: give its number, or an open file"):
+    with leak_check(), pytest.raises(CallerError, match=r"expected a descriptor, got .*; give its number, or an open file"):
         Memory.from_fd(fd, 16)
 
 

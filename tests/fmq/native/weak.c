@@ -224,7 +224,7 @@ static void take_flag(void)
             weak_sleep(reader.reader_fd);
             ring_clear(reader.reader_fd);
         }
-        taken = (uint32_t)atomic_fetch_and(reader.flag, ~(uint32_t)BIT) & BIT; /* as _ring.c takes it */
+        taken = (uint32_t)atomic_fetch_and(reader.flag, ~(uint32_t)BIT) & BIT; /* as _waiting.c takes it */
     }
     if (!by_futex)
         ring_disarm(&reader, true);
