@@ -33,7 +33,6 @@ LONGER_MODULES: Mapping[str, str] = {
     "burst/controller.py": LATER,
     "burst/server.py": LATER,
     "caching/integrity.py": LATER,
-    "caching/store/cache.py": LATER,
     "caching/store/directory.py": LATER,
     "caching/store/housekeeping.py": LATER,
     "driver/device.py": LATER,
@@ -63,7 +62,6 @@ LARGER_CLASSES: Mapping[str, str] = {
     "burst/controller.py: ExecutionBurstController": LATER,
     "burst/server.py: ExecutionBurstServer": LATER,
     "caching/blob_cache.py: BlobCache": LATER,
-    "caching/store/cache.py: CacheStore": LATER,
     "caching/store/directory.py: CacheDirectory": LATER,
     "caching/store/housekeeping.py: Housekeeping": LATER,
     "caching/store/index.py: Index": LATER,
@@ -95,7 +93,6 @@ PRIVATE_READS: Mapping[str, str] = {
     "runtime/streaming/stream.py": LATER,
 }
 CIRCLES: tuple[frozenset[str], ...] = (
-    frozenset({"aionn.caching.store.cache", "aionn.caching.store.entries"}),
     frozenset({name for name in (dotted(path) for path, _ in modules()) if name.startswith("aionn.runtime.")}),
 )
 

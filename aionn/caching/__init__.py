@@ -15,7 +15,7 @@ somebody else wrote to can cost a compilation, and nothing more. A cache that fa
 
 A hit:    store.glance -> Hit -> prepare_model_from_cache(hit.handles) -> integrity.load -> engine.load(verified bytes)
 A miss:   store.open -> Miss -> prepare_model(model, publisher.handles) -> integrity.save -> publisher.publish()
-Refused:  hit.refuse(why) -> Miss, as above.     Later (JIT, stages):  store.publisher(...) -> as a miss.
+Refused:  hit.refuse(why) -> Miss, as above.
 
 This module is the face for `runtime`; drivers import `integrity` and `blob_cache` themselves, so that an app never loads them.
 """

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from aionn.caching import KeyParts, Wanted, encode_parts, entry_key, family_key
+from aionn.caching.outcomes import MissReason, Refusal
 from aionn.caching.store import CacheStore, Hit, Miss, Publisher
 from aionn.hal.interfaces import CacheHandles
 from aionn.hal.types import CacheFiles
@@ -41,6 +42,16 @@ async def miss(store: CacheStore, what: Wanted) -> Publisher:
     assert isinstance(found, Miss), found
     assert found.publisher is not None, found.outcome
     return found.publisher
+
+
+async def replacing(store: CacheStore, what: Wanted) -> Publisher:
+    """Refuse the stored generation, as a device does; return the publisher of the next one."""
+    found = await store.open(what)
+    assert isinstance(found, Hit), found
+    again = await found.refuse(Refusal(MissReason.WRONG_BYTES))
+    assert isinstance(again, Miss), again
+    assert again.publisher is not None, again.outcome
+    return again.publisher
 
 
 async def stored(store: CacheStore, what: Wanted, content: bytes = b"artifact", compile_ns: int = 1_000_000) -> None:

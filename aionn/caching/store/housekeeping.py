@@ -21,14 +21,12 @@ import aiofiles
 from blake3 import blake3
 
 from aionn import trace
-from aionn.caching.manifest import Manifest, Wanted, file_names
+from aionn.caching.manifest import Manifest, file_names
 from aionn.caching.outcomes import MissReason, Refusal
 from aionn.caching.store.directory import CacheDirectory, FoundEntry, close_all, refusal_of
-from aionn.caching.store.hop import hop
 from aionn.caching.store.index import Index
 from aionn.caching.store.locks import sole_holder
-from aionn.caching.token import KeyParts, changed_parts, decode_parts, described_change
-from aionn.errors import CallerError
+from aionn.caching.store.threads import run_in_thread
 from aionn.hal.types import CacheFiles
 
 __all__ = ["BadEntry", "EntryInfo", "Housekeeping", "PruneReport"]
@@ -37,7 +35,6 @@ T = TypeVar("T")
 _log = logging.getLogger("aionn.caching")
 _CHUNK_BYTES = 4 << 20
 _USUAL = {MissReason.BUSY, MissReason.SUPERSEDED}  # another process was quicker: both have what they need
-_RELATIVES = 16  # so many entries of a model are looked at to explain a miss
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,29 +177,6 @@ class Housekeeping:
                 self.warn(Refusal(MissReason.IO_ERROR, f"index of sizes: {error}"))
                 return None
 
-    def explained(self, directory: CacheDirectory, wanted: Wanted, absent: Refusal) -> Refusal:
-        """Why nothing is stored under a key, where something is under one that is like it. Blocking."""
-        before = self.with_index(lambda index: index.other_version(wanted.family, wanted.device_version))
-        if before is not None:
-            detail = f"stored by driver {before!r}, now {wanted.device_version!r}"
-            return Refusal(MissReason.OTHER_DRIVER_VERSION, detail, ("device_version",))
-        try:
-            now = decode_parts(wanted.parts)
-        except CallerError:
-            return absent
-        nearest: KeyParts | None = None
-        for key in self.with_index(lambda index: index.of_model(wanted.model_digest, _RELATIVES)) or []:
-            with suppress(OSError, CallerError):
-                manifest = directory.manifest(key)
-                if isinstance(manifest, Manifest) and not manifest.declined:
-                    parts = decode_parts(manifest.parts)
-                    if nearest is None or len(changed_parts(parts, now)) < len(changed_parts(nearest, now)):
-                        nearest = parts
-        if nearest is None:
-            return absent
-        detail = f"{absent.detail}, but for this model: {described_change(nearest, now)}"
-        return Refusal(absent.reason, detail, changed_parts(nearest, now))
-
     def replace(self, directory: CacheDirectory, manifest: Manifest, based_on: int) -> Refusal | None:
         """Switch an entry to a new generation and evict what no longer fits. Its compile and entry lock are held. Blocking."""
         with directory, self._indexed():
@@ -324,12 +298,12 @@ class Housekeeping:
 
     async def verify(self) -> AsyncIterator[BadEntry]:
         """Every entry that could not serve, with what is wrong with it. Reads all files; stops between two chunks when cancelled."""
-        directory = await hop(self.current)
+        directory = await run_in_thread(self.current)
         if isinstance(directory, Refusal):
             yield BadEntry(b"", "", directory.reason, directory.detail)
             return
         try:
-            keys = await hop(directory.all_keys)
+            keys = await run_in_thread(directory.all_keys)
         except OSError as error:
             refusal = refusal_of(error, f"cache directory {self.path}")
             yield BadEntry(b"", "", refusal.reason, refusal.detail)
@@ -343,7 +317,7 @@ class Housekeeping:
     async def _verify_entry(self, directory: CacheDirectory, key: bytes) -> BadEntry | None:
         device = ""
         try:
-            found = await hop(directory.find, key, undo=_close_found)
+            found = await run_in_thread(directory.find, key, undo=_close_found)
             if isinstance(found, Refusal):
                 return BadEntry(key, device, found.reason, found.detail)
             manifest = found.manifest
@@ -353,7 +327,7 @@ class Housekeeping:
                     return BadEntry(key, device, MissReason.WRONG_TOKEN, f"its manifest is of key {manifest.key.hex()[:16]}")
                 if manifest.declined:
                     return None
-                fds, lengths = await hop(directory.open_files, found, os.O_RDONLY, undo=lambda opened: close_all(opened[0]))
+                fds, lengths = await run_in_thread(directory.open_files, found, os.O_RDONLY, undo=lambda opened: close_all(opened[0]))
             finally:
                 found.close()
         except OSError as error:
