@@ -9,9 +9,14 @@
     looking       the blocking part of opening
     background    threads that go on after their caller has left
     entries       what opening returns: Hit, Miss, Declined, Publisher
-    housekeeping  budget, listing, verification and pruning
-    index         which entry goes first, stage measurements, use counts
-    directory     every file operation
+    housekeeping  finds or makes the directory, tidies it, keeps it within its budget
+    listing, verifying, pruning    what `aionn cache` asks for
+    index         which entry is evicted first
+    history       stage measurements and use counts, in the index's file
+    index_database    the index's file
+    directory     where everything lies, how entries are found
+    writing       how entries are made, switched and removed
+    files         files and descriptors in the directory: owner, digest, removal
     locks         who may read, publish and compile an entry
     threads       runs one blocking act in a thread
 
@@ -23,6 +28,8 @@ manifest names.
 
 from aionn.caching.store.cache import DEFAULT_MAX_BYTES, CacheStore
 from aionn.caching.store.entries import Declined, Hit, Miss, Publisher
-from aionn.caching.store.housekeeping import BadEntry, EntryInfo, PruneReport
+from aionn.caching.store.listing import EntryInfo
+from aionn.caching.store.pruning import PruneReport
+from aionn.caching.store.verifying import BadEntry
 
 __all__ = ["DEFAULT_MAX_BYTES", "BadEntry", "CacheStore", "Declined", "EntryInfo", "Hit", "Miss", "PruneReport", "Publisher"]

@@ -18,10 +18,13 @@ from aionn.caching.measurements import StageMeasurement
 from aionn.caching.outcomes import Refusal
 from aionn.caching.store.background import BackgroundWork
 from aionn.caching.store.entries import Declined, Hit, Miss
-from aionn.caching.store.housekeeping import BadEntry, EntryInfo, Housekeeping, PruneReport
+from aionn.caching.store.housekeeping import Housekeeping
 from aionn.caching.store.index import Index
+from aionn.caching.store.listing import EntryInfo, list_entries
 from aionn.caching.store.opening import Opener
+from aionn.caching.store.pruning import PruneReport, prune
 from aionn.caching.store.threads import run_in_thread
+from aionn.caching.store.verifying import BadEntry, verify
 from aionn.errors import CallerError
 
 __all__ = ["DEFAULT_MAX_BYTES", "CacheStore"]
@@ -124,11 +127,11 @@ class CacheStore:
     async def entries(self) -> list[EntryInfo] | Refusal:
         """Return what is stored, oldest first (`aionn cache ls`)."""
         await self._background.settled()
-        return await run_in_thread(self._house.entries)
+        return await run_in_thread(list_entries, self._house)
 
     def verify(self) -> AsyncIterator[BadEntry]:
         """Read every file, and yield every entry that could not serve (`aionn cache verify`)."""
-        return self._house.verify()
+        return verify(self._house)
 
     async def prune(self, max_bytes: int | None = None, *, measurements: bool = False) -> PruneReport | Refusal:
         """Remove entries of older driver versions, damaged ones and rubbish, then the least valuable ones down to `max_bytes`.
@@ -141,7 +144,7 @@ class CacheStore:
         """
         await self._background.settled()
         budget = self.max_bytes if max_bytes is None else max_bytes
-        return await run_in_thread(partial(self._house.prune, budget, measurements=measurements))
+        return await run_in_thread(partial(prune, self._house, budget, measurements=measurements))
 
     # --- what stages measured, and how often models are used ----------------------------------------------------------
 
@@ -153,22 +156,22 @@ class CacheStore:
         """Return stage measurements, the newest first. Measurements that are too old are left out.
 
         Args:
-            scope: see `Index.remember`. None stands for all scopes.
+            scope: see `History`. None stands for all scopes.
         """
-        return await self._background.ask(self._with_index, lambda index: index.measurements(scope)) or []
+        return await self._background.ask(self._with_index, lambda index: index.history.measurements(scope)) or []
 
     async def remember(self, scope: bytes, measurement: StageMeasurement) -> None:
         """Keep a stage measurement, if the directory can be written to."""
-        await run_in_thread(self._with_index, lambda index: index.remember(scope, measurement))
+        await run_in_thread(self._with_index, lambda index: index.history.remember(scope, measurement))
 
     def remember_later(self, scope: bytes, measurement: StageMeasurement) -> None:
         """Keep a stage measurement as `remember` does, without waiting for the disk."""
-        self._background.run_later(partial(self._with_index, lambda index: index.remember(scope, measurement)))
+        self._background.run_later(partial(self._with_index, lambda index: index.history.remember(scope, measurement)))
 
     async def use(self, model_digest: bytes, within_s: float) -> int:
         """Return how many executions of the model `count_use` has counted within that time."""
-        return await self._background.ask(self._with_index, lambda index: index.use(model_digest, within_s)) or 0
+        return await self._background.ask(self._with_index, lambda index: index.history.use(model_digest, within_s)) or 0
 
     def count_use(self, model_digest: bytes, executions: int) -> None:
         """Add executions of the model, without waiting for the disk."""
-        self._background.run_later(partial(self._with_index, lambda index: index.count_use(model_digest, executions)))
+        self._background.run_later(partial(self._with_index, lambda index: index.history.count_use(model_digest, executions)))

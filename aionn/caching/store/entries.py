@@ -16,10 +16,12 @@ from typing import Protocol, Self
 from aionn import trace
 from aionn.caching.manifest import MAX_PARTS_BYTES, Manifest, Wanted
 from aionn.caching.outcomes import CacheOutcome, MissReason, Refusal
-from aionn.caching.store.directory import CacheDirectory, Staged, close_all, refusal_of
+from aionn.caching.store.directory import CacheDirectory
+from aionn.caching.store.files import Staged, close_all, refusal_of
 from aionn.caching.store.housekeeping import Housekeeping
 from aionn.caching.store.locks import CompileRight, EntryHold, wait_to_hold
 from aionn.caching.store.threads import run_in_thread
+from aionn.caching.store.writing import seal
 from aionn.errors import CallerError
 from aionn.hal.interfaces import CacheHandles
 
@@ -192,7 +194,7 @@ class Publisher(_Owned):
 
     async def _switch(self, compile_ns: int, declined: str | None) -> Refusal | None:
         key, directory = self.wanted.key, self._directory
-        files = () if declined is not None else await run_in_thread(directory.seal, key, self._staged)
+        files = () if declined is not None else await run_in_thread(seal, directory, key, self._staged)
         if declined is None and not any(file.length for file in files):
             declined, files = "the device left the cache files empty", ()
         size_bytes = sum(file.length for file in files)

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 
 from aionn.caching.manifest import Manifest, Wanted, reason_to_miss
 from aionn.caching.outcomes import CacheOutcome, CacheOutcomeKind, MissReason, Refusal
-from aionn.caching.store.directory import CacheDirectory, close_all, refusal_of
+from aionn.caching.store.directory import CacheDirectory
 from aionn.caching.store.entries import Declined, Hit, HitOwner, Publisher
+from aionn.caching.store.files import close_all, refusal_of
 from aionn.caching.store.housekeeping import Housekeeping
 from aionn.caching.store.locks import CompileRight, EntryHold, hold_now
+from aionn.caching.store.writing import clean, heal, stage_files
 from aionn.caching.token import KeyParts, changed_parts, decode_parts, described_change
 from aionn.errors import CallerError
 
@@ -91,7 +93,7 @@ class Look:
                 return Declined(outcome, manifest)
             if self.refused is not None and self.refused[0] == manifest.directory:
                 return self.refused[1]
-            fds, lengths = directory.open_files(found, os.O_RDWR if directory.writable else os.O_RDONLY)
+            fds, lengths = found.open_files(os.O_RDWR if directory.writable else os.O_RDONLY)
             if not directory.writable and not directory.is_still(wanted.key, found):
                 return Refusal(MissReason.BUSY, "the entry was replaced while its files were opened")
             refusal = reason_to_miss(manifest, wanted, lengths)
@@ -138,13 +140,13 @@ def stage(house: Housekeeping, directory: CacheDirectory, wanted: Wanted, right:
     """Make fresh files for a driver to fill. The caller holds the right to compile the entry."""
     try:
         with directory:
-            directory.heal(wanted.key)
+            heal(directory, wanted.key)
             manifest = directory.manifest(wanted.key)
             generation = manifest.generation if isinstance(manifest, Manifest) else 0
             house.with_index(lambda index: index.note_staging(wanted.key))
             # We hold the compile lock, so whatever else lies in the entry belongs to processes that have ended.
-            directory.clean(wanted.key)
-            staged = directory.stage(wanted.key, wanted.files)
+            clean(directory, wanted.key)
+            staged = stage_files(directory, wanted.key, wanted.files)
     except OSError as error:
         return refusal_of(error, f"new files in {house.path}")
     return Publisher(house, directory, wanted, staged, right, generation)

@@ -14,8 +14,9 @@ from aionn import trace
 from aionn.caching.manifest import Manifest, Wanted
 from aionn.caching.outcomes import CacheOutcome, CacheOutcomeKind, MissReason, Refusal
 from aionn.caching.store.background import BackgroundWork
-from aionn.caching.store.directory import CacheDirectory, refusal_of
+from aionn.caching.store.directory import CacheDirectory
 from aionn.caching.store.entries import Declined, Hit, Miss, Publisher
+from aionn.caching.store.files import refusal_of
 from aionn.caching.store.housekeeping import Housekeeping
 from aionn.caching.store.locks import CompileQueues, CompileRight, wait_to_hold
 from aionn.caching.store.looking import Look, stage
