@@ -32,7 +32,6 @@ LATER = "to be mended"
 LONGER_MODULES: Mapping[str, str] = {
     "burst/controller.py": LATER,
     "burst/server.py": LATER,
-    "caching/integrity.py": LATER,
     "driver/device.py": LATER,
     "engines/onnxruntime.py": LATER,
     "fmq/_ring.c": LATER,
