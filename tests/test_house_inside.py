@@ -58,7 +58,6 @@ MORE_PARAMETERS: Mapping[str, str] = {
 LARGER_CLASSES: Mapping[str, str] = {
     "burst/controller.py: ExecutionBurstController": LATER,
     "burst/server.py: ExecutionBurstServer": LATER,
-    "caching/blob_cache.py: BlobCache": LATER,
     "driver/execution.py: BoundExecution": LATER,
     "fmq/message_queue.py: MessageQueue": LATER,
     "memory/domain.py: DeviceBuffer": LATER,

@@ -23,7 +23,7 @@ This module is the face for `runtime`. Drivers import `integrity` and `blob_cach
 from aionn.caching.manifest import Wanted
 from aionn.caching.measurements import OutputDifference, StageMeasurement
 from aionn.caching.outcomes import CacheOutcome, CacheOutcomeKind, MissReason, Refusal
-from aionn.caching.token import KeyParts, changed_parts, encode_parts, encoded_keys, entry_key, family_key
+from aionn.caching.token import KeyParts, encoded_keys
 
 __all__ = [
     "CacheOutcome",
@@ -34,9 +34,5 @@ __all__ = [
     "Refusal",
     "StageMeasurement",
     "Wanted",
-    "changed_parts",
-    "encode_parts",
     "encoded_keys",
-    "entry_key",
-    "family_key",
 ]

@@ -21,10 +21,8 @@ __all__ = ["Purpose", "check_descriptors", "digest_of", "read_private", "reopen"
 
 _PARALLEL_BYTES = 2 << 20  # below this, starting BLAKE3's threads costs more than it gains
 _PIPELINED_BYTES = 16 << 20  # below this, BLAKE3's threads over the whole are quicker than hashing while the rest is read
-
 _WRITABLE_BYTES = 64 << 10  # smaller ones are `bytes`: one system call and no array
 _CHUNK_BYTES = 4 << 20
-
 _WRITE_BYTES = 4 << 20  # on kernels that do not preempt, a longer system call would keep a CPU from others, such as an event loop
 Purpose = Literal["read", "write"]
 

@@ -48,7 +48,6 @@ __all__ = ["IntegrityStore"]
 
 _log = logging.getLogger("aionn.caching")
 _CANDIDATES = 16  # the published set, one being published, two savers at once; and the same model in other cache directories
-
 _LOCK_WAIT_S = 5.0  # two drivers write the same files: the second waits for the first, which takes a fraction of a second
 _RECORD_BYTES = 8 + 32
 

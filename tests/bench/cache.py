@@ -22,7 +22,7 @@ from pathlib import Path
 import anyio
 from blake3 import blake3
 
-from aionn.caching import KeyParts, Wanted, entry_key, family_key
+from aionn.caching import KeyParts, Wanted, encoded_keys
 from aionn.caching.blob_cache import BlobCache, Capacity, Limits, Policy, Victim
 from aionn.caching.integrity import IntegrityStore
 from aionn.caching.manifest import Manifest, StoredFile, encode_manifest
@@ -56,9 +56,8 @@ def line(name: str, times_ms: list[float], beside: list[float] | None = None, li
 
 def wanted(number: int) -> Wanted:
     parts = KeyParts(app_token=number.to_bytes(32, "little"), device="bench", device_version="1")
-    key = entry_key(parts)
-    assert key is not None
-    return Wanted(key, family_key(parts), "bench", "1", bytes(32), FILES)
+    keys = encoded_keys(parts)
+    return Wanted(keys.entry, keys.family, "bench", "1", bytes(32), FILES)
 
 
 # --- save and load ----------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from aionn.caching import KeyParts, Wanted, encode_parts, entry_key, family_key
+from aionn.caching import KeyParts, Wanted, encoded_keys
 from aionn.caching.outcomes import MissReason, Refusal
 from aionn.caching.store import CacheStore, Hit, Miss, Publisher
 from aionn.hal.interfaces import CacheHandles
@@ -17,9 +17,8 @@ FILES = CacheFiles(model=2, data=1)
 
 def wanted(token: int = 0, *, version: str = "1.0", model: int = 7, files: CacheFiles = FILES, device: str = "fake", **more: Any) -> Wanted:
     parts = KeyParts(app_token=token.to_bytes(32, "little"), device=device, device_version=version, **more)
-    key = entry_key(parts)
-    assert key is not None
-    return Wanted(key, family_key(parts), device, version, bytes([model]) * 32, files, encode_parts(parts))
+    keys = encoded_keys(parts)
+    return Wanted(keys.entry, keys.family, device, version, bytes([model]) * 32, files, keys.encoded)
 
 
 def fill(handles: CacheHandles, content: bytes) -> None:
