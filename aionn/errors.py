@@ -174,10 +174,10 @@ class DeviceUnavailableError(AionnError):
 
 
 class MemoryAllocationError(AionnError):
-    """Shared memory could not be reserved.
+    """Shared memory could not be reserved, or this process has no free file descriptor.
 
     Attributes:
-        needed_bytes: what was asked for.
+        needed_bytes: what was asked for; 0 if only a descriptor is missing.
         available_bytes: what the tightest known limit leaves, or None without a known limit.
     """
 

@@ -1,9 +1,9 @@
-"""What was stored under one key, and the reason to miss. No I/O, no clock.
+"""The manifest says what was stored under one key. This module encodes it, and gives the reason to miss. No I/O, no clock.
 
-A manifest is the entry: files that no manifest names do not exist for a reader, and replacing the manifest is the one act that
-switches an entry from its old generation to the new. It begins with a digest of its own text, so a torn or edited manifest is
-UNREADABLE and not believed. That digest proves no origin: who may write the directory may write a manifest. Origin is proven by the
-driver, which compares the files' bytes with digests in its own private store (`integrity`).
+A manifest is the entry. Files that no manifest names do not exist for a reader. Replacing the manifest is the one act that switches an
+entry from its old generation to the new one. A manifest begins with a digest of the text that follows, so a torn or edited manifest is
+UNREADABLE. That digest does not prove an origin: a process that may write the directory may write a manifest. The driver proves the origin.
+It compares the files' bytes with digests in a private store (`integrity`).
 
     manifest file    64 hex digits of BLAKE3(text), newline, text (JSON)
 """
@@ -45,7 +45,7 @@ _Directory = Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{16})?$")]
 
 
 class StoredFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One file of an entry: its length in bytes and its BLAKE3 digest when it was published."""
+    """One file of an entry, with its length in bytes and its BLAKE3 digest when it was published."""
 
     length: _Count
     digest: _Bytes32
@@ -56,16 +56,16 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     Attributes:
         key, family: as `token` makes them.
-        device, device_version: who wrote it.
+        device, device_version: the device that wrote it.
         model_digest: `Model.token` of the model that was compiled; 32 bytes.
-        model, data: the files of either kind, in the device's order; both empty in a declined entry.
-        directory: where the files lie within the entry's directory; empty in a declined entry.
+        model, data: the files of either kind, in the device's order. Both are empty in a declined entry.
+        directory: where the files lie within the entry's directory. It is empty in a declined entry.
         generation: grows by one with every publication under this key.
-        compile_ns: what compiling took, and thus what a hit saves.
-        created_ns: wall clock, since the epoch: for people, and never compared with a deadline.
+        compile_ns: how long compiling took, and thus what a hit saves.
+        created_ns: wall clock since the epoch, for people. It is never compared with a deadline.
         declined: the device said that it does not cache this model.
         detail: why it declined, or empty.
-        parts: what the key was made of (`encode_parts`), for those who ask why they missed; empty where that is not known.
+        parts: what the key was made of (`encode_parts`), to explain a miss. It is empty if that is not known.
     """
 
     format: int = FORMAT
@@ -99,7 +99,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class Wanted:
     """What a lookup expects of an entry beyond its key; a publication records the same.
 
-    `parts` explains a miss and decides nothing: what the key was made of, see `Manifest`.
+    `parts` explains a miss and decides nothing. It is what the key was made of, see `Manifest`.
     """
 
     key: bytes
@@ -112,11 +112,12 @@ class Wanted:
 
 
 def file_names(files: CacheFiles) -> tuple[str, ...]:
-    """Names within a generation's directory: model files, then data files."""
+    """Return the names within a generation's directory: model files, then data files."""
     return (*(f"model{index}" for index in range(files.model)), *(f"data{index}" for index in range(files.data)))
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
+    """Return the bytes of a manifest file."""
     text = msgspec.json.encode(manifest)
     return blake3(text).hexdigest().encode() + b"\n" + text
 
@@ -125,10 +126,10 @@ _decoder = msgspec.json.Decoder(Manifest)
 
 
 def decode_manifest(encoded: bytes) -> Manifest | Refusal:
-    """The manifest, or UNREADABLE with what is wrong: any byte changed, cut off or appended is seen."""
+    """Return the manifest, or UNREADABLE with what is wrong. The digest shows any byte that was changed, cut off or appended."""
     text = encoded[_HEAD:]
     if not hmac.compare_digest(encoded[:_HEAD], blake3(text).hexdigest().encode() + b"\n"):
-        return Refusal(MissReason.UNREADABLE, f"manifest of {len(encoded)} bytes does not match its own digest")
+        return Refusal(MissReason.UNREADABLE, f"the manifest of {len(encoded)} bytes does not match the digest that it begins with")
     try:
         manifest = _decoder.decode(text)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:  # the names of fields are read as UTF-8 before msgspec looks at them
@@ -136,17 +137,17 @@ def decode_manifest(encoded: bytes) -> Manifest | Refusal:
     if manifest.format != FORMAT:
         return Refusal(MissReason.UNREADABLE, f"manifest of format {manifest.format}, this release reads {FORMAT}")
     if manifest.declined is not (manifest.directory == "") or (manifest.declined and manifest.files):
-        return Refusal(MissReason.UNREADABLE, "manifest: a declined entry has no files, and any other has")
+        return Refusal(MissReason.UNREADABLE, "manifest: a declined entry has no files, and every other entry has a directory")
     return manifest
 
 
 def reason_to_miss(manifest: Manifest, wanted: Wanted, lengths: Sequence[int | None] | None = None) -> Refusal | None:
-    """Why this entry cannot serve, or None if it can.
+    """Return why this entry cannot serve, or None if it can.
 
     Args:
-        lengths: bytes of each file as it lies there now, None where it is gone; leave it out to judge the manifest alone.
+        lengths: bytes of each file as it is now, None for a missing file. Leave it out to judge the manifest alone.
 
-    What the caller should be told first comes first: whose entry it is, then who wrote it, then what is left of it.
+    The most important reason comes first: whose entry it is, then which device wrote it, then which files are left.
     """
     if len(wanted.key) != CACHE_TOKEN_BYTES or not hmac.compare_digest(manifest.key, wanted.key):
         return Refusal(MissReason.WRONG_TOKEN, f"entry of key {manifest.key.hex()[:16]}, wanted {wanted.key.hex()[:16]}")

@@ -1,8 +1,8 @@
-"""What became of one step of a compilation, cache-wise: a value, never an exception.
+"""What the cache did for one step of a compilation. It is a value, never an exception.
 
-`Refusal` is what the rooms below hand upward (why, and in words what was found); `CacheOutcome` is what an app reads on
-`compilation.outcomes`. Every way in which a cache can fail to help has its own `MissReason`, so "cold start" and
-"somebody changed the file" are never the same line in a log.
+A `Refusal` says why the cache did not serve, and in words what was found. The store and the driver return it. An app reads `CacheOutcome`
+on `compilation.outcomes`. Every way in which a cache can fail to help has a separate `MissReason`. So a cold start and a changed file
+are never the same line in a log.
 """
 
 from __future__ import annotations
@@ -17,8 +17,13 @@ __all__ = ["CacheOutcome", "CacheOutcomeKind", "MissReason", "Refusal", "refusal
 
 
 class CacheOutcomeKind(enum.Enum):
-    """HIT: prepared from the cache. MISS: compiled, see the reason. NO_CACHE: no caching was asked for, or the device has
-    none. DECLINED: the device does not cache this model, and the store remembered that."""
+    """How one step of a compilation was prepared.
+
+    HIT: prepared from the cache.
+    MISS: compiled, see the reason.
+    NO_CACHE: compiled, because the app asked for no caching or the device has none.
+    DECLINED: compiled, because the store remembers that the device does not cache this model.
+    """
 
     HIT = "hit"
     MISS = "miss"
@@ -27,7 +32,7 @@ class CacheOutcomeKind(enum.Enum):
 
 
 class MissReason(enum.Enum):
-    """Why the cache did not serve. The value is what command line, counters and traces print."""
+    """Why the cache did not serve. Command line, counters and traces print the value."""
 
     ABSENT = "absent"  # never stored, or evicted
     PARTIAL = "partial"  # some of the entry's files are gone
@@ -41,7 +46,7 @@ class MissReason(enum.Enum):
     BAD_HANDLE = "bad_handle"  # a descriptor that is not a regular file opened read-write
     UNREADABLE = "unreadable"  # the manifest is damaged
     UNSAFE = "unsafe"  # a symlink, a foreign owner, or open to other accounts
-    CHANGED_WEIGHTS = "changed_weights"  # of `save_failure`: what was compiled is not what the model's token names
+    CHANGED_WEIGHTS = "changed_weights"  # only as `save_failure`: the compiled weights are not those that the model's token names
     REFUSED_BY_DEVICE = "refused_by_device"  # verified, yet the engine could not load it
     BUSY = "busy"  # another process still compiles, reads or writes it
     TOO_SLOW = "too_slow"  # the cache did not answer within its part of the deadline
@@ -54,8 +59,12 @@ class MissReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why something was not taken from, or not put into, a cache. `detail` names what was found and what was expected; `differs`
-    as in `CacheOutcome`."""
+    """Why something was not taken from, or not put into, a cache.
+
+    Attributes:
+        detail: what was found and what was expected.
+        differs: as in `CacheOutcome`.
+    """
 
     reason: MissReason
     detail: str = ""
@@ -70,7 +79,11 @@ _NO_PERMISSION = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
 def refusal_of_os_error(error: OSError, doing: str) -> Refusal:
-    """The refusal that an `OSError` stands for. ENOENT is no answer here: who expects a file says what its absence means."""
+    """Return the refusal that an `OSError` stands for. ENOENT gets no special reason: a caller that expects a file handles ENOENT before.
+
+    Args:
+        doing: what failed; it begins the refusal's detail.
+    """
     if error.errno in _NO_SPACE:
         reason = MissReason.NO_SPACE
     elif error.errno in _NO_PERMISSION:
@@ -87,15 +100,15 @@ class CacheOutcome:
     """What the cache did for one step of a plan.
 
     Attributes:
-        kind, reason: a MISS always has a reason, a HIT and NO_CACHE never.
+        kind, reason: a MISS always has a reason, every other kind has None.
         device: the device of the step.
         detail: what was found and expected, in words.
-        key: the entry's key (32 bytes), empty where there is none.
+        key: the entry's key (32 bytes), or empty if nothing was looked up.
         waited_s: seconds spent waiting for another compiler or reader of the same entry.
         saved_s: seconds of compilation that a HIT spared, as measured when it was stored.
-        save_failure: why the new artifact was not stored; None if it was, or if there was nothing to store.
-        differs: of a MISS while the same model is stored under another key: which parts of that key (`KeyParts`) are other ones
-            than now, as ("preference",). The stored key that differs least counts.
+        save_failure: why the new artifact was not stored. None if it was stored, or if there was nothing to store.
+        differs: which parts of the key (`KeyParts`) differ from now, such as ("preference",). It is for a MISS while the same model is
+            stored under another key. The stored key that differs least counts.
     """
 
     kind: CacheOutcomeKind
@@ -110,4 +123,4 @@ class CacheOutcome:
 
     def __post_init__(self) -> None:
         if (self.kind is CacheOutcomeKind.MISS) is (self.reason is None):
-            raise CallerError(f"cache outcome {self.kind.name} with reason {self.reason}: a MISS has a reason, nothing else has")
+            raise CallerError(f"outcome {self.kind.name} with reason {self.reason}; a MISS needs a reason, any other kind needs None")

@@ -1,8 +1,9 @@
 """A directory that belongs to this account alone, and SQLite databases in it. The driver's side.
 
-What a driver trusts (digests, the blob cache's key) is only as private as the directory it lies in: 0700, ours, and no symlink.
-Each device has one database per kind and per version of its engine. So versions run side by side, and none reads another's records.
-A database that SQLite cannot read is set aside and begun anew: everything kept here can be lost at the price of a compilation.
+A driver trusts the digests and the blob cache's key in it. They are only as private as their directory, which has mode 0700, belongs to
+this account and is not a symlink. Each device has one database per kind and per version of its engine. So versions run side by side, and
+no version reads another's records. A database that SQLite cannot read is removed and begun anew, because losing everything kept here costs
+only a compilation.
 """
 
 from __future__ import annotations
@@ -58,13 +59,13 @@ class UnsafeStateError(OSError):
 
 
 def private_directory(directory: str | os.PathLike[str] | None = None) -> Path:
-    """The state directory, made if it is missing and tightened to 0700 if it is ours but open to others.
+    """Return the state directory, made if it is missing. Tighten its mode to 0700 if it belongs to this account.
 
     Args:
         directory: None stands for the user's state directory (`platformdirs`), part "aionn".
 
     Raises:
-        UnsafeStateError: it is a symlink, no directory, or belongs to another account.
+        UnsafeStateError: it is a symlink, is not a directory, or belongs to another account.
         OSError: it cannot be made.
     """
     path = Path(directory) if directory is not None else platformdirs.user_state_path("aionn")
@@ -76,7 +77,7 @@ def private_directory(directory: str | os.PathLike[str] | None = None) -> Path:
     except OSError as error:
         if error.errno not in (errno.ENOTDIR, errno.ELOOP):
             raise
-        raise UnsafeStateError(f"state directory {path} is a symlink or no directory") from error
+        raise UnsafeStateError(f"state directory {path} is a symlink, or not a directory") from error
     try:
         status = os.fstat(fd)
         if status.st_uid != os.geteuid():
@@ -100,7 +101,7 @@ def _refuse_unsafe(path: Path) -> None:
 def device_database(directory: Path, kind: str, device: str, version: str) -> Path:
     """Return the path of one version's database of that kind. Remove those that the device's other versions have not used for long.
 
-    A process that still has a removed database open goes on with a file that no later process sees. What it records then is lost with it,
+    A process that still has a removed database open goes on with a file that no later process sees. What such a process records is lost,
     which costs a compilation.
     """
     letters = "".join(letter if letter.isalnum() else "_" for letter in device)[:40]
@@ -122,15 +123,15 @@ def mark_used(path: Path) -> None:
 def open_database(
     path: Path, prepare: Callable[[sqlite3.Connection], None], *, anew: bool = False, synced: bool = True
 ) -> sqlite3.Connection:
-    """Open or create a database and run `prepare` on it in one transaction; begin anew if its file is damaged.
+    """Open or create a database and run `prepare` on it in one transaction. Begin anew if its file is damaged.
 
-    Usable from any thread, by one at a time. WAL: readers and a writer of several processes do not block each other, and a killed
-    writer's transaction never happened.
+    Any thread may use the connection, one at a time. In WAL mode, readers and a writer of several processes do not block each other. The
+    transaction of a killed writer never happened.
 
     Args:
-        prepare: makes the tables that are not there, and asks each for every column it is to have.
-        synced: False for what can be made again from elsewhere: closing it then waits for no disk, and a power cut may damage it.
-        anew: the damage has shown already; remove what is there. A process that has it open goes on with what nobody else sees.
+        prepare: makes the tables that are not there, and asks each table for every column that it must have.
+        synced: False for contents that can be made again. Closing then waits for no disk, and a power cut may damage the file.
+        anew: the file is known to be damaged; remove it. A process that has it open goes on with a file that no other process sees.
 
     Raises:
         OSError, sqlite3.Error: it can be neither opened nor made.
@@ -143,19 +144,19 @@ def open_database(
         _refuse_unsafe(path)
         connection: sqlite3.Connection | None = None
         try:
-            # Made first, so that nobody else can read it even before SQLite's own first write.
+            # Made first, so that no other account can read it even before SQLite first writes to it.
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
             connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
             connection.execute("PRAGMA journal_mode=WAL")
-            # A record lost to a power cut is a miss; a record that does not match is one too. Nothing here needs an fsync per write.
+            # A record that a power cut loses or damages is a miss. So no write here needs an fsync.
             connection.execute(f"PRAGMA synchronous={'NORMAL' if synced else 'OFF'}")
             connection.execute("BEGIN IMMEDIATE")
             prepare(connection)
             connection.execute("COMMIT")
-        except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter: SQLite's own message quotes a damaged schema
+        except (sqlite3.Error, UnicodeDecodeError) as error:  # UnicodeDecodeError: SQLite's message quotes a damaged schema
             if connection is not None:
                 connection.close()
-            # Switching to WAL does not wait for the busy timeout: of several processes that start together, all but one come here.
+            # Switching to WAL ignores the busy timeout. Of several processes that start together, all except one come here.
             if isinstance(error, sqlite3.Error) and _primary_code(error) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
                 if time.monotonic() > give_up_at:
                     raise
@@ -182,7 +183,7 @@ def read_database(path: Path) -> sqlite3.Connection:
     """
     _refuse_unsafe(path)
     path.stat()
-    # Without a log SQLite would make one, unless it is told that nobody writes.
+    # Without a log SQLite would make one. `immutable` says that no process writes.
     immutable = "" if Path(f"{path}-wal").exists() else "&immutable=1"
     connection = sqlite3.connect(f"{path.as_uri()}?mode=ro{immutable}", uri=True, isolation_level=None, check_same_thread=False)
     try:
@@ -199,12 +200,12 @@ def _remove_database(path: Path) -> None:
 
 
 def is_damage(error: Exception) -> bool:
-    """Whether a database's contents are at fault, and not the disk, permissions or another process: then it is begun anew.
+    """Return whether a database's contents are at fault, and not the disk, permissions or another process. Damage is begun anew.
 
-    SQLITE_ERROR is what a table without an expected column gives.
+    A table without an expected column gives SQLITE_ERROR.
     """
     if isinstance(error, sqlite3.ProgrammingError | sqlite3.InterfaceError):
-        return False  # our own fault, not the file's
+        return False  # a fault of this code, not of the file
     return not isinstance(error, sqlite3.Error) or _primary_code(error) in _DAMAGE
 
 
@@ -213,7 +214,7 @@ def _primary_code(error: sqlite3.Error) -> int:
 
 
 def refusal_of_database_error(error: sqlite3.Error, doing: str) -> Refusal:
-    """The refusal that an SQLite error stands for."""
+    """Return the refusal that an SQLite error stands for. `doing` begins its detail."""
     reasons = {
         sqlite3.SQLITE_FULL: MissReason.NO_SPACE,
         sqlite3.SQLITE_READONLY: MissReason.NO_PERMISSION,
@@ -224,15 +225,15 @@ def refusal_of_database_error(error: sqlite3.Error, doing: str) -> Refusal:
 
 @contextmanager
 def _decodable() -> Iterator[None]:
-    """Python cannot decode SQLite's own message where that quotes from a damaged schema."""
+    """Raise `sqlite3.DatabaseError` if Python cannot decode SQLite's message, which may quote from a damaged schema."""
     try:
         yield
     except UnicodeDecodeError as error:
-        raise sqlite3.DatabaseError(f"a message of SQLite that is not UTF-8: {error.object[:200]!r}") from error
+        raise sqlite3.DatabaseError(f"SQLite's message is not UTF-8: {error.object[:200]!r}") from error
 
 
 def query(database: sqlite3.Connection, statement: str, arguments: tuple[object, ...] = ()) -> list[tuple[Any, ...]]:
-    """All rows of one SELECT: a consistent state, and no lock that a writer would wait for or make wait.
+    """Return all rows of one SELECT. They are a consistent state, and neither wait for a writer nor delay one.
 
     Raises:
         sqlite3.Error
@@ -243,7 +244,7 @@ def query(database: sqlite3.Connection, statement: str, arguments: tuple[object,
 
 @contextmanager
 def transaction(database: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
-    """BEGIN IMMEDIATE ... COMMIT; rolled back if the body raises.
+    """Run the body between BEGIN IMMEDIATE and COMMIT. Roll back if the body raises.
 
     Raises:
         sqlite3.Error
@@ -254,13 +255,13 @@ def transaction(database: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
             yield database
             database.execute("COMMIT")
         except BaseException:
-            if database.in_transaction:  # SQLite itself rolls back on some errors, a full disk among them
+            if database.in_transaction:  # SQLite itself rolls back on some errors, such as a full disk
                 database.execute("ROLLBACK")
             raise
 
 
 def private_key(directory: Path, name: str) -> bytes:
-    """32 random bytes kept in that directory, the same for every process of this installation.
+    """Return 32 random bytes kept in that directory, the same for every process of this installation.
 
     Raises:
         OSError: it can be neither read nor made.
@@ -280,7 +281,7 @@ def private_key(directory: Path, name: str) -> bytes:
             if len(key) == _KEY_BYTES:
                 return key
             path.unlink(missing_ok=True)
-        # Written aside and linked: of two processes that start together one wins, and nobody reads half a key.
+        # Written aside and linked: of two processes that start together one wins, and no process reads half a key.
         aside = directory / f"{name}.{os.getpid()}.{os.urandom(4).hex()}"
         fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:

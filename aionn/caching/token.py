@@ -1,4 +1,4 @@
-"""The 32 bytes that name one compilation. No I/O.
+"""Make the 32 bytes that name one compilation. No I/O.
 
 NNAPI hashes un-delimited bytes, so device "npu1" version ".0" and device "npu" version "1.0" share an entry. Here every field has
 a tag and a length, the encoding has a version, and `decode_parts` reads it back: a function with an inverse cannot map two
@@ -17,8 +17,8 @@ inputs to one encoding.
      7   options: per item, sorted by name: name length u64, name UTF-8, value length u64, value
     All integers little-endian on every machine.
 
-The key is BLAKE3 of the encoding. What the *content* of a model is does not belong here but in the manifest: the app's token is its
-own claim, and a false claim must be told apart from an unknown entry.
+The key is BLAKE3 of the encoding. The *content* of a model belongs into the manifest, not into the key. The app's token is a claim about
+that content, and a false claim must differ from an unknown entry.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from blake3 import blake3
 
 from aionn.errors import CallerError
 from aionn.hal.types import CACHE_TOKEN_BYTES, ExecutionPreference, Priority
 
-__all__ = ["KeyParts", "changed_parts", "decode_parts", "described_change", "encode_parts", "encoded_keys", "entry_key", "family_key"]
+__all__ = ["KeyParts", "Keys", "changed_parts", "decode_parts", "described_change", "encode_parts", "encoded_keys"]
 
 _MAGIC = b"aionn.key\x01"
 _FAMILY_MAGIC = b"aionn.family\x01"
@@ -49,10 +50,10 @@ class KeyParts:
 
     Attributes:
         app_token: 32 bytes, unique to the model within the app.
-        device, device_version: as the device tells them.
+        device, device_version: as the device names them.
         preference: as the app asks.
-        priority: as the app asks, or None if the device ignores it: then all priorities share an entry.
-        operations: (sub-graph, operation) indices that this device runs, in the plan's order; None: the whole model.
+        priority: as the app asks. None if the device ignores it; then all priorities share an entry.
+        operations: (sub-graph, operation) indices that this device runs, in the plan's order. None stands for the whole model.
         options: compile-time options by name, sorted, no name twice.
     """
 
@@ -68,10 +69,10 @@ class KeyParts:
         if len(self.app_token) != CACHE_TOKEN_BYTES:
             raise CallerError(f"cache token of {len(self.app_token)} bytes: a token has {CACHE_TOKEN_BYTES}; take model.token or a SHA-256")
         if not all(0 <= index < 2**32 for operation in self.operations or () for index in operation):
-            raise CallerError("operations of a cache key: an index does not fit 32 bits")
+            raise CallerError("operations of a cache key: an index does not fit into 32 bits")
         names = [name for name, _ in self.options]
         if names != sorted(set(names)):
-            raise CallerError(f"options of a cache key {names}: they must be sorted by name, without doubles")
+            raise CallerError(f"options of a cache key {names}: sort them by name, and give each name once")
 
 
 def _field(tag: int, payload: bytes) -> bytes:
@@ -83,11 +84,11 @@ def _sized(payload: bytes) -> bytes:
 
 
 def encode_parts(parts: KeyParts) -> bytes:
-    """The canonical encoding; the same on every run and machine."""
+    """Return the canonical encoding, which is the same on every run and machine."""
     fields = [_MAGIC, _field(_TOKEN, bytes(parts.app_token))]
     if parts.operations is not None:
         fields.append(_field(_OPERATIONS, b"".join(_OPERATION.pack(*operation) for operation in parts.operations)))
-    # surrogatepass: a device name read from the file system may hold bytes that are no UTF-8.
+    # surrogatepass: a device name read from the file system may hold bytes that are not UTF-8.
     fields.append(_field(_DEVICE, parts.device.encode("utf-8", "surrogatepass")))
     fields.append(_field(_VERSION, parts.device_version.encode("utf-8", "surrogatepass")))
     fields.append(_field(_PREFERENCE, _INT.pack(parts.preference)))
@@ -112,10 +113,10 @@ def _fields(encoded: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def decode_parts(encoded: bytes) -> KeyParts:
-    """The inverse of `encode_parts`.
+    """Return the parts of an encoding, as the inverse of `encode_parts`.
 
     Raises:
-        CallerError: these bytes are no encoding of any `KeyParts`.
+        CallerError: these bytes do not encode any `KeyParts`.
     """
     if not encoded.startswith(_MAGIC):
         raise CallerError(f"cache key encoding: begins with {encoded[: len(_MAGIC)]!r}, expected {_MAGIC!r}")
@@ -149,40 +150,40 @@ def decode_parts(encoded: bytes) -> KeyParts:
     return parts
 
 
-def entry_key(parts: KeyParts | None) -> bytes | None:
-    """32 bytes that name this compilation, or None where the app gave no token (NO_CACHE)."""
-    return None if parts is None else blake3(encode_parts(parts)).digest()
+class Keys(NamedTuple):
+    """What a compilation is stored under.
+
+    Attributes:
+        encoded: see `encode_parts`.
+        entry: 32 bytes that name this compilation.
+        family: 32 bytes that all versions of one device share. They distinguish an updated driver from a model never seen.
+    """
+
+    encoded: bytes
+    entry: bytes
+    family: bytes
 
 
-def family_key(parts: KeyParts) -> bytes:
-    """32 bytes that all versions of one device share: tells an update of the driver from a model never seen, and finds its orphans."""
-    return _family_of(encode_parts(parts))
-
-
-def _family_of(encoded: bytes) -> bytes:
-    without_version = b"".join(_field(tag, payload) for tag, payload in _fields(encoded) if tag != _VERSION)
-    return blake3(_FAMILY_MAGIC + without_version).digest()
-
-
-def encoded_keys(parts: KeyParts) -> tuple[bytes, bytes, bytes]:
-    """`encode_parts`, `entry_key` and `family_key` of the same parts, encoded once."""
+def encoded_keys(parts: KeyParts) -> Keys:
+    """Encode the parts once, and return their keys."""
     encoded = encode_parts(parts)
-    return encoded, blake3(encoded).digest(), _family_of(encoded)
+    without_version = b"".join(_field(tag, payload) for tag, payload in _fields(encoded) if tag != _VERSION)
+    return Keys(encoded, blake3(encoded).digest(), blake3(_FAMILY_MAGIC + without_version).digest())
 
 
 def changed_parts(before: KeyParts, after: KeyParts) -> tuple[str, ...]:
-    """Names of the fields that make two keys differ, for those who ask why they missed."""
+    """Return the names of the fields that make two keys differ. They explain a miss."""
     return tuple(name for name in KeyParts.__slots__ if getattr(before, name) != getattr(after, name))
 
 
 def described_change(before: KeyParts, after: KeyParts) -> str:
-    """The same in words: "preference was LOW_POWER and is SUSTAINED_SPEED"."""
+    """Return `changed_parts` in words, such as "preference was LOW_POWER and is SUSTAINED_SPEED"."""
     return ", ".join(
-        f"{name} was {_told(getattr(before, name))} and is {_told(getattr(after, name))}" for name in changed_parts(before, after)
+        f"{name} was {_in_words(getattr(before, name))} and is {_in_words(getattr(after, name))}" for name in changed_parts(before, after)
     )
 
 
-def _told(value: object) -> str:
+def _in_words(value: object) -> str:
     match value:
         case ExecutionPreference() | Priority():
             return value.name

@@ -22,11 +22,12 @@ from pathlib import Path
 import anyio
 from blake3 import blake3
 
-from aionn.caching import KeyParts, Wanted, entry_key, family_key
+from aionn.caching import KeyParts, Wanted, encoded_keys
 from aionn.caching.blob_cache import BlobCache, Capacity, Limits, Policy, Victim
 from aionn.caching.integrity import IntegrityStore
 from aionn.caching.manifest import Manifest, StoredFile, encode_manifest
-from aionn.caching.store import CacheStore, Hit, Publisher
+from aionn.caching.outcomes import MissReason, Refusal
+from aionn.caching.store import CacheStore, Hit, Miss
 from aionn.caching.store.directory import CacheDirectory
 from aionn.caching.store.index import MANIFEST_BYTES
 from aionn.hal.interfaces import Artifact, CacheHandles
@@ -55,9 +56,8 @@ def line(name: str, times_ms: list[float], beside: list[float] | None = None, li
 
 def wanted(number: int) -> Wanted:
     parts = KeyParts(app_token=number.to_bytes(32, "little"), device="bench", device_version="1")
-    key = entry_key(parts)
-    assert key is not None
-    return Wanted(key, family_key(parts), "bench", "1", bytes(32), FILES)
+    keys = encoded_keys(parts)
+    return Wanted(keys.entry, keys.family, "bench", "1", bytes(32), FILES)
 
 
 # --- save and load ----------------------------------------------------------------------------------------------------
@@ -107,10 +107,13 @@ async def save_and_load(directory: Path, megabytes: int, repeat: int) -> None:
             plain.append(timed_ms(lambda buffers=buffers: write_and_sync(directory, buffers)))  # type: ignore[misc]
             saved.append(timed_ms(lambda artifact=artifact: save_and_sync(driver, handles, artifact)))  # type: ignore[misc]
             began = time.perf_counter()
-            publisher = await store.publisher(wanted(0))
-            assert isinstance(publisher, Publisher)
-            assert driver.save(publisher.handles, artifact) is None
-            assert await publisher.publish() is None
+            missed = await store.open(wanted(0))
+            if isinstance(missed, Hit):
+                missed = await missed.refuse(Refusal(MissReason.WRONG_BYTES))
+            assert isinstance(missed, Miss)
+            assert missed.publisher is not None
+            assert driver.save(missed.publisher.handles, artifact) is None
+            assert await missed.publisher.publish() is None
             published.append((time.perf_counter() - began) * 1e3)
 
             read.append(timed_ms(lambda: read_plain(directory, 2)))

@@ -35,7 +35,7 @@ import anyio.to_thread
 import numpy as np
 
 import aionn
-from aionn.caching.integrity import digest_of
+from aionn.caching.artifact_files import digest_of
 from aionn.engines.onnxruntime import _WEIGHTS_FILE, _without_notes
 from aionn.hal import Artifact, CompileOptions
 from aionn.testing import identity_model

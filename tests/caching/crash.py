@@ -21,9 +21,9 @@ from typing import Any
 
 import anyio
 
-from aionn.caching import CacheOutcomeKind, Refusal
+from aionn.caching import CacheOutcomeKind, MissReason, Refusal
 from aionn.caching.integrity import IntegrityStore
-from aionn.caching.store import CacheStore, Hit, Miss, Publisher
+from aionn.caching.store import CacheStore, Hit, Miss
 from aionn.hal.interfaces import Artifact
 from tests.caching.entries import FILES, generations, wanted
 
@@ -79,13 +79,16 @@ def driver(place: Path) -> IntegrityStore:
 async def save(place: Path, content: bytes) -> None:
     """A miss or an upgrade: stage, save with integrity, publish."""
     async with CacheStore(place / "cache") as store:
-        publisher = await store.publisher(wanted())
-        assert isinstance(publisher, Publisher), publisher
-        async with publisher:
+        found = await store.open(wanted())
+        if isinstance(found, Hit):
+            found = await found.refuse(Refusal(MissReason.WRONG_BYTES))
+        async with found:
+            assert isinstance(found, Miss), found
+            assert found.publisher is not None, found.outcome
             integrity = driver(place)
-            assert integrity.save(publisher.handles, artifact(content)) is None
+            assert integrity.save(found.publisher.handles, artifact(content)) is None
             integrity.close()
-            refusal = await publisher.publish()
+            refusal = await found.publisher.publish()
             assert refusal is None, refusal
 
 

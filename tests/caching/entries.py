@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from aionn.caching import KeyParts, Wanted, encode_parts, entry_key, family_key
+from aionn.caching import KeyParts, Wanted, encoded_keys
+from aionn.caching.outcomes import MissReason, Refusal
 from aionn.caching.store import CacheStore, Hit, Miss, Publisher
 from aionn.hal.interfaces import CacheHandles
 from aionn.hal.types import CacheFiles
@@ -16,9 +17,8 @@ FILES = CacheFiles(model=2, data=1)
 
 def wanted(token: int = 0, *, version: str = "1.0", model: int = 7, files: CacheFiles = FILES, device: str = "fake", **more: Any) -> Wanted:
     parts = KeyParts(app_token=token.to_bytes(32, "little"), device=device, device_version=version, **more)
-    key = entry_key(parts)
-    assert key is not None
-    return Wanted(key, family_key(parts), device, version, bytes([model]) * 32, files, encode_parts(parts))
+    keys = encoded_keys(parts)
+    return Wanted(keys.entry, keys.family, device, version, bytes([model]) * 32, files, keys.encoded)
 
 
 def fill(handles: CacheHandles, content: bytes) -> None:
@@ -41,6 +41,16 @@ async def miss(store: CacheStore, what: Wanted) -> Publisher:
     assert isinstance(found, Miss), found
     assert found.publisher is not None, found.outcome
     return found.publisher
+
+
+async def replacing(store: CacheStore, what: Wanted) -> Publisher:
+    """Refuse the stored generation, as a device does; return the publisher of the next one."""
+    found = await store.open(what)
+    assert isinstance(found, Hit), found
+    again = await found.refuse(Refusal(MissReason.WRONG_BYTES))
+    assert isinstance(again, Miss), again
+    assert again.publisher is not None, again.outcome
+    return again.publisher
 
 
 async def stored(store: CacheStore, what: Wanted, content: bytes = b"artifact", compile_ns: int = 1_000_000) -> None:

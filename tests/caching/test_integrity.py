@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from aionn.caching import integrity
-from aionn.caching.integrity import IntegrityStore, digest_of, reopen
+from aionn.caching import artifact_files, integrity
+from aionn.caching.artifact_files import digest_of, reopen
+from aionn.caching.integrity import IntegrityStore
 from aionn.caching.outcomes import MissReason, Refusal
 from aionn.caching.state import UNUSED_KEPT_S
 from aionn.hal.interfaces import Artifact, CacheHandles
@@ -257,7 +258,7 @@ def test_the_digest_is_of_the_engines_buffer_and_not_of_the_file(
     start: Start, cache: Cache, mul_files: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each file changes as soon as it is written: a digest of what can be read there would vouch for the MUL chain."""
-    store, write, swapped = start(), integrity._write_whole, 0
+    store, write, swapped = start(), artifact_files.write_whole, 0
 
     def swapping(fd: int, buffer: memoryview) -> None:
         nonlocal swapped
@@ -266,7 +267,7 @@ def test_the_digest_is_of_the_engines_buffer_and_not_of_the_file(
             write(fd, memoryview(mul_files[swapped].read_bytes()))
         swapped += 1
 
-    monkeypatch.setattr(integrity, "_write_whole", swapping)
+    monkeypatch.setattr(integrity, "write_whole", swapping)
     assert store.save(cache.handles(), ADD) is None
     assert swapped == 4
     refused(store.load(cache.handles()), MissReason.WRONG_BYTES)
@@ -536,7 +537,7 @@ def test_any_contiguous_buffer_is_an_artifact(start: Start, cache: Cache) -> Non
 
 @pytest.mark.parametrize("size", [(64 << 10) - 1, 64 << 10, (4 << 20) - 1, 4 << 20, (6 << 20) + 1])
 def test_files_of_every_size_are_verified(start: Start, cache: Cache, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(integrity, "_PIPELINED_BYTES", 4 << 20)
+    monkeypatch.setattr(artifact_files, "_PIPELINED_BYTES", 4 << 20)
     content = random.Random(size).randbytes(size)
     assert start().save(cache.handles(), Artifact((content, b"b"), (b"c", b"d"))) is None
     result = start().load(cache.handles())

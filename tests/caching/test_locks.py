@@ -14,7 +14,7 @@ from typing import Any
 import anyio
 import pytest
 
-from aionn.caching.store.locks import EntryHold, Flights, hold_now, sole_holder, wait_to_hold
+from aionn.caching.store.locks import CompileQueues, EntryHold, hold_now, sole_holder, wait_to_hold
 
 pytestmark = pytest.mark.anyio
 
@@ -106,18 +106,18 @@ async def test_a_lock_whose_file_was_removed_or_made_again_meanwhile_is_not_beli
         flock(fd, operation)
 
     monkeypatch.setattr(fcntl, "flock", removed_first)
-    flight = await Flights().board(path, 5.0) if kind == "compile" else None
+    right = await CompileQueues().acquire(path, 5.0) if kind == "compile" else None
     hold = hold_now(path, kind) if kind != "compile" else None
     assert len(calls) > 1
     monkeypatch.undo()
-    assert (hold or flight) is not None
+    assert (hold or right) is not None
     others = os.open(path, os.O_RDWR)  # what everybody else meets
     with pytest.raises(BlockingIOError):
         fcntl.flock(others, fcntl.LOCK_EX | fcntl.LOCK_NB)
     if hold is not None:
         hold.release()
-    if flight is not None:
-        await flight.land()
+    if right is not None:
+        await right.release()
     fcntl.flock(others, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.close(others)
 

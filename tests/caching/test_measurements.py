@@ -18,6 +18,7 @@ from aionn import trace
 from aionn.caching import StageMeasurement
 from aionn.caching.measurements import KEPT_S
 from aionn.caching.store import CacheStore, PruneReport
+from aionn.caching.store.history import History
 from aionn.caching.store.index import Index
 from tests.caching.entries import stored, wanted
 
@@ -104,22 +105,22 @@ async def test_use_is_added_up_and_looked_at_within_a_time(tmp_path: Path, monke
     now_s = 1_000_000_000.0
     monkeypatch.setattr("aionn.caching.store.index.time.time", lambda: now_s)
     index = Index(str(tmp_path / "index.sqlite"))
-    index.count_use(MODEL, 3)
+    index.history.count_use(MODEL, 3)
     now_s += 5
-    index.count_use(MODEL, 4)
-    index.count_use(ANOTHER, 100)
+    index.history.count_use(MODEL, 4)
+    index.history.count_use(ANOTHER, 100)
     now_s += 3600
-    index.count_use(MODEL, 10)
-    assert index.use(MODEL, 7200) == 17
-    assert index.use(MODEL, 1800) == 10
-    assert index.use(MODEL, 1e-9) == 0  # the piece has begun before
-    assert index.use(ANOTHER, 7200) == 100
+    index.history.count_use(MODEL, 10)
+    assert index.history.use(MODEL, 7200) == 17
+    assert index.history.use(MODEL, 1800) == 10
+    assert index.history.use(MODEL, 1e-9) == 0  # the piece has begun before
+    assert index.history.use(ANOTHER, 7200) == 100
     now_s += 31 * 86400
-    index.count_use(ANOTHER, 1)
-    assert index.use(MODEL, 1e9) == 0
+    index.history.count_use(ANOTHER, 1)
+    assert index.history.use(MODEL, 1e9) == 0
     now_s -= 40 * 86400  # the clock was set back: what lies in the future goes
-    index.count_use(MODEL, 1)
-    assert (index.use(MODEL, 86400), index.use(ANOTHER, 1e9)) == (1, 0)
+    index.history.count_use(MODEL, 1)
+    assert (index.history.use(MODEL, 86400), index.history.use(ANOTHER, 1e9)) == (1, 0)
     index.close()
 
 
@@ -134,14 +135,14 @@ async def test_use_that_is_still_being_written_is_waited_for_at_close(tmp_path: 
 
 async def test_a_cancelled_caller_does_not_wait_for_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = threading.Event()
-    original = Index.use
+    original = History.use
 
-    def use(self: Index, digest: bytes, within_s: float) -> int:
+    def use(self: History, digest: bytes, within_s: float) -> int:
         asked.set()
         answers.wait()
         return original(self, digest, within_s)
 
-    monkeypatch.setattr(Index, "use", use)
+    monkeypatch.setattr(History, "use", use)
     asked = threading.Event()
     async with CacheStore(tmp_path / "cache") as store:
         store.count_use(MODEL, 5)

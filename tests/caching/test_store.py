@@ -18,10 +18,10 @@ import pytest
 
 from aionn import trace
 from aionn.caching import CacheOutcomeKind, MissReason, Refusal
-from aionn.caching.store import CacheStore, Declined, Hit, Miss, Publisher
+from aionn.caching.store import CacheStore, Declined, Hit, Miss
 from aionn.errors import CallerError
 from aionn.hal.types import CacheFiles, ExecutionPreference, Priority
-from tests.caching.entries import FILES, contents, expected, fill, generations, miss, open_descriptors, read, stored, wanted
+from tests.caching.entries import FILES, contents, expected, fill, generations, miss, open_descriptors, read, replacing, stored, wanted
 
 pytestmark = pytest.mark.anyio
 
@@ -324,30 +324,20 @@ async def test_a_refused_hit_is_a_hit_again_if_another_rebuilt_it(directory: Pat
 
 async def test_a_late_writer_publishes_a_new_generation(directory: Path) -> None:
     async with CacheStore(directory) as store:
-        publisher = await store.publisher(wanted(), based_on=0)
-        assert isinstance(publisher, Publisher)
-        async with publisher:
+        async with await miss(store, wanted()) as publisher:
             fill(publisher.handles, b"stage 1")
             assert await publisher.publish() is None
-        better = await store.publisher(wanted(), based_on=1)
-        assert isinstance(better, Publisher)
-        async with better:
+        async with await replacing(store, wanted()) as better:
             # Readers go on with the old generation meanwhile.
             assert await read(store, wanted()) == expected(b"stage 1")
             fill(better.handles, b"stage 2")
             assert await better.publish() is None
         assert await read(store, wanted()) == expected(b"stage 2")
-        stale = await store.publisher(wanted(), based_on=1)
-        assert isinstance(stale, Refusal)
-        assert stale.reason is MissReason.SUPERSEDED
 
 
 async def test_a_second_publisher_is_told_that_the_entry_is_busy(directory: Path) -> None:
     async with CacheStore(directory) as store, CacheStore(directory) as other, await miss(store, wanted()):
         for asked in (store, other):
-            refused = await asked.publisher(wanted())
-            assert isinstance(refused, Refusal)
-            assert refused.reason is MissReason.BUSY
             async with await asked.open(wanted(), wait_s=0.0) as found:
                 assert isinstance(found, Miss)
                 assert (found.outcome.reason, found.publisher) == (MissReason.BUSY, None)
@@ -358,8 +348,7 @@ async def test_a_writer_waits_for_readers_and_a_reader_sees_one_generation(direc
         await stored(store, wanted(), b"old")
         hit = await other.open(wanted())
         assert isinstance(hit, Hit)
-        better = await store.publisher(wanted())
-        assert isinstance(better, Publisher)
+        better = await replacing(store, wanted())
         fill(better.handles, b"new")
         published = anyio.Event()
 
@@ -384,8 +373,7 @@ async def test_a_kept_descriptor_cannot_reach_a_later_generation(directory: Path
         async with await store.open(wanted()) as hit:
             assert isinstance(hit, Hit)
             kept = os.dup(hit.handles.model[0])
-        better = await store.publisher(wanted())
-        assert isinstance(better, Publisher)
+        better = await replacing(store, wanted())
         fill(better.handles, b"new")
         assert await better.publish() is None
         os.pwrite(kept, b"stale writer", 0)
@@ -507,7 +495,7 @@ async def test_no_descriptor_of_a_cache_directory_is_open_while_nothing_is_done_
         assert isinstance(hit, Hit)
         assert len(held()) == len(contents(hit.handles)) + 1  # its files and its lock
         hit.leave()
-        await store._settled()
+        await store._background.settled()
         assert held() == set()
         await stored(store, wanted(1))
         assert [bad async for bad in store.verify()] == []
@@ -662,9 +650,7 @@ async def test_cancelling_at_any_moment_keeps_no_lock_and_no_staging(directory: 
         with anyio.fail_after(20):
             await compile_once(store, b"last")
             assert len(await read(store, wanted())) == len(expected(b""))
-            publisher = await store.publisher(wanted())
-            assert isinstance(publisher, Publisher)
-            async with publisher:
+            async with await replacing(store, wanted()):
                 assert len(generations(directory, wanted())) == 2
 
 
@@ -749,9 +735,9 @@ def test_what_is_to_be_done_behind_a_caller_is_done_though_the_loop_takes_no_mor
     async def main() -> list[int]:
         store, done = CacheStore(tmp_path / "cache"), list[int]()
         await asyncio.get_running_loop().shutdown_default_executor()
-        store.later(lambda: done.append(1))
+        store._background.run_later(lambda: done.append(1))
         with anyio.fail_after(5):
-            await store._settled()
+            await store._background.settled()
         return done
 
     assert asyncio.run(main()) == [1]

@@ -20,10 +20,10 @@ import numpy as np
 
 import aionn
 from aionn.caching.outcomes import MissReason, Refusal
-from aionn.caching.store import CacheStore, Publisher
+from aionn.caching.store import CacheStore, Miss
 from aionn.testing import identity_model
 from aionn.testing.fake_engine import FakeEngine
-from tests.caching.entries import expected, fill, miss, read, stored, wanted
+from tests.caching.entries import expected, fill, miss, read, replacing, stored, wanted
 
 FAKE = f"{FakeEngine.__module__}:{FakeEngine.__qualname__}"
 _PR_CAPBSET_DROP = 24
@@ -77,8 +77,7 @@ async def heal(directory: Path) -> None:
             await stored(store, wanted())
             entry.chmod(mode)
             # What can be read is a hit still; a better stage cannot replace it.
-            publisher = await store.publisher(wanted()) if mode == 0o500 else await miss(store, wanted())
-            assert isinstance(publisher, Publisher), publisher
+            publisher = await replacing(store, wanted()) if mode == 0o500 else await miss(store, wanted())
             async with publisher:
                 fill(publisher.handles, b"healed")
                 assert await publisher.publish() is None
@@ -119,8 +118,11 @@ async def read_only(directory: Path) -> None:
         refused = await store.prune(0)
         assert isinstance(refused, Refusal)
         assert refused.reason is MissReason.NO_PERMISSION
-        publisher = await store.publisher(wanted())
-        assert isinstance(publisher, Refusal)
+        async with await store.open(wanted()) as missed:
+            assert isinstance(missed, Miss)
+            assert missed.publisher is None
+            assert missed.outcome.save_failure is not None
+            assert missed.outcome.save_failure.reason is MissReason.NO_PERMISSION
     assert sorted(str(path) for path in cache_dir.rglob("*")) == before
 
 

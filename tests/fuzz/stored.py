@@ -22,7 +22,7 @@ from aionn.caching.manifest import Manifest, StoredFile, Wanted, decode_manifest
 from aionn.caching.outcomes import Refusal
 from aionn.caching.state import device_database
 from aionn.caching.store.index import Index
-from aionn.caching.token import KeyParts, decode_parts, encode_parts, entry_key, family_key
+from aionn.caching.token import KeyParts, decode_parts, encode_parts, encoded_keys
 from aionn.errors import CallerError, CompilationError, MemoryAllocationError
 from aionn.graph import read_onnx
 from aionn.hal.interfaces import Artifact, CacheHandles
@@ -81,8 +81,8 @@ def keys(data: bytes) -> None:
     except CallerError:
         return
     assert encode_parts(parts) == data
-    assert entry_key(parts) == blake3(data).digest()
-    assert len(family_key(parts)) == 32
+    assert encoded_keys(parts).entry == blake3(data).digest()
+    assert len(encoded_keys(parts).family) == 32
 
 
 # ---- artifacts ----------------------------------------------------------------------------------------------------------

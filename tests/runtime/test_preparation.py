@@ -20,7 +20,7 @@ from aionn import trace
 from aionn.caching import CacheOutcomeKind, MissReason, Refusal, Wanted
 from aionn.caching.store import CacheStore, Hit, Miss, Publisher
 from aionn.caching.store.directory import CacheDirectory
-from aionn.caching.store.locks import Flight, Flights
+from aionn.caching.store.locks import CompileQueues, CompileRight
 from aionn.errors import (
     AionnError,
     CallerError,
@@ -464,14 +464,14 @@ async def test_whoever_waits_for_another_compiler_is_told_when_the_runtime_close
     cache: CacheChoice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiling, go, queued = anyio.Event(), anyio.Event(), anyio.Event()
-    board = Flights.board
+    acquire = CompileQueues.acquire
 
-    async def boarding(flights: Flights, path: str, wait_s: float) -> Flight | None:
+    async def acquiring(queues: CompileQueues, path: str, wait_s: float) -> CompileRight | None:
         if compiling.is_set():
             queued.set()
-        return await board(flights, path, wait_s)
+        return await acquire(queues, path, wait_s)
 
-    monkeypatch.setattr(Flights, "board", boarding)
+    monkeypatch.setattr(CompileQueues, "acquire", acquiring)
     told: list[bool] = []
 
     async def wait() -> None:
@@ -555,7 +555,7 @@ async def test_all_who_look_into_directories_that_hang_are_told_when_the_runtime
         disk.answers.set()
     # What hung closes what it worked with once the disk has answered.
     with anyio.fail_after(10):
-        while any(store._behind or store._house.directory is not None for store in stores):
+        while any(store._background or store._house.directory is not None for store in stores):
             await anyio.lowlevel.checkpoint()
     await asyncio.get_running_loop().shutdown_default_executor()
 

@@ -11,9 +11,9 @@ import pytest
 
 import aionn
 from aionn.caching.outcomes import MissReason, Refusal
-from aionn.caching.store import CacheStore, Publisher
+from aionn.caching.store import CacheStore
 from aionn.testing import FakeDevice, identity_model
-from tests.caching.entries import fill, miss, stored, wanted
+from tests.caching.entries import fill, miss, replacing, stored, wanted
 
 pytestmark = pytest.mark.anyio
 
@@ -52,9 +52,7 @@ async def test_a_process_that_another_one_was_quicker_than_warns_of_nothing(tmp_
     caplog.set_level(logging.INFO)
     async with CacheStore(tmp_path / "cache") as store:
         await stored(store, wanted())
-        better = await store.publisher(wanted())
-        assert isinstance(better, Publisher)
-        async with better:
+        async with await replacing(store, wanted()) as better:
             fill(better.handles, b"better")
             better.based_on -= 1  # as if the stored generation had come since
             refusal = await better.publish()

@@ -1,19 +1,35 @@
-"""The app's side of the compilation cache; the only room that touches the cache directory.
+"""The app's side of the compilation cache, and the only package that touches the cache directory.
 
     CacheStore.open(wanted) -> Hit       whole entry, files open, held shared        -> prepare_model_from_cache
                                Miss      with a Publisher: the right to compile it   -> prepare_model, then publish
                                Declined  the device does not cache this model        -> prepare_model without handles
 
-`cache` holds the three workflows, `entries` what they hand out, `directory` every file operation, `locks` who may do what, `index`
-what goes first, `housekeeping` budget, listing, verification and pruning, `hop` the way off the event loop.
+    cache         CacheStore, the face
+    opening       opens an entry: look, wait for another compiler, stage files
+    looking       the blocking part of opening
+    background    threads that go on after their caller has left
+    entries       what opening returns: Hit, Miss, Declined, Publisher
+    housekeeping  finds or makes the directory, tidies it, keeps it within its budget
+    listing, verifying, pruning    what `aionn cache` asks for
+    index         which entry is evicted first
+    history       stage measurements and use counts, in the index's file
+    index_database    the index's file
+    directory     where everything lies, how entries are found
+    writing       how entries are made, switched and removed
+    files         files and descriptors in the directory: owner, digest, removal
+    locks         who may read, publish and compile an entry
+    threads       runs one blocking act in a thread
 
-Why a reader never sees half an entry: files lie in a directory of their own generation, written before any manifest names them and never
-after; the manifest is replaced by one rename, on disk after its files are. A process may die between any two acts: before the rename the
-entry is the old one, after it the new one, and what nobody names is swept by the next who compiles or tidies up.
+A reader never sees half an entry, for these reasons. Files lie in the directory of one generation. They are written before a manifest names
+them, and never after. One rename replaces the manifest, when its files are on disk. A process may die between any two acts. Before the
+rename the entry is the old one, and after the rename it is the new one. The next process that compiles or tidies up removes files that no
+manifest names.
 """
 
 from aionn.caching.store.cache import DEFAULT_MAX_BYTES, CacheStore
 from aionn.caching.store.entries import Declined, Hit, Miss, Publisher
-from aionn.caching.store.housekeeping import BadEntry, EntryInfo, PruneReport
+from aionn.caching.store.listing import EntryInfo
+from aionn.caching.store.pruning import PruneReport
+from aionn.caching.store.verifying import BadEntry
 
 __all__ = ["DEFAULT_MAX_BYTES", "BadEntry", "CacheStore", "Declined", "EntryInfo", "Hit", "Miss", "PruneReport", "Publisher"]

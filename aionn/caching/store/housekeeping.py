@@ -1,82 +1,32 @@
-"""Keeping one cache directory: found or made, tidied up after the dead, within its budget, listed and verified.
+"""Housekeeping of one cache directory: find or make it, tidy up after dead processes, keep it within its budget.
 
-What somebody holds open (reads, compiles) is pinned: removal takes both of an entry's locks, and passes it over if it cannot have them
-at once.
-Except for `verify` all is blocking and runs in a thread.
+Entries that are held open (by readers or compilers) are pinned. Removal takes both locks of an entry. It passes the entry over if it
+cannot have both at once. Everything here is blocking and runs in threads.
 """
 
 from __future__ import annotations
 
-import errno
 import logging
-import os
 import sqlite3
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import TypeVar
 
-import aiofiles
-from blake3 import blake3
-
 from aionn import trace
-from aionn.caching.manifest import Manifest, Wanted, file_names
+from aionn.caching.manifest import Manifest
 from aionn.caching.outcomes import MissReason, Refusal
-from aionn.caching.store.directory import CacheDirectory, FoundEntry, close_all, refusal_of
-from aionn.caching.store.hop import hop
+from aionn.caching.store.directory import CacheDirectory
+from aionn.caching.store.files import is_shortage, refusal_of
 from aionn.caching.store.index import Index
 from aionn.caching.store.locks import sole_holder
-from aionn.caching.token import KeyParts, changed_parts, decode_parts, described_change
-from aionn.errors import CallerError
-from aionn.hal.types import CacheFiles
+from aionn.caching.store.writing import clean, discard, empty_trash, switch
 
-__all__ = ["BadEntry", "EntryInfo", "Housekeeping", "PruneReport"]
+__all__ = ["Housekeeping"]
 
 T = TypeVar("T")
 _log = logging.getLogger("aionn.caching")
-_CHUNK_BYTES = 4 << 20
 _USUAL = {MissReason.BUSY, MissReason.SUPERSEDED}  # another process was quicker: both have what they need
-_RELATIVES = 16  # so many entries of a model are looked at to explain a miss
-
-
-@dataclass(frozen=True, slots=True)
-class EntryInfo:
-    """One entry, for people. `used_s` and `created_s` are wall-clock seconds since the epoch; `used_s` is None if not known."""
-
-    key: bytes
-    device: str
-    device_version: str
-    model_digest: bytes
-    generation: int
-    size_bytes: int
-    saves_s: float
-    created_s: float
-    used_s: float | None
-    declined: bool
-    superseded: bool
-
-
-@dataclass(frozen=True, slots=True)
-class BadEntry:
-    """An entry, or a file of one, that could not serve."""
-
-    key: bytes
-    device: str
-    reason: MissReason
-    detail: str
-
-
-@dataclass(frozen=True, slots=True)
-class PruneReport:
-    """What pruning did: entries removed, bytes they had, entries that had to stay because they are in use, bytes left, stage measurements
-    removed."""
-
-    removed: int
-    freed_bytes: int
-    in_use: int
-    left_bytes: int
-    measurements: int = 0
 
 
 class Housekeeping:
@@ -88,12 +38,12 @@ class Housekeeping:
         self._lock = threading.Lock()
         self.directory: CacheDirectory | None = None
         self._index_lock = threading.Lock()
-        self._index: Index | None = None  # open while somebody uses it
+        self._index: Index | None = None  # open while a thread uses it
         self._index_users = 0
         self._warned: set[MissReason] = set()
 
     def close(self) -> None:
-        """Forget the directory. Nothing of it stays open: whoever still works in it closes it behind themselves."""
+        """Forget the directory. A thread that still works in it closes what it opened."""
         self.directory = None
 
     def warn(self, refusal: Refusal) -> None:
@@ -104,7 +54,7 @@ class Housekeeping:
             _log.log(level, "compilation cache %s cannot be used as asked: %s", self.path, refusal)
 
     def current(self) -> CacheDirectory | Refusal:
-        """The directory as it is now, made again if somebody deleted it; on the first call also what was left to tidy up."""
+        """Return the directory as it is now, made again if it was deleted. The first call also tidies up."""
         with self._lock:
             if self.directory is not None and self.directory.is_current():
                 return self.directory
@@ -115,42 +65,24 @@ class Housekeeping:
                 return refusal_of(error, f"cache directory {self.path}")
             self.directory = directory  # in one step: other threads read it without the lock and must never find None
         if directory.writable:
-            with suppress(OSError), directory, self._indexed():
+            with suppress(OSError), directory, self.indexed():
                 self._tidy(directory)
         return directory
 
     def _tidy(self, directory: CacheDirectory) -> None:
-        directory.empty_trash()
+        empty_trash(directory)
         if not self.with_index(lambda index: index.complete):
             self._rebuild_index(directory)
         for key in self.with_index(lambda index: index.staging()) or []:
-            self._clean_if_free(directory, key)
+            self.clean_if_free(directory, key)
         for key in self.with_index(lambda index: index.superseded(self._old_versions_kept_s)) or []:
             self.remove_if_free(directory, key)
 
-    def _rebuild_index(self, directory: CacheDirectory) -> None:
-        try:
-            keys = directory.all_keys()
-        except OSError as error:
-            self.warn(refusal_of(error, "its entries, for the index of sizes"))
-            return
-        for key in keys:
-            try:
-                manifest = directory.manifest(key)
-            except OSError as error:
-                if _tells_nothing(error):
-                    self.warn(refusal_of(error, "its entries, for the index of sizes"))
-                    return
-                continue
-            if isinstance(manifest, Manifest) and manifest.key == key:
-                self.with_index(lambda index, manifest=manifest: index.put(manifest, published=False))  # type: ignore[misc]
-            else:
-                self.with_index(lambda index, key=key: index.note_staging(key))  # type: ignore[misc]
-        self.with_index(lambda index: index.set_complete())
+    # --- the index ---------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _indexed(self) -> Iterator[Index | None]:
-        """Keep the index open for the block; None if there is none. Threads that use it at the same time share it."""
+    def indexed(self) -> Iterator[Index | None]:
+        """Keep the index open for the block; it is None if it cannot be used. Threads that use it at the same time share it."""
         directory = self.directory
         with self._index_lock:
             if self._index is None and directory is not None and directory.writable:
@@ -170,8 +102,8 @@ class Housekeeping:
                     self._index = None
 
     def with_index(self, act: Callable[[Index], T]) -> T | None:
-        """Ask the index, which may be missing: it is needed to stay within the budget, and for nothing else."""
-        with self._indexed() as index:
+        """Ask the index. Return None if it cannot be used. Only the budget depends on the index."""
+        with self.indexed() as index:
             if index is None:
                 return None
             try:
@@ -180,85 +112,85 @@ class Housekeeping:
                 self.warn(Refusal(MissReason.IO_ERROR, f"index of sizes: {error}"))
                 return None
 
-    def explained(self, directory: CacheDirectory, wanted: Wanted, absent: Refusal) -> Refusal:
-        """Why nothing is stored under a key, where something is under one that is like it. Blocking."""
-        before = self.with_index(lambda index: index.other_version(wanted.family, wanted.device_version))
-        if before is not None:
-            detail = f"stored by driver {before!r}, now {wanted.device_version!r}"
-            return Refusal(MissReason.OTHER_DRIVER_VERSION, detail, ("device_version",))
+    def _rebuild_index(self, directory: CacheDirectory) -> None:
         try:
-            now = decode_parts(wanted.parts)
-        except CallerError:
-            return absent
-        nearest: KeyParts | None = None
-        for key in self.with_index(lambda index: index.of_model(wanted.model_digest, _RELATIVES)) or []:
-            with suppress(OSError, CallerError):
+            keys = directory.all_keys()
+        except OSError as error:
+            self.warn(refusal_of(error, "its entries, for the index of sizes"))
+            return
+        for key in keys:
+            try:
                 manifest = directory.manifest(key)
-                if isinstance(manifest, Manifest) and not manifest.declined:
-                    parts = decode_parts(manifest.parts)
-                    if nearest is None or len(changed_parts(parts, now)) < len(changed_parts(nearest, now)):
-                        nearest = parts
-        if nearest is None:
-            return absent
-        detail = f"{absent.detail}, but for this model: {described_change(nearest, now)}"
-        return Refusal(absent.reason, detail, changed_parts(nearest, now))
+            except OSError as error:
+                if is_shortage(error):
+                    self.warn(refusal_of(error, "its entries, for the index of sizes"))
+                    return
+                continue
+            if isinstance(manifest, Manifest) and manifest.key == key:
+                self.with_index(lambda index, manifest=manifest: index.put(manifest, published=False))  # type: ignore[misc]
+            else:
+                self.with_index(lambda index, key=key: index.note_staging(key))  # type: ignore[misc]
+        self.with_index(lambda index: index.set_complete())
+
+    def left_bytes(self) -> int:
+        """Return how many bytes count against the budget."""
+        return self.with_index(lambda index: index.total_bytes) or 0
+
+    # --- publishing and removing -------------------------------------------------------------------------------------
 
     def replace(self, directory: CacheDirectory, manifest: Manifest, based_on: int) -> Refusal | None:
-        """Switch an entry to a new generation and evict what no longer fits. Its compile and entry lock are held. Blocking."""
-        with directory, self._indexed():
-            return self._replaced(directory, manifest, based_on)
+        """Switch an entry to a new generation, and evict what no longer fits. The caller holds its compile lock and its entry lock.
 
-    def _replaced(self, directory: CacheDirectory, manifest: Manifest, based_on: int) -> Refusal | None:
-        now = directory.manifest(manifest.key)
-        generation = now.generation if isinstance(now, Manifest) else 0
-        # An entry that was evicted meanwhile is no newer one.
-        if generation not in (0, based_on):
-            return Refusal(MissReason.SUPERSEDED, f"generation {generation} is stored, this one was to replace {based_on}")
-        directory.switch(manifest.key, manifest)
-        self.with_index(lambda index: index.put(manifest, published=True))
-        self.evict(directory, self.max_bytes, spared=manifest.key)
-        return None
+        Returns SUPERSEDED if another generation than `based_on` is stored.
+        """
+        with directory, self.indexed():
+            now = directory.manifest(manifest.key)
+            generation = now.generation if isinstance(now, Manifest) else 0
+            # 0: the entry was evicted meanwhile, which supersedes nothing.
+            if generation not in (0, based_on):
+                return Refusal(MissReason.SUPERSEDED, f"generation {generation} is stored, this one was to replace {based_on}")
+            switch(directory, manifest.key, manifest)
+            self.with_index(lambda index: index.put(manifest, published=True))
+            self.evict(directory, self.max_bytes, spared=manifest.key)
+            return None
 
     def finish_staging(self, directory: CacheDirectory, key: bytes) -> None:
-        """Remove staging and superseded generations of an entry whose compile lock is held. Blocking."""
-        directory.clean(key)
+        """Remove staging and superseded generations of an entry. The caller holds its compile lock."""
+        clean(directory, key)
         self.with_index(lambda index: index.strike_staging(key))
 
     def evict(self, directory: CacheDirectory, max_bytes: int | None, spared: bytes = b"") -> tuple[int, int]:
-        """Remove entries, least value first, until the rest is within `max_bytes`. Blocking.
+        """Remove entries, least value first, until the rest is within `max_bytes`.
 
         Returns:
-            (entries removed, entries passed over because somebody reads or compiles them)
+            (entries removed, entries passed over because a process reads or compiles them)
         """
-        with directory, self._indexed():
-            return self._evicted(directory, max_bytes, spared)
-
-    def _evicted(self, directory: CacheDirectory, max_bytes: int | None, spared: bytes) -> tuple[int, int]:
         removed = pinned = 0
         after: tuple[float, bytes] | None = None
-        if max_bytes is not None and self.with_index(lambda index: index.complete) is False:
-            self._rebuild_index(directory)  # it was damaged since the directory was opened
-        while max_bytes is not None and (self.with_index(lambda index: index.total_bytes) or 0) > max_bytes:
-            victim = self.with_index(lambda index, after=after: index.next_victim(after))  # type: ignore[misc]
-            if victim is None:
-                self.with_index(lambda index: index.recount())
-                break
-            after = victim
-            if victim[1] == spared:
-                continue
-            if self.remove_if_free(directory, victim[1]):
-                removed += 1
-            else:
-                pinned += 1
+        with directory, self.indexed():
+            if max_bytes is not None and self.with_index(lambda index: index.complete) is False:
+                self._rebuild_index(directory)  # it was damaged since the directory was opened
+            while max_bytes is not None and self.left_bytes() > max_bytes:
+                victim = self.with_index(lambda index, after=after: index.next_victim(after))  # type: ignore[misc]
+                if victim is None:
+                    self.with_index(lambda index: index.recount())
+                    break
+                after = victim
+                if victim[1] == spared:
+                    continue
+                if self.remove_if_free(directory, victim[1]):
+                    removed += 1
+                else:
+                    pinned += 1
         return removed, pinned
 
     def remove_if_free(self, directory: CacheDirectory, key: bytes) -> bool:
-        """Remove an entry that nobody reads or compiles; whether it is gone. Blocking."""
+        """Remove an entry unless a process reads or compiles it. Return whether it is gone."""
         try:
             with directory, sole_holder(directory.entry_lock(key), directory.compile_lock(key)) as free:
                 if not free:
                     return False
-                directory.discard(key)
+                discard(directory, key)
                 self.with_index(lambda index: index.drop(key))
                 self.with_index(lambda index: index.strike_staging(key))
         except OSError as error:
@@ -267,8 +199,8 @@ class Housekeeping:
         trace.count("cache.evicted")
         return True
 
-    def _clean_if_free(self, directory: CacheDirectory, key: bytes) -> None:
-        """Tidy up after somebody who died while compiling this entry."""
+    def clean_if_free(self, directory: CacheDirectory, key: bytes) -> None:
+        """Tidy up after a process that died while it compiled this entry."""
         try:
             with sole_holder(directory.entry_lock(key), directory.compile_lock(key)) as free:
                 if not free:
@@ -279,159 +211,3 @@ class Housekeeping:
                     self.with_index(lambda index: index.put(manifest, published=False))
         except OSError as error:
             self.warn(refusal_of(error, f"tidying up cache entry {key.hex()[:16]}"))
-
-    # --- for people --------------------------------------------------------------------------------------------------
-
-    def entries(self) -> list[EntryInfo] | Refusal:
-        """All entries with a readable manifest, oldest first. Blocking."""
-        directory = self.current()
-        if isinstance(directory, Refusal):
-            return directory
-        try:
-            with directory, self._indexed():
-                return self._listed(directory)
-        except OSError as error:
-            return refusal_of(error, f"cache directory {self.path}")
-
-    def _listed(self, directory: CacheDirectory) -> list[EntryInfo]:
-        used_s = self.with_index(lambda index: index.used_s()) or {}
-        superseded = set(self.with_index(lambda index: index.superseded(0.0)) or [])
-        found = []
-        for key in directory.all_keys():
-            try:
-                manifest = directory.manifest(key)
-            except OSError as error:
-                if _tells_nothing(error):
-                    raise
-                continue
-            if isinstance(manifest, Manifest):
-                found.append(
-                    EntryInfo(
-                        key=key,
-                        device=manifest.device,
-                        device_version=manifest.device_version,
-                        model_digest=manifest.model_digest,
-                        generation=manifest.generation,
-                        size_bytes=manifest.size_bytes,
-                        saves_s=manifest.compile_ns / 1e9,
-                        created_s=manifest.created_ns / 1e9,
-                        used_s=used_s.get(key),
-                        declined=manifest.declined,
-                        superseded=key in superseded,
-                    )
-                )
-        return sorted(found, key=lambda entry: (entry.created_s, entry.key))
-
-    async def verify(self) -> AsyncIterator[BadEntry]:
-        """Every entry that could not serve, with what is wrong with it. Reads all files; stops between two chunks when cancelled."""
-        directory = await hop(self.current)
-        if isinstance(directory, Refusal):
-            yield BadEntry(b"", "", directory.reason, directory.detail)
-            return
-        try:
-            keys = await hop(directory.all_keys)
-        except OSError as error:
-            refusal = refusal_of(error, f"cache directory {self.path}")
-            yield BadEntry(b"", "", refusal.reason, refusal.detail)
-            return
-        for key in keys:
-            bad = await self._verify_entry(directory, key)
-            if bad is not None and bad.reason is not MissReason.ABSENT and await self._verify_entry(directory, key) is not None:
-                # Twice: an entry that was replaced or removed while it was read is not bad.
-                yield bad
-
-    async def _verify_entry(self, directory: CacheDirectory, key: bytes) -> BadEntry | None:
-        device = ""
-        try:
-            found = await hop(directory.find, key, undo=_close_found)
-            if isinstance(found, Refusal):
-                return BadEntry(key, device, found.reason, found.detail)
-            manifest = found.manifest
-            device = manifest.device
-            try:
-                if manifest.key != key:
-                    return BadEntry(key, device, MissReason.WRONG_TOKEN, f"its manifest is of key {manifest.key.hex()[:16]}")
-                if manifest.declined:
-                    return None
-                fds, lengths = await hop(directory.open_files, found, os.O_RDONLY, undo=lambda opened: close_all(opened[0]))
-            finally:
-                found.close()
-        except OSError as error:
-            refusal = refusal_of(error, "its files")
-            return BadEntry(key, device, refusal.reason, refusal.detail)
-        try:
-            names = file_names(CacheFiles(len(manifest.model), len(manifest.data)))
-            for name, fd, length, stored in zip(names, fds, lengths, manifest.files, strict=True):
-                if length is None:
-                    return BadEntry(key, device, MissReason.PARTIAL, f"file {name} is gone")
-                if length != stored.length:
-                    return BadEntry(key, device, MissReason.WRONG_LENGTH, f"file {name} has {length} bytes, {stored.length} were stored")
-                hasher = blake3()
-                async with aiofiles.open(fd, "rb", buffering=0, closefd=False) as file:
-                    while chunk := await file.read(_CHUNK_BYTES):
-                        hasher.update(chunk)
-                if hasher.digest() != stored.digest:
-                    return BadEntry(key, device, MissReason.WRONG_BYTES, f"file {name} does not have the contents that were stored")
-        except OSError as error:
-            return BadEntry(key, device, MissReason.IO_ERROR, str(error))
-        finally:
-            close_all(fds)
-        return None
-
-    def prune(self, max_bytes: int | None, *, measurements: bool = False) -> PruneReport | Refusal:
-        """Remove entries of older driver versions, unreadable ones and what the dead left, then evict down to `max_bytes`. Blocking.
-
-        Stage measurements that are too old go, too; with `measurements` all of them.
-        """
-        directory = self.current()
-        if isinstance(directory, Refusal):
-            return directory
-        if not directory.writable:
-            return directory.not_writable
-        try:
-            with directory, self._indexed():
-                return self._pruned(directory, max_bytes, measurements)
-        except OSError as error:
-            return refusal_of(error, f"cache directory {self.path}")
-
-    def _pruned(self, directory: CacheDirectory, max_bytes: int | None, measurements: bool) -> PruneReport:
-        directory.empty_trash()
-        before = self.left_bytes()
-        removed = in_use = 0
-        doomed = set(self.with_index(lambda index: index.superseded(0.0)) or [])
-        for key in directory.all_keys():
-            try:
-                manifest = directory.manifest(key)
-                if isinstance(manifest, Manifest) or manifest.reason is MissReason.ABSENT:
-                    self._clean_if_free(directory, key)
-                else:
-                    doomed.add(key)
-            except OSError as error:
-                if _tells_nothing(error):
-                    raise
-                doomed.add(key)
-        for key in doomed:
-            if self.remove_if_free(directory, key):
-                removed += 1
-            else:
-                in_use += 1
-        more_removed, more_in_use = self.evict(directory, max_bytes)
-        for key in directory.orphaned_locks():
-            self.remove_if_free(directory, key)
-        left = self.left_bytes()
-        forgotten = self.with_index(lambda index: index.forget_measurements(all_of_them=measurements)) or 0
-        return PruneReport(removed + more_removed, max(before - left, 0), in_use + more_in_use, left, forgotten)
-
-    def left_bytes(self) -> int:
-        """Bytes that count against the budget. Blocking."""
-        return self.with_index(lambda index: index.total_bytes) or 0
-
-
-def _tells_nothing(error: OSError) -> bool:
-    """Whether the failure to read an entry says nothing about the entry: this process or the machine has too many open files."""
-    return error.errno in (errno.EMFILE, errno.ENFILE)
-
-
-def _close_found(found: FoundEntry | Refusal) -> None:
-    if isinstance(found, FoundEntry):
-        found.close()

@@ -1,15 +1,18 @@
-"""Who may read, publish and compile an entry: flock on one file per entry and purpose, through `filelock` where that has it.
+"""Locks of an entry: who may read, publish and compile it. Each lock is flock on one file per entry and purpose.
 
-The entry lock is shared by readers from opening the files until the driver has taken them over, and exclusive for the moment in which a
-manifest is replaced or an entry removed. Its shared side is flock's own: `filelock` has that only over an SQLite file, which costs a hit
-0.3 ms, a third of all that a hit costs beside the engine's load. The compile lock (`FileLock`) is held by the one who compiles, for as
-long as that takes. The kernel frees all of them when their holder dies, which is how somebody else takes over. Tasks of one process
-queue before the compile lock, so that a process waits for another with one wait, however many of its tasks want the same.
+The entry lock is shared by readers, from opening the files until the driver has taken them over. A publisher holds it exclusively while
+it replaces the manifest, and a process that removes the entry holds it, too. Its shared side calls flock directly: `filelock` has shared
+locks only over an SQLite file. Such a lock costs 0.3 ms, a third of what a hit costs beside the engine's load.
 
-flock lets readers overlap for ever before a writer. So one who waits to write holds a third lock, the turn, and no new reader begins while
-it is held.
+The compile lock (`FileLock`) is held by the one who compiles, for as long as compiling takes. Tasks of one process queue before the compile
+lock. So one wait per process is enough, however many of its tasks want the same entry.
 
-Lock order: compile lock, then turn, then entry lock; nobody who holds an entry lock waits for another.
+The kernel frees all of these locks when their holder dies. That is how another process takes over.
+
+flock lets readers overlap without end before a writer. So a writer that waits holds a third lock, the turn, and no new reader begins
+while the turn is held.
+
+Lock order: compile lock, then turn, then entry lock. The holder of an entry lock waits for no other lock.
 """
 
 from __future__ import annotations
@@ -25,10 +28,10 @@ from typing import Literal
 import anyio
 from filelock import AsyncFileLock, FileLock, Timeout, lock_descriptor, unlock_descriptor
 
-from aionn.caching.store.hop import hop
+from aionn.caching.store.threads import run_in_thread
 from aionn.tasks import bounded_shield
 
-__all__ = ["TURN", "EntryHold", "Flight", "Flights", "hold_now", "sole_holder", "wait_to_hold"]
+__all__ = ["TURN", "CompileQueues", "CompileRight", "EntryHold", "hold_now", "sole_holder", "wait_to_hold"]
 
 _RELEASE_S = 5.0  # closing a descriptor; far more than it takes
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.05  # between attempts: a publisher holds an entry for one rename and two fsyncs
@@ -47,7 +50,7 @@ class EntryHold:
 
     @classmethod
     def without_a_lock(cls) -> EntryHold:
-        """For an entry in a directory that cannot be written to."""
+        """Return a hold for an entry in a directory that cannot be written to."""
         return cls(-1)
 
     def release(self) -> None:
@@ -55,7 +58,7 @@ class EntryHold:
         if fd < 0:
             return
         try:
-            # Closing alone would leave it locked where a forked child has the descriptor too. The child has no right to unlock it.
+            # Closing alone would leave the file locked where a forked child has the descriptor too. The child has no right to unlock it.
             if self._pid == os.getpid():
                 unlock_descriptor(fd)
         finally:
@@ -63,7 +66,7 @@ class EntryHold:
 
 
 def _lock(fd: int, mode: _Mode) -> bool:
-    """Take the lock if it is free; whether it was."""
+    """Take the lock if it is free. Return whether it was."""
     if mode == "write":
         return lock_descriptor(fd, blocking=False)
     try:
@@ -74,10 +77,10 @@ def _lock(fd: int, mode: _Mode) -> bool:
 
 
 def _hold_file(path: str, mode: _Mode) -> EntryHold | None:
-    """Lock the file of that name, made if it is not there; None if it is not free.
+    """Lock the file of that name, made if it is not there. Return None if it is not free.
 
-    An entry's removal unlinks its lock files. Whoever opened one before must not believe in a lock that nobody else can meet, so the
-    name must still lead to what was locked: while we have the file open, its number is not given to another.
+    An entry's removal unlinks its lock files. A process may have opened a lock file just before. A lock on an unlinked file excludes
+    no other process, so the name must still lead to the locked file. While we have the file open, no other file gets its inode number.
 
     Raises:
         OSError: the lock file cannot be used.
@@ -114,7 +117,7 @@ def _writer_waits(path: str) -> bool:
 
 
 def hold_now(path: str, mode: _Mode) -> EntryHold | None:
-    """Take an entry lock if it is free, and for reading if nobody waits to write; None otherwise. Does not wait.
+    """Take an entry lock if it is free, or return None. Does not wait. Taking it for reading also needs that no writer waits.
 
     Raises:
         OSError: the lock file cannot be used.
@@ -124,39 +127,39 @@ def hold_now(path: str, mode: _Mode) -> EntryHold | None:
     return _hold_file(path, mode)
 
 
-def _let_go(hold: EntryHold | None) -> None:
+def _release(hold: EntryHold | None) -> None:
     if hold is not None:
         hold.release()
 
 
 async def wait_to_hold(path: str, mode: _Mode, wait_s: float) -> EntryHold | None:
-    """Take an entry lock, waiting for at most `wait_s` seconds; None if it did not come free."""
+    """Take an entry lock, waiting for at most `wait_s` seconds. Return None if it did not come free."""
     give_up_at = time.monotonic() + wait_s
     pause_s = _FIRST_PAUSE_S
     turn: EntryHold | None = None
     try:
         while True:
-            hold = await hop(hold_now, path, mode, undo=_let_go)
+            hold = await run_in_thread(hold_now, path, mode, undo=_release)
             if hold is not None:
                 return hold
             if mode == "write" and turn is None:
-                turn = await hop(_hold_file, path + TURN, mode, undo=_let_go)
+                turn = await run_in_thread(_hold_file, path + TURN, mode, undo=_release)
             left_s = give_up_at - time.monotonic()
             if left_s <= 0:
                 return None
             await anyio.sleep(min(pause_s, left_s))
             pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
     finally:
-        _let_go(turn)
+        _release(turn)
 
 
 @contextmanager
 def sole_holder(entry_lock: str, compile_lock: str) -> Iterator[bool]:
-    """Hold both locks for the body if both are free at once; whether they were. Blocking, without waiting."""
+    """Hold both locks for the body if both are free at once. Yields whether they were. Blocking, without waiting."""
     with ExitStack() as stack:
         compiling = FileLock(compile_lock, mode=0o600)
         try:
-            # RuntimeError is how filelock tells that this thread itself holds it.
+            # filelock raises RuntimeError if this thread itself holds the lock.
             compiling.acquire(blocking=False)
         except (Timeout, RuntimeError):
             yield False
@@ -177,14 +180,14 @@ class _Queue:
 
 
 @dataclass(slots=True)
-class Flight:
-    """The right to compile one entry. Freed by `land`, or by this process's death."""
+class CompileRight:
+    """The right to compile one entry. `release` or this process's death frees it."""
 
-    _flights: Flights
+    _queues: CompileQueues
     _path: str
     _lock: AsyncFileLock | None
 
-    async def land(self) -> None:
+    async def release(self) -> None:
         lock, self._lock = self._lock, None
         if lock is None:
             return
@@ -192,11 +195,11 @@ class Flight:
             with bounded_shield(_RELEASE_S):
                 await lock.release()
         finally:
-            self._flights.leave(self._path, had_turn=True)
+            self._queues.leave(self._path, had_turn=True)
 
 
-class Flights:
-    """Single flight: at most one holder per compile lock, over all tasks and processes."""
+class CompileQueues:
+    """Single flight: each compile lock has at most one holder, over all tasks and processes. Tasks of this process queue for it."""
 
     def __init__(self) -> None:
         self._queues: dict[str, _Queue] = {}
@@ -209,8 +212,8 @@ class Flights:
         if not queue.users:
             del self._queues[path]
 
-    async def board(self, path: str, wait_s: float) -> Flight | None:
-        """The right to compile, or None if its holder still has it after `wait_s` seconds.
+    async def acquire(self, path: str, wait_s: float) -> CompileRight | None:
+        """Return the right to compile, or None if its holder still has it after `wait_s` seconds.
 
         Raises:
             OSError: the lock file cannot be used.
@@ -219,7 +222,7 @@ class Flights:
         queue = self._queues.setdefault(path, _Queue())
         queue.users += 1
         had_turn = False
-        flight: Flight | None = None
+        right: CompileRight | None = None
         try:
             try:
                 queue.turn.acquire_nowait()
@@ -231,10 +234,10 @@ class Flights:
             if had_turn:
                 lock = AsyncFileLock(path, mode=0o600)
                 await lock.acquire(timeout=max(give_up_at - time.monotonic(), 0.0))
-                flight = Flight(self, path, lock)
+                right = CompileRight(self, path, lock)
         except Timeout:
             return None
         finally:
-            if flight is None:
+            if right is None:
                 self.leave(path, had_turn=had_turn)
-        return flight
+        return right

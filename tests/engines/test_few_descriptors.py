@@ -1,0 +1,85 @@
+"""A process without a free file descriptor cannot look for engines: one clear error, and never a shorter list of engines."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+import aionn
+from aionn.engines.installed import installed_engines
+
+pytestmark = pytest.mark.anyio
+
+
+@contextmanager
+def free_descriptors(count: int) -> Iterator[None]:
+    """Leave that many free descriptors to this process for the `with` body."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = {int(fd) for fd in os.listdir("/proc/self/fd")}
+    fillers: list[int] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(used) + 1 + count, hard))
+    try:
+        try:
+            while True:
+                fillers.append(os.open("/dev/null", os.O_RDONLY))
+        except OSError:
+            pass
+        for _ in range(count):
+            os.close(fillers.pop())
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in fillers:
+            os.close(fd)
+
+
+async def test_entering_a_runtime_without_a_free_descriptor_is_one_clear_error() -> None:
+    runtime = aionn.Runtime()  # its import reads files, too
+    with free_descriptors(0), pytest.raises(aionn.MemoryAllocationError, match=r"no free file descriptor .*RLIMIT_NOFILE") as caught:
+        async with runtime:
+            pass
+    assert isinstance(caught.value.__cause__, OSError)
+    async with aionn.Runtime() as runtime:
+        assert "reference" in [device.name for device in runtime.devices]
+
+
+def test_few_descriptors_give_every_engine_or_the_error() -> None:
+    every, refused = installed_engines().keys(), 0
+    for count in range(4):
+        with free_descriptors(count):
+            try:
+                found = installed_engines().keys()
+            except aionn.MemoryAllocationError:
+                refused += 1
+            else:
+                assert found == every
+        assert installed_engines().keys() == every  # the shortage has left nothing behind
+    assert refused == 1
+
+
+def test_the_first_look_of_a_process_without_a_free_descriptor_is_the_same_error() -> None:
+    """The first look also imports `importlib.metadata`, which reads files."""
+    app = """
+        import os, resource, sys
+        from aionn import MemoryAllocationError
+        from aionn.engines.installed import installed_engines
+
+        assert "importlib.metadata" not in sys.modules
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, hard))
+        try:
+            print(len(installed_engines()))
+        except MemoryAllocationError as error:
+            print(type(error.__cause__).__name__)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        assert "reference" in installed_engines()
+    """
+    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(app)], capture_output=True, text=True, timeout=60)
+    assert (ended.stdout, ended.stderr, ended.returncode) == ("OSError\n", "", 0)
