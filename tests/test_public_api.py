@@ -140,18 +140,26 @@ def test_the_face_is_what_is_written_here() -> None:
 
 
 def test_a_type_checker_finds_every_name_where_it_is_imported_from() -> None:
-    """The face says twice where a name is defined: to Python, when it is asked for, and to a type checker."""
+    """The face names the home of each name twice: in a table for Python, and in imports for a type checker."""
     tree = ast.parse(Path(aionn.__file__).read_text(encoding="utf-8"))
-    told = {
+    imported = {
         alias.name: node.module
         for branch in tree.body
         if isinstance(branch, ast.If) and "TYPE_CHECKING" in ast.dump(branch.test)
         for node in branch.body
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
+        if alias.asname == alias.name  # to a type checker, a name without it is not exported
     }
-    assert told == {**aionn._HOMES, "trace": "aionn"}
-    assert told.keys() == FACE
+    assert imported == {**vars(aionn)["_HOMES"], "trace": "aionn"}
+    assert sorted(imported) == aionn.__all__
+
+
+def test_asking_for_an_error_imports_nothing_of_the_apps_side() -> None:
+    """An engine raises `aionn.CompilationError` in a driver process, which has no use for the runtime."""
+    code = "import aionn, sys; aionn.CompilationError; print([m for m in sys.modules if m.startswith(('aionn.runtime', 'numpy', 'anyio'))])"
+    ran = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"
 
 
 def test_a_driver_process_imports_nothing_of_the_apps_side() -> None:
