@@ -27,22 +27,19 @@ MOST_ATTRIBUTES = 15
 MOST_METHODS = 20
 
 LATER = "to be mended"
+REBUILT = "the issue after this one rebuilds burst/ and driver/ (one lane, one owner); cut them once, there"
 
 # place: reason. A place is a module, or "module: name" for a class or a function.
 LONGER_MODULES: Mapping[str, str] = {
-    "burst/controller.py": LATER,
-    "burst/server.py": LATER,
+    "burst/controller.py": REBUILT,
+    "burst/server.py": REBUILT,
     "caching/integrity.py": LATER,
     "caching/store/cache.py": LATER,
     "caching/store/directory.py": LATER,
     "caching/store/housekeeping.py": LATER,
-    "driver/device.py": LATER,
-    "engines/onnxruntime.py": LATER,
     "fmq/_ring.c": LATER,
     "fmq/message_queue.py": LATER,
     "memory/device_buffers.py": LATER,
-    "remote/control.py": LATER,
-    "remote/service.py": LATER,
     "runtime/compilation.py": LATER,
     "runtime/executing/device_memory.py": LATER,
     "runtime/processes/devices.py": LATER,
@@ -51,23 +48,21 @@ LONGER_MODULES: Mapping[str, str] = {
     "runtime/streaming/burst.py": LATER,
 }
 LONGER_FUNCTIONS: Mapping[str, str] = {
-    "cli/caches.py: list_entries": LATER,
     "runtime/staging/comparing.py: compare": LATER,
 }
 MORE_PARAMETERS: Mapping[str, str] = {
-    "cli/running.py: run_model": LATER,
-    "driver/execution.py: __init__": LATER,
+    "driver/execution.py: __init__": REBUILT,
     "runtime/streaming/burst.py: _try_placed": LATER,
 }
 LARGER_CLASSES: Mapping[str, str] = {
-    "burst/controller.py: ExecutionBurstController": LATER,
-    "burst/server.py: ExecutionBurstServer": LATER,
+    "burst/controller.py: ExecutionBurstController": REBUILT,
+    "burst/server.py: ExecutionBurstServer": REBUILT,
     "caching/blob_cache.py: BlobCache": LATER,
     "caching/store/cache.py: CacheStore": LATER,
     "caching/store/directory.py: CacheDirectory": LATER,
     "caching/store/housekeeping.py: Housekeeping": LATER,
     "caching/store/index.py: Index": LATER,
-    "driver/execution.py: BoundExecution": LATER,
+    "driver/execution.py: BoundExecution": REBUILT,
     "fmq/message_queue.py: MessageQueue": LATER,
     "memory/domain.py: DeviceBuffer": LATER,
     "memory/memory.py: Memory": LATER,

@@ -17,7 +17,6 @@ from typing import TypeVar
 
 import anyio
 import anyio.to_thread
-import numpy as np
 from anyio.abc import TaskGroup
 
 from aionn import trace
@@ -26,6 +25,7 @@ from aionn.caching.outcomes import MissReason, Refusal
 from aionn.driver.artifacts import Artifacts, LentHandles, Source
 from aionn.driver.blobs import DeviceBlobs
 from aionn.driver.execution import BoundExecution, BoundModel, BoundPool, Pace, bind
+from aionn.driver.memories import EngineBuffer, bound_pool, constants_of
 from aionn.driver.threads import SerialThread, Threads
 from aionn.errors import AionnError, CallerError, CompilationError, DeadlineError, ExecutionError
 from aionn.hal.interfaces import (
@@ -47,13 +47,12 @@ from aionn.hal.types import (
     DeviceType,
     ExecutionPreference,
     IMemory,
-    MemoryKind,
     MQDescriptor,
     Operand,
     Request,
     Result,
 )
-from aionn.memory import DeviceBuffer, DeviceBuffers, Memory, ModelInfo, Region, check_request, reserve
+from aionn.memory import DeviceBuffers, ModelInfo, check_request, reserve
 from aionn.memory.requests import Extent
 from aionn.pages import DriverPage, Slot, private_slot
 
@@ -123,7 +122,7 @@ class EngineDevice:
         finally:
             if lent is not None:
                 lent.give_up()
-        return EnginePreparedModel(self, executable, model.inputs, model.outputs, options, outcome, _constants_of(model))
+        return EnginePreparedModel(self, executable, model.inputs, model.outputs, options, outcome, constants_of(model))
 
     def _compile(self, model: Model, options: CompileOptions) -> tuple[Executable, str]:
         """The compiled model; and, where that worked only without preparing for the export, why nothing can be saved."""
@@ -328,67 +327,6 @@ class EnginePreparedModel:
         self.device.leave(self._bound.pace, self._bound.slot)
 
 
-class EngineBuffer:
-    """Memory of the device's own. Satisfies `IBuffer`."""
-
-    def __init__(self, buffers: DeviceBuffers, buffer: DeviceBuffer) -> None:
-        self._buffers = buffers
-        self._buffer = buffer
-        self.token = buffer.token
-
-    def of(self, buffers: DeviceBuffers) -> bool:
-        """Whether it is one of that device's."""
-        return self._buffers is buffers
-
-    async def copy_from(self, source: IMemory, dimensions: tuple[int, ...]) -> None:
-        """Fill the whole buffer; see `DeviceBuffer.copy_from`."""
-        file = _file_of(source)
-
-        def opened() -> memoryview:
-            if file is not None:
-                file.check_backing()
-            return source.view()
-
-        await _copied(lambda: self._buffer.fill_from(opened, dimensions))
-
-    async def copy_to(self, target: IMemory) -> None:
-        """Copy the whole buffer out; see `DeviceBuffer.copy_to`. A file is flushed then."""
-        file = _file_of(target)
-
-        def copy() -> None:
-            if file is not None:
-                file.check_backing()
-            self._buffer.copy_to(target.view())
-            if file is not None:
-                file.flush()
-
-        await _copied(copy)
-
-    async def aclose(self) -> None:
-        self._buffers.free(self.token)
-
-
-async def _copied(copy: Callable[[], None]) -> None:
-    """Run a blocking copy in a thread.
-
-    Raise its error without the frames of the thread: they hold views of the client's memory, which would stay mapped with them.
-    """
-
-    def attempt() -> AionnError | None:
-        try:
-            copy()
-        except AionnError as error:
-            return error.again()
-        return None
-
-    failed = await anyio.to_thread.run_sync(attempt)
-    if failed is not None:
-        try:
-            raise failed
-        finally:
-            del failed
-
-
 class EngineBurstExecutor:
     """Caches a burst's memories mapped, by slot. Satisfies `IBurstExecutorWithCache`."""
 
@@ -421,34 +359,3 @@ class EngineBurstExecutor:
     def close(self) -> None:
         for slot in list(self._memories):
             self.remove_cache_entry(slot)
-
-
-def bound_pool(pool: IMemory | IBuffer, buffers: DeviceBuffers) -> BoundPool:
-    """A pool of a request: all its bytes in place, shape (size_bytes,), or the token of one of `buffers`."""
-    if isinstance(pool, EngineBuffer) and pool.of(buffers):
-        return BoundPool(None, pool.token)
-    if not isinstance(pool, IMemory):
-        raise CallerError("a device-owned buffer of another device cannot be used here")
-    return BoundPool(np.frombuffer(pool.view(), np.uint8), None, _file_of(pool), _home_of(pool))
-
-
-def _file_of(memory: IMemory) -> Region | None:
-    """What may be cut off, and must be flushed: the mapping of a file."""
-    region = memory.pool if isinstance(memory, Memory) else memory
-    return region if isinstance(region, Region) and region.description.kind is MemoryKind.MMAP_FD else None
-
-
-def _home_of(memory: IMemory) -> Extent:
-    status, begin = os.fstat(memory.fileno()), memory.description.offset_bytes
-    return (status.st_dev, status.st_ino), begin, begin + memory.size_bytes
-
-
-def _constants_of(model: Model) -> tuple[Extent, ...]:
-    """Where the constants lie that are an app's own memory or a file; the others are sealed against writing."""
-    homes = [_home_of(pool) if may_change(pool) else None for pool in model.pools]
-    extents: list[Extent] = []
-    for constant in model.constants:
-        home, place = homes[constant.location.pool_index], constant.location
-        if home is not None:
-            extents.append((home[0], home[1] + place.offset, home[1] + place.offset + place.length))
-    return tuple(extents)

@@ -26,7 +26,8 @@ from aionn.driver.device import EngineDevice
 from aionn.driver.registry import find_engine
 from aionn.errors import AionnError, DeviceUnavailableError
 from aionn.pages import BEAT_S, DriverPage
-from aionn.remote.control import STACKS_SIGNAL, Refused, encode, failure_of
+from aionn.remote.control import STACKS_SIGNAL, Refused, encode
+from aionn.remote.failures import failure_of
 from aionn.remote.service import DeviceService
 
 _PR_SET_PDEATHSIG = 1

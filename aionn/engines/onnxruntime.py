@@ -24,24 +24,22 @@ from __future__ import annotations
 
 import os
 import re
-import struct
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from io import BufferedReader
 from math import prod
 from typing import Any
 
 import msgspec
-import numpy as np
 from numpy.typing import NDArray
 
+from aionn.engines.onnxruntime_artifact import ARTIFACT_FORMAT, WEIGHTS_DIRECTORY, WEIGHTS_FILE, WrittenArtifact, without_notes
 from aionn.engines.outputs import deliver
 from aionn.engines.processor import Flushing, instruction_set, usable_cpus
 from aionn.errors import CallerError, CompilationError, DeviceUnavailableError
 from aionn.graph.arrays import arrays_over, constant_arrays
 from aionn.hal.interfaces import Artifact, CompileOptions, Executable, ExecutionReport
-from aionn.hal.model import Constant, Model, Operation
+from aionn.hal.model import Model, Operation
 from aionn.hal.types import CacheFiles, ExecutionPreference
 
 __all__ = ["OnnxRuntimeEngine", "OnnxRuntimeExecutable"]
@@ -61,29 +59,8 @@ as much as ORT's copies of so many bytes; in models at hand a fifth of the weigh
 _REMEMBERED_BINDINGS = 16
 """So many sets of arrays are remembered: the frames of a burst that take turns, each with a state that has two places in turn."""
 
-_PIECE_BYTES = 16 << 20
-_ARTIFACT_FORMAT = 2
-_NOTES_LENGTH = struct.Struct("<Q")
-_WEIGHTS_DIRECTORY, _WEIGHTS_FILE = "/dev", "null"
-"""Where an artifact's graph says that its weights lie. ORT looks whether that file is there and, having been given each weight by name,
-does not read it. Should it read one after all, this file fails where any other would be taken for weights."""
 
-_NO_WEIGHTS = b"aionn: this graph has no weights outside"  # an empty cache file would look like one never written
 _FATAL_ONLY = 4  # every error is raised as well; a driver's stderr is for what nobody else says
-
-
-class _Notes(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a load would else have to look for in the graph. Ends the model file: graph, notes (MessagePack), their length u64.
-
-    Attributes:
-        work: see `_most_work`.
-        weights: the constants in the data file.
-        by_name: whether they, and nothing else, are what ORT will look for by these names; it does so in nested graphs too.
-    """
-
-    work: int
-    weights: tuple[Constant, ...]
-    by_name: bool
 
 
 class OnnxRuntimeEngine:
@@ -109,7 +86,7 @@ class OnnxRuntimeEngine:
         self._ort = onnxruntime
         self._native = native
         onnxruntime.set_default_logger_severity(_FATAL_ONLY)
-        self.version = f"{onnxruntime.__version__};{instruction_set()};all,denormals=0;artifact={_ARTIFACT_FORMAT}"
+        self.version = f"{onnxruntime.__version__};{instruction_set()};all,denormals=0;artifact={ARTIFACT_FORMAT}"
         self._kernels: Mapping[tuple[str, str], Sequence[tuple[int, int]]] | None = None
 
     def supported_operations(self, model: Model) -> Sequence[bool]:
@@ -135,7 +112,7 @@ class OnnxRuntimeEngine:
         if not options.may_export:
             session = self._session(model.graph, settings, options, model.operations)
             return OnnxRuntimeExecutable(session, (model, arrays), None)
-        written = _Written(work)
+        written = WrittenArtifact(work)
         settings.optimized_model_filepath = written.graph_path
         settings.add_session_config_entry("session.optimized_model_external_initializers_file_name", written.weights_file)
         settings.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", str(OUTSIDE_BYTES))
@@ -159,7 +136,7 @@ class OnnxRuntimeEngine:
             raise CompilationError(f"an artifact of {found} was given; onnxruntime's has one of each")
         weights = memoryview(artifact.data[0]).cast("B")
         try:
-            graph, notes = _without_notes(memoryview(artifact.model[0]).cast("B"))
+            graph, notes = without_notes(memoryview(artifact.model[0]).cast("B"))
             arrays = arrays_over([weights], notes.weights)
         except (ValueError, IndexError, msgspec.MsgspecError) as error:
             raise CompilationError(f"the artifact is not of this release's onnxruntime engine: {error}") from error
@@ -167,11 +144,11 @@ class OnnxRuntimeEngine:
         settings.graph_optimization_level = self._ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         values = {name: self._ort.OrtValue.ortvalue_from_numpy(array) for name, array in arrays.items()}
         if notes.by_name:
-            settings.add_session_config_entry("session.model_external_initializers_file_folder_path", _WEIGHTS_DIRECTORY)
+            settings.add_session_config_entry("session.model_external_initializers_file_folder_path", WEIGHTS_DIRECTORY)
             for name, value in values.items():
                 settings.add_initializer(name, value)
         else:
-            settings.add_external_initializers_from_files_in_memory([_WEIGHTS_FILE], [weights], [len(weights)])  # copied, twice
+            settings.add_external_initializers_from_files_in_memory([WEIGHTS_FILE], [weights], [len(weights)])  # copied, twice
         return OnnxRuntimeExecutable(self._session(graph, settings, options, ()), (weights, values), lambda: artifact)
 
     def _settings(self, options: CompileOptions, threads: int) -> Any:
@@ -337,69 +314,6 @@ class _Binding:
         for name in self.made:
             self.binding.bind_output(name)
         return found
-
-
-class _Written:
-    """The two files that ORT writes while it compiles. They have no names, so a driver that is killed leaves nothing of them.
-
-    ORT opens them by path, as entries of `/proc/self/fd`. Its graph names the weights' file by the number of the descriptor, and
-    `artifact` renames it.
-    """
-
-    def __init__(self, work: int) -> None:
-        self._work = work
-        self._graph, self._weights = _nameless("aionn-graph"), _nameless("aionn-weights")
-        self._finalizer = weakref.finalize(self, _close, self._graph, self._weights)
-        self.graph_path = f"/proc/self/fd/{self._graph.fileno()}"
-        self.weights_file = str(self._weights.fileno())
-
-    def artifact(self) -> Artifact:
-        from aionn.graph import settle_exported
-
-        graph, weights = self._graph.read(), _taken_out(self._weights) or _NO_WEIGHTS
-        self._finalizer()
-        # Weights of nested graphs ORT does not look for in memory, and names that it made twice it does not read.
-        graph, constants, by_name = settle_exported(graph, self.weights_file, weights, renamed=_WEIGHTS_FILE)
-        return Artifact((_with_notes(graph, _Notes(self._work, constants, by_name)),), (weights,))
-
-
-def _nameless(name: str) -> BufferedReader:
-    """A file in memory. `name` is what `/proc` shows for it."""
-    return open(os.memfd_create(name, os.MFD_CLOEXEC), "rb")
-
-
-def _taken_out(file: BufferedReader) -> memoryview:
-    """Move the bytes of a file in memory into a buffer, piece by piece from the end, so that they never need twice the memory."""
-    size = os.fstat(file.fileno()).st_size
-    content = np.empty(size, np.uint8).data
-    for begin in reversed(range(0, size, _PIECE_BYTES)):
-        file.seek(begin)
-        file.readinto(content[begin : begin + _PIECE_BYTES])
-        os.ftruncate(file.fileno(), begin)
-    return content
-
-
-def _close(*files: BufferedReader) -> None:
-    for file in files:
-        file.close()
-
-
-def _with_notes(graph: bytes, notes: _Notes) -> bytes:
-    packed = msgspec.msgpack.encode(notes)
-    return b"".join((graph, packed, _NOTES_LENGTH.pack(len(packed))))
-
-
-def _without_notes(model: memoryview) -> tuple[bytes, _Notes]:
-    """The graph and the notes of a model file.
-
-    Raises:
-        ValueError, msgspec.MsgspecError: it has no such notes.
-    """
-    end = len(model) - _NOTES_LENGTH.size
-    length = _NOTES_LENGTH.unpack_from(model, end)[0] if end >= 0 else 0
-    if not 0 < length <= end:
-        raise ValueError(f"a model file of {len(model)} bytes that does not end with its notes")
-    return bytes(model[: end - length]), msgspec.msgpack.decode(model[end - length : end], type=_Notes)
 
 
 def _address(array: NDArray[Any]) -> int:

@@ -31,9 +31,8 @@ from aionn.remote.control import (
     Refused,
     Reply,
     ReplyBody,
-    error_of,
-    failure_of,
 )
+from aionn.remote.failures import error_of, failure_of
 from aionn.tasks import Answer, leave_in_child
 
 R = TypeVar("R", bound=ReplyBody)

@@ -15,18 +15,7 @@ from struct import Struct
 
 import msgspec
 
-from aionn.errors import (
-    AionnError,
-    CallerError,
-    CompilationError,
-    DeadlineError,
-    DeviceUnavailableError,
-    DriverDiedError,
-    DriverHungError,
-    ExecutionError,
-    MemoryAllocationError,
-    OutputInsufficientSizeError,
-)
+from aionn.errors import AionnError, CallerError
 from aionn.hal.model import Constant, Operation
 from aionn.hal.types import (
     BufferDesc,
@@ -303,7 +292,6 @@ class Cancel(_Message, frozen=True):
 
 Message = Call | Reply | Cancel | Ready | Refused
 
-_LARGEST = 2**64 - 1
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
@@ -349,66 +337,3 @@ def decode(body: bytes | bytearray | memoryview) -> Message:
         return _DECODER.decode(body)
     except (msgspec.DecodeError, msgspec.ValidationError, ValueError, RecursionError, MemoryError) as error:
         raise ControlError(f"control message of {len(body)} bytes: {error or type(error).__name__}") from error
-
-
-MAX_MESSAGE_CHARACTERS = 4096
-"""An engine's error may carry a whole graph; so much of it crosses the wall."""
-
-
-def failure_of(error: BaseException) -> Failure:
-    """An exception as it crosses the wall. Any exception gives one, whatever its text holds."""
-    kind = type(error).__name__
-    message = _sendable(str(error)) or kind
-    match error:
-        case CompilationError():
-            node = None if error.node is None else _sendable(str(error.node))
-            return Failure("CompilationError", message, node=node, reason=_sendable(str(error.reason)))
-        case OutputInsufficientSizeError():
-            return Failure("OutputInsufficientSizeError", message, status=int(error.status), shapes=error.shapes)
-        case ExecutionError():
-            return Failure("ExecutionError", message, status=int(error.status))
-        case DeadlineError():
-            return Failure("DeadlineError", message, transient=error.transient)
-        case DeviceUnavailableError():
-            return Failure("DeviceUnavailableError", message, device=error.device)
-        case MemoryAllocationError():
-            needed_bytes = min(error.needed_bytes, _LARGEST)  # a client may ask for more bytes than a message can name
-            return Failure("MemoryAllocationError", message, needed_bytes=needed_bytes, available_bytes=error.available_bytes)
-        case CallerError():
-            return Failure("CallerError", message)
-        case DriverDiedError() | DriverHungError():
-            return Failure("ExecutionError", message, status=int(ErrorStatus.DEVICE_UNAVAILABLE))
-        case _:
-            return Failure("ExecutionError", f"{kind}: {message}" if kind != message else kind)
-
-
-def _sendable(text: str) -> str:
-    """As text that UTF-8 can carry and a log line can hold: a path with stray bytes is no reason to lose the error."""
-    text = text.encode("utf-8", "backslashreplace").decode()
-    return text if len(text) <= MAX_MESSAGE_CHARACTERS else f"{text[:MAX_MESSAGE_CHARACTERS]} [{len(text)} characters in all]"
-
-
-def error_of(failure: Failure) -> AionnError:
-    """The exception that a failure stands for; an unknown kind is an ExecutionError with its message."""
-    match failure.kind:
-        case "CompilationError":
-            return CompilationError(failure.message, node=failure.node, reason=failure.reason)
-        case "OutputInsufficientSizeError":
-            return OutputInsufficientSizeError(failure.message, status=_status(failure.status), shapes=failure.shapes)
-        case "DeadlineError":
-            return DeadlineError(failure.message, transient=failure.transient)
-        case "DeviceUnavailableError":
-            return DeviceUnavailableError(failure.device, failure.message)
-        case "MemoryAllocationError":
-            return MemoryAllocationError(failure.message, needed_bytes=failure.needed_bytes, available_bytes=failure.available_bytes)
-        case "CallerError":
-            return CallerError(failure.message)
-        case _:
-            return ExecutionError(failure.message, status=_status(failure.status))
-
-
-def _status(number: int) -> ErrorStatus:
-    try:
-        return ErrorStatus(number)
-    except ValueError:
-        return ErrorStatus.GENERAL_FAILURE

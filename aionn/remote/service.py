@@ -7,7 +7,6 @@ here and goes with the client: `aclose` frees them all.
 from __future__ import annotations
 
 import logging
-import os
 import socket
 from collections.abc import Mapping, Sequence
 from typing import Protocol, TypeVar
@@ -16,11 +15,10 @@ import anyio
 from anyio.abc import TaskGroup
 
 from aionn.burst import result_of
-from aionn.errors import AionnError, CallerError, CompilationError
-from aionn.hal.interfaces import CacheHandles, IBuffer, IBurstContext, IDevice, IPreparedModel, PrepareOptions
-from aionn.hal.model import Model
-from aionn.hal.types import IMemory, MemoryDescription, MQDescriptor
-from aionn.memory import Access, MappingError, Memory, Region, check_request
+from aionn.errors import AionnError, CallerError
+from aionn.hal.interfaces import IBuffer, IBurstContext, IDevice, IPreparedModel, PrepareOptions
+from aionn.hal.types import IMemory, MQDescriptor
+from aionn.memory import Region, check_request
 from aionn.memory.descriptors import check_description
 from aionn.remote.channel import Descriptors
 from aionn.remote.connection import Connection
@@ -55,6 +53,7 @@ from aionn.remote.control import (
     ReleasePreparedModel,
     ReplyBody,
 )
+from aionn.remote.received import Handles, Received, attached
 
 T = TypeVar("T")
 logger = logging.getLogger("aionn.driver")
@@ -147,13 +146,13 @@ class DeviceService:
             case Execute():
                 reply = await self._execute(body, descriptors)
             case GetSupportedOperations(model=message):
-                with _Received() as received:
+                with Received() as received:
                     model = received.model(message, descriptors)
                     reply = Flags(tuple(await self._device.get_supported_operations(model)))
             case PrepareModel(model=message, options=options, cache=cache):
                 reply = await self._prepare(message, options, cache, descriptors)
             case PrepareModelFromCache(options=options, cache=cache):
-                with _Handles(cache, descriptors) as handles:
+                with Handles(cache, descriptors) as handles:
                     reply = self._keep(await self._device.prepare_model_from_cache(_options(options), handles))
             case ConfigureExecutionBurst():
                 reply = await self._configure(body, descriptors)
@@ -171,12 +170,12 @@ class DeviceService:
                 reply = Allocated(buffer.token)
             case CopyFrom(token=token, source=description, dimensions=dimensions):
                 buffer = _known(self._buffers, token, "device buffer")
-                with _Received() as received:
+                with Received() as received:
                     await buffer.copy_from(received.source(descriptors, description, body.offset, body.length), dimensions)
                 reply = Done()
             case CopyTo(token=token, target=description):
                 buffer = _known(self._buffers, token, "device buffer")
-                with _Received() as received, received.part(descriptors, description, body.offset, body.length) as target:
+                with Received() as received, received.part(descriptors, description, body.offset, body.length) as target:
                     await buffer.copy_to(target)
                 reply = Done()
             case FreeBuffer(token=token):
@@ -189,13 +188,13 @@ class DeviceService:
     async def _prepare(
         self, message: ModelMessage, options: OptionsMessage, cache: CacheMessage | None, descriptors: Descriptors
     ) -> Prepared:
-        received = _Received()
+        received = Received()
         try:
             model = received.model(message, descriptors)
             if cache is None:
                 prepared = await self._device.prepare_model(model, _options(options))
             else:
-                with _Handles(cache, descriptors) as handles:
+                with Handles(cache, descriptors) as handles:
                     prepared = await self._device.prepare_model(model, _options(options), handles)
         finally:
             # The engine keeps what it uses in place by its own views; the descriptors have done their work.
@@ -209,14 +208,14 @@ class DeviceService:
 
     async def _execute(self, body: Execute, descriptors: Descriptors) -> Executed:
         prepared = _known(self._prepared, body.prepared, "prepared model")
-        with _Received() as received:
+        with Received() as received:
             try:
                 pools = self._pools(prepared, body, received, descriptors)
             except AionnError as error:
                 return Executed(result_of(error))
             return Executed(await prepared.execute(body.request, pools, body.measure_timing, body.deadline_ns))
 
-    def _pools(self, prepared: IPreparedModel, body: Execute, received: _Received, descriptors: Descriptors) -> list[IMemory | IBuffer]:
+    def _pools(self, prepared: IPreparedModel, body: Execute, received: Received, descriptors: Descriptors) -> list[IMemory | IBuffer]:
         """The pools of a request, mapped once all that can be told without it is right.
 
         Raises:
@@ -281,126 +280,6 @@ class _RemoteBurstCallback:
         finally:
             descriptors.close()
         return regions
-
-
-class _Received:
-    """Memories that a call brought along; let go of when the call is done with them."""
-
-    def __init__(self) -> None:
-        self._regions: list[Region] = []
-
-    def __enter__(self) -> _Received:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        for region in self._regions:
-            region.close()
-
-    def memory(self, fd: int, description: MemoryDescription) -> Region:
-        """Map one for an execution or a copy; it takes over the descriptor."""
-        region = attached(fd, description)
-        self._regions.append(region)
-        return region
-
-    def part(self, descriptors: Descriptors, description: MemoryDescription, offset: int, length: int | None) -> Memory:
-        """The piece of a memory that a copy is about.
-
-        Raises:
-            CallerError: it reaches beyond the memory; nothing was mapped.
-        """
-        check_description(description)
-        end = description.size_bytes if length is None else offset + length
-        if not 0 <= offset < end <= description.size_bytes:
-            raise CallerError(f"bytes {offset} to {end} of a memory of {description.size_bytes} bytes")
-        with Memory(self.memory(descriptors.take(), description)) as whole:
-            return whole[offset:end]
-
-    def source(self, descriptors: Descriptors, description: MemoryDescription, offset: int, length: int | None) -> IMemory:
-        """As `part`, for a copy into a buffer. Memory that cannot be mapped fails that copy, and the buffer has no contents then."""
-        try:
-            return self.part(descriptors, description, offset, length)
-        except AionnError as error:
-            return _Unmapped(description, error)
-
-    def model(self, message: ModelMessage, descriptors: Descriptors) -> Model:
-        """The client's model; its constants are mapped copy-on-write: no engine can write through to the app's.
-
-        Raises:
-            CompilationError: memory with constants is not what its description says: a file has been cut off, mostly.
-        """
-        pools = []
-        for description in message.pools:
-            try:
-                region = attached(descriptors.take(), description, Access.PRIVATE)
-            except MappingError as error:
-                why = f"the model's weights cannot be mapped: {error}. If their file was cut off, put it back and read the model again"
-                raise CompilationError(why, reason=str(error)) from error
-            self._regions.append(region)
-            pools.append(region)
-        return Model(
-            graph=message.graph,
-            inputs=dict(message.inputs),
-            outputs=dict(message.outputs),
-            operations=message.operations,
-            constants=message.constants,
-            pools=tuple(pools),
-            token=message.token,
-            contents=message.contents,
-        )
-
-
-class _Unmapped:
-    """Memory that could not be mapped. Satisfies `IMemory`."""
-
-    def __init__(self, description: MemoryDescription, error: AionnError) -> None:
-        self.description = description
-        self.size_bytes = description.size_bytes
-        self._error = error
-
-    def fileno(self) -> int:
-        raise self._error
-
-    def view(self) -> memoryview:
-        raise self._error
-
-
-class _Handles:
-    """Cache files that a call brought along, as the HAL passes them; closed when the call is done."""
-
-    def __init__(self, message: CacheMessage, descriptors: Descriptors) -> None:
-        self._model = descriptors.take_many(message.model)
-        self._data = descriptors.take_many(message.data)
-        self._token = message.token
-
-    def __enter__(self) -> CacheHandles:
-        return CacheHandles(self._model, self._data, self._token)
-
-    def __exit__(self, *_: object) -> None:
-        Descriptors((*self._model, *self._data)).close()
-
-
-def attached(fd: int, description: MemoryDescription, access: Access | None = None) -> Region:
-    """Map a client's memory, read-only where it says so. Takes over `fd`.
-
-    Raises:
-        CallerError: the description can never be right: INVALID_ARGUMENT.
-        MappingError: the descriptor is not what the description says, or cannot be mapped: GENERAL_FAILURE.
-        MemoryAllocationError: as `Region.attach`.
-    """
-    if access is None:
-        access = Access.WRITE if description.writable else Access.READ
-    try:
-        check_description(description)
-    except BaseException:
-        os.close(fd)
-        raise
-    try:
-        return Region.attach(fd, description, access)
-    except CallerError as error:
-        raise MappingError(str(error)) from error
 
 
 def _descriptor(message: MQMessage, descriptors: Descriptors) -> MQDescriptor:

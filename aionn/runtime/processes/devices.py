@@ -35,8 +35,9 @@ from aionn.hal.types import CacheFiles, DeviceType
 from aionn.pages import Activity, LayoutError, PageReader
 from aionn.remote.channel import Descriptors
 from aionn.remote.connection import Connection
-from aionn.remote.control import PROTOCOL, STACKS_SIGNAL, CallBody, ControlError, Ready, Refused, error_of
+from aionn.remote.control import PROTOCOL, STACKS_SIGNAL, CallBody, ControlError, Ready, Refused
 from aionn.remote.device import RemoteDevice
+from aionn.remote.failures import error_of
 from aionn.runtime.processes.liveness import DEFAULT_HANG_S, Judge, watch
 from aionn.runtime.processes.restarts import Restarts
 from aionn.runtime.processes.spawning import spawn
