@@ -15,7 +15,6 @@ from math import prod
 from typing import Protocol, runtime_checkable
 
 import numpy as np
-from numpy.typing import DTypeLike
 
 from aionn.errors import CallerError
 
@@ -53,19 +52,6 @@ class OperandType(enum.Enum):
     @property
     def element_bytes(self) -> int:
         return _DTYPES[self].itemsize
-
-    @classmethod
-    def from_dtype(cls, dtype: DTypeLike) -> OperandType:
-        """The operand type of a NumPy dtype.
-
-        Raises:
-            CallerError: no tensor of a model can have that dtype.
-        """
-        try:
-            return cls(np.dtype(dtype).name)
-        except ValueError:
-            known = ", ".join(member.value for member in cls)
-            raise CallerError(f"dtype {np.dtype(dtype)} is not a tensor element type of aionn; those are {known}") from None
 
 
 _DTYPES: dict[OperandType, np.dtype[np.generic]] = {member: np.dtype(member.value) for member in OperandType}

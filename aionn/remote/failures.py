@@ -20,11 +20,11 @@ from aionn.remote.control import Failure
 _LARGEST = 2**64 - 1
 
 MAX_MESSAGE_CHARACTERS = 4096
-"""An engine's error may carry a whole graph; so much of it crosses the wall."""
+"""So much of an error's text is sent. The error of an engine may carry a whole graph."""
 
 
 def failure_of(error: BaseException) -> Failure:
-    """An exception as it crosses the wall. Any exception gives one, whatever its text holds."""
+    """Return the message for an exception. Every exception has one, whatever its text holds."""
     kind = type(error).__name__
     message = _sendable(str(error)) or kind
     match error:
@@ -51,13 +51,13 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def _sendable(text: str) -> str:
-    """As text that UTF-8 can carry and a log line can hold: a path with stray bytes is no reason to lose the error."""
+    """Return a text that UTF-8 can carry and that a log line can hold. The text of an error may hold a path with stray bytes."""
     text = text.encode("utf-8", "backslashreplace").decode()
     return text if len(text) <= MAX_MESSAGE_CHARACTERS else f"{text[:MAX_MESSAGE_CHARACTERS]} [{len(text)} characters in all]"
 
 
 def error_of(failure: Failure) -> AionnError:
-    """The exception that a failure stands for; an unknown kind is an ExecutionError with its message."""
+    """Return the exception that a failure stands for. An unknown kind gives an `ExecutionError` with the failure's message."""
     match failure.kind:
         case "CompilationError":
             return CompilationError(failure.message, node=failure.node, reason=failure.reason)

@@ -15,7 +15,7 @@ from aionn.remote.control import CacheMessage, ModelMessage
 
 
 class Received:
-    """Memories that a call brought along; let go of when the call is done with them."""
+    """Memories that came with a call. They are unmapped when the call is done with them."""
 
     def __init__(self) -> None:
         self._regions: list[Region] = []
@@ -31,36 +31,41 @@ class Received:
             region.close()
 
     def memory(self, fd: int, description: MemoryDescription) -> Region:
-        """Map one for an execution or a copy; it takes over the descriptor."""
+        """Map a memory for an execution or a copy. Takes over the descriptor."""
         region = attached(fd, description)
         self._regions.append(region)
         return region
 
     def part(self, descriptors: Descriptors, description: MemoryDescription, offset: int, length: int | None) -> Memory:
-        """The piece of a memory that a copy is about.
+        """Return the part of a memory that a copy names.
 
         Raises:
-            CallerError: it reaches beyond the memory; nothing was mapped.
+            CallerError: the part reaches beyond the memory. Nothing was mapped.
         """
         check_description(description)
         end = description.size_bytes if length is None else offset + length
         if not 0 <= offset < end <= description.size_bytes:
-            raise CallerError(f"bytes {offset} to {end} of a memory of {description.size_bytes} bytes")
+            raise CallerError(
+                f"the copy names bytes {offset} to {end}, but the memory has {description.size_bytes} bytes; name a part inside the memory"
+            )
         with Memory(self.memory(descriptors.take(), description)) as whole:
             return whole[offset:end]
 
     def source(self, descriptors: Descriptors, description: MemoryDescription, offset: int, length: int | None) -> IMemory:
-        """As `part`, for a copy into a buffer. Memory that cannot be mapped fails that copy, and the buffer has no contents then."""
+        """Return the part of a memory that is copied into a buffer.
+
+        Memory that cannot be mapped fails only when the copy reads it. So the copy fails in the buffer, which then has no contents.
+        """
         try:
             return self.part(descriptors, description, offset, length)
         except AionnError as error:
             return _Unmapped(description, error)
 
     def model(self, message: ModelMessage, descriptors: Descriptors) -> Model:
-        """The client's model; its constants are mapped copy-on-write: no engine can write through to the app's.
+        """Return the client's model. Its constants are mapped copy-on-write, so an engine can never write into the app's.
 
         Raises:
-            CompilationError: memory with constants is not what its description says: a file has been cut off, mostly.
+            CompilationError: memory with constants does not fit its description. Mostly a file has become shorter.
         """
         pools = []
         for description in message.pools:
@@ -99,7 +104,7 @@ class _Unmapped:
 
 
 class Handles:
-    """Cache files that a call brought along, as the HAL passes them; closed when the call is done."""
+    """Cache files that came with a call, as the HAL passes them. They are closed when the call is done."""
 
     def __init__(self, message: CacheMessage, descriptors: Descriptors) -> None:
         self._model = descriptors.take_many(message.model)
@@ -114,11 +119,11 @@ class Handles:
 
 
 def attached(fd: int, description: MemoryDescription, access: Access | None = None) -> Region:
-    """Map a client's memory, read-only where it says so. Takes over `fd`.
+    """Map a client's memory, read-only where the description says so. Takes over `fd`.
 
     Raises:
-        CallerError: the description can never be right: INVALID_ARGUMENT.
-        MappingError: the descriptor is not what the description says, or cannot be mapped: GENERAL_FAILURE.
+        CallerError: the description can never be right (INVALID_ARGUMENT).
+        MappingError: the descriptor does not fit the description, or cannot be mapped (GENERAL_FAILURE).
         MemoryAllocationError: as `Region.attach`.
     """
     if access is None:

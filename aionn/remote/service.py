@@ -1,7 +1,7 @@
-"""An `IDevice` as a driver process offers it: control calls become HAL calls on the device behind.
+"""An `IDevice` as a driver process offers it: control calls become HAL calls on the device.
 
-Every call runs as a task of its own; each object the client made (prepared models, bursts, buffers) is in one table
-here and goes with the client: `aclose` frees them all.
+Every call runs in a separate task. Each object that the client made (a prepared model, a burst or a buffer) is in one table here.
+`aclose` frees all of them when the client has gone.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ logger = logging.getLogger("aionn.driver")
 
 
 class Closable(Protocol):
+    """An object that the client made and may close."""
+
     async def aclose(self) -> None: ...
 
 
@@ -70,10 +72,11 @@ class DeviceService:
     """Serves one client over one socket.
 
     Args:
-        device: what is offered.
-        sock: taken over.
+        device: the device that the client uses.
+        sock: the service takes over the socket.
         tasks: where calls and burst listeners run.
-        page_fd: of this process's statistics page, which the client gets with the greeting. It stays the caller's.
+        page_fd: the descriptor of this process's statistics page, which goes to the client with the greeting. The caller keeps
+            owning the descriptor.
     """
 
     def __init__(self, device: IDevice, sock: socket.socket, tasks: TaskGroup, page_fd: int | None = None) -> None:
@@ -89,7 +92,7 @@ class DeviceService:
         self._connection = Connection(sock, self._call, self._end, on_cancel=self._cancel)
 
     async def start(self) -> None:
-        """Greet the client: from now on it may call."""
+        """Greet the client, which may call from now on."""
         cache_files = await self._device.get_number_of_cache_files_needed()
         device = self._device
         ready = Ready(PROTOCOL, device.name, device.version, device.type, cache_files, device.priority_matters)
@@ -102,7 +105,7 @@ class DeviceService:
         self.ended.set()
 
     async def aclose(self) -> None:
-        """Free all that the client made here."""
+        """Free everything that the client made here."""
         self._end(None)
         for burst in list(self._bursts.values()):
             await burst.aclose()
@@ -114,7 +117,7 @@ class DeviceService:
             table.clear()
 
     def _call(self, call_id: int, body: CallBody, descriptors: Descriptors) -> None:
-        # Known before its task has begun: the cancellation may be in the same read.
+        # The scope is known before its task has begun, because the cancellation may be in the same read.
         scope = self._running[call_id] = anyio.CancelScope()
         self._tasks.start_soon(self._serve, call_id, scope, body, descriptors, name=type(body).__name__)
 
@@ -125,12 +128,12 @@ class DeviceService:
 
     async def _serve(self, call_id: int, scope: anyio.CancelScope, body: CallBody, descriptors: Descriptors) -> None:
         try:
-            # Only what may take minutes is worth stopping: an execution's pools must stay the driver's until it is done with them.
+            # Only calls that may take minutes are stopped. The pools of an execution must stay the driver's until it is done with them.
             if isinstance(body, GetSupportedOperations | PrepareModel | PrepareModelFromCache):
                 with scope:
                     await self._answer(call_id, body, descriptors)
                 if scope.cancelled_caught:
-                    self._connection.reply_failure(call_id, CallerError("the preparation was cancelled"))
+                    self._connection.reply_failure(call_id, CallerError("the preparation was cancelled by its caller"))
             else:
                 await self._answer(call_id, body, descriptors)
         except Exception as error:  # every call is answered, whatever the device raises
@@ -181,8 +184,8 @@ class DeviceService:
             case FreeBuffer(token=token):
                 reply = await self._close(self._buffers, token)
             case _:
-                raise ControlError(f"the client called {type(body).__name__}, which is not a driver's to answer")
-        descriptors.close()  # before the answer: who has it may count on nothing of the call being left
+                raise ControlError(f"the client called {type(body).__name__}, which only an app answers")
+        descriptors.close()  # before the answer, so that a client with the answer can rely on nothing of the call being left
         self._connection.reply(call_id, reply)
 
     async def _prepare(
@@ -197,7 +200,7 @@ class DeviceService:
                 with Handles(cache, descriptors) as handles:
                     prepared = await self._device.prepare_model(model, _options(options), handles)
         finally:
-            # The engine keeps what it uses in place by its own views; the descriptors have done their work.
+            # Views keep alive what the engine uses in place, so the descriptors are not needed any more.
             received.close()
         return self._keep(prepared)
 
@@ -216,11 +219,11 @@ class DeviceService:
             return Executed(await prepared.execute(body.request, pools, body.measure_timing, body.deadline_ns))
 
     def _pools(self, prepared: IPreparedModel, body: Execute, received: Received, descriptors: Descriptors) -> list[IMemory | IBuffer]:
-        """The pools of a request, mapped once all that can be told without it is right.
+        """Return the pools of a request. Maps them only after everything that can be checked before is right.
 
         Raises:
-            CallerError: INVALID_ARGUMENT: the request, a token or a description is wrong; nothing was mapped.
-            ExecutionError: GENERAL_FAILURE: a descriptor is not what its description says, or cannot be mapped.
+            CallerError: the request, a token or a description is wrong (INVALID_ARGUMENT). Nothing was mapped.
+            ExecutionError: a descriptor does not fit its description, or cannot be mapped (GENERAL_FAILURE).
             MemoryAllocationError: a memory has holes that cannot be filled now.
         """
         buffers = [_known(self._buffers, pool.token, "device buffer") if pool.memory is None else None for pool in body.pools]
@@ -261,7 +264,7 @@ class DeviceService:
 
 
 class _RemoteBurstCallback:
-    """Asks the app for the memories behind slots. Satisfies `IBurstCallback`."""
+    """Asks the app for the memories of slots. Satisfies `IBurstCallback`."""
 
     def __init__(self, connection: Connection, burst: int) -> None:
         self._connection = connection
@@ -294,4 +297,4 @@ def _known(table: Mapping[int, T], number: int, what: str) -> T:
     try:
         return table[number]
     except KeyError:
-        raise CallerError(f"{what} {number} is not known here, or has been released") from None
+        raise CallerError(f"{what} {number} does not exist in this driver process, or has been released; use one that is open") from None
