@@ -19,7 +19,7 @@ from aionn.memory.requests import Extent
 
 
 class EngineBuffer:
-    """Memory of the device's own. Satisfies `IBuffer`."""
+    """Memory that the device owns. Satisfies `IBuffer`."""
 
     def __init__(self, buffers: DeviceBuffers, buffer: DeviceBuffer) -> None:
         self._buffers = buffers
@@ -27,7 +27,7 @@ class EngineBuffer:
         self.token = buffer.token
 
     def of(self, buffers: DeviceBuffers) -> bool:
-        """Whether it is one of that device's."""
+        """Return whether the buffer belongs to that device."""
         return self._buffers is buffers
 
     async def copy_from(self, source: IMemory, dimensions: tuple[int, ...]) -> None:
@@ -42,7 +42,7 @@ class EngineBuffer:
         await _copied(lambda: self._buffer.fill_from(opened, dimensions))
 
     async def copy_to(self, target: IMemory) -> None:
-        """Copy the whole buffer out; see `DeviceBuffer.copy_to`. A file is flushed then."""
+        """Copy the whole buffer out, and flush the target if it is a file; see `DeviceBuffer.copy_to`."""
         file = _file_of(target)
 
         def copy() -> None:
@@ -61,7 +61,7 @@ class EngineBuffer:
 async def _copied(copy: Callable[[], None]) -> None:
     """Run a blocking copy in a thread.
 
-    Raise its error without the frames of the thread: they hold views of the client's memory, which would stay mapped with them.
+    Raise its error without the frames of the thread. Those frames hold views of the client's memory, which would stay mapped.
     """
 
     def attempt() -> AionnError | None:
@@ -80,16 +80,16 @@ async def _copied(copy: Callable[[], None]) -> None:
 
 
 def bound_pool(pool: IMemory | IBuffer, buffers: DeviceBuffers) -> BoundPool:
-    """A pool of a request: all its bytes in place, shape (size_bytes,), or the token of one of `buffers`."""
+    """Return a pool of a request: its bytes in place with shape (size_bytes,), or the token of one of `buffers`."""
     if isinstance(pool, EngineBuffer) and pool.of(buffers):
         return BoundPool(None, pool.token)
     if not isinstance(pool, IMemory):
-        raise CallerError("a device-owned buffer of another device cannot be used here")
+        raise CallerError("a device memory of another device was given; allocate one from a compilation on this device")
     return BoundPool(np.frombuffer(pool.view(), np.uint8), None, _file_of(pool), _home_of(pool))
 
 
 def _file_of(memory: IMemory) -> Region | None:
-    """What may be cut off, and must be flushed: the mapping of a file."""
+    """Return the mapping of a file, which may be cut off and must be flushed, or None for other memory."""
     region = memory.pool if isinstance(memory, Memory) else memory
     return region if isinstance(region, Region) and region.description.kind is MemoryKind.MMAP_FD else None
 
@@ -100,7 +100,7 @@ def _home_of(memory: IMemory) -> Extent:
 
 
 def constants_of(model: Model) -> tuple[Extent, ...]:
-    """Where the constants lie that are an app's own memory or a file; the others are sealed against writing."""
+    """Return where those constants lie that are an app's memory or a file. The others are sealed against writing."""
     homes = [_home_of(pool) if may_change(pool) else None for pool in model.pools]
     extents: list[Extent] = []
     for constant in model.constants:
