@@ -1,4 +1,4 @@
-"""Which engines are installed: the entry points of the group `aionn.engines`. Nothing is imported by looking."""
+"""Which engines are installed: the entry points of the group `aionn.engines`. Looking imports no engine."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ GROUP = "aionn.engines"
 
 
 def installed_engines() -> dict[str, EntryPoint]:
-    """Every installed engine's entry point by name; the first of a name wins."""
-    from importlib.metadata import entry_points  # 10 ms; a driver that was told where its engine is never looks
+    """Return every installed engine's entry point by name. The first of a name wins."""
+    from importlib.metadata import entry_points  # costs 10 ms; a driver that knows its engine's home never looks
 
     found: dict[str, EntryPoint] = {}
     for point in entry_points(group=GROUP):

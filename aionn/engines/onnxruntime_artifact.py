@@ -21,19 +21,19 @@ _PIECE_BYTES = 16 << 20
 ARTIFACT_FORMAT = 2
 _NOTES_LENGTH = struct.Struct("<Q")
 WEIGHTS_DIRECTORY, WEIGHTS_FILE = "/dev", "null"
-"""Where an artifact's graph says that its weights lie. ORT looks whether that file is there and, having been given each weight by name,
-does not read it. Should it read one after all, this file fails where any other would be taken for weights."""
+"""The file that an artifact's graph names for its weights. ORT checks that the file exists and does not read it, because each weight is
+given by name. If ORT did read it, this file would fail, while the bytes of another file would be taken for weights."""
 
-_NO_WEIGHTS = b"aionn: this graph has no weights outside"  # an empty cache file would look like one never written
+_NO_WEIGHTS = b"aionn: this graph has no weights outside"  # an empty cache file would look as if it was never written
 
 
 class Notes(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a load would else have to look for in the graph. Ends the model file: graph, notes (MessagePack), their length u64.
+    """Facts that a load would otherwise have to search in the graph. They are the end of the model file.
 
     Attributes:
-        work: see `_most_work`.
+        work: the upper bound of a run's work, as the engine counts it for its choice of threads.
         weights: the constants in the data file.
-        by_name: whether they, and nothing else, are what ORT will look for by these names; it does so in nested graphs too.
+        by_name: whether ORT will look for exactly these constants by these names, in nested graphs too.
     """
 
     work: int
@@ -44,7 +44,7 @@ class Notes(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 class WrittenArtifact:
     """The two files that ORT writes while it compiles. They have no names, so a driver that is killed leaves nothing of them.
 
-    ORT opens them by path, as entries of `/proc/self/fd`. Its graph names the weights' file by the number of the descriptor, and
+    ORT opens the files by path, as entries of `/proc/self/fd`. Its graph names the weights' file by the number of the descriptor, and
     `artifact` renames it.
     """
 
@@ -56,22 +56,23 @@ class WrittenArtifact:
         self.weights_file = str(self._weights.fileno())
 
     def artifact(self) -> Artifact:
+        """Return the artifact, and close the files."""
         from aionn.graph import settle_exported
 
         graph, weights = self._graph.read(), _taken_out(self._weights) or _NO_WEIGHTS
         self._finalizer()
-        # Weights of nested graphs ORT does not look for in memory, and names that it made twice it does not read.
+        # ORT does not look in memory for weights of nested graphs, and does not read a name that it made twice.
         graph, constants, by_name = settle_exported(graph, self.weights_file, weights, renamed=WEIGHTS_FILE)
         return Artifact((_with_notes(graph, Notes(self._work, constants, by_name)),), (weights,))
 
 
 def _nameless(name: str) -> BufferedReader:
-    """A file in memory. `name` is what `/proc` shows for it."""
+    """Open a new file in memory. `/proc` shows it as `name`."""
     return open(os.memfd_create(name, os.MFD_CLOEXEC), "rb")
 
 
 def _taken_out(file: BufferedReader) -> memoryview:
-    """Move the bytes of a file in memory into a buffer, piece by piece from the end, so that they never need twice the memory."""
+    """Move the bytes of a file in memory into a buffer. Moving piece by piece from the end never needs twice the memory."""
     size = os.fstat(file.fileno()).st_size
     content = np.empty(size, np.uint8).data
     for begin in reversed(range(0, size, _PIECE_BYTES)):
@@ -92,13 +93,13 @@ def _with_notes(graph: bytes, notes: Notes) -> bytes:
 
 
 def without_notes(model: memoryview) -> tuple[bytes, Notes]:
-    """The graph and the notes of a model file.
+    """Return the graph and the notes of a model file.
 
     Raises:
-        ValueError, msgspec.MsgspecError: it has no such notes.
+        ValueError, msgspec.MsgspecError: the file has no such notes.
     """
     end = len(model) - _NOTES_LENGTH.size
     length = _NOTES_LENGTH.unpack_from(model, end)[0] if end >= 0 else 0
     if not 0 < length <= end:
-        raise ValueError(f"a model file of {len(model)} bytes that does not end with its notes")
+        raise ValueError(f"the model file of {len(model)} bytes does not end with its notes")
     return bytes(model[: end - length]), msgspec.msgpack.decode(model[end - length : end], type=Notes)
