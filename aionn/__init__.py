@@ -24,7 +24,7 @@ import typing as _typing
 from aionn.lazy import imported_when_asked as _imported_when_asked
 
 if _sys.platform != "linux":
-    raise ImportError(f"aionn runs on Linux (memfd, eventfd, pidfd, futex); this is {_sys.platform!r}")
+    raise ImportError(f"aionn was imported on {_sys.platform!r}, but it runs on Linux only (it needs memfd, eventfd, pidfd and futex)")
 
 # Each name with the module that defines it: here for a type checker, which reads `as` as "exported".
 if _typing.TYPE_CHECKING:

@@ -10,6 +10,7 @@ import importlib
 import importlib.metadata
 import importlib.resources
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -281,6 +282,16 @@ def test_every_public_name_of_the_face_says_what_it_does() -> None:
         if not text or text.startswith(f"{name}("):
             bare.append(name)
     assert bare == []
+
+
+@pytest.mark.parametrize("name", sorted(FACE))
+def test_every_name_of_the_face_begins_with_a_plain_sentence(name: str) -> None:
+    """`help(aionn.X)` opens with one sentence: a capital letter, a full stop, at most 25 words."""
+    text = inspect.getdoc(getattr(aionn, name)) or ""
+    first = re.split(r"(?<=[.])\s", " ".join(text.split("\n\n")[0].split()), maxsplit=1)[0]
+    assert first[:1].isupper(), first
+    assert first.endswith("."), first
+    assert 3 <= len(first.split()) <= 25, first
 
 
 def test_every_public_class_of_the_hal_says_what_it_is() -> None:

@@ -10,7 +10,7 @@ import anyio.to_thread
 import numpy as np
 
 from aionn.driver.execution import BoundPool
-from aionn.errors import AionnError, CallerError
+from aionn.errors import AionnError, CallerError, again
 from aionn.hal.interfaces import IBuffer
 from aionn.hal.model import Model, may_change
 from aionn.hal.types import IMemory, MemoryKind
@@ -68,7 +68,7 @@ async def _copied(copy: Callable[[], None]) -> None:
         try:
             copy()
         except AionnError as error:
-            return error.again()
+            return again(error)
         return None
 
     failed = await anyio.to_thread.run_sync(attempt)

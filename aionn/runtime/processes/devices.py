@@ -30,7 +30,7 @@ import anyio
 
 from aionn import trace
 from aionn.engines.installed import installed_engines
-from aionn.errors import AionnError, CallerError, DeviceUnavailableError, DriverDiedError, DriverHungError
+from aionn.errors import AionnError, CallerError, DeviceUnavailableError, DriverDiedError, DriverHungError, again
 from aionn.hal.types import CacheFiles, DeviceType
 from aionn.pages import Activity, LayoutError, PageReader
 from aionn.remote.channel import Descriptors
@@ -149,7 +149,7 @@ class DriverProcess:
                 await self._ended.wait()
             self._start_failed(DriverHungError(self.name, START_S))
         if self._start_error is not None:
-            raise self._start_error.again()
+            raise again(self._start_error)
         assert self._remote is not None
         return self._remote
 
