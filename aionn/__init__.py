@@ -10,11 +10,11 @@
 
     aionn.run(main)
 
-Each device runs models in a driver process; frames cross in shared memory. This is the face for apps; `aionn.hal` is the
-one for driver authors, `aionn.testing` the one for tests.
+Each device runs models in a driver process, and frames cross in shared memory. This is the face for apps. The face for driver
+authors is `aionn.hal`, the one for tests is `aionn.testing`.
 
-A name's home is imported when the name is first asked for: every driver process imports this package on its way to
-`aionn.driver`, and needs none of the app's side.
+The module that defines a name is imported when the name is first asked for. The reason: every driver process imports this
+package on its way to `aionn.driver`, and needs nothing of the app's side.
 """
 
 import logging as _logging
@@ -24,119 +24,73 @@ import typing as _typing
 from aionn.lazy import imported_when_asked as _imported_when_asked
 
 if _sys.platform != "linux":
-    raise ImportError(f"aionn runs on Linux (memfd, eventfd, pidfd, futex); this is {_sys.platform!r}")
+    raise ImportError(f"aionn was imported on {_sys.platform!r}, but it runs on Linux only (it needs memfd, eventfd, pidfd and futex)")
 
+# Each name with the module that defines it: here for a type checker, which reads `as` as "exported".
 if _typing.TYPE_CHECKING:
-    from aionn import trace
-    from aionn.caching.outcomes import CacheOutcome, CacheOutcomeKind, MissReason
-    from aionn.errors import (
-        AionnError,
-        CallerError,
-        CompilationError,
-        DeadlineError,
-        DeviceMemoryLostError,
-        DeviceUnavailableError,
-        DriverDiedError,
-        DriverHungError,
-        ExecutionError,
-        MemoryAllocationError,
-        OutputInsufficientSizeError,
-        StageRejected,
-    )
-    from aionn.memory import HardwareBuffer, Memory, PlaneLayout
-    from aionn.runtime.compilation import Compilation
-    from aionn.runtime.executing.arguments import Outputs
-    from aionn.runtime.executing.device_memory import DeviceMemory
-    from aionn.runtime.model import Model
-    from aionn.runtime.processes.devices import Device
-    from aionn.runtime.runtime import Runtime, run
-    from aionn.runtime.staging.comparing import Comparison, Tolerance
-    from aionn.runtime.staging.stage import Stage, StagePolicy
-    from aionn.runtime.streaming.burst import Burst
-    from aionn.runtime.streaming.frame import Frame
-    from aionn.runtime.streaming.stream import StreamResult
+    from aionn import trace as trace
+    from aionn.caching.outcomes import CacheOutcome as CacheOutcome
+    from aionn.caching.outcomes import CacheOutcomeKind as CacheOutcomeKind
+    from aionn.caching.outcomes import MissReason as MissReason
+    from aionn.errors import AionnError as AionnError
+    from aionn.errors import CallerError as CallerError
+    from aionn.errors import CompilationError as CompilationError
+    from aionn.errors import DeadlineError as DeadlineError
+    from aionn.errors import DeviceMemoryLostError as DeviceMemoryLostError
+    from aionn.errors import DeviceUnavailableError as DeviceUnavailableError
+    from aionn.errors import DriverDiedError as DriverDiedError
+    from aionn.errors import DriverHungError as DriverHungError
+    from aionn.errors import ExecutionError as ExecutionError
+    from aionn.errors import MemoryAllocationError as MemoryAllocationError
+    from aionn.errors import OutputInsufficientSizeError as OutputInsufficientSizeError
+    from aionn.errors import StageRejected as StageRejected
+    from aionn.memory import HardwareBuffer as HardwareBuffer
+    from aionn.memory import Memory as Memory
+    from aionn.memory import PlaneLayout as PlaneLayout
+    from aionn.runtime.compilation import Compilation as Compilation
+    from aionn.runtime.executing.arguments import Outputs as Outputs
+    from aionn.runtime.executing.device_memory import DeviceMemory as DeviceMemory
+    from aionn.runtime.model import Model as Model
+    from aionn.runtime.processes.devices import Device as Device
+    from aionn.runtime.runtime import Runtime as Runtime
+    from aionn.runtime.runtime import run as run
+    from aionn.runtime.staging.comparing import Comparison as Comparison
+    from aionn.runtime.staging.comparing import Tolerance as Tolerance
+    from aionn.runtime.staging.stage import Stage as Stage
+    from aionn.runtime.staging.stage import StagePolicy as StagePolicy
+    from aionn.runtime.streaming.burst import Burst as Burst
+    from aionn.runtime.streaming.frame import Frame as Frame
+    from aionn.runtime.streaming.stream import StreamResult as StreamResult
 
-# Silent unless the app asks to hear of it; a driver's own words reach the app over its control socket.
+    __all__: list[str]
+
+# And here for Python, which imports it when the name is first asked for. tests/test_public_api.py compares the two.
+else:
+    _NAMES = {
+        "aionn.caching.outcomes": "CacheOutcome CacheOutcomeKind MissReason",
+        "aionn.errors": "AionnError CallerError CompilationError DeadlineError DeviceMemoryLostError DeviceUnavailableError "
+        "DriverDiedError DriverHungError ExecutionError MemoryAllocationError OutputInsufficientSizeError StageRejected",
+        "aionn.memory": "HardwareBuffer Memory PlaneLayout",
+        "aionn.runtime.compilation": "Compilation",
+        "aionn.runtime.executing.arguments": "Outputs",
+        "aionn.runtime.executing.device_memory": "DeviceMemory",
+        "aionn.runtime.model": "Model",
+        "aionn.runtime.processes.devices": "Device",
+        "aionn.runtime.runtime": "Runtime run",
+        "aionn.runtime.staging.comparing": "Comparison Tolerance",
+        "aionn.runtime.staging.stage": "Stage StagePolicy",
+        "aionn.runtime.streaming.burst": "Burst",
+        "aionn.runtime.streaming.frame": "Frame",
+        "aionn.runtime.streaming.stream": "StreamResult",
+    }
+    _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
+    _FACES = {name: f"aionn.{name}" for name in ("caching", "errors", "fmq", "hal", "testing", "trace")}  # modules that are faces too
+    __all__ = sorted((*_HOMES, "trace"))
+    __getattr__ = _imported_when_asked(__name__, _HOMES | _FACES)
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__, *_FACES})
+
+
+# Silent unless the app asks for messages. A driver's own messages reach the app over its control socket.
 _logging.getLogger("aionn").addHandler(_logging.NullHandler())
-
-__all__ = [
-    "AionnError",
-    "Burst",
-    "CacheOutcome",
-    "CacheOutcomeKind",
-    "CallerError",
-    "Comparison",
-    "Compilation",
-    "CompilationError",
-    "DeadlineError",
-    "Device",
-    "DeviceMemory",
-    "DeviceMemoryLostError",
-    "DeviceUnavailableError",
-    "DriverDiedError",
-    "DriverHungError",
-    "ExecutionError",
-    "Frame",
-    "HardwareBuffer",
-    "Memory",
-    "MemoryAllocationError",
-    "MissReason",
-    "Model",
-    "OutputInsufficientSizeError",
-    "Outputs",
-    "PlaneLayout",
-    "Runtime",
-    "Stage",
-    "StagePolicy",
-    "StageRejected",
-    "StreamResult",
-    "Tolerance",
-    "run",
-    "trace",
-]
-
-_HOMES = {
-    "AionnError": "aionn.errors",
-    "Burst": "aionn.runtime.streaming.burst",
-    "CacheOutcome": "aionn.caching.outcomes",
-    "CacheOutcomeKind": "aionn.caching.outcomes",
-    "CallerError": "aionn.errors",
-    "Comparison": "aionn.runtime.staging.comparing",
-    "Compilation": "aionn.runtime.compilation",
-    "CompilationError": "aionn.errors",
-    "DeadlineError": "aionn.errors",
-    "Device": "aionn.runtime.processes.devices",
-    "DeviceMemory": "aionn.runtime.executing.device_memory",
-    "DeviceMemoryLostError": "aionn.errors",
-    "DeviceUnavailableError": "aionn.errors",
-    "DriverDiedError": "aionn.errors",
-    "DriverHungError": "aionn.errors",
-    "ExecutionError": "aionn.errors",
-    "Frame": "aionn.runtime.streaming.frame",
-    "HardwareBuffer": "aionn.memory",
-    "Memory": "aionn.memory",
-    "MemoryAllocationError": "aionn.errors",
-    "MissReason": "aionn.caching.outcomes",
-    "Model": "aionn.runtime.model",
-    "OutputInsufficientSizeError": "aionn.errors",
-    "Outputs": "aionn.runtime.executing.arguments",
-    "PlaneLayout": "aionn.memory",
-    "Runtime": "aionn.runtime.runtime",
-    "Stage": "aionn.runtime.staging.stage",
-    "StagePolicy": "aionn.runtime.staging.stage",
-    "StageRejected": "aionn.errors",
-    "StreamResult": "aionn.runtime.streaming.stream",
-    "Tolerance": "aionn.runtime.staging.comparing",
-    "run": "aionn.runtime.runtime",
-}
-"""Where each name is defined; `TYPE_CHECKING` says the same to a type checker."""
-
-_FACES = {name: f"aionn.{name}" for name in ("caching", "errors", "fmq", "hal", "testing", "trace")}
-"""Modules that are faces too."""
-
-if not _typing.TYPE_CHECKING:  # a type checker would take any name for an attribute
-    __getattr__ = _imported_when_asked(__name__, {**_HOMES, **_FACES})
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_FACES})

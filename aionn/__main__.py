@@ -1,4 +1,4 @@
-"""`python -m aionn`: the same as the command `aionn`."""
+"""Run the command `aionn` as `python -m aionn`."""
 
 import sys
 

@@ -1,9 +1,9 @@
-"""What can go wrong, and whose fault it is.
+"""The errors of aionn: what went wrong, and whose fault it is.
 
-One tree, three questions. Is it the caller's mistake (`CallerError`)? Can the model or this request not be done
-(`CompilationError`, `ExecutionError`, `DeadlineError`, `MemoryAllocationError`)? Is the driver gone
-(`DriverDiedError`, `DriverHungError`, `DeviceUnavailableError`)? Facts stand on attributes; the message is one
-sentence that names what was found, what was expected and the way out.
+One tree answers three questions. Has the caller made a mistake (`CallerError`)? Can the model or the request not be done
+(`CompilationError`, `ExecutionError`, `DeadlineError`, `MemoryAllocationError`)? Has the driver gone
+(`DriverDiedError`, `DriverHungError`, `DeviceUnavailableError`)? Attributes hold the facts. The message is one sentence that says what
+was found, what was expected and the way out.
 
 A cache miss, a refused artifact and a failed save are values (`CacheOutcome`) and log lines, never exceptions.
 """
@@ -11,7 +11,7 @@ A cache miss, a refused artifact and a failed save are values (`CacheOutcome`) a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 __all__ = [
     "AionnError",
@@ -28,45 +28,49 @@ __all__ = [
     "StageRejected",
 ]
 
+E = TypeVar("E", bound=BaseException)
+A = TypeVar("A", bound="AionnError")
+
 
 class AionnError(Exception):
-    """The root of everything that aionn raises on purpose. Can be pickled and copied, attributes included."""
+    """The base of all errors that aionn raises on purpose. Pickling and copying keep the attributes."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _made_again, (type(self), self.args, dict(self.__dict__))
 
-    def again(self) -> AionnError:
-        """The same error for one more caller: an exception that several tasks raise would collect the traceback of each."""
-        error = _made_again(type(self), self.args, self.__dict__)
-        if self.__cause__ is not None:  # setting it, even to None, would hide what is handled when the error is raised
-            error.__cause__ = self.__cause__
-        return error
 
-
-def _made_again(kind: type[AionnError], args: tuple[object, ...], attributes: Mapping[str, object]) -> AionnError:
-    error = kind.__new__(kind)  # not by its own parameters: the message is made already
-    error.args = args  # `OSError.__new__`, which makes a DeadlineError, would leave them to `__init__`
+def _made_again(kind: type[A], args: tuple[object, ...], attributes: Mapping[str, object]) -> A:
+    error = kind.__new__(kind)  # without `__init__`, because the message is made already
+    error.args = args  # `OSError.__new__`, which makes a DeadlineError, leaves them to `__init__`
     error.__dict__.update(attributes)
     if hasattr(error, "__notes__"):
-        error.__notes__ = [*error.__notes__]  # a note for one caller is not for the others
+        error.__notes__ = [*error.__notes__]  # a note for one caller must not reach the others
     return error
 
 
-def again(error: BaseException) -> BaseException:
-    """`error` for one more caller; one that is not ours is raised as it is."""
-    return error.again() if isinstance(error, AionnError) else error
+def again(error: E) -> E:
+    """Return a copy of `error` for one more caller. An error that is not an `AionnError` is returned as it is.
+
+    One exception that several tasks raise would collect the tracebacks of all of them.
+    """
+    if not isinstance(error, AionnError):
+        return error
+    copy = _made_again(type(error), error.args, error.__dict__)
+    if error.__cause__ is not None:  # setting it, even to None, would hide the exception that is being handled at the raise
+        copy.__cause__ = error.__cause__
+    return copy
 
 
 class CallerError(AionnError, ValueError):
-    """The call itself is wrong: a shape, dtype, name, ended lease, wrong loop or bad argument. Nothing was done."""
+    """The call is wrong: a shape, dtype, name, ended lease, wrong loop or bad argument. Nothing was done."""
 
 
 class CompilationError(AionnError):
     """The model cannot be prepared on that device.
 
     Attributes:
-        node: the first node that is at fault, as the graph names it, or None where the engine does not tell.
-        reason: why, in the engine's words, without the device's name.
+        node: the first node at fault, as the graph names it, or None if the engine does not report it.
+        reason: the reason in the engine's words, without the device's name.
     """
 
     def __init__(self, message: str, *, node: str | None = None, reason: str | None = None) -> None:
@@ -79,7 +83,7 @@ class ExecutionError(AionnError):
     """The driver answered that this execution failed. The driver and its other executions go on.
 
     Attributes:
-        status: the HAL's `ErrorStatus` (`aionn.hal.ErrorStatus`); kept as its integer enum member.
+        status: the status of the answer, an `aionn.hal.ErrorStatus`.
     """
 
     def __init__(self, message: str, *, status: int) -> None:
@@ -88,10 +92,10 @@ class ExecutionError(AionnError):
 
 
 class OutputInsufficientSizeError(ExecutionError):
-    """An output is larger than the memory given for it.
+    """An output needs more memory than was given for it.
 
     Attributes:
-        shapes: the shapes the outputs need, by name, as far as the driver knows them.
+        shapes: the shapes that the outputs need, by name, as far as the driver knows them.
     """
 
     def __init__(self, message: str, *, status: int, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -100,15 +104,15 @@ class OutputInsufficientSizeError(ExecutionError):
 
 
 class DriverDiedError(AionnError):
-    """The driver process has ended; what was asked of it will never be answered. Safe to ask again.
+    """The driver process has ended, and will never answer its open calls. It is safe to make the same call again.
 
     Attributes:
         device: the name of the device whose driver it was.
-        exit_code: as in `subprocess` (negative: killed by that signal), or None if it is not known.
+        exit_code: as in `subprocess` (a negative number is the signal that killed it), or None if it is not known.
     """
 
     def __init__(self, device: str, exit_code: int | None, why: str = "") -> None:
-        """`why`: what is known of the reason, to stand behind "ended"."""
+        """Make the message. `why` is what is known of the reason, and stands behind "ended"."""
         how = "and its exit code is not known" if exit_code is None else f"with exit code {exit_code}"
         if exit_code is not None and exit_code < 0:
             how = f"by signal {-exit_code}"
@@ -119,9 +123,9 @@ class DriverDiedError(AionnError):
 
 
 class DeviceMemoryLostError(DriverDiedError):
-    """The device memory was in a driver process that has ended: its contents are gone. Never answered by zeros.
+    """The device memory was in a driver process that has ended, so its contents are lost. They are never replaced by zeros.
 
-    Attributes: as `DriverDiedError`. The way out: allocate it again, and fill it from a snapshot or from the start.
+    Allocate the memory again, and fill it from a snapshot or from the start. The attributes are those of `DriverDiedError`.
     """
 
     def __init__(self, device: str, exit_code: int | None) -> None:
@@ -132,12 +136,12 @@ class DeviceMemoryLostError(DriverDiedError):
 
 
 class DriverHungError(AionnError):
-    """The driver process made no progress for the runtime's `hang_s`; it has been killed.
+    """The driver process made no progress for the runtime's `hang_s`, and was killed.
 
     Attributes:
         device: the name of the device whose driver it was.
-        waited_s: for how long it made no progress, in seconds.
-        stack: the stacks of its threads, at most 16 KiB of text; empty if it wrote none, as a stopped process does.
+        waited_s: how long it made no progress, in seconds.
+        stack: the stacks of its threads, at most 16 KiB of text. A stopped process writes none, and the text is empty.
     """
 
     def __init__(self, device: str, waited_s: float, stack: str = "") -> None:
@@ -150,7 +154,7 @@ class DriverHungError(AionnError):
 
 
 class DeadlineError(AionnError, TimeoutError):
-    """The answer did not come in time. The driver may still be busy with it.
+    """The answer did not come in time. The driver may still be busy with the request.
 
     Attributes:
         transient: True if the same call may succeed when tried again (NNAPI: MISSED_DEADLINE_TRANSIENT).
@@ -162,7 +166,7 @@ class DeadlineError(AionnError, TimeoutError):
 
 
 class DeviceUnavailableError(AionnError):
-    """A device asked for by name is not there. Never answered by a silent fallback.
+    """A device that was asked for by name is not available. aionn never falls back silently to another device.
 
     Attributes:
         device: the name that was asked for.
@@ -177,8 +181,8 @@ class MemoryAllocationError(AionnError):
     """Shared memory could not be reserved, or this process has no free file descriptor.
 
     Attributes:
-        needed_bytes: what was asked for; 0 if only a descriptor is missing.
-        available_bytes: what the tightest known limit leaves, or None without a known limit.
+        needed_bytes: how many bytes were asked for; 0 if only a descriptor is missing.
+        available_bytes: how many bytes the tightest known limit leaves, or None if no limit is known.
     """
 
     def __init__(self, message: str, *, needed_bytes: int, available_bytes: int | None) -> None:
@@ -188,11 +192,11 @@ class MemoryAllocationError(AionnError):
 
 
 class StageRejected(AionnError):
-    """A better stage was not swapped in; the stage before it goes on serving.
+    """A better stage was not swapped in. The stage before it keeps serving.
 
     Attributes:
-        stage: the name of the stage that was refused.
-        reason: why.
+        stage: the name of the stage that was rejected.
+        reason: the reason, as a sentence.
     """
 
     def __init__(self, stage: str, reason: str) -> None:

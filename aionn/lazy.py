@@ -1,6 +1,6 @@
-"""A package's names, imported when they are first asked for (PEP 562). For faces that some of their importers need little of.
+"""Names of a package, imported when they are first asked for (PEP 562). For faces of which some importers need little.
 
-A driver process imports `aionn` and `aionn.driver` on its way to its own main module, whatever is in them.
+A driver process imports `aionn` and `aionn.driver` on its way to its main module, whatever they hold.
 """
 
 import sys
@@ -9,11 +9,11 @@ from importlib import import_module
 
 
 def imported_when_asked(package: str, homes: Mapping[str, str]) -> Callable[[str], object]:
-    """A module's `__getattr__`.
+    """Return a `__getattr__` for a module.
 
     Args:
         package: the module's `__name__`.
-        homes: by name the module that defines it; a module's own name stands for the module.
+        homes: by name the module that defines it. The name of a submodule stands for the submodule itself.
     """
 
     def get(name: str) -> object:

@@ -1,8 +1,8 @@
-"""Task groups inside and plain exceptions outside, bounded shields, one-shot answers, and what a fork's child may not touch.
+"""Tasks and their ends: owned task groups, plain exceptions, bounded shields, one-shot answers, and the child of a fork.
 
 A caller who enters one of aionn's `async with` blocks has started no task and must be able to write `except DriverDiedError`.
-So `ungrouped` undoes anyio's wrapping. `OwnedTasks` is a task group that any task of the loop may open and close. `Answer` is
-what a callback sets and one task awaits. `leave_in_child` and `is_ours` keep a child of `os.fork` from what its parent owns.
+So `ungrouped` undoes anyio's wrapping. `OwnedTasks` is a task group that any task of the loop may open and close. A callback sets
+an `Answer`, and one task awaits it. `leave_in_child` and `is_ours` keep a child of `os.fork` away from what its parent owns.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ T = TypeVar("T")
 
 @contextmanager
 def ungrouped() -> Iterator[None]:
-    """Take a task group's wrapping off the one exception it holds. To be put around exactly one task group.
+    """Raise the one exception of a task group as itself. Put it around exactly one task group.
 
-    A group of two or more passes unchanged: none of them is to be lost. A group that the body itself raised stays a group.
+    A group of two or more exceptions passes unchanged, so that no exception is lost. A group that the body raised stays a group.
     """
     try:
         yield
@@ -44,22 +44,22 @@ def ungrouped() -> Iterator[None]:
         try:
             raise only
         finally:
-            only.__context__ = context  # not "during handling of" a group that the caller must not see
+            only.__context__ = context  # the traceback must not mention a group that the caller must not see
 
 
 @contextmanager
 def bounded_shield(seconds: float) -> Iterator[anyio.CancelScope]:
-    """Finish what must be finished though the caller is cancelled, within that time."""
+    """Finish the body within that time, even if the caller is cancelled."""
     with anyio.move_on_after(seconds, shield=True) as scope:
         yield scope
 
 
 @contextmanager
 def ending_by(deadline_ns: int | None, what: str) -> Iterator[None]:
-    """End the body at a deadline (CLOCK_MONOTONIC) as if its caller had left; None: let it take its time.
+    """End the body at a deadline (CLOCK_MONOTONIC), as if its caller had left. With None it has no deadline.
 
     Raises:
-        DeadlineError: the body was ended; `what` begins its sentence.
+        DeadlineError: the deadline ended the body. `what` begins the sentence.
     """
     if deadline_ns is None:
         yield
@@ -71,7 +71,7 @@ def ending_by(deadline_ns: int | None, what: str) -> Iterator[None]:
 
 
 def running_loop() -> asyncio.AbstractEventLoop:
-    """The asyncio or uvloop loop of this task.
+    """Return the asyncio or uvloop loop of this task.
 
     Raises:
         CallerError: no loop runs, or the task runs under another async library.
@@ -79,14 +79,14 @@ def running_loop() -> asyncio.AbstractEventLoop:
     try:
         return asyncio.get_running_loop()
     except RuntimeError:
-        raise CallerError("aionn needs a running asyncio or uvloop event loop; start one with aionn.run(main)") from None
+        raise CallerError("no asyncio or uvloop event loop runs in this thread; start one with aionn.run(main)") from None
 
 
 def deadline_of(timeout_s: float | None) -> int | None:
     """Return now plus a timeout, in CLOCK_MONOTONIC nanoseconds that fit into 63 bits. None and infinity give None.
 
     Raises:
-        CallerError: it is not a positive number of seconds.
+        CallerError: the timeout is not a positive number of seconds.
     """
     if timeout_s is None:
         return None
@@ -95,7 +95,7 @@ def deadline_of(timeout_s: float | None) -> int | None:
     except (TypeError, ValueError):
         seconds = math.nan
     if not seconds > 0:
-        raise CallerError(f"timeout_s={timeout_s!r}: a timeout is more than 0 seconds, or None for none")
+        raise CallerError(f"timeout_s is {timeout_s!r}; give a number of seconds above 0, or None for no timeout")
     if math.isinf(seconds):
         return None
     return min(time.monotonic_ns() + int(seconds * 1e9), 2**63 - 1)
@@ -107,7 +107,7 @@ def seconds_until(deadline_ns: int | None) -> float | None:
 
 
 class Tasks(Protocol):
-    """Where tasks are started: `OwnedTasks`, or a task group of anyio's."""
+    """Where tasks are started: an `OwnedTasks`, or a task group of anyio."""
 
     def start_soon(self, work: Callable[..., Coroutine[Any, Any, Any]], /, *args: Any, name: str | None = None) -> object: ...
 
@@ -115,17 +115,17 @@ class Tasks(Protocol):
 class OwnedTasks:
     """A task group in a separate task. Any task of the loop may open it, start tasks in it and close it.
 
-    A task group ends with the task that entered it, and must be left by that task. So a task made for it enters it, and nothing
-    that happens to the tasks that open or close it reaches the group. What ends the group, however it ends, is followed by `closing`.
+    A task group ends with the task that entered it, and that task must leave it. So a task made for the group enters it, and a
+    cancellation of the tasks that open or close the group does not reach it. `closing` runs however the group ends.
 
     Invariants
-        `closing` runs once, before the group's tasks are cancelled; it must end in bounded time, also when it is cancelled.
-        A task that raises ends the group. `failure` is then its error, which is logged, and which `aclose` raises once.
+        `closing` runs once, before the group's tasks are cancelled. It must end in bounded time, also when it is cancelled.
+        A task that raises ends the group. Its error is logged and kept in `failure`, and `aclose` raises it once.
         A task that ends with `CancelledError` ends nothing else.
-        In a child of `os.fork` nothing of this runs.
+        Nothing of this runs in a child of `os.fork`.
 
     Attributes:
-        failure: the error of a task that has ended the group.
+        failure: the error of the task that has ended the group, or None.
     """
 
     def __init__(self, closing: Callable[[], Awaitable[None]], name: str) -> None:
@@ -140,7 +140,7 @@ class OwnedTasks:
         self.failure: BaseException | None = None
 
     async def open(self) -> None:
-        """Return when tasks can be started. A caller that is cancelled meanwhile has asked for the end."""
+        """Open the group, and return when tasks can be started. A caller that is cancelled meanwhile ends the group."""
         self._owner = running_loop().create_task(self._live(), name=self._name)
         _forget_at_loop_end(self._owner)
         try:
@@ -160,11 +160,12 @@ class OwnedTasks:
         self._group.start_soon(self._guarded, work, args, name=name)
 
     async def aclose(self, wait_s: float) -> None:
-        """End the group and wait for that, for at most `wait_s` seconds. A task that is cancelled leaves at once; the end goes on.
+        """End the group, and wait at most `wait_s` seconds for its end. A cancelled caller leaves at once, and the end goes on.
 
-        One of the group's own tasks does not wait: the group's end waits for it.
+        A task of the group does not wait, because the group's end waits for that task.
 
-        Raises: what has ended the group, if that was an error.
+        Raises:
+            BaseException: the error that has ended the group, if there was one.
         """
         self._asked.set()
         if self._owner is None or os.getpid() != self._pid or asyncio.current_task() in self._members:
@@ -205,27 +206,27 @@ class OwnedTasks:
         try:
             await work(*args)
         except asyncio.CancelledError:
-            return  # to the group the end of a task; anyio would end all the others with it
+            return  # the group sees a task that ends normally; anyio would cancel all other tasks with it
 
     def _fail(self, error: BaseException) -> None:
         if isinstance(error, BaseExceptionGroup):
             for part in error.exceptions:
                 self._fail(part)
-        elif not isinstance(error, KeyboardInterrupt | SystemExit):  # the loop has raised those already
+        elif not isinstance(error, KeyboardInterrupt | SystemExit):  # the loop has raised them already
             self.failure = self.failure or error
-            logger.error("a task of the %s failed, which ends it", self._name, exc_info=error)
+            logger.error("a task of the %s failed, and ends it", self._name, exc_info=error)
 
 
 def _forget_at_loop_end(task: asyncio.Task[None]) -> None:
-    """Let asyncio not complain of this task where an app closes its loop without `aclose`."""
+    """Keep asyncio from complaining about this task if an app closes its loop without `aclose`."""
     setattr(task, "_log_destroy_pending", False)  # noqa: B010  (asyncio's own switch, which its stubs do not name)
 
 
 class LeftInChild(Protocol):
-    """What a child of `os.fork` shares with its parent."""
+    """An object that a child of `os.fork` shares with its parent."""
 
     def leave(self) -> None:
-        """Give up the child's share. Signal, send, write and unregister nothing, wait for nothing."""
+        """Give up the child's share, in the child. Do not signal, send, write, unregister or wait."""
         ...
 
 
@@ -234,17 +235,17 @@ _loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, int] = weakref.Weak
 
 
 def leave_in_child(shared: LeftInChild) -> None:
-    """Have `shared.leave()` called in each child that this process forks from now on."""
+    """Let `shared.leave()` be called in each child that this process forks from now on."""
     _shared.add(shared)
 
 
 def is_ours(loop: asyncio.AbstractEventLoop) -> bool:
-    """Whether this process made the loop. A child of fork must do nothing in its parent's: it has none of the parent's threads."""
+    """Return whether this process made the loop. A child of fork must do nothing in its parent's loop."""
     return _loops.setdefault(loop, os.getpid()) == os.getpid()
 
 
 def call_soon_from_anywhere(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: object) -> None:
-    """Run a callback in the loop, for finalizers: the collector may run in any thread, after the loop's end, and in a child of fork."""
+    """Run a callback in the loop. For finalizers, which may run in any thread, after the loop's end, and in a child of fork."""
     if loop.is_closed() or not is_ours(loop):
         return
     try:
@@ -254,10 +255,10 @@ def call_soon_from_anywhere(loop: asyncio.AbstractEventLoop, callback: Callable[
 
 
 def _in_child() -> None:
-    """Part the child from all that it shares with its parent through aionn.
+    """Separate the child from everything that it shares with its parent through aionn.
 
-    An epoll descriptor is shared, too: a descriptor that the child's copy of the loop gives up would no longer be watched in the
-    parent. So the child's number gets a new epoll.
+    The epoll descriptor is shared, too. A descriptor that the child's copy of the loop unregisters would no longer be watched in the
+    parent. So the number of the epoll descriptor gets a new epoll in the child.
     """
     for loop in list(_loops):
         fd = -1 if loop.is_closed() else _epoll_of(loop)
@@ -269,7 +270,7 @@ def _in_child() -> None:
 
 
 def _epoll_of(loop: asyncio.AbstractEventLoop) -> int:
-    """The descriptor through which asyncio's or uvloop's loop waits; -1 if it has another way."""
+    """Return the epoll descriptor on which asyncio's or uvloop's loop waits, or -1 if the loop uses no epoll."""
     backend = getattr(loop, "_get_backend_id", None)  # uvloop's
     if backend is not None:
         return int(backend())
@@ -281,9 +282,9 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 class Answer(Generic[T]):
-    """A result or an error that is set once from a callback and awaited by at most one task.
+    """A result or an error that a callback sets once and at most one task awaits.
 
-    Setting it when nobody waits any more is no error: a caller may leave at any time.
+    Setting it after its caller has left is allowed, because a caller may leave at any time.
     """
 
     __slots__ = ("_future",)
@@ -292,28 +293,32 @@ class Answer(Generic[T]):
         self._future: asyncio.Future[T] = loop.create_future()
 
     def set(self, result: T) -> None:
+        """Set the result. Does nothing if the answer is settled."""
         if not self._future.done():
             self._future.set_result(result)
 
     def fail(self, error: BaseException) -> None:
+        """Set an error. Does nothing if the answer is settled."""
         if not self._future.done():
             self._future.set_exception(error)
-            # If the caller has left, the loop must not report an error without a reader.
+            # If the caller has left, the loop must not report the error as never retrieved.
             self._future.exception()
 
     def abandon(self) -> None:
-        """Nobody waits any more: from now on it counts as settled."""
+        """Count the answer as settled from now on, because its caller has stopped waiting."""
         self._future.cancel()
 
     @property
     def settled(self) -> bool:
+        """Whether a result or an error was set, or the answer was abandoned."""
         return self._future.done()
 
     @property
     def result(self) -> T | None:
-        """What was set, or None while nothing is, or if it failed or was abandoned."""
+        """The result, or None if the answer is not set, has failed or was abandoned."""
         future = self._future
         return None if not future.done() or future.cancelled() or future.exception() is not None else future.result()
 
     async def wait(self) -> T:
+        """Wait for the result, or raise the error."""
         return await self._future

@@ -1,9 +1,8 @@
-"""Spans and counters in monotonic nanoseconds; free without a listener.
+"""Spans and counters in monotonic nanoseconds. They cost nothing without a listener.
 
-`listen(callback)` gets every finished span and every counter change of this process. Without a listener `span` hands
-out one shared object that does nothing, and code on the frame path asks `active` first, so a disabled trace costs one
-attribute read. Times are CLOCK_MONOTONIC, which all processes of a machine share: spans of app and driver can be laid
-beside each other.
+`listen(callback)` gets every finished span and every counter change of this process. Without a listener `span` returns one shared
+object that does nothing. Code on the frame path asks `active` first, so a disabled trace costs one attribute read. Times are
+CLOCK_MONOTONIC, which all processes of a machine share. So the spans of an app and a driver fit into one picture.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ __all__ = ["Counter", "Recording", "Span", "count", "listen", "record", "span", 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that took time: [started_ns, ended_ns) on CLOCK_MONOTONIC in this process and thread."""
+    """A piece of work that took time: [started_ns, ended_ns) on CLOCK_MONOTONIC, in one process and thread."""
 
     name: str
     started_ns: int
@@ -36,12 +35,13 @@ class Span:
 
     @property
     def duration_ns(self) -> int:
+        """How long the span took."""
         return self.ended_ns - self.started_ns
 
 
 @dataclass(frozen=True, slots=True)
 class Counter:
-    """Something that was counted: `value` more of it at that moment."""
+    """A change of a counter: `value` more at that moment."""
 
     name: str
     at_ns: int
@@ -53,11 +53,11 @@ Listener = Callable[[Span | Counter], None]
 _listeners: tuple[Listener, ...] = ()
 _changing = threading.Lock()
 active = False
-"""Whether anybody listens. Read it before building attributes on a hot path."""
+"""Whether there is a listener. Read it before building attributes on a hot path."""
 
 
 class _Silent(AbstractContextManager["_Silent"]):
-    """What `span` returns while there is no listener."""
+    """The object that `span` returns while there is no listener."""
 
     def __enter__(self) -> _Silent:
         return self
@@ -82,30 +82,30 @@ def _spanning(name: str, attributes: dict[str, Any]) -> Iterator[None]:
 
 
 def span(name: str, **attributes: Any) -> AbstractContextManager[Any]:
-    """Time the body of a `with` block. Attributes must be JSON values. An exception is noted as attribute `error`."""
+    """Time the body of a `with` block. Attributes must be JSON values. An exception becomes the attribute `error`."""
     return _spanning(name, attributes) if active else _SILENT
 
 
 def span_at(name: str, started_ns: int, ended_ns: int, **attributes: Any) -> None:
-    """Tell of a span whose ends were measured elsewhere (a queue wait, a driver's execution)."""
+    """Report a span whose ends were measured elsewhere (a queue wait, a driver's execution)."""
     if active:
-        _tell(Span(name, started_ns, ended_ns, attributes))
+        _report(Span(name, started_ns, ended_ns, attributes))
 
 
 def count(name: str, value: int = 1, **attributes: Any) -> None:
-    """Count something."""
+    """Report that a counter has grown by `value`."""
     if active:
-        _tell(Counter(name, time.monotonic_ns(), value, attributes))
+        _report(Counter(name, time.monotonic_ns(), value, attributes))
 
 
-def _tell(event: Span | Counter) -> None:
+def _report(event: Span | Counter) -> None:
     for listener in _listeners:
         listener(event)
 
 
 @contextmanager
 def listen(listener: Listener) -> Iterator[None]:
-    """Call `listener` with each event for the `with` body. It runs where the event happens: keep it short and never raise."""
+    """Call `listener` with each event for the `with` body. It runs where the event happens, so keep it short and never raise."""
     global _listeners, active
     with _changing:
         _listeners = (*_listeners, listener)
@@ -128,11 +128,11 @@ class Recording:
     counters: list[Counter] = field(default_factory=list)
 
     def total(self, counter: str) -> int:
-        """The sum of one counter."""
+        """Return the sum of one counter."""
         return sum(event.value for event in self.counters if event.name == counter)
 
     def write_chrome(self, path: str | Path) -> None:
-        """Write the Trace Event Format that Perfetto and chrome://tracing open (times in microseconds)."""
+        """Write a file in the Trace Event Format, which Perfetto and chrome://tracing open (times in microseconds)."""
         pid = os.getpid()
         events: list[dict[str, Any]] = [
             {
@@ -154,7 +154,7 @@ class Recording:
 
 
 def _json(value: Any) -> Any:
-    """As JSON has it: what it cannot say (NaN, paths, enums of others) becomes text, so that one attribute cannot spoil the file."""
+    """Return a value as JSON has it. Values that JSON lacks (NaN, paths, other enums) become text, so no attribute spoils the file."""
     if isinstance(value, dict):
         return {str(key): _json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -25,7 +25,16 @@ FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in room
 GROUND_ORDER = ("lazy", "memo", "errors", "trace", "tasks")
 
 IO_MODULES = {"anyio", "os", "socket", "mmap", "asyncio", "fcntl", "subprocess", "select", "selectors", "aiofiles"}
-SANS_IO = ("pages/layout.py", "hal", "burst/packets.py", "remote/control.py", "caching/manifest.py", "caching/token.py", "fmq/layout.py")
+SANS_IO = (
+    "pages/layout.py",
+    "hal",
+    "burst/packets.py",
+    "remote/control.py",
+    "remote/failures.py",
+    "caching/manifest.py",
+    "caching/token.py",
+    "fmq/layout.py",
+)
 
 
 def modules() -> Iterator[tuple[Path, ast.Module]]:

@@ -27,32 +27,25 @@ MOST_ATTRIBUTES = 15
 MOST_METHODS = 20
 
 LATER = "to be mended"
+REBUILT = "the issue after this one rebuilds burst/ and driver/ (one lane, one owner); cut them once, there"
 
 # place: reason. A place is a module, or "module: name" for a class or a function.
 LONGER_MODULES: Mapping[str, str] = {
-    "burst/controller.py": LATER,
-    "burst/server.py": LATER,
-    "driver/device.py": LATER,
-    "engines/onnxruntime.py": LATER,
+    "burst/controller.py": REBUILT,
+    "burst/server.py": REBUILT,
     "fmq/message_queue.py": "half of it is the reference of one public class; to be rebuilt together with its waiting",
-    "remote/control.py": LATER,
-    "remote/service.py": LATER,
 }
-LONGER_FUNCTIONS: Mapping[str, str] = {
-    "cli/caches.py: list_entries": LATER,
-}
+LONGER_FUNCTIONS: Mapping[str, str] = {}
 MORE_PARAMETERS: Mapping[str, str] = {
-    "cli/running.py: run_model": LATER,
-    "driver/execution.py: __init__": LATER,
+    "driver/execution.py: __init__": REBUILT,
 }
 LARGER_CLASSES: Mapping[str, str] = {
-    "burst/controller.py: ExecutionBurstController": LATER,
-    "burst/server.py: ExecutionBurstServer": LATER,
-    "driver/execution.py: BoundExecution": LATER,
+    "burst/controller.py: ExecutionBurstController": REBUILT,
+    "burst/server.py: ExecutionBurstServer": REBUILT,
+    "driver/execution.py: BoundExecution": REBUILT,
     "fmq/message_queue.py: MessageQueue": "making, transfer and waiting are one public class; to be rebuilt together with its waiting",
 }
-PRIVATE_READS: Mapping[str, str] = {
-}
+PRIVATE_READS: Mapping[str, str] = {}
 CIRCLES: tuple[frozenset[str], ...] = (frozenset({"aionn.caching.store.cache", "aionn.caching.store.entries"}),)
 
 

@@ -10,6 +10,7 @@ import importlib
 import importlib.metadata
 import importlib.resources
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -140,18 +141,26 @@ def test_the_face_is_what_is_written_here() -> None:
 
 
 def test_a_type_checker_finds_every_name_where_it_is_imported_from() -> None:
-    """The face says twice where a name is defined: to Python, when it is asked for, and to a type checker."""
+    """The face names the home of each name twice: in a table for Python, and in imports for a type checker."""
     tree = ast.parse(Path(aionn.__file__).read_text(encoding="utf-8"))
-    told = {
+    imported = {
         alias.name: node.module
         for branch in tree.body
         if isinstance(branch, ast.If) and "TYPE_CHECKING" in ast.dump(branch.test)
         for node in branch.body
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
+        if alias.asname == alias.name  # to a type checker, a name without it is not exported
     }
-    assert told == {**aionn._HOMES, "trace": "aionn"}
-    assert told.keys() == FACE
+    assert imported == {**vars(aionn)["_HOMES"], "trace": "aionn"}
+    assert sorted(imported) == aionn.__all__
+
+
+def test_asking_for_an_error_imports_nothing_of_the_apps_side() -> None:
+    """An engine raises `aionn.CompilationError` in a driver process, which has no use for the runtime."""
+    code = "import aionn, sys; aionn.CompilationError; print([m for m in sys.modules if m.startswith(('aionn.runtime', 'numpy', 'anyio'))])"
+    ran = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"
 
 
 def test_a_driver_process_imports_nothing_of_the_apps_side() -> None:
@@ -273,6 +282,16 @@ def test_every_public_name_of_the_face_says_what_it_does() -> None:
         if not text or text.startswith(f"{name}("):
             bare.append(name)
     assert bare == []
+
+
+@pytest.mark.parametrize("name", sorted(FACE))
+def test_every_name_of_the_face_begins_with_a_plain_sentence(name: str) -> None:
+    """`help(aionn.X)` opens with one sentence: a capital letter, a full stop, at most 25 words."""
+    text = inspect.getdoc(getattr(aionn, name)) or ""
+    first = re.split(r"(?<=[.])\s", " ".join(text.split("\n\n")[0].split()), maxsplit=1)[0]
+    assert first[:1].isupper(), first
+    assert first.endswith("."), first
+    assert 3 <= len(first.split()) <= 25, first
 
 
 def test_every_public_class_of_the_hal_says_what_it_is() -> None:

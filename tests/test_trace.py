@@ -105,7 +105,7 @@ async def test_a_frame_costs_no_trace_call_while_nobody_listens(compilation: aio
     called = []
     async with compilation.burst() as burst:
         await burst.compute(INPUTS)
-        for name in ("span", "span_at", "count", "_tell"):
+        for name in ("span", "span_at", "count", "_report"):
             monkeypatch.setattr(trace, name, lambda *_, name=name, **__: called.append(name))
         for _ in range(10):
             await burst.compute(INPUTS)

@@ -1,4 +1,4 @@
-"""`aionn` at a terminal: compile, run, look after a cache, list devices.
+"""The command `aionn`: compile and run models, look after a cache, list devices.
 
     commands     the command line itself: arguments, and nothing else
     compiling    `aionn compile`: with progress, then what was stored
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        arguments: without the program's name; None: this process's own.
+        arguments: without the program's name. None takes those of this process.
 
     Returns:
         The exit code.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,13 @@ def list_entries(directory: Path, as_json: bool) -> None:
     if as_json:
         print_json([*(_as_json(entry) for entry in found), *(_measurement_as_json(one) for one in measurements)])
         return
+    _print_entries(found)
+    if measurements:
+        print()
+        _print_measurements(measurements)
+
+
+def _print_entries(found: Sequence[EntryInfo]) -> None:
     print_table(
         f"{entries(len(found))}, {size(sum(entry.size_bytes for entry in found))}",
         ["entry", "device", "version", "model", "size>", "a hit saves>", "stored>", "used>", "state"],
@@ -52,52 +60,42 @@ def list_entries(directory: Path, as_json: bool) -> None:
             for entry in found
         ],
     )
-    if measurements:
-        print()
-        print_table(
-            f"{len(measurements)} stage measurement{'s' * (len(measurements) > 1)}",
-            [
-                "model",
-                "stage",
-                "version",
-                "after",
-                "its version",
-                "threads>",
-                "inputs",
-                "faster by>",
-                "off by up to>",
-                "measured>",
-                "detail",
-            ],
-            [
-                (
-                    digest(one.model_digest),
-                    one.stage,
-                    one.version,
-                    one.base,
-                    one.base_version,
-                    str(one.threads),
-                    "made up" if one.made_up else "real",
-                    "?" if one.gain is None else f"{one.gain:.0%}",
-                    _largest_difference(one),
-                    ago(one.measured_s),
-                    one.detail,
-                )
-                for one in measurements
-            ],
-        )
+
+
+def _print_measurements(measurements: Sequence[StageMeasurement]) -> None:
+    columns = "model,stage,version,after,its version,threads>,inputs,faster by>,off by up to>,measured>,detail"
+    print_table(
+        f"{len(measurements)} stage measurement{'s' * (len(measurements) > 1)}",
+        columns.split(","),
+        [
+            (
+                digest(one.model_digest),
+                one.stage,
+                one.version,
+                one.base,
+                one.base_version,
+                str(one.threads),
+                "made up" if one.made_up else "real",
+                "?" if one.gain is None else f"{one.gain:.0%}",
+                _largest_difference(one),
+                ago(one.measured_s),
+                one.detail,
+            )
+            for one in measurements
+        ],
+    )
 
 
 def _largest_difference(measurement: StageMeasurement) -> str:
-    """Over all outputs that were compared."""
+    """Return the largest difference over all outputs that were compared, or "?" where one is not finite."""
     differences = [output.largest for output in measurement.outputs.values()]
     finite = [largest for largest in differences if largest is not None]
     return "?" if not differences or len(finite) < len(differences) else f"{max(finite):.3g}"
 
 
 def _measurement_as_json(measurement: StageMeasurement) -> dict[str, Any]:
-    told = msgspec.to_builtins(msgspec.structs.replace(measurement, model_digest=b""))
-    return {"kind": "stage measurement", **told, "model_digest": measurement.model_digest.hex()}
+    fields = msgspec.to_builtins(msgspec.structs.replace(measurement, model_digest=b""))
+    return {"kind": "stage measurement", **fields, "model_digest": measurement.model_digest.hex()}
 
 
 def _state(entry: EntryInfo) -> str:
@@ -113,7 +111,7 @@ def verify_entries(directory: Path, as_json: bool) -> None:
     """Print every bad entry.
 
     Raises:
-        NotDoneError: there is one.
+        NotDoneError: the cache has a bad entry.
     """
 
     async def bad_entries() -> tuple[list[BadEntry], int]:
@@ -139,7 +137,7 @@ def verify_entries(directory: Path, as_json: bool) -> None:
 
 
 def prune_entries(directory: Path, max_bytes: int | None, measurements: bool, as_json: bool) -> None:
-    """Prune and tell what went.
+    """Prune, and print what was removed.
 
     Raises:
         NotDoneError: the directory cannot be used.
@@ -155,6 +153,6 @@ def prune_entries(directory: Path, max_bytes: int | None, measurements: bool, as
     if as_json:
         print_json(asdict(report))
         return
-    in_use = f"; {report.in_use} had to stay, somebody uses them" if report.in_use else ""
+    in_use = f"; {report.in_use} kept because a process uses them" if report.in_use else ""
     forgotten = f"; stage measurements removed: {report.measurements}" if report.measurements else ""
     print(f"{entries(report.removed)} removed, {size(report.freed_bytes)} freed, {size(report.left_bytes)} left{in_use}{forgotten}")

@@ -1,4 +1,4 @@
-"""The command line: what each command takes. What it does is in its own module, imported when it is called."""
+"""The command line: the arguments of each command. A command's work is in its own module, imported when the command is called."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DeviceNames = Annotated[list[str] | None, Parameter(name="--device", negative=""
 app = App(
     name="aionn",
     help="Compile and run neural networks in driver processes, with a cache that can be trusted.",
-    suppress_keyboard_interrupt=False,  # it is told below, like every other end
+    suppress_keyboard_interrupt=False,  # `run_command` reports it, like every other end
 )
 cache = App(name="cache", help="Look after a directory of cached compilations.")
 app.command(cache)
@@ -99,14 +99,14 @@ def run(
             ~/.local/state/aionn.
         trace: Write what happened to this file, in the format that Perfetto opens.
     """
-    from aionn.cli.running import run_model
+    from aionn.cli.running import RunOptions, run_model
 
-    run_model(model, input or [], device, repeat, burst, cache_dir, state_dir, json, trace)
+    run_model(model, RunOptions(input or (), device, repeat, burst, cache_dir, state_dir, trace), json)
 
 
 @app.command
 def devices(*, json: Json = False) -> None:
-    """List the devices: those whose engine is installed, started to see whether they work."""
+    """List the devices whose engine is installed, and start each one to see whether it works."""
     from aionn.cli.listing import list_devices
 
     list_devices(json)
@@ -128,7 +128,7 @@ def ls(directory: str, /, *, json: Json = False) -> None:
 def verify(directory: str, /, *, json: Json = False) -> None:
     """Read every file of a cache and name each entry that is not as it was stored. Exits 1 if there is one.
 
-    Damage is found; a forgery need not be: what a driver may load, it decides by records of its own.
+    This check finds damage. A forgery may pass it, so a driver decides by records in its state directory what it may load.
 
     Args:
         directory: Directory of the cache.
@@ -160,25 +160,26 @@ def prune(
 
 
 def existing(directory: str) -> Path:
-    """A directory that is a cache, or is empty as a new one: nothing is to be made, or tidied up, in any other."""
+    """Return a directory that is a cache, or is empty like a new one. The commands change nothing in any other directory."""
     path = Path(directory)
     if not path.is_dir():
-        raise UsageError(f"there is no cache directory {directory!r}")
+        raise UsageError(f"there is no cache directory {directory!r}; give the cache_dir of an app or of aionn compile")
     if not all((path / part).is_dir() for part in ("entries", "locks")) and any(path.iterdir()):
-        raise UsageError(f"{directory!r} is no cache: it is not empty and has no entries; give the cache_dir of an app or of aionn compile")
+        raise UsageError(f"{directory!r} is not a cache, because it holds other files; give the cache_dir of an app or of aionn compile")
     return path
 
 
 def bytes_of(text: str) -> int:
-    """A number of bytes, with a unit of 1000 or without."""
+    """Return the number of bytes that a text names, with or without a unit (powers of 1000)."""
     parts = re.fullmatch(r"(\d+)\s*([kKMGT]?)B?", text.strip())
     if parts is None:
-        raise UsageError(f"--max-bytes {text!r}: give a number of bytes, as 500000000, 500M or 2G")
+        raise UsageError(f"--max-bytes {text!r} is not a number of bytes; give one as 500000000, 500M or 2G")
     power: int = " kMGT".index(parts[2].replace("K", "k") or " ")
     return int(parts[1]) * int(1000**power)
 
 
 def run_command(arguments: Sequence[str] | None) -> int:
+    """Run one command and return its exit code. Print an error as one sentence."""
     # Python has None where the descriptor was closed.
     sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 -- until the process ends
     sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 -- until the process ends
@@ -194,7 +195,7 @@ def run_command(arguments: Sequence[str] | None) -> int:
         return _failed(str(error), 1)
     except OSError as error:
         if isinstance(error, BrokenPipeError):
-            # Whoever read stdout has gone; Python would complain about it once more at exit.
+            # The reader of stdout has closed it. Python would complain about that once more at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
         return _failed(f"{error.strerror or error}: {error.filename!r}" if error.filename else f"{error.strerror or error}", 1)

@@ -1,7 +1,8 @@
-"""`aionn compile`: a model into a cache, for each device asked for; with progress on stderr while it lasts.
+"""`aionn compile`: compile a model into a cache for each device asked for, and show the progress on stderr.
 
-With stages it is compiled for each of them first, so that each is stored whatever the comparison finds. Then a staged compilation loads
-and compares them on inputs that are made up. What it measures stands in the cache to be looked at; an app compares on its own inputs.
+With stages, the model is first compiled for each stage, so each is stored whatever the comparison finds. Then a staged compilation
+loads the stages and compares them on made-up inputs. The cache keeps what it measures for people to read. An app compares on its own
+inputs.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from aionn.cli.printing import NotDoneError, digest, duration, error_console, pr
 
 __all__ = ["compile_model", "describe", "progress"]
 
-# What a device is asked for tells what happens from then on.
+# A call to a device shows which step begins.
 _CALLS = {
     "GetSupportedOperations": "asking what the device can run",
     "PrepareModel": "compiling",
@@ -33,18 +34,18 @@ _SPANS = {"driver.start": "preparing", "cache.lookup": "looked up in the cache (
 
 @contextmanager
 def progress(what: str) -> Iterator[None]:
-    """Tell on stderr what is being done: a line that moves at a terminal, a line for each step elsewhere."""
+    """Show on stderr what is being done: one moving line at a terminal, one line per step elsewhere."""
     console = error_console()
     if not console.is_terminal or console.is_dumb_terminal:
-        told = [""]
+        last = [""]
 
-        def tell(event: trace.Span | trace.Counter) -> None:
+        def print_step(event: trace.Span | trace.Counter) -> None:
             step = _step(event)
-            if step is not None and step != told[0]:
-                told[0] = step
+            if step is not None and step != last[0]:
+                last[0] = step
                 console.print(f"{what}: {step}", markup=False, soft_wrap=True)
 
-        with trace.listen(tell):
+        with trace.listen(print_step):
             yield
         return
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
@@ -71,7 +72,7 @@ def _step(event: trace.Span | trace.Counter) -> str | None:
 
 
 def describe(outcome: CacheOutcome) -> dict[str, Any]:
-    """An outcome as JSON."""
+    """Return an outcome as JSON values."""
     return {
         "outcome": outcome.kind.value,
         "reason": outcome.reason.value if outcome.reason is not None else None,
@@ -85,7 +86,10 @@ def describe(outcome: CacheOutcome) -> dict[str, Any]:
 
 
 def compile_model(path: str, cache_dir: str, devices: Sequence[str] | None, *, as_json: bool, staged: bool, state_dir: str | None) -> None:
-    """Compile and tell what was stored; `staged`: and which of the devices is to serve, from quick to best.
+    """Compile, and print what was stored.
+
+    Args:
+        staged: compare the devices as stages, from quick to best, and print which one is to serve.
 
     Raises:
         NotDoneError: nothing is stored for one of the devices.
@@ -118,7 +122,7 @@ def compile_model(path: str, cache_dir: str, devices: Sequence[str] | None, *, a
 
 
 def _differing(parts: Sequence[str]) -> str:
-    # What is stored for another device is nothing that this one could have hit.
+    # An entry of another device could never have been a hit for this one.
     return "" if "device" in parts else "".join(f", other {part}" for part in parts)
 
 
@@ -144,23 +148,23 @@ async def _compile(path: str, cache_dir: str, devices: Sequence[str] | None, sta
 
 
 async def _stages(runtime: aionn.Runtime, model: aionn.Model, path: str, cache_dir: str, names: Sequence[str]) -> list[dict[str, Any]]:
-    """What became of each stage, as JSON."""
+    """Return the outcome of each stage as JSON values."""
     with progress(f"{Path(path).name} in stages"):
         compilation = await runtime.compile(model, mode="staged", stages=names, cache_dir=cache_dir, token=model.token)
         for name in names:
-            with suppress(aionn.StageRejected):  # its reason is told
+            with suppress(aionn.StageRejected):  # the table shows its reason
                 await compilation.wait_for_stage(name)
-    told = []
+    states = []
     for stage in compilation.stages:
         found = stage.comparison
         compared = None if found is None else {"before_s": found.before_s, "after_s": found.after_s, "worst": dict(found.worst)}
-        told.append({"state": stage.state, "reason": stage.reason, "times_s": stage.times_s, "comparison": compared})
+        states.append({"state": stage.state, "reason": stage.reason, "times_s": stage.times_s, "comparison": compared})
     await compilation.aclose()
-    return told
+    return states
 
 
 async def _stored(cache_dir: str, outcome: CacheOutcome) -> dict[str, Any]:
-    """What lies in the cache under the outcome's key now."""
+    """Return what the cache holds under the outcome's key now, as JSON values."""
     nothing = {"stored": False, "stored_bytes": 0, "compile_s": 0.0, "model_digest": "", "generation": 0}
     if not outcome.key:
         return nothing

@@ -1,4 +1,4 @@
-"""`aionn devices`: every installed engine, started once to see what it is, and whether it works here."""
+"""`aionn devices`: every installed engine, started once to see what it is and whether it works here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["list_devices"]
 
 
 def list_devices(as_json: bool) -> None:
-    """Print all devices, best first, also those that cannot start."""
+    """Print all devices, best first, with those that cannot start."""
     found = aionn.run(_devices)
     if as_json:
         print_json(found)
@@ -39,7 +39,7 @@ async def _devices() -> list[dict[str, Any]]:
         for device in runtime.devices:
             error = ""
             try:
-                await runtime._devices.get(device.name)
+                await device.restart()  # none runs yet, so this only starts it
             except AionnError as unavailable:
                 error = str(unavailable)
             files = device.cache_files

@@ -1,4 +1,4 @@
-"""What commands print: tables for people, JSON for programs, one sentence for what went wrong."""
+"""What commands print: tables for people, JSON for programs, and one sentence for an error."""
 
 from __future__ import annotations
 
@@ -27,34 +27,36 @@ __all__ = [
 ]
 
 _WIDE = 10_000
-"""Columns of a table that goes into a file or a pipe: nothing is wrapped or cut there."""
+"""Width of a table that goes into a file or a pipe, where nothing is wrapped or cut."""
 
 _PROSE = {"version", "its version", "reason", "state", "stage", "detail"}
-"""Columns that a narrow terminal may wrap. The others hold what is copied or compared: they are never cut, and where even they do not
+"""Columns that a narrow terminal may wrap. The others hold what people copy or compare, so they are never cut. Where even they do not
 fit, the terminal itself wraps the lines."""
 
 _PROSE_LEAST = 12
-"""Columns of a terminal that prose is given at least."""
+"""Least width of a column with prose, in characters."""
 
 
 class UsageError(Exception):
-    """The command was asked for something that makes no sense. Exit code 2."""
+    """The arguments of a command are wrong. Exit code 2."""
 
 
 class NotDoneError(Exception):
-    """The command did what it could, and it was not enough. Exit code 1."""
+    """The command ran, and its check or its work failed. Exit code 1."""
 
 
 def error_console() -> Console:
+    """Return a console on stderr."""
     return Console(stderr=True, highlight=False)
 
 
 def print_json(value: Any) -> None:
+    """Print one JSON value, indented."""
     print(json.dumps(value, indent=2))
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Numbers stand in columns whose name ends with ">"."""
+    """Print a table. Columns whose name ends with ">" hold numbers and are aligned to the right."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE)
     table = Table(title=title or None, title_justify="left", box=None, pad_edge=False, header_style="bold")
     for column in columns:
@@ -82,7 +84,7 @@ def _plain(text: str) -> Any:
 
 
 def size(count: int) -> str:
-    """Bytes in words: "6.8 MB"."""
+    """Return a number of bytes for people, as "6.8 MB"."""
     if count < 1000:
         return f"{count} B"
     amount = float(count)
@@ -94,18 +96,19 @@ def size(count: int) -> str:
 
 
 def entries(count: int) -> str:
+    """Return a number of entries for people, as "1 entry"."""
     return f"{count} {'entry' if count == 1 else 'entries'}"
 
 
 def duration(seconds: float) -> str:
-    """ "3.2 ms", "1.25 s"."""
+    """Return a duration for people, as "3.2 ms" or "1.25 s"."""
     if seconds < 1:
         return f"{seconds * 1e3:.1f} ms"
     return f"{seconds:.2f} s"
 
 
 def ago(at_s: float | None) -> str:
-    """A wall-clock second as the time that has passed since."""
+    """Return how long ago a wall-clock time was, as "3 h ago"."""
     if at_s is None:
         return "?"
     passed = max(0.0, time.time() - at_s)
@@ -116,7 +119,7 @@ def ago(at_s: float | None) -> str:
 
 
 def digest(content: bytes) -> str:
-    """Enough of a digest to tell entries apart, as `cache ls` and the logs show it."""
+    """Return the part of a digest that `cache ls` and the logs show: enough to distinguish entries."""
     return content.hex()[:16]
 
 
@@ -126,7 +129,7 @@ class _Warnings(logging.Handler):
 
 
 def show_warnings() -> None:
-    """aionn's warnings on stderr, one line each."""
+    """Print aionn's warnings on stderr from now on, one line each."""
     logger = logging.getLogger("aionn")
     logger.handlers = [_Warnings(logging.WARNING)]
     logger.propagate = False

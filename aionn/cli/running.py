@@ -1,4 +1,4 @@
-"""`aionn run`: a model on a device, once or often; its outputs in numbers, and its speed."""
+"""`aionn run`: run a model on a device, once or repeatedly. Print its outputs in numbers and its speed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -19,42 +20,51 @@ from aionn.cli.compiling import describe, progress
 from aionn.cli.printing import NotDoneError, UsageError, duration, error_console, print_json, print_table
 from aionn.errors import ExecutionError
 
-__all__ = ["run_model"]
+__all__ = ["RunOptions", "run_model"]
 
 Arrays = dict[str, NDArray[Any]]
 
 
-def run_model(
-    path: str,
-    inputs: Sequence[str],
-    device: str | None,
-    repeat: int,
-    burst: bool,
-    cache_dir: str | None,
-    state_dir: str | None,
-    as_json: bool,
-    trace_path: str | None,
-) -> None:
-    """Run and print.
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How `aionn run` runs a model. The command line describes each option.
+
+    Attributes:
+        inputs: "NAME=FILE.npy" per given input.
+        device: None means the best device that can run the model.
+        trace: the file for the trace, or None.
+    """
+
+    inputs: Sequence[str] = ()
+    device: str | None = None
+    repeat: int = 1
+    burst: bool = False
+    cache_dir: str | None = None
+    state_dir: str | None = None
+    trace: str | None = None
+
+
+def run_model(path: str, options: RunOptions, as_json: bool) -> None:
+    """Run a model and print its outputs and its speed.
 
     Raises:
         UsageError: `repeat` is not positive, or a file cannot be used.
         NotDoneError: the model does not run on inputs that were made up.
         AionnError: as `Runtime.compile` and `Compilation.compute`.
     """
-    if repeat < 1:
-        raise UsageError(f"--repeat {repeat}: a model runs at least once")
-    if trace_path is not None and not Path(trace_path).parent.is_dir():
-        raise UsageError(f"--trace {trace_path!r}: there is no such directory")
-    recording = trace.record() if trace_path is not None else nullcontext(None)
+    if options.repeat < 1:
+        raise UsageError(f"--repeat is {options.repeat}, but a model runs at least once; give a number from 1 on")
+    if options.trace is not None and not Path(options.trace).parent.is_dir():
+        raise UsageError(f"--trace {options.trace!r} lies in a directory that does not exist; make the directory, or name another file")
+    recording = trace.record() if options.trace is not None else nullcontext(None)
     with recording as recorded:
-        told = aionn.run(_run, path, _given(inputs), device, repeat, burst, cache_dir, state_dir)
-    if recorded is not None and trace_path is not None:
-        recorded.write_chrome(trace_path)
+        report = aionn.run(_run, path, _given(options.inputs), options)
+    if recorded is not None and options.trace is not None:
+        recorded.write_chrome(options.trace)
     if as_json:
-        print_json(told)
+        print_json(report)
     else:
-        _print(told)
+        _print(report)
 
 
 def _given(inputs: Sequence[str]) -> Arrays:
@@ -63,21 +73,23 @@ def _given(inputs: Sequence[str]) -> Arrays:
         # From the right: names of tensors may hold "=", which files seldom do.
         name, equals, file = text.rpartition("=")
         if not equals or not name:
-            raise UsageError(f"--input {text!r}: give NAME=FILE.npy")
+            raise UsageError(f"--input {text!r} does not name an input and a file; give NAME=FILE.npy")
         try:
             with open(file, "rb") as opened:
                 arrays[name] = np.load(opened, allow_pickle=False)
         except OSError as error:
-            raise UsageError(f"--input {name}: {file!r} cannot be read as a .npy file: {error}") from error
-        except (ValueError, EOFError, BadZipFile) as error:  # its words recommend to load pickled objects
-            raise UsageError(f"--input {name}: {file!r} cannot be read as a .npy file of numbers; write one with numpy.save") from error
+            raise UsageError(f"the file {file!r} of --input {name} cannot be read as a .npy file ({error})") from error
+        except (ValueError, EOFError, BadZipFile) as error:  # NumPy's own text recommends to load pickled objects
+            raise UsageError(
+                f"the file {file!r} of --input {name} cannot be read as a .npy file of numbers; write one with numpy.save"
+            ) from error
         if not isinstance(arrays[name], np.ndarray):
-            raise UsageError(f"--input {name}: {file!r} holds several arrays; give a .npy file with one")
+            raise UsageError(f"the file {file!r} of --input {name} holds several arrays; give a .npy file with one")
     return arrays
 
 
 def _completed(given: Arrays, model: aionn.Model) -> Arrays:
-    """The inputs given, and random ones for the rest."""
+    """Return the inputs given, and random ones for the rest."""
     unknown = sorted(set(given) - set(model.inputs))
     if unknown:
         raise UsageError(f"the model has no input {unknown[0]!r}; its inputs are {', '.join(model.inputs)}")
@@ -96,12 +108,11 @@ def _completed(given: Arrays, model: aionn.Model) -> Arrays:
     return inputs
 
 
-async def _run(
-    path: str, given: Arrays, device: str | None, repeat: int, burst: bool, cache_dir: str | None, state_dir: str | None
-) -> dict[str, Any]:
+async def _run(path: str, given: Arrays, options: RunOptions) -> dict[str, Any]:
+    device, repeat, cache_dir = options.device, options.repeat, options.cache_dir
     model = aionn.Model.from_onnx(path)
     inputs = _completed(given, model)
-    async with aionn.Runtime(state_dir=state_dir) as runtime:
+    async with aionn.Runtime(state_dir=options.state_dir) as runtime:
         began = time.monotonic()
         with progress(f"{Path(path).name} for {device or 'the best device'}"):
             compilation = await runtime.compile(
@@ -112,7 +123,7 @@ async def _run(
             )
         prepared_s = time.monotonic() - began
         try:
-            if burst:
+            if options.burst:
                 async with compilation.burst() as stream:
                     outputs, times_s = await _repeat(stream, inputs, repeat)
             else:
@@ -128,7 +139,7 @@ async def _run(
             "device": compilation.device,
             "prepared_s": prepared_s,
             "cache": [describe(outcome) for outcome in compilation.outcomes],
-            "burst": burst,
+            "burst": options.burst,
             "runs": repeat,
             "first_s": times_s[0],
             "p50_s": statistics.median(times_s),
@@ -138,7 +149,7 @@ async def _run(
 
 
 async def _repeat(runner: Any, inputs: Arrays, repeat: int) -> tuple[Arrays, list[float]]:
-    """The last outputs, copied, and the seconds of each run."""
+    """Return copies of the last outputs, and the seconds of each run."""
     times_s = []
     outputs: Mapping[str, NDArray[Any]] = {}
     for _ in range(repeat):
@@ -163,18 +174,18 @@ def _summary(array: NDArray[Any]) -> dict[str, Any]:
     }
 
 
-def _print(told: dict[str, Any]) -> None:
-    cache = told["cache"][0]
+def _print(report: dict[str, Any]) -> None:
+    cache = report["cache"][0]
     how = "" if cache["outcome"] == "no_cache" else f", cache {cache['outcome']}{' (' + cache['reason'] + ')' if cache['reason'] else ''}"
-    print(f"{Path(told['model']).name} on {told['device']}: prepared in {duration(told['prepared_s'])}{how}")
+    print(f"{Path(report['model']).name} on {report['device']}: prepared in {duration(report['prepared_s'])}{how}")
     rows = []
-    for name, output in told["outputs"].items():
+    for name, output in report["outputs"].items():
         numbers = [f"{output[kind]:.6g}" if output["finite"] else "not finite" for kind in ("min", "mean", "max")]
         rows.append((name, output["dtype"], "x".join(map(str, output["shape"])) or "scalar", *numbers))
     print_table("", ["output", "type", "shape", "min>", "mean>", "max>"], rows)
-    if told["runs"] > 1:
-        way = "burst" if told["burst"] else "single executions"
-        first, p50, p99 = (duration(told[name]) for name in ("first_s", "p50_s", "p99_s"))
-        print(f"{told['runs']} runs ({way}): first {first}, p50 {p50}, p99 {p99}")
+    if report["runs"] > 1:
+        way = "burst" if report["burst"] else "single executions"
+        first, p50, p99 = (duration(report[name]) for name in ("first_s", "p50_s", "p99_s"))
+        print(f"{report['runs']} runs ({way}): first {first}, p50 {p50}, p99 {p99}")
     else:
-        print(f"ran in {duration(told['first_s'])}")
+        print(f"ran in {duration(report['first_s'])}")

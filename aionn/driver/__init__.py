@@ -1,13 +1,18 @@
-"""A driver's process: everything a device needs that no engine should write.
+"""A driver's process: everything that a device needs and no engine should write.
 
-`registry` finds engines, `device` makes an `IDevice` of any of them, `execution` runs requests (one thread per prepared
-model, tiny ones on the loop), `threads` has the threads for that and for compiling, `artifacts` stores what was compiled and
-gives it back verified, `blobs` is the blob cache that engines are handed, and `process` is what `python -m aionn.driver NAME` does: bind
-its life to its parent's, greet, serve.
-Engines see arrays; clients see HAL calls; nobody here knows the runtime.
+    registry   finds engines by name
+    device     makes an `IDevice` of any engine
+    memories   the memories of a request as the device sees them
+    execution  runs requests: one thread per prepared model, short runs on the loop
+    threads    the threads for executions and for compiling
+    artifacts  stores what was compiled, and loads it verified
+    blobs      the blob cache that a device hands to its engine
+    process    what `python -m aionn.driver NAME` does: bind its life to its parent's, greet, serve
 
-The names here are imported when they are asked for: `__main__` has settings to make before NumPy is loaded, and Python
-imports this package before it.
+Engines see arrays, and clients see HAL calls. No module here knows the runtime.
+
+A name is imported when it is first asked for. The reason: `__main__` makes settings before NumPy is loaded, and Python imports this
+package before `__main__`.
 """
 
 import typing as _typing

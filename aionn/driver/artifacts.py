@@ -1,12 +1,12 @@
-"""What a device stores of a compilation, and gets back: the engine's artifact and a description of the model, verified.
+"""What a device stores of a compilation and loads again, verified: the engine's artifact and a description of the model.
 
 The description (operands, digest of the model) lets a device prepare a model that it was not sent. It stands at the end of the
-first file, so a device asks for exactly the files that its engine does:
+first file, so a device asks for exactly the files that its engine asks for.
 
     first file    the engine's bytes, description (MessagePack), length of the description u64 little-endian
 
-Everything goes through `caching.integrity`: digests first, then the files; an engine is only ever given verified bytes.
-Saving never fails a compilation: it ends in a word for the client ("saved", "declined", or a reason).
+Everything goes through `caching.integrity`, which writes the digests before the files. An engine only ever gets verified bytes.
+Saving never fails a compilation. It ends with a word for the client: "saved", "declined" or a reason.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Description(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a model's constants were that somebody may still write to, and when they were written to last."""
+    """The state of those constants of a model that can still be written to: their contents, and the time of the last write."""
 
     model: Model
     contents: bytes
@@ -55,7 +55,9 @@ class Source:
 
     @classmethod
     def of(cls, model: Model) -> Source:
-        """Before it is compiled. `contents` are what the token names, where the client says that; else what they are now.
+        """Return the state before the model is compiled.
+
+        `contents` is what the token names, where the client has sent that. Otherwise it is what the constants are now.
 
         Raises:
             CompilationError: a file cannot be read.
@@ -66,26 +68,28 @@ class Source:
             written = written_ns(model)
             return cls(model, model.contents or changeable_contents(model), written)
         except OSError as error:
-            raise CompilationError(f"the weights beside the model cannot be read: {error}", reason=str(error)) from error
+            raise CompilationError(
+                f"the weights beside the model cannot be read ({error}); put their file back and read the model again", reason=str(error)
+            ) from error
 
     def reason_not_to_store(self) -> Refusal | None:
-        """After it is compiled: None if what was compiled is what the token names."""
+        """Return why a compiled model must not be stored, or None if the token names what was compiled."""
         from aionn.graph import changeable_contents, written_ns
 
         try:
             if (changeable_contents(self.model), written_ns(self.model)) == (self.contents, self.written_ns):
                 return None
-            found = "the weights beside the model have been written to since the model was read"
+            found = "the weights beside the model have changed since the model was read"
         except (AionnError, OSError) as error:
-            found = f"the weights beside the model cannot be read any more: {error}"
+            found = f"the weights beside the model cannot be read any more ({error})"
         return Refusal(MissReason.CHANGED_WEIGHTS, f"{found}; read the model again, and replace such files by renaming")
 
 
 class LentHandles:
-    """A client's cache files for one blocking act: duplicates, closed when the act ends, or by `give_up` if it has not begun.
+    """Duplicates of a client's cache files for one blocking act. The act's end closes them, or `give_up` if the act has not begun.
 
     A preparation that was cancelled or is late is abandoned while its thread still runs, and the client's descriptors are closed
-    then: their numbers may already stand for other files when the thread comes to use them.
+    then. Their numbers may already name other files when the thread uses them.
     """
 
     def __init__(self, handles: CacheHandles) -> None:
@@ -102,7 +106,7 @@ class LentHandles:
         """Run `act` with the duplicates.
 
         Raises:
-            CallerError: they have been given up.
+            CallerError: the duplicates have been given up.
         """
         if not self._take():
             raise CallerError("the preparation was given up before it touched its cache files")
@@ -112,7 +116,7 @@ class LentHandles:
             self._close()
 
     def give_up(self) -> None:
-        """The act will not begin; one that has begun goes on and closes them itself."""
+        """Prevent the act from beginning. An act that has begun goes on, and its end closes the duplicates."""
         if self._take():
             self._close()
 
@@ -123,14 +127,14 @@ class LentHandles:
 
 
 def _duplicate(fd: int) -> int:
-    """A duplicate, or -1 of what is no open descriptor: the integrity store refuses that as a bad handle."""
+    """Return a duplicate, or -1 if `fd` is not open. The integrity store refuses -1 as a bad handle."""
     with suppress(OSError, OverflowError):
         return os.dup(fd)
     return -1
 
 
 class Artifacts:
-    """Stores and loads one engine's artifacts. Every method blocks; call them in a thread, in any number at once."""
+    """Stores and loads one engine's artifacts. Every method blocks, so call it in a thread. Several may run at once."""
 
     def __init__(self, engine: Engine, state_directory: str | os.PathLike[str] | None = None) -> None:
         self._engine = engine
@@ -141,20 +145,23 @@ class Artifacts:
         self._closed = False
 
     def _integrity(self) -> IntegrityStore | Refusal:
-        # Opened at the first use: a driver that never caches touches no state directory.
+        # Opened at the first use, so a driver that never caches touches no state directory.
         with self._lock:
-            if self._closed:  # an engine may be done with an export that nobody waits for long after
+            if self._closed:  # an engine may finish an export long after its caller has left
                 return Refusal(MissReason.IO_ERROR, "the device is closed")
             if self._store is None:
-                from aionn.caching.integrity import IntegrityStore  # a database and locks: for those that cache
+                from aionn.caching.integrity import IntegrityStore  # brings a database and locks, which only caching needs
 
                 self._store = IntegrityStore(self._engine.name, self._engine.version, self.files, state_directory=self._state_directory)
             return self._store
 
     def save(self, executable: Executable, model: Model, handles: CacheHandles, source: Source | None = None) -> str:
-        """Store a compiled model; "saved", "declined", or why not. Never raises for what an engine or a file system does.
+        """Store a compiled model. Return "saved", "declined", or the reason why the model was not stored.
 
-        `source`: of a model with constants that somebody may still write to.
+        Errors of the engine and of the file system are reasons, and are never raised.
+
+        Args:
+            source: the state of constants that can still be written to, if the model has such.
         """
         if not self.files.supported:
             return str(Refusal(MissReason.WRONG_FILES, "this device does not cache"))
@@ -163,7 +170,7 @@ class Artifacts:
         try:
             artifact = self._engine.export(executable)
         except Exception as error:  # an engine that cannot export has compiled all the same
-            return str(Refusal(MissReason.IO_ERROR, f"the engine's export failed: {type(error).__name__}: {error}"))
+            return str(Refusal(MissReason.IO_ERROR, f"the engine's export failed ({type(error).__name__}: {error})"))
         if source is not None and (changed := source.reason_not_to_store()) is not None:
             return str(changed)
         if artifact is None:
@@ -171,7 +178,7 @@ class Artifacts:
         try:
             described = _with_description(artifact, model)
         except (TypeError, ValueError, MemoryError) as error:
-            return str(Refusal(MissReason.IO_ERROR, f"the engine's artifact is not made of bytes: {error}"))
+            return str(Refusal(MissReason.IO_ERROR, f"the engine's artifact is not made of bytes ({error})"))
         store = self._integrity()
         refusal = store if isinstance(store, Refusal) else store.save(handles, described)
         return "saved" if refusal is None else str(refusal)
@@ -180,8 +187,8 @@ class Artifacts:
         """Verify and load.
 
         Raises:
-            CallerError: not the number of files the device asks for.
-            CompilationError: anything else; `.reason` begins with the `MissReason`.
+            CallerError: the number of files is not the one that the device asks for.
+            CompilationError: the files cannot be used for any other reason. `.reason` begins with the `MissReason`.
         """
         if not self.files.supported:
             raise _refused(Refusal(MissReason.WRONG_FILES, f"device {self._engine.name!r} does not cache"))
@@ -194,7 +201,7 @@ class Artifacts:
         try:
             artifact, description = _without_description(loaded)
             executable = self._engine.load(artifact, options)
-        except Exception as error:  # verified, and still not loadable: the engine's own trouble
+        except Exception as error:  # the bytes are verified, so the fault lies in the engine
             why = error.reason if isinstance(error, CompilationError) else f"{type(error).__name__}: {error}"
             raise _refused(Refusal(MissReason.REFUSED_BY_DEVICE, why)) from error
         return executable, description
@@ -205,19 +212,19 @@ class Artifacts:
             return None
         return Refusal(
             MissReason.WRONG_FILES,
-            f"{given.model} model and {given.data} data cache files were given; device {self._engine.name!r} asks for "
+            f"{given.model} model and {given.data} data cache files were given, but device {self._engine.name!r} asks for "
             f"{self.files.model} and {self.files.data}",
         )
 
     def note_uses(self) -> None:
-        """What `load` leaves to be done when its caller has been answered."""
+        """Do what `load` has left for the time after its caller has the answer."""
         with self._lock:
             store = self._store
         if store is not None:
             store.note_uses()
 
     def close(self) -> None:
-        """Later saves and loads are refused."""
+        """Close the store. Later saves and loads are refused."""
         with self._lock:
             self._closed = True
             if self._store is not None:
@@ -228,16 +235,16 @@ class Artifacts:
 def _with_description(artifact: Artifact, model: Model) -> Artifact:
     description = msgspec.msgpack.encode(Description(FORMAT, model.token, tuple(model.inputs.items()), tuple(model.outputs.items())))
     files = [*artifact.model, *artifact.data]
-    if files:  # an engine that exported less than it announced is told so by the integrity store
+    if files:  # the integrity store refuses an artifact with fewer files than the engine has announced
         files[0] = b"".join((files[0], description, _LENGTH.pack(len(description))))
     return Artifact(tuple(files[: len(artifact.model)]), tuple(files[len(artifact.model) :]))
 
 
 def _without_description(stored: Artifact) -> tuple[Artifact, Description]:
-    """Splits the first file without copying it.
+    """Split the first file without copying it.
 
     Raises:
-        ValueError, msgspec.MsgspecError: it has no description of this format.
+        ValueError, msgspec.MsgspecError: the file has no description of this format.
     """
     files = [*stored.model, *stored.data]
     first = memoryview(files[0])
@@ -246,10 +253,10 @@ def _without_description(stored: Artifact) -> tuple[Artifact, Description]:
     end = len(first) - _LENGTH.size
     (length,) = _LENGTH.unpack_from(first, end)
     if length > end:
-        raise ValueError(f"the first cache file has a description of {length} bytes and only {end} bytes before its end")
+        raise ValueError(f"the first cache file announces a description of {length} bytes, but has only {end} bytes for it")
     description = msgspec.msgpack.decode(first[end - length : end], type=Description)
     if description.format != FORMAT:
-        raise ValueError(f"description of format {description.format}, this release reads {FORMAT}")
+        raise ValueError(f"the first cache file has a description of format {description.format}, but this release reads {FORMAT}")
     files[0] = first[: end - length]
     return Artifact(tuple(files[: len(stored.model)]), tuple(files[len(stored.model) :])), description
 

@@ -1,6 +1,7 @@
-"""The blob cache that a device hands to its engine with every compilation; opened when the engine first uses it.
+"""The blob cache that a device hands to its engine with every compilation. It is there for parity with Android's driver cache.
 
-An engine that keeps nothing there costs its driver neither a database nor the import of one.
+The cache is opened when the engine first uses it. An engine that keeps nothing there costs its driver neither a database nor the
+import of one.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class DeviceBlobs:
     def _opened(self) -> BlobCache | None:
         with self._lock:
             if self._cache is None and not self._closed:
-                from aionn.caching.blob_cache import BlobCache  # a database: for engines that use it
+                from aionn.caching.blob_cache import BlobCache  # brings a database, which few engines need
 
                 self._cache = BlobCache(device=self._device, version=self._version, state_directory=self._state_directory)
             return self._cache

@@ -1,7 +1,7 @@
-"""An `IDevice` over any `Engine`: compile, executions, bursts; written once for all engines.
+"""An `IDevice` over any `Engine`: compiling, executions and bursts, written once for all engines.
 
-Blocking engine calls run in threads; the loop only orders them. A cancelled or late preparation sets the engine's cancel
-flag and is abandoned: its thread ends when the engine lets it.
+Blocking calls of the engine run in threads, and the loop only orders them. A cancelled or late preparation sets the engine's cancel
+flag and is abandoned. Its thread ends when the engine returns.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import TypeVar
 
 import anyio
 import anyio.to_thread
-import numpy as np
 from anyio.abc import TaskGroup
 
 from aionn import trace
@@ -26,6 +25,7 @@ from aionn.caching.outcomes import MissReason, Refusal
 from aionn.driver.artifacts import Artifacts, LentHandles, Source
 from aionn.driver.blobs import DeviceBlobs
 from aionn.driver.execution import BoundExecution, BoundModel, BoundPool, Pace, bind
+from aionn.driver.memories import EngineBuffer, bound_pool, constants_of
 from aionn.driver.threads import SerialThread, Threads
 from aionn.errors import AionnError, CallerError, CompilationError, DeadlineError, ExecutionError
 from aionn.hal.interfaces import (
@@ -47,13 +47,12 @@ from aionn.hal.types import (
     DeviceType,
     ExecutionPreference,
     IMemory,
-    MemoryKind,
     MQDescriptor,
     Operand,
     Request,
     Result,
 )
-from aionn.memory import DeviceBuffer, DeviceBuffers, Memory, ModelInfo, Region, check_request, reserve
+from aionn.memory import DeviceBuffers, ModelInfo, check_request, reserve
 from aionn.memory.requests import Extent
 from aionn.pages import DriverPage, Slot, private_slot
 
@@ -70,9 +69,9 @@ class EngineDevice:
 
     Args:
         engine: made once for this process.
-        tasks: where burst listeners run; they end with it.
-        state_directory: where digests and the blob cache are kept; None: the user's.
-        page: shows what the device does; None: it is not shown.
+        tasks: where burst listeners run. They end with it.
+        state_directory: where digests and the blob cache are kept. None means the user's state directory.
+        page: the statistics page that shows what the device does, or None.
     """
 
     def __init__(
@@ -95,7 +94,9 @@ class EngineDevice:
         supported = await self._threads.run(lambda: self._shown(lambda: self._judge(model)))
         found, wanted = len(supported), len(model.operations)
         if found != wanted:
-            raise CompilationError(f"device {self.name!r} judged {found} operations of a model that has {wanted}; its engine is at fault")
+            raise CompilationError(
+                f"device {self.name!r} judged {found} operations, but the model has {wanted}; the fault lies in its engine"
+            )
         return supported
 
     def _judge(self, model: Model) -> tuple[bool, ...]:
@@ -123,17 +124,17 @@ class EngineDevice:
         finally:
             if lent is not None:
                 lent.give_up()
-        return EnginePreparedModel(self, executable, model.inputs, model.outputs, options, outcome, _constants_of(model))
+        return EnginePreparedModel(self, executable, model.inputs, model.outputs, options, outcome, constants_of(model))
 
     def _compile(self, model: Model, options: CompileOptions) -> tuple[Executable, str]:
-        """The compiled model; and, where that worked only without preparing for the export, why nothing can be saved."""
+        """Compile. Return also why the model cannot be saved, where compiling worked only without preparing the export, or ""."""
         try:
             return self._engine.compile(model, options), ""
         except Exception as error:  # an engine's own exception types end here
             failed = self._compilation_error(error)
             if not options.may_export or options.cancelled.is_set() or getattr(failed, "node", None) is not None:
                 raise failed from error
-        # Some engines write their artifact while they compile: a full disk under that must not fail the compilation.
+        # Some engines write their artifact while they compile. A full disk must not fail the compilation then.
         try:
             executable = self._engine.compile(model, dataclasses.replace(options, may_export=False))
         except Exception as error:
@@ -148,7 +149,7 @@ class EngineDevice:
     async def _save(
         self, executable: Executable, model: Model, source: Source | None, lent: LentHandles, flag: CancelFlag, deadline_ns: int | None
     ) -> str:
-        """What became of it, in a word. Half of the time that is left is the client's, to publish it and go on."""
+        """Store the model and return the outcome. Half of the remaining time is left to the client, which publishes the entry."""
         now_ns = time.monotonic_ns()
         save_by_ns = None if deadline_ns is None else now_ns + max(0, deadline_ns - now_ns) // 2
         try:
@@ -157,7 +158,7 @@ class EngineDevice:
                     lambda: lent.during(lambda handles: self._artifacts.save(executable, model, handles, source)), flag, save_by_ns
                 )
         except DeadlineError:
-            return str(Refusal(MissReason.TOO_SLOW, "storing it took longer than the deadline leaves"))
+            return str(Refusal(MissReason.TOO_SLOW, "storing the model took longer than the deadline allows"))
 
     async def prepare_model_from_cache(self, options: PrepareOptions, cache: CacheHandles) -> EnginePreparedModel:
         flag = CancelFlag()
@@ -173,7 +174,7 @@ class EngineDevice:
                 )
         finally:
             lent.give_up()
-        self._threads.behind(self._artifacts.note_uses)  # the answer waits for nothing of it
+        self._threads.behind(self._artifacts.note_uses)  # the answer does not wait for this work
         return EnginePreparedModel(self, executable, dict(stored.inputs), dict(stored.outputs), options)
 
     async def allocate(
@@ -196,7 +197,7 @@ class EngineDevice:
             return work()
 
     async def _blocking(self, call: Callable[[], T], flag: CancelFlag, deadline_ns: int | None, *, loading: bool = False) -> T:
-        """Run an engine's blocking call; give up, and tell the engine so, when cancelled or late."""
+        """Run an engine's blocking call. When cancelled or late, set the engine's cancel flag and stop waiting."""
 
         def work() -> T:
             return self._shown(call, loading)
@@ -204,7 +205,7 @@ class EngineDevice:
         try:
             if deadline_ns is None:
                 return await self._threads.run(work)
-            # The scope knows who ended it. A clock does not: a loop's timers are up to a millisecond early.
+            # The scope knows whether the deadline ended it. A clock does not know, because a loop's timers may be a millisecond early.
             with anyio.move_on_after(max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)):
                 return await self._threads.run(work)
             raise DeadlineError(f"device {self.name!r} had not prepared the model by the deadline", transient=True)
@@ -213,13 +214,13 @@ class EngineDevice:
             raise
 
     def close(self) -> None:
-        """Close the store of digests and the blob cache; later preparations neither save nor load."""
+        """Close the store of digests and the blob cache. Later preparations neither save nor load."""
         self._artifacts.close()
         self._blobs.close()
         self._threads.close()
 
     def enter(self, model: int, pace: Pace) -> Slot:
-        """Count one more prepared model; returns where its executions are shown."""
+        """Count one more prepared model. Return the slot that shows its executions."""
         self._paces.add(pace)
         self._note_company()
         return private_slot() if self._page is None else self._page.slot(model)
@@ -236,7 +237,7 @@ class EngineDevice:
             pace.alone(len(self._paces) == 1)
 
     def serve(self, server: ExecutionBurstServer, ended: Callable[[ExecutionBurstServer], None]) -> None:
-        """Run a burst's listener; `ended` is called when it is over. Whatever goes wrong in it ends that burst and nothing else."""
+        """Run a burst's listener, and call `ended` when it is over. An error of the listener ends that burst and nothing else."""
         self._tasks.start_soon(self._listen, server, ended, name="burst listener")
 
     async def _listen(self, server: ExecutionBurstServer, ended: Callable[[ExecutionBurstServer], None]) -> None:
@@ -286,7 +287,7 @@ class EnginePreparedModel:
 
     @property
     def info(self) -> ModelInfo:
-        """What device buffers may stand for. An output whose declared shape has proven wrong may have any."""
+        """The operands that device buffers may stand for. An output whose declared shape has proven wrong may have any shape."""
         disproved = self._bound.disproved
         outputs = [Operand(operand.type, None) if name in disproved else operand for name, operand in self.outputs.items()]
         return ModelInfo(self._bound.id, tuple(self.inputs.values()), tuple(outputs))
@@ -302,12 +303,13 @@ class EnginePreparedModel:
             return await execution.execute(measure_timing, deadline_ns)
 
     def wrong_with(self, request: Request, pool_sizes: Sequence[int]) -> str | None:
-        """What is wrong with a request over pools of those sizes, before any is mapped; None: nothing. See `check_request`."""
+        """Return what is wrong with a request over pools of those sizes, or None. Needs no mapped pool. See `check_request`."""
         return check_request(self._bound.inputs, self._bound.outputs, request, pool_sizes)
 
     def bind(self, request: Request, pools: Sequence[BoundPool]) -> BoundExecution:
+        """Check a request and make its arrays; see `execution.bind`."""
         if self._executable is None:
-            raise CallerError("this prepared model has been released")
+            raise CallerError("the request names a prepared model that has been released; prepare the model again")
         return bind(self._executable, self._bound, request, pools)
 
     async def configure_execution_burst(
@@ -328,69 +330,8 @@ class EnginePreparedModel:
         self.device.leave(self._bound.pace, self._bound.slot)
 
 
-class EngineBuffer:
-    """Memory of the device's own. Satisfies `IBuffer`."""
-
-    def __init__(self, buffers: DeviceBuffers, buffer: DeviceBuffer) -> None:
-        self._buffers = buffers
-        self._buffer = buffer
-        self.token = buffer.token
-
-    def of(self, buffers: DeviceBuffers) -> bool:
-        """Whether it is one of that device's."""
-        return self._buffers is buffers
-
-    async def copy_from(self, source: IMemory, dimensions: tuple[int, ...]) -> None:
-        """Fill the whole buffer; see `DeviceBuffer.copy_from`."""
-        file = _file_of(source)
-
-        def opened() -> memoryview:
-            if file is not None:
-                file.check_backing()
-            return source.view()
-
-        await _copied(lambda: self._buffer.fill_from(opened, dimensions))
-
-    async def copy_to(self, target: IMemory) -> None:
-        """Copy the whole buffer out; see `DeviceBuffer.copy_to`. A file is flushed then."""
-        file = _file_of(target)
-
-        def copy() -> None:
-            if file is not None:
-                file.check_backing()
-            self._buffer.copy_to(target.view())
-            if file is not None:
-                file.flush()
-
-        await _copied(copy)
-
-    async def aclose(self) -> None:
-        self._buffers.free(self.token)
-
-
-async def _copied(copy: Callable[[], None]) -> None:
-    """Run a blocking copy in a thread.
-
-    Raise its error without the frames of the thread: they hold views of the client's memory, which would stay mapped with them.
-    """
-
-    def attempt() -> AionnError | None:
-        try:
-            copy()
-        except AionnError as error:
-            return error.again()
-        return None
-
-    failed = await anyio.to_thread.run_sync(attempt)
-    if failed is not None:
-        try:
-            raise failed
-        finally:
-            del failed
-
-
 class EngineBurstExecutor:
-    """Caches a burst's memories mapped, by slot. Satisfies `IBurstExecutorWithCache`."""
+    """Keeps the memories of a burst mapped, by slot. Satisfies `IBurstExecutorWithCache`."""
 
     def __init__(self, prepared: EnginePreparedModel) -> None:
         self._prepared = prepared
@@ -409,7 +350,7 @@ class EngineBurstExecutor:
             close()
 
     def check(self, request: Request, pools: Sequence[PoolReference]) -> None:
-        # How large a memory is that is not here yet will be seen by `bind`.
+        # `bind` sees the size of a memory that is not here yet.
         wrong = self._prepared.wrong_with(request, [0 if pool.token else _ANY_SIZE for pool in pools])
         if wrong is not None:
             raise CallerError(wrong)
@@ -421,34 +362,3 @@ class EngineBurstExecutor:
     def close(self) -> None:
         for slot in list(self._memories):
             self.remove_cache_entry(slot)
-
-
-def bound_pool(pool: IMemory | IBuffer, buffers: DeviceBuffers) -> BoundPool:
-    """A pool of a request: all its bytes in place, shape (size_bytes,), or the token of one of `buffers`."""
-    if isinstance(pool, EngineBuffer) and pool.of(buffers):
-        return BoundPool(None, pool.token)
-    if not isinstance(pool, IMemory):
-        raise CallerError("a device-owned buffer of another device cannot be used here")
-    return BoundPool(np.frombuffer(pool.view(), np.uint8), None, _file_of(pool), _home_of(pool))
-
-
-def _file_of(memory: IMemory) -> Region | None:
-    """What may be cut off, and must be flushed: the mapping of a file."""
-    region = memory.pool if isinstance(memory, Memory) else memory
-    return region if isinstance(region, Region) and region.description.kind is MemoryKind.MMAP_FD else None
-
-
-def _home_of(memory: IMemory) -> Extent:
-    status, begin = os.fstat(memory.fileno()), memory.description.offset_bytes
-    return (status.st_dev, status.st_ino), begin, begin + memory.size_bytes
-
-
-def _constants_of(model: Model) -> tuple[Extent, ...]:
-    """Where the constants lie that are an app's own memory or a file; the others are sealed against writing."""
-    homes = [_home_of(pool) if may_change(pool) else None for pool in model.pools]
-    extents: list[Extent] = []
-    for constant in model.constants:
-        home, place = homes[constant.location.pool_index], constant.location
-        if home is not None:
-            extents.append((home[0], home[1] + place.offset, home[1] + place.offset + place.length))
-    return tuple(extents)

@@ -1,12 +1,12 @@
-"""Requests on an engine: bound to their bytes once, run on the prepared model's one thread, or on the loop when tiny.
+"""Requests on an engine. Each is bound to its bytes once. It runs on the prepared model's one thread, or on the loop when it is short.
 
 Invariants
-    `Executable.run` is never entered twice at once: the thread takes one run after the other, and a run on the loop
-    happens only while the thread has none (`_pending` is 0), during which the loop can submit none.
-    A bound execution holds views of its memories: they stay mapped until the run is over, whoever has let go of them.
-    The engine gets no array for an output in `BoundModel.disproved`: a run has shown that the model declares a wrong shape for it.
+    `Executable.run` is never entered twice at once. The thread takes one run after the other. A run on the loop happens only while the
+    thread has none (`_pending` is 0), and the loop can submit none meanwhile.
+    A bound execution holds views of its memories. They stay mapped until the run is over, even when their owners have dropped them.
+    The engine gets no array for an output in `BoundModel.disproved`, because a run has shown that the model declares a wrong shape.
     Such an output is open: its shape stands in each answer, and its bytes are copied to their place.
-    Every run begins and ends in its model's slot of the statistics page, also one that fails.
+    Every run begins and ends in its model's slot of the statistics page, also a run that fails.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from aionn.pages import Slot
 logger = logging.getLogger("aionn.driver")
 
 INLINE_RUN_NS = 500_000
-"""A model whose runs are shorter than this may run on the loop: a thread's two wake-ups cost 30 to 60 us here, the run itself
-holds up the driver's other work for no longer than this."""
+"""A model whose runs are shorter than this may run on the loop. A thread's two wake-ups cost 30 to 60 us here, and such a run
+delays the driver's other work by no more than this."""
 
 _QUALIFYING_RUNS = 8
-"""So many short runs in a row before the loop may run it; one long run and it must qualify again."""
+"""Short runs in a row that a model needs before the loop may run it. After one long run it must qualify again."""
 
 _DONE = Result(ErrorStatus.NONE)
 
 
 class Pace:
-    """Whether a model's runs are short enough for the loop.
+    """Decides whether a model's runs are short enough for the loop.
 
     Past runs do not bound the next one, and a long run on the loop stalls all that the loop serves. So a model runs
     there only while no other model is prepared in this process.
@@ -62,14 +62,16 @@ class Pace:
 
     @property
     def inline(self) -> bool:
+        """Whether the loop may run the model now."""
         return self._short_runs >= self._needed
 
     def ran(self, nanoseconds: int) -> None:
+        """Note how long a run took."""
         self._short_runs = self._short_runs + 1 if nanoseconds < INLINE_RUN_NS else 0
 
 
 class BoundExecution:
-    """One request, checked, its arrays made. Satisfies `burst.IBoundExecution`."""
+    """One checked request with its arrays. Satisfies `burst.IBoundExecution`."""
 
     def __init__(
         self,
@@ -86,9 +88,10 @@ class BoundExecution:
         """
         Args:
             outputs: arrays for the outputs whose shapes are known.
-            places: the bytes given for each output, but those in device buffers.
+            places: the bytes given for each output that is not in a device buffer.
             omitted: outputs that the request does not want.
-            files: memories that are files and may be cut off; `written`: those of them that get outputs.
+            files: memories that are files and may be cut off.
+            written: those files that get outputs.
         """
         self._executable = executable
         self._domain = domain
@@ -115,7 +118,9 @@ class BoundExecution:
     async def execute(self, measure_timing: bool, deadline_ns: int | None) -> Result:
         def job() -> Result:
             if deadline_ns is not None and time.monotonic_ns() >= deadline_ns:
-                return Result(ErrorStatus.MISSED_DEADLINE_TRANSIENT, message="the deadline had passed before the device got to it")
+                return Result(
+                    ErrorStatus.MISSED_DEADLINE_TRANSIENT, message="the deadline had passed before the device began the execution"
+                )
             return self._run(measure_timing)
 
         return await self._thread.run(job)
@@ -144,7 +149,7 @@ class BoundExecution:
             return result_of(error)
         except MemoryError as error:
             return Result(ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT, message=f"the engine ran out of memory: {error}")
-        except (Exception, SystemExit) as error:  # whatever an engine raises is this execution's failure and nothing else
+        except (Exception, SystemExit) as error:  # every error of an engine fails this execution and nothing else
             return Result(ErrorStatus.GENERAL_FAILURE, message=f"{type(error).__name__}: {' '.join(str(error).split())}")
         finally:
             if took_ns < 0:
@@ -167,14 +172,14 @@ class BoundExecution:
         self._is_open = len(self._outputs) < len(self._places)
 
     def _learn(self, made: Mapping[str, NDArray[Any]], wanted: Mapping[str, NDArray[Any]]) -> None:
-        """Remember outputs that came out in another shape than that of the array which the engine got for them."""
+        """Remember outputs whose shape differs from that of the array which the engine got for them."""
         for name, array in wanted.items():
             if name in made and made[name].shape != array.shape and name not in self._disproved:
                 self._model.disproved.add(name)
-                logger.info("output %r: the model declares the shape %s, it came out in %s", name, array.shape, made[name].shape)
+                logger.info("output %r has shape %s, but the model declares %s", name, made[name].shape, array.shape)
 
     def _run_in_domain(self, domain: DomainUse, measure_timing: bool) -> tuple[ExecutionReport, tuple[OutputShape, ...], str]:
-        """Run with buffers of the device's own: held from now until the run is over, their state following its outcome."""
+        """Run with buffers that the device owns. Hold them until the run is over, and set their state by its outcome."""
         with domain.request.use() as use:
             if use.arguments is None or use.arguments[0] != self._seen:
                 inputs, outputs = {}, dict(self._outputs)
@@ -201,7 +206,11 @@ class BoundExecution:
         return report, shapes, insufficient
 
     def _place(self, made: Mapping[str, NDArray[Any]], elsewhere: Mapping[str, object]) -> tuple[tuple[OutputShape, ...], str]:
-        """Copy what the engine has made to its place; all shapes, and what did not fit. `elsewhere`: outputs in device buffers."""
+        """Copy what the engine has made to its place. Return all shapes, and a sentence about what did not fit, or "".
+
+        Args:
+            elsewhere: the outputs in device buffers.
+        """
         shapes, insufficient = [], ""
         for name in self._names:
             known, place = self._outputs.get(name), self._places.get(name)
@@ -213,15 +222,15 @@ class BoundExecution:
             if fits:
                 place[: array.nbytes] = array.reshape(-1).view(np.uint8)
             else:
-                told = f"output {name!r} of shape {array.shape} needs {array.nbytes} bytes, {place.nbytes} were given"
-                insufficient = insufficient or told
+                found = f"output {name!r} of shape {array.shape} needs {array.nbytes} bytes, but {place.nbytes} were given"
+                insufficient = insufficient or found
             shapes.append(OutputShape(tuple(array.shape), fits))
         return tuple(shapes), insufficient
 
 
 @dataclass(frozen=True, slots=True)
 class DomainUse:
-    """A request's use of device-owned buffers: what is held at each run, and the names of all inputs by index."""
+    """A request's use of buffers that the device owns, and the names of all inputs by index."""
 
     request: BufferRequest
     names: tuple[str, ...]
@@ -229,13 +238,13 @@ class DomainUse:
 
 @dataclass(frozen=True, slots=True)
 class BoundPool:
-    """A pool of a request as the device has it: its bytes, or the token of a device-owned buffer.
+    """A pool of a request as the device has it: its bytes, or the token of a buffer that the device owns.
 
     Attributes:
-        bytes: all of them in place, shape (size_bytes,); None for a token.
-        token: of a device-owned buffer.
-        file: set where the bytes are a file's: it may be cut off before a run, and is flushed when it has been written to.
-        home: where the bytes really are, to be recognised in another pool.
+        bytes: all bytes in place, with shape (size_bytes,), or None for a token.
+        token: names a buffer that the device owns.
+        file: the file that the bytes belong to, or None. It may be cut off before a run, and is flushed after it was written to.
+        home: where the bytes really are, so that the same bytes are recognised in another pool.
     """
 
     bytes: NDArray[np.uint8] | None
@@ -253,7 +262,7 @@ def bind(
     """Check `request` against the model and the pools' sizes, and make its arrays.
 
     Raises:
-        CallerError: INVALID_ARGUMENT, with what is wrong.
+        CallerError: the request is wrong (INVALID_ARGUMENT). The text says where.
     """
     wrong = check_request(model.inputs, model.outputs, request, [0 if pool.bytes is None else pool.bytes.nbytes for pool in pools])
     if wrong is None and (len(pools) > 1 or model.constants):
@@ -279,7 +288,7 @@ def bind(
         if pool.bytes is None:
             continue
         if not pool.bytes.flags.writeable:
-            raise CallerError(f"output {name!r}: its pool may not be written to")
+            raise CallerError(f"output {name!r} lies in memory that may not be written to; give writable memory for it")
         if pool.file is not None:
             written[argument.location.pool_index] = pool.file
         places[name] = pool.bytes[argument.location.offset :][: argument.location.length]
@@ -298,11 +307,12 @@ def bind(
 
 @dataclass(frozen=True, slots=True)
 class BoundModel:
-    """What requests of one prepared model share. `id` is never given to another one in this process.
+    """What the requests of one prepared model share.
 
     Attributes:
-        constants: where those lie that others may have mapped, too; no output may be written there.
-        disproved: outputs that came out in another shape than the model declares. Names are only added.
+        id: a number that no other prepared model of this process ever has.
+        constants: where those constants lie that other processes may have mapped. No output may be written there.
+        disproved: outputs that had another shape than the model declares. Names are only added.
     """
 
     id: int
@@ -318,9 +328,9 @@ class BoundModel:
 
 def _array(place: NDArray[np.uint8], argument: RequestArgument, operand: Operand, shape: tuple[int, ...], word: str) -> NDArray[Any]:
     array: NDArray[Any] = np.ndarray(shape, operand.type.dtype, buffer=place.data, offset=argument.location.offset)
-    if not array.flags.aligned:  # engines read whole elements; a copy would be one that nobody asked for
+    if not array.flags.aligned:  # engines read whole elements, and a copy would surprise a caller who gave memory to avoid one
         raise CallerError(
-            f"{word}: begins at byte {argument.location.offset} of its pool; elements of {operand.type.value} begin at multiples of "
-            f"{operand.type.element_bytes} bytes"
+            f"{word} begins at byte {argument.location.offset} of its memory, but elements of {operand.type.value} begin at multiples of "
+            f"{operand.type.element_bytes} bytes; move it to such a place"
         )
     return array

@@ -1,9 +1,9 @@
 """What a driver process does: tie its life to its parent's, find its engine, greet, serve until the client is gone.
 
-It ends with its parent however that ends: the kernel sends SIGKILL when the parent's thread that started it is gone, and
-the end of the control socket ends it where that signal does not reach (a parent in another pid namespace, a process in
-between). It leaves nothing that could outlive it: no named memory, no child, no file. (An engine that writes files by name while it
-compiles leaves them if it is killed just then. No engine of aionn does.)
+The driver ends with its parent, however the parent ends. The kernel sends SIGKILL when the parent's thread that started the driver
+is gone. That signal does not reach a driver in another pid namespace, or with a process in between. There the end of the control
+socket ends the driver. The driver leaves nothing that could outlive it: no named memory, no child, no file. (An engine that writes
+named files while it compiles leaves them if it is killed just then. No engine of aionn does.)
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from aionn.driver.device import EngineDevice
 from aionn.driver.registry import find_engine
 from aionn.errors import AionnError, DeviceUnavailableError
 from aionn.pages import BEAT_S, DriverPage
-from aionn.remote.control import STACKS_SIGNAL, Refused, encode, failure_of
+from aionn.remote.control import STACKS_SIGNAL, Refused, encode
+from aionn.remote.failures import failure_of
 from aionn.remote.service import DeviceService
 
 _PR_SET_PDEATHSIG = 1
@@ -36,16 +37,16 @@ _IOPRIO_WHO_PROCESS = 1
 _IOPRIO_CLASS_IDLE = 3
 _IOPRIO_CLASS_SHIFT = 13
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
-"""glibc has no ioprio_set; the kernel's number for it, by architecture. Elsewhere the niceness alone decides."""
+"""The kernel's number of ioprio_set by architecture, because glibc has no such function. Elsewhere the niceness alone decides."""
 
 CLEAN_UP_S = 2.0
-"""How long a driver may take to free what its client left; then it ends all the same."""
+"""How long a driver may take to free what its client left. Then it ends anyway."""
 
 
 GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals that a terminal, systemd, `timeout` or a container's init sends to the whole process group.
 
-The app handles them and may still drain; its drivers end with it.
+The app handles them and may still finish its work. Its drivers end with it.
 """
 
 
@@ -56,17 +57,17 @@ def bind_to_parent() -> None:
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed; the driver would outlive its app")
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed, so this driver would outlive its app; allow it in the sandbox")
     for number in GROUP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 def stay_in_background(threads: int) -> None:
-    """Take what CPU time and disk time nobody else wants, on `threads` CPUs at most. Threads made later inherit it."""
+    """Use only idle CPU and disk time from now on, on `threads` CPUs at most. Threads made later inherit that."""
     os.nice(_NICEST)
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    # The last ones, for many a program takes the first. An engine that counts its CPUs then counts these.
+    # Take the last CPUs, because many programs take the first. An engine that counts its CPUs then counts these.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-threads:])
     number = _IOPRIO_SET.get(platform.machine())
     if number is not None:
@@ -74,20 +75,20 @@ def stay_in_background(threads: int) -> None:
 
 
 def raise_file_limit() -> None:
-    """Allow as many open files as the hard limit does: each request in flight may bring descriptors of its own."""
+    """Allow as many open files as the hard limit does, because each request in flight may bring descriptors."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def name_process(name: str) -> None:
-    """What `ps` and `top` show as the command's name; cut to 15 characters by the kernel."""
+    """Set the name that `ps` and `top` show. The kernel cuts it to 15 characters."""
     ctypes.CDLL(None).prctl(_PR_SET_NAME, os.fsencode(f"aionn-{name}")[:15], 0, 0, 0)
 
 
 def close_inherited(keep: int) -> None:
-    """Close what the app left open for its children: a server's listening socket must not stay bound because of a driver.
+    """Close what the app left open for its children. A server's listening socket must not stay bound because of a driver.
 
-    What this process has opened itself since it began is close-on-exec, so it is told apart.
+    Descriptors that this process has opened itself are close-on-exec, so they stay open.
     """
     for entry in os.listdir("/proc/self/fd"):
         fd = int(entry)
@@ -95,7 +96,7 @@ def close_inherited(keep: int) -> None:
             if fd > 2 and fd != keep and os.get_inheritable(fd):
                 os.close(fd)
         except OSError:
-            continue  # the listing's own
+            continue  # the descriptor of the listing itself
 
 
 def _beat(page: DriverPage) -> None:
@@ -109,7 +110,7 @@ async def serve(name: str, home: str, sock: socket.socket, state_directory: str 
     try:
         page = DriverPage()
         engine = await anyio.to_thread.run_sync(find_engine, name, home)
-    except Exception as error:  # the app is told whatever keeps the engine from loading
+    except Exception as error:  # the app gets every reason that keeps the engine from loading
         refusal = error if isinstance(error, AionnError) else DeviceUnavailableError(name, f"device {name!r} cannot start: {error}")
         sock.setblocking(True)
         try:
@@ -119,7 +120,7 @@ async def serve(name: str, home: str, sock: socket.socket, state_directory: str 
         return
     faulthandler.register(STACKS_SIGNAL, file=page.fd, all_threads=True)
     _beat(page)
-    gc.freeze()  # what is here now stays: no collection need look at it again
+    gc.freeze()  # what exists now stays, so no collection needs to look at it again
     gc.enable()
     async with anyio.create_task_group() as tasks:
         service = DeviceService(EngineDevice(engine, tasks, state_directory, page), sock, tasks, page.fd)
@@ -131,10 +132,12 @@ async def serve(name: str, home: str, sock: socket.socket, state_directory: str 
 
 
 def main(arguments: list[str]) -> int:
-    """`python -m aionn.driver NAME[=HOME] FD [THREADS [STATE_DIR]]`: serve the socket that the parent left open under that descriptor.
+    """Serve the socket that the parent left open: `python -m aionn.driver NAME[=HOME] FD [THREADS [STATE_DIR]]`.
 
-    HOME is "package.module:Class", where the parent has looked it up. With THREADS above 0 in the background, on so many CPUs at most.
-    STATE_DIR is where the device keeps its records; without it, in the user's state directory.
+    Args:
+        arguments: NAME of the device, with HOME ("package.module:Class") if the parent has looked it up. FD, the socket. With THREADS
+            above 0 the driver runs in the background, on so many CPUs at most. STATE_DIR is where the device keeps its records, by
+            default the user's state directory.
     """
     if len(arguments) not in (2, 3, 4) or not all(argument.isdigit() for argument in arguments[1:3]):
         usage = "python -m aionn.driver ENGINE[=MODULE:CLASS] SOCKET_FD [THREADS [STATE_DIR]]"
@@ -152,7 +155,7 @@ def main(arguments: list[str]) -> int:
     try:
         sock = socket.socket(fileno=fd)
     except OSError as error:
-        print(f"aionn.driver: descriptor {fd} is no socket: {error.strerror}", file=sys.stderr)
+        print(f"aionn.driver: descriptor {fd} is not a socket ({error.strerror}); give the one of a control socket", file=sys.stderr)
         return 2
     sock.set_inheritable(False)
     anyio.run(serve, name, home, sock, state_directory, backend_options={"use_uvloop": True})

@@ -1,4 +1,4 @@
-"""Engines by name: entry points of the group `aionn.engines`, or "package.module:Class" for one that is not installed as such."""
+"""Engines by name: entry points of the group `aionn.engines`, or "package.module:Class" for an engine without an entry point."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def find_engine(name: str, home: str = "") -> Engine:
     """Make the engine of that name.
 
     Args:
-        name: of an entry point, or "package.module:Class".
-        home: "package.module:Class", where whoever asks has looked the entry point up already.
+        name: the name of an entry point, or "package.module:Class".
+        home: "package.module:Class", if the caller has looked up the entry point already.
 
     Raises:
-        DeviceUnavailableError: there is none, or its package cannot be imported.
+        DeviceUnavailableError: the engine does not exist, or its package cannot be imported.
     """
     try:
         module, colon, attribute = (home or name).partition(":")
@@ -27,15 +27,15 @@ def find_engine(name: str, home: str = "") -> Engine:
             installed = installed_engines()
             if name not in installed:
                 known = ", ".join(sorted(installed)) or "none"
-                raise DeviceUnavailableError(name, f"device {name!r} is not installed here; installed are: {known}")
+                raise DeviceUnavailableError(name, f"device {name!r} is not installed here (installed: {known})")
             module, attribute = installed[name].module, installed[name].attr
         factory = functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
     except (ImportError, AttributeError, ValueError) as error:
         raise DeviceUnavailableError(
-            name, f"device {name!r} cannot be loaded: {error}; a driver finds what is installed or in PYTHONPATH"
+            name, f"device {name!r} cannot be loaded ({error}); install its package, or add its directory to PYTHONPATH"
         ) from error
     try:
-        engine: Engine = factory()  # type: ignore[operator]  # whatever the module has there; if it is no engine, that is said
+        engine: Engine = factory()  # type: ignore[operator]  # `_check` refuses what is not an engine
     except DeviceUnavailableError:
         raise
     except Exception as error:
@@ -49,18 +49,20 @@ _VERBS = ("supported_operations", "compile", "export", "load")
 
 
 def _check(name: str, engine: object) -> None:
-    """A driver author learns here what is missing, and not from a traceback at the first call.
+    """Check that an engine has all facts and methods, so that its author need not read a traceback of the first call.
 
     Raises:
-        DeviceUnavailableError: it is no `hal.Engine`.
+        DeviceUnavailableError: the object is not a `hal.Engine`. The text says what is missing.
     """
     for fact, kind in _FACTS:
         found = getattr(engine, fact, None)
         if not isinstance(found, kind):
             raise DeviceUnavailableError(
                 name,
-                f"device {name!r}: {type(engine).__name__}.{fact} is {found!r}; an engine has a {kind.__name__} there",
+                f"device {name!r} cannot be used, because {type(engine).__name__}.{fact} is {found!r}; it must be a {kind.__name__}",
             )
     for verb in _VERBS:
         if not callable(getattr(engine, verb, None)):
-            raise DeviceUnavailableError(name, f"device {name!r}: {type(engine).__name__} has no method {verb!r} (see aionn.hal.Engine)")
+            raise DeviceUnavailableError(
+                name, f"device {name!r} cannot be used, because {type(engine).__name__} has no method {verb!r}; see aionn.hal.Engine"
+            )

@@ -1,9 +1,10 @@
-"""Threads for what blocks in a driver: a model's executions in their order, an engine's compiling and loading beside each other.
+"""Threads for blocking work in a driver: a model's executions in their order, compiling and loading side by side.
 
-anyio has threads of its own. A job there goes round the loop three times before it begins and once more when it is done, which is 0.2 ms
-that a verified hit of a small model does not have; they are waited for when the process ends, and an engine may never return.
+anyio's worker threads do not fit. A job there passes the loop three times before it begins and once when it is done. That takes
+0.2 ms, which is too long for a verified hit of a small model. The end of the process also waits for those threads, and an engine may
+never return.
 
-All are daemons. Nothing here is used from a second thread: jobs are submitted, and their answers come, on the loop.
+All threads here are daemons. Use this module from the loop only: jobs are submitted there, and their answers come there.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _Job = tuple[Callable[[], Any], Answer[Any], Callable[[], object] | None, asynci
 
 
 class SerialThread:
-    """Runs one thing after the other, in order. Started at the first submission."""
+    """A thread that runs one job after the other, in order. It starts at the first submission."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -36,20 +37,20 @@ class SerialThread:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is submitted and unanswered. Asked on the loop."""
+        """Whether every submitted job has been answered. Ask on the loop."""
         return self._pending == 0
 
     async def run(self, job: Callable[[], T]) -> T:
-        """What `job` returns or raises. A cancelled caller leaves; the job runs on."""
+        """Run `job` and return its result, or raise its error. A cancelled caller leaves, and the job runs on."""
         return await self.submit(job).wait()
 
     def submit(self, job: Callable[[], T], done: Callable[[], object] | None = None) -> Answer[T]:
-        """As `run`, for whoever waits later or not at all. `done` is called on the loop when the job is over, however it ended."""
+        """Submit a job and return its answer without waiting. The loop calls `done` when the job is over, however it ended."""
         loop = asyncio.get_running_loop()
         answer: Answer[T] = Answer(loop)
         if self._thread is None:
             thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-            thread.start()  # raises where there may be no more threads; the next caller tries again
+            thread.start()  # raises where the system allows no more threads; the next caller tries again
             self._thread = thread
         self._pending += 1
         self._jobs.put((job, answer, done, loop))
@@ -64,12 +65,12 @@ class SerialThread:
                 result = job()
             except BaseException as raised:
                 error = raised
-            del item, job  # before the answer: who has it may count on nothing of the request being held here
+            del item, job  # before the answer, so that a caller with the answer can rely on nothing of the request being held here
             try:
                 loop.call_soon_threadsafe(self._settle, answer, done, result, error)
             except RuntimeError:
-                return  # the loop is closed: the process is on its way out
-            del answer, done, loop, result, error  # not until the next request
+                return  # the loop is closed, because the process ends
+            del answer, done, loop, result, error  # now, and not only at the next request
 
     def _settle(self, answer: Answer[Any], done: Callable[[], object] | None, result: Any, error: BaseException | None) -> None:
         self._pending -= 1
@@ -78,19 +79,19 @@ class SerialThread:
         if error is None:
             answer.set(result)
         else:
-            # A future takes no StopIteration: that would end whoever awaits it without a word.
+            # A future refuses StopIteration, which would silently end the task that awaits it.
             answer.fail(RuntimeError(f"a blocking call raised {error!r}") if isinstance(error, StopIteration) else error)
 
     def close(self) -> None:
-        """Let the thread end when it has done what was submitted."""
+        """Let the thread end when it has done all submitted jobs."""
         self._jobs.put(None)
 
 
 class Threads:
-    """Runs blocking calls beside each other, at most `at_once` that somebody waits for.
+    """Runs blocking calls side by side, at most `at_once` with a waiting caller.
 
-    The thread that was last done is the next to work: the C library gives a thread its own memory, and what the last model left there
-    is not taken from the kernel anew for the next. One whose caller has left goes on by itself and holds nobody up.
+    The thread that finished last works next. The C library gives each thread an arena of memory, so the next model reuses what the last
+    one left there, instead of new memory from the kernel. A call whose caller has left goes on without delaying other calls.
     """
 
     def __init__(self, name: str, at_once: int) -> None:
@@ -100,18 +101,18 @@ class Threads:
         self._closed = False
 
     async def run(self, job: Callable[[], T]) -> T:
-        """What `job` returns or raises. A cancelled caller leaves; the job runs on."""
+        """Run `job` and return its result, or raise its error. A cancelled caller leaves, and the job runs on."""
         async with self._turns:
             return await self._submit(job).wait()
 
     def behind(self, job: Callable[[], None]) -> None:
-        """Run `job` once the caller is done with what it does now. Nobody waits for it, and the log has what it raises."""
+        """Run `job` after the caller's present step. The caller does not wait, and the log records an error of the job."""
 
         def logged() -> None:
             try:
                 job()
             except Exception:
-                logger.exception("%s: what was to be done behind an answer failed", self._name)
+                logger.exception("%s: work that was left for the time after an answer failed", self._name)
 
         asyncio.get_running_loop().call_soon(self._submit, logged)
 

@@ -1,22 +1,24 @@
 """Inference engines: ONNX Runtime (the default), OpenVINO (optional), NumPy (the oracle of the others).
 
-An engine is what `hal.Engine` says and nothing else. It gets a `Model` or verified artifact bytes, and arrays. It never
-sees a queue, a socket or a cache file, so every engine runs, is tested and is measured alone. `driver.device` gives it
-bursts, integrity, memory domains and a process. An engine's library is imported when the engine is made,
-never when its module is: a missing package is a `DeviceUnavailableError` that names the extra to install. `aionn.graph`
-is imported when a model is there to be read: it brings `onnx`, which a driver that is just starting can do without.
+An engine is a `hal.Engine` and nothing else. It gets a `Model` or verified artifact bytes, and arrays. It never sees a queue, a
+socket or a cache file, so each engine runs, is tested and is measured alone. `driver.device` gives it bursts, integrity, memory
+domains and a process. Making an engine imports its library; importing the engine's module does not. A missing package raises
+`DeviceUnavailableError`, which names the extra to install. `aionn.graph` is imported when a model must be read, because it brings
+`onnx`, which a driver that is just starting does not need.
 
-    reference     NumPy through onnx.reference: right before fast; small models; caches nothing
-    onnxruntime   runs every model found; large tables used in place, other constants copied by the library;
-                  compiles in milliseconds, loads in fewer
-    openvino      slower to compile, 1.3 to 4.7 times quicker on convolutions (x86): the second stage
-    processor     what this machine's CPU gives and is: usable cores, instruction set, flushing of denormals
-    installed     which engines there are, by their entry points
+    reference             NumPy through onnx.reference: right before fast; small models; caches nothing
+    onnxruntime           runs every model found; large tables used in place, other constants copied by the library;
+                          compiles in milliseconds, loads in fewer
+    onnxruntime_artifact  the files that ONNX Runtime writes while it compiles
+    openvino              slower to compile, 1.3 to 4.7 times quicker on convolutions (x86): the second stage
+    outputs               moves outputs that an engine has made into the arrays given for them
+    processor             what this machine's CPU offers: usable cores, instruction set, flushing of denormals
+    installed             which engines there are, by their entry points
 
 What all engines keep to
-    Arrays given to `run` are used in place and never kept alive by an engine that can help it: the driver unmaps
-    memory that an app has freed. Each engine says what it keeps.
-    An output that comes out in another shape than the array given for it goes back in the report (`outputs.deliver`).
-    Accuracy is float32 as the model says it; an engine that would save bits by itself is set not to.
-    The number of threads is always explicit, and from the CPUs this process may use, not from those of the machine.
+    Arrays given to `run` are used in place. An engine that can avoid it keeps none of them alive, because the driver unmaps memory
+    that an app has freed. Each engine says what it keeps.
+    An output with another shape than the array given for it goes back in the report (`outputs.deliver`).
+    Accuracy is float32 as the model says it. An engine that would lower the precision by itself is set not to.
+    The number of threads is always explicit. It comes from the CPUs that this process may use, not from those of the machine.
 """

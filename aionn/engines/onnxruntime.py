@@ -1,89 +1,66 @@
 """ONNX Runtime: the default engine.
 
 No whole model is ever put together: the session gets the skeleton's bytes and, by name, arrays over the model's pools.
-What ORT lays out anew for its kernels (the weights of MatMul, Conv, LSTM) it copies, whatever it is given. Large tables
-that only Gather reads (embeddings) it uses where they lie, but only if told so (`add_initializer`); for other
-constants that gives silently wrong answers, because ORT's transpose optimizer changes some under their old name.
+ORT copies what it lays out anew for its kernels (the weights of MatMul, Conv, LSTM), whatever it is given. Large tables that only
+Gather reads (embeddings) are used where they lie, but only after `add_initializer`. For other constants `add_initializer` gives
+silently wrong answers, because ORT's transpose optimizer changes some of them under their old name.
 
-An artifact is ORT's optimised graph (model file) and the weights in the layout this CPU wants (data file); loading it is 1.7
-to 22 times quicker than compiling. It is written while compiling, because ORT can write it only then. Loading optimises
-nothing, so there all large weights are handed over as tables are, and those that ORT lays out no further are used in place.
+An artifact is ORT's optimised graph (model file) and the weights in the layout that this CPU wants (data file). Loading it is 1.7
+to 22 times quicker than compiling. ORT can write it only while it compiles. Loading optimises nothing, so all large weights are
+handed over like tables there, and ORT uses those in place that it lays out no further.
 
 What is set, and why (measured on 2 cores, ONNX Runtime 1.31)
     session.set_denormal_as_zero    PP-OCRv6's detector makes denormals: 26 instead of 100 ms; outputs differ by 3e-7.
                                     ORT sets it for its pool and for one thread per process; `Flushing` for the one that runs.
-    intra_op.allow_spinning         off, but for SUSTAINED_SPEED: spinning saves up to 0.9 ms when cores are free and doubles
+    intra_op.allow_spinning         on only for SUSTAINED_SPEED: spinning saves up to 0.9 ms when cores are free and doubles
                                     the latency when one is taken.
     intra_op_num_threads            explicit: ORT's own choice counts the machine's cores, not this process's.
     never: prepacked weights in the artifact (one model loads, then dies of SIGSEGV), .ort files (slower or SIGSEGV).
 
-What an executable keeps: the model's pools, or the artifact's buffers; of arrays given to `run` weak references only.
+What an executable keeps: the model's pools, or the artifact's buffers. Of arrays given to `run` it keeps weak references only.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import struct
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from io import BufferedReader
 from math import prod
 from typing import Any
 
 import msgspec
-import numpy as np
 from numpy.typing import NDArray
 
+from aionn.engines.onnxruntime_artifact import ARTIFACT_FORMAT, WEIGHTS_DIRECTORY, WEIGHTS_FILE, WrittenArtifact, without_notes
 from aionn.engines.outputs import deliver
 from aionn.engines.processor import Flushing, instruction_set, usable_cpus
 from aionn.errors import CallerError, CompilationError, DeviceUnavailableError
 from aionn.graph.arrays import arrays_over, constant_arrays
 from aionn.hal.interfaces import Artifact, CompileOptions, Executable, ExecutionReport
-from aionn.hal.model import Constant, Model, Operation
+from aionn.hal.model import Model, Operation
 from aionn.hal.types import CacheFiles, ExecutionPreference
 
 __all__ = ["OnnxRuntimeEngine", "OnnxRuntimeExecutable"]
 
 TINY_WORK = 500_000_000
-"""Weights times input elements up to which one thread is used. Hardly a weight meets an input element more than once,
-so the product bounds the multiplications from above; and waking a second thread that does not spin costs more than it
-saves in so short a run: silero (2.6e8) 0.08 ms on one thread, 0.14 on two. The next larger model at hand has 1.6e9."""
+"""Weights times input elements up to which one thread is used. Hardly a weight meets an input element more than once, so the product
+bounds the multiplications from above. In so short a run, waking a second thread that does not spin costs more than it saves: silero
+(2.6e8) takes 0.08 ms on one thread, 0.14 on two. The next larger model at hand has 1.6e9."""
 
 TABLE_BYTES = 1 << 20
-"""From this size on a table is worth the look at the graph (a millisecond) that finds out who reads it."""
+"""From this size on a table is worth the search in the graph (a millisecond) for the nodes that read it."""
 
 OUTSIDE_BYTES = 64 << 10
-"""In an artifact, weights from this size on are used where they lie, the others are parts of the graph. To hand one over costs 20 us,
-as much as ORT's copies of so many bytes; in models at hand a fifth of the weights are larger, and have 19 of 20 bytes."""
+"""In an artifact, weights from this size on are used where they lie. The others are parts of the graph. Handing one over costs 20 us,
+as much as ORT's copies of so many bytes. In models at hand a fifth of the weights are larger, and have 19 of 20 bytes."""
 
 _REMEMBERED_BINDINGS = 16
-"""So many sets of arrays are remembered: the frames of a burst that take turns, each with a state that has two places in turn."""
-
-_PIECE_BYTES = 16 << 20
-_ARTIFACT_FORMAT = 2
-_NOTES_LENGTH = struct.Struct("<Q")
-_WEIGHTS_DIRECTORY, _WEIGHTS_FILE = "/dev", "null"
-"""Where an artifact's graph says that its weights lie. ORT looks whether that file is there and, having been given each weight by name,
-does not read it. Should it read one after all, this file fails where any other would be taken for weights."""
-
-_NO_WEIGHTS = b"aionn: this graph has no weights outside"  # an empty cache file would look like one never written
-_FATAL_ONLY = 4  # every error is raised as well; a driver's stderr is for what nobody else says
+"""Remembered sets of arrays: the frames of a burst take turns, and each may have a state that changes between two places."""
 
 
-class _Notes(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a load would else have to look for in the graph. Ends the model file: graph, notes (MessagePack), their length u64.
-
-    Attributes:
-        work: see `_most_work`.
-        weights: the constants in the data file.
-        by_name: whether they, and nothing else, are what ORT will look for by these names; it does so in nested graphs too.
-    """
-
-    work: int
-    weights: tuple[Constant, ...]
-    by_name: bool
+_FATAL_ONLY = 4  # every error is raised as well, and a driver's stderr is for messages that have no other way
 
 
 class OnnxRuntimeEngine:
@@ -97,8 +74,8 @@ class OnnxRuntimeEngine:
     cache_files = CacheFiles(model=1, data=1)
 
     def __init__(self) -> None:
-        # Its import writes a device id and a database into the user's cache and may upload events: a driver leaves nothing
-        # behind, and a camera's or microphone's app tells nobody. Whoever wants it sets the variable to 0.
+        # ORT's import writes a device id and a database into the user's cache, and may upload events. A driver must leave nothing
+        # behind, and the app of a camera or microphone must report to no third party. An app that wants it sets the variable to 0.
         os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
         try:
             import onnxruntime
@@ -109,17 +86,17 @@ class OnnxRuntimeEngine:
         self._ort = onnxruntime
         self._native = native
         onnxruntime.set_default_logger_severity(_FATAL_ONLY)
-        self.version = f"{onnxruntime.__version__};{instruction_set()};all,denormals=0;artifact={_ARTIFACT_FORMAT}"
+        self.version = f"{onnxruntime.__version__};{instruction_set()};all,denormals=0;artifact={ARTIFACT_FORMAT}"
         self._kernels: Mapping[tuple[str, str], Sequence[tuple[int, int]]] | None = None
 
     def supported_operations(self, model: Model) -> Sequence[bool]:
-        """By operator and version; an operator can still be refused by `compile` for its element type."""
+        """Return per node whether ORT has a kernel for its operator and version. `compile` may still refuse its element type."""
         from aionn.graph import supported_operations
 
         return supported_operations(model, self._has_kernel)
 
     def compile(self, model: Model, options: CompileOptions) -> OnnxRuntimeExecutable:
-        """Optimise fully (it costs 0 to 130 ms more than not at all) and, if it may be exported, write the artifact down."""
+        """Optimise fully (0 to 130 ms more than without). If the model may be exported, let ORT write the artifact."""
         from aionn.graph import gather_tables
 
         weights = sum(prod(constant.operand.dimensions or ()) for constant in model.constants)
@@ -135,7 +112,7 @@ class OnnxRuntimeEngine:
         if not options.may_export:
             session = self._session(model.graph, settings, options, model.operations)
             return OnnxRuntimeExecutable(session, (model, arrays), None)
-        written = _Written(work)
+        written = WrittenArtifact(work)
         settings.optimized_model_filepath = written.graph_path
         settings.add_session_config_entry("session.optimized_model_external_initializers_file_name", written.weights_file)
         settings.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", str(OUTSIDE_BYTES))
@@ -143,35 +120,35 @@ class OnnxRuntimeEngine:
         return OnnxRuntimeExecutable(session, (model, arrays), written.artifact)
 
     def export(self, executable: Executable) -> Artifact | None:
-        """The optimised graph and its weights, once: what ORT wrote is let go of then. None later, and with `may_export` off."""
+        """Return the optimised graph and its weights, once, and free ORT's files. Later, and without `may_export`, return None."""
         if not isinstance(executable, OnnxRuntimeExecutable):
-            raise CallerError(f"export of a {type(executable).__name__}; device {self.name!r} exports what it compiled itself")
+            raise CallerError(f"export got a {type(executable).__name__}; device {self.name!r} exports only what it has compiled itself")
         return executable.artifact()
 
     def load(self, artifact: Artifact, options: CompileOptions) -> OnnxRuntimeExecutable:
-        """Make a session of an artifact as it is: already optimised, its weights used in place or laid out once more.
+        """Make a session of an artifact, which is already optimised. Its weights are used in place or laid out once more.
 
         Raises:
-            CompilationError: it is not an artifact of this engine.
+            CompilationError: the bytes are not an artifact of this engine.
         """
         if (len(artifact.model), len(artifact.data)) != (1, 1):
             found = f"{len(artifact.model)} model and {len(artifact.data)} data files"
-            raise CompilationError(f"an artifact of {found} was given; onnxruntime's has one of each")
+            raise CompilationError(f"an artifact of {found} was given, but one of onnxruntime has one of each; compile the model")
         weights = memoryview(artifact.data[0]).cast("B")
         try:
-            graph, notes = _without_notes(memoryview(artifact.model[0]).cast("B"))
+            graph, notes = without_notes(memoryview(artifact.model[0]).cast("B"))
             arrays = arrays_over([weights], notes.weights)
         except (ValueError, IndexError, msgspec.MsgspecError) as error:
-            raise CompilationError(f"the artifact is not of this release's onnxruntime engine: {error}") from error
+            raise CompilationError(f"the artifact is not of this release's onnxruntime engine ({error}); compile the model") from error
         settings = self._settings(options, _threads(options, notes.work))
         settings.graph_optimization_level = self._ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         values = {name: self._ort.OrtValue.ortvalue_from_numpy(array) for name, array in arrays.items()}
         if notes.by_name:
-            settings.add_session_config_entry("session.model_external_initializers_file_folder_path", _WEIGHTS_DIRECTORY)
+            settings.add_session_config_entry("session.model_external_initializers_file_folder_path", WEIGHTS_DIRECTORY)
             for name, value in values.items():
                 settings.add_initializer(name, value)
         else:
-            settings.add_external_initializers_from_files_in_memory([_WEIGHTS_FILE], [weights], [len(weights)])  # copied, twice
+            settings.add_external_initializers_from_files_in_memory([WEIGHTS_FILE], [weights], [len(weights)])  # copied, twice
         return OnnxRuntimeExecutable(self._session(graph, settings, options, ()), (weights, values), lambda: artifact)
 
     def _settings(self, options: CompileOptions, threads: int) -> Any:
@@ -187,11 +164,11 @@ class OnnxRuntimeEngine:
     def _session(self, graph: bytes, settings: Any, options: CompileOptions, operations: Sequence[Operation]) -> Any:
         options.cancelled.when_set(lambda: settings.set_load_cancellation_flag(True))
         try:
-            # Flushing puts back what ORT does to this thread when it makes the first session of the process.
+            # Flushing restores what ORT changes in this thread when it makes the first session of the process.
             with Flushing():
                 return self._ort.InferenceSession(graph, settings, providers=["CPUExecutionProvider"], enable_fallback=0)
         except self._native.ModelLoadCanceled as error:
-            raise CompilationError("the compilation was cancelled: nobody waits for it", reason="cancelled") from error
+            raise CompilationError("the compilation was cancelled because its caller stopped waiting", reason="cancelled") from error
         except Exception as error:  # ORT's exceptions have no common base but this
             raise _compilation_error(str(error), operations) from error
 
@@ -235,9 +212,9 @@ class OnnxRuntimeExecutable:
         self._bindings: dict[tuple[object, ...], _Binding] = {}
 
     def run(self, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]], timing: bool) -> ExecutionReport:
-        """Inputs and given outputs are used in place, wherever they lie; an input may be read-only.
+        """Run with inputs and given outputs in place, wherever they lie. An input may be read-only.
 
-        An array is known again by identity: give a new array object for another place.
+        An array is recognised by identity, so give a new array object for another place.
         """
         key = (*inputs, *map(id, inputs.values()), *outputs, *map(id, outputs.values()))
         bound = self._bindings.get(key)
@@ -249,12 +226,12 @@ class OnnxRuntimeExecutable:
                 self._session.run_with_iobinding(bound.binding)
                 took_ns = time.monotonic_ns() - started_ns
         except BaseException as failure:
-            self._bindings.pop(key, None)  # what it is bound to by now is ORT's secret
+            self._bindings.pop(key, None)  # its state is unknown after an error
             if outputs and isinstance(failure, Exception):
                 return self._run_apart(inputs, outputs, timing, failure)
             raise
         made = bound.take_made() if bound.made else {}
-        for name in self._passed:  # ORT hands the input itself back, and leaves what is bound for the output untouched
+        for name in self._passed:  # ORT returns the input itself, and does not write to the array that is bound for the output
             if name in made or outputs[name].shape != inputs[name].shape:
                 made[name] = inputs[name].copy()
             else:
@@ -264,10 +241,10 @@ class OnnxRuntimeExecutable:
     def _run_apart(
         self, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]], timing: bool, failure: Exception
     ) -> ExecutionReport:
-        """Run again with outputs that ORT itself makes room for: it fails where a given array has not the output's true shape.
+        """Run again with outputs that ORT itself allocates. ORT fails where a given array does not have the output's true shape.
 
         Raises:
-            Exception: `failure`, where this run fails as well.
+            Exception: `failure`, if this run fails as well.
         """
         try:
             report = self.run(inputs, {}, timing)
@@ -279,7 +256,7 @@ class OnnxRuntimeExecutable:
 
     def _bind(self, key: tuple[object, ...], inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]]) -> _Binding:
         bindings = self._bindings
-        bindings.pop(key, None)  # of arrays that are gone; others have their numbers now
+        bindings.pop(key, None)  # its arrays are gone, and other arrays have their ids now
         if len(bindings) >= _REMEMBERED_BINDINGS:
             for old in [known for known, bound in bindings.items() if not bound.lives()] or [next(iter(bindings))]:
                 del bindings[old]
@@ -287,18 +264,18 @@ class OnnxRuntimeExecutable:
         return bound
 
     def artifact(self) -> Artifact | None:
-        """What to store; the first time only, since keeping it would cost the weights' size for as long as the model lives."""
+        """Return what to store, the first time only. Keeping it would cost the weights' size as long as the model lives."""
         artifact, self._artifact = self._artifact, None
         return None if artifact is None else artifact()
 
 
 class _Binding:
-    """What a set of arrays is bound to, at their addresses.
+    """A set of arrays bound to a session by their addresses.
 
     Invariants
-        It keeps no array alive, and is used only for the very arrays it was made for, all of them alive: an address is never one of
-        memory that is gone, or of another array that got the same `id`.
-        Between runs an output that ORT itself makes room for has none: ORT would take the last run's for the caller's.
+        A binding keeps no array alive. It is used only while the very arrays it was made for are all alive. So an address never
+        belongs to memory that is gone, or to another array that got the same `id`.
+        Between runs, an output that ORT itself allocates has no memory. ORT would take the memory of the last run for the caller's.
     """
 
     __slots__ = ("_arrays", "_names", "binding", "made")
@@ -308,7 +285,7 @@ class _Binding:
         self._names = names
         self.made = [name for name in names if name not in outputs]
         self._arrays = [weakref.ref(array) for array in (*inputs.values(), *outputs.values())]
-        for name in names:  # all of them, so that an output's place in the binding is its index
+        for name in names:  # bind all, so that an output's place in the binding is its index
             binding.bind_output(name)
         for name, array in inputs.items():
             binding.bind_input(name, "cpu", 0, array.dtype, array.shape, _address(array))
@@ -316,7 +293,7 @@ class _Binding:
             binding.bind_output(name, "cpu", 0, array.dtype, array.shape, _address(array))
 
     def is_of(self, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]]) -> bool:
-        """Whether it was made for these very arrays. Their names are the same."""
+        """Return whether the binding was made for these very arrays. Their names are the same."""
         known = iter(self._arrays)
         for array in inputs.values():
             if next(known)() is not array:
@@ -327,79 +304,16 @@ class _Binding:
         return True
 
     def lives(self) -> bool:
-        """Whether all its arrays do."""
+        """Return whether all its arrays are alive."""
         return all(array() is not None for array in self._arrays)
 
     def take_made(self) -> dict[str, NDArray[Any]]:
-        """The outputs that ORT has made room for, by name."""
+        """Return the outputs that ORT has allocated, by name."""
         values = zip(self._names, self.binding.get_outputs(), strict=True)
         found = {name: value.numpy() for name, value in values if name in self.made}
         for name in self.made:
             self.binding.bind_output(name)
         return found
-
-
-class _Written:
-    """The two files that ORT writes while it compiles. They have no names, so a driver that is killed leaves nothing of them.
-
-    ORT opens them by path, as entries of `/proc/self/fd`. Its graph names the weights' file by the number of the descriptor, and
-    `artifact` renames it.
-    """
-
-    def __init__(self, work: int) -> None:
-        self._work = work
-        self._graph, self._weights = _nameless("aionn-graph"), _nameless("aionn-weights")
-        self._finalizer = weakref.finalize(self, _close, self._graph, self._weights)
-        self.graph_path = f"/proc/self/fd/{self._graph.fileno()}"
-        self.weights_file = str(self._weights.fileno())
-
-    def artifact(self) -> Artifact:
-        from aionn.graph import settle_exported
-
-        graph, weights = self._graph.read(), _taken_out(self._weights) or _NO_WEIGHTS
-        self._finalizer()
-        # Weights of nested graphs ORT does not look for in memory, and names that it made twice it does not read.
-        graph, constants, by_name = settle_exported(graph, self.weights_file, weights, renamed=_WEIGHTS_FILE)
-        return Artifact((_with_notes(graph, _Notes(self._work, constants, by_name)),), (weights,))
-
-
-def _nameless(name: str) -> BufferedReader:
-    """A file in memory. `name` is what `/proc` shows for it."""
-    return open(os.memfd_create(name, os.MFD_CLOEXEC), "rb")
-
-
-def _taken_out(file: BufferedReader) -> memoryview:
-    """Move the bytes of a file in memory into a buffer, piece by piece from the end, so that they never need twice the memory."""
-    size = os.fstat(file.fileno()).st_size
-    content = np.empty(size, np.uint8).data
-    for begin in reversed(range(0, size, _PIECE_BYTES)):
-        file.seek(begin)
-        file.readinto(content[begin : begin + _PIECE_BYTES])
-        os.ftruncate(file.fileno(), begin)
-    return content
-
-
-def _close(*files: BufferedReader) -> None:
-    for file in files:
-        file.close()
-
-
-def _with_notes(graph: bytes, notes: _Notes) -> bytes:
-    packed = msgspec.msgpack.encode(notes)
-    return b"".join((graph, packed, _NOTES_LENGTH.pack(len(packed))))
-
-
-def _without_notes(model: memoryview) -> tuple[bytes, _Notes]:
-    """The graph and the notes of a model file.
-
-    Raises:
-        ValueError, msgspec.MsgspecError: it has no such notes.
-    """
-    end = len(model) - _NOTES_LENGTH.size
-    length = _NOTES_LENGTH.unpack_from(model, end)[0] if end >= 0 else 0
-    if not 0 < length <= end:
-        raise ValueError(f"a model file of {len(model)} bytes that does not end with its notes")
-    return bytes(model[: end - length]), msgspec.msgpack.decode(model[end - length : end], type=_Notes)
 
 
 def _address(array: NDArray[Any]) -> int:
@@ -408,8 +322,7 @@ def _address(array: NDArray[Any]) -> int:
 
 
 def _most_work(input_shapes: Sequence[tuple[int, ...] | None], weights: int) -> int:
-    """Weights times input elements, an open batch taken for 1, as far as it matters; -1 where any other axis is open and says nothing
-    about the work."""
+    """Return weights times input elements, cut above `TINY_WORK`. An open batch counts as 1. Any other open axis gives -1 (unknown)."""
     elements = 0
     for shape in input_shapes:
         if shape is None or 0 in shape[1:]:
@@ -419,7 +332,7 @@ def _most_work(input_shapes: Sequence[tuple[int, ...] | None], weights: int) -> 
 
 
 def _threads(options: CompileOptions, work: int) -> int:
-    """The caller's number, or this machine's usable CPUs; one for LOW_POWER and for tiny models."""
+    """Return the caller's number of threads, or 1 for LOW_POWER and for tiny models, or the number of usable CPUs."""
     if options.threads:
         return options.threads
     if options.preference is ExecutionPreference.LOW_POWER:

@@ -3,7 +3,7 @@
 An artifact is OpenVINO's exported blob (model file) and the names of the inputs and outputs in their order (data file).
 The names are needed because OpenVINO merges names of tensors that it finds to be the same. From a writable buffer (a
 private mapping) the blob's weights are used in place, 3 times quicker than from bytes. OpenVINO copies a read-only buffer.
-OpenVINO takes a graph only whole, so compiling costs a passing copy of the constants; it then keeps its own.
+OpenVINO takes a graph only whole, so compiling costs a temporary copy of the constants. OpenVINO then keeps another copy.
 
 What is set, and why
     INFERENCE_PRECISION_HINT        f32, always: left alone it takes bf16 where the CPU has it, and text recognition drifts by 0.12.
@@ -12,8 +12,8 @@ What is set, and why
     ENABLE_CPU_PINNING              off: each driver process would pin its threads to the same first cores.
     CPU_DENORMALS_OPTIMIZATION      on, as for ONNX Runtime.
 
-What an executable keeps: OpenVINO's own copy of the weights, or the artifact's buffer; and the arrays of the last `run`, until
-the next one (OpenVINO's tensors own what they lie over).
+What an executable keeps: OpenVINO's own copy of the weights, or the artifact's buffer. It also keeps the arrays of the last `run`
+until the next one, because OpenVINO's tensors own what they lie over.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class OpenVINOEngine:
         self.version = f"{openvino.get_version()};{instruction_set()};f32,latency,denormals=0;artifact={_ARTIFACT_FORMAT}"
 
     def supported_operations(self, model: Model) -> Sequence[bool]:
-        """False for each operator that OpenVINO's ONNX reader names as one it cannot convert."""
+        """Return False for each operator that OpenVINO's ONNX reader names as one it cannot convert."""
         try:
             self._core.read_model(self._whole(model))
         except CompilationError:
@@ -101,19 +101,19 @@ class OpenVINOEngine:
 
     def export(self, executable: Executable) -> Artifact | None:
         if not isinstance(executable, OpenVINOExecutable):
-            raise CallerError(f"export of a {type(executable).__name__}; device {self.name!r} exports what it compiled itself")
+            raise CallerError(f"export got a {type(executable).__name__}; device {self.name!r} exports only what it has compiled itself")
         return executable.artifact()
 
     def load(self, artifact: Artifact, options: CompileOptions) -> OpenVINOExecutable:
         """Import a blob; its kernels are generated again.
 
         Raises:
-            CompilationError: it is not an artifact of this OpenVINO on this CPU.
+            CompilationError: the bytes are not an artifact of this OpenVINO on this CPU.
         """
         _check_wanted(options)
         if (len(artifact.model), len(artifact.data)) != (1, 1):
             found = f"{len(artifact.model)} model and {len(artifact.data)} data files"
-            raise CompilationError(f"an artifact of {found} was given; openvino's has one of each")
+            raise CompilationError(f"an artifact of {found} was given, but one of openvino has one of each; compile the model")
         blob = np.frombuffer(artifact.model[0], np.uint8)
         try:
             names = msgspec.json.decode(bytes(artifact.data[0]), type=_Names)
@@ -121,7 +121,7 @@ class OpenVINOEngine:
             with Flushing():
                 compiled = self._core.import_model(stream, _CPU, _settings(options))
         except Exception as error:
-            raise CompilationError(f"openvino cannot load the artifact: {error}", reason=str(error)) from error
+            raise CompilationError(f"openvino cannot load the artifact ({error}); compile the model", reason=str(error)) from error
         _check_ports(compiled, names)
         return OpenVINOExecutable(self._ov, compiled, names, artifact)
 
@@ -155,7 +155,7 @@ class OpenVINOExecutable:
         self._begin(frozenset())
 
     def _begin(self, given: frozenset[str]) -> None:
-        """A new request: one writes to the last tensor set for an output, and never goes back to its own."""
+        """Begin a new request. A request writes to the last tensor set for an output, and never returns to its own tensor."""
         self._request = self._compiled.create_infer_request()
         self._given = given
         self._set_inputs: dict[str, NDArray[Any]] = {}
@@ -165,9 +165,9 @@ class OpenVINOExecutable:
         self._bound: dict[str, tuple[Any, Any]] = {}
 
     def run(self, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]], timing: bool) -> ExecutionReport:
-        """Inputs and given outputs are used in place; an input in memory that is mapped read-only is copied each time.
+        """Run with inputs and given outputs in place. An input in memory that is mapped read-only is copied each time.
 
-        An array is known again by identity: give a new array object for another place.
+        An array is recognised by identity, so give a new array object for another place.
         """
         given = frozenset(outputs)
         if given != self._given:
@@ -218,10 +218,10 @@ class OpenVINOExecutable:
     def _run_apart(
         self, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]], timing: bool, failure: Exception
     ) -> ExecutionReport:
-        """Run again with outputs of OpenVINO's own: it refuses an array that the output cannot be in, or has no room in.
+        """Run again with outputs that OpenVINO allocates. OpenVINO refuses an array that the output does not fit into.
 
         Raises:
-            Exception: `failure`, where this run fails as well.
+            Exception: `failure`, if this run fails as well.
         """
         self._begin(frozenset())
         try:
@@ -233,6 +233,7 @@ class OpenVINOExecutable:
         return ExecutionReport(made, report.on_device_ns)
 
     def artifact(self) -> Artifact:
+        """Return what to store: the artifact it was loaded from, or a new one."""
         if self._artifact is not None:
             return self._artifact
         blob = io.BytesIO()
@@ -241,16 +242,19 @@ class OpenVINOExecutable:
 
 
 def _openvino() -> Any:
-    """The package, without its converter of other formats: that costs 30 ms at each start, and brings a module that reports to its
-    maker. The package works without it, and a later import finds it."""
+    """Import the package without its converter of other formats.
+
+    The converter costs 30 ms at each start, and brings a module that reports to its maker. The package works without the converter,
+    and a later import finds it.
+    """
     if "openvino" not in sys.modules and _CONVERTER not in sys.modules:
-        sys.modules[_CONVERTER] = None  # type: ignore[assignment]  # to Python: this import fails
+        sys.modules[_CONVERTER] = None  # type: ignore[assignment]  # makes Python refuse this import
         try:
             import openvino
 
             return openvino
         except ImportError:
-            sys.modules.pop("openvino", None)  # it is needed after all, or something else is missing: the import below says
+            sys.modules.pop("openvino", None)  # the converter is needed here, or another module is missing; the import below shows which
         finally:
             del sys.modules[_CONVERTER]
     import openvino
@@ -259,7 +263,10 @@ def _openvino() -> Any:
 
 
 def _writable(array: NDArray[Any]) -> NDArray[Any] | None:
-    """The array as OpenVINO accepts it, which writes to no input but takes no read-only array; None if its memory cannot be written to."""
+    """Return the array as OpenVINO accepts it, or None if its memory is read-only.
+
+    OpenVINO writes to no input, but refuses a read-only array. So a read-only array over writable memory gets a writable alias.
+    """
     if array.flags.writeable:
         return array
     alias = array.view()
@@ -287,11 +294,13 @@ def _check_wanted(options: CompileOptions) -> None:
 
 
 def _check_ports(compiled: Any, names: _Names) -> None:
-    """Inputs and outputs are addressed by place; a place must have the name we know it by."""
+    """Check that each input and output has the expected name at its place, because runs address them by place."""
     for side, ports, wanted in (("input", compiled.inputs, names.inputs), ("output", compiled.outputs, names.outputs)):
         if len(ports) != len(wanted) or any(name not in port.names for port, name in zip(ports, wanted, strict=True)):
             found = [sorted(port.names) for port in ports]
-            raise CompilationError(f"OpenVINO has the {side}s {found}, the model {list(wanted)}; expected one of these per place")
+            raise CompilationError(
+                f"OpenVINO made the {side}s {found}, but the model has {list(wanted)}; use another device for this model"
+            )
 
 
 _NO_RULE = re.compile(r"No conversion rule found for operations: ([^\n]+)")
@@ -300,7 +309,7 @@ _NODE = re.compile(r"<Node\([^)]*\): ([^>]+)>")
 
 
 def _refused_operators(message: str) -> set[str]:
-    """Operator names of "Foo-17, com.example.Bar"."""
+    """Return the operator names in a list such as "Foo-17, com.example.Bar"."""
     listed = [entry for pattern in (_NO_RULE, _FAILED) for found in pattern.findall(message) for entry in found.split(",")]
     return {re.sub(r"-\d+$", "", entry.strip()).rpartition(".")[2] for entry in listed}
 

@@ -1,4 +1,4 @@
-"""Outputs that an engine has made, and the arrays that they were wanted in."""
+"""Outputs that an engine has made, and the arrays that were given for them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["deliver"]
 
 
 def deliver(made: dict[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]]) -> None:
-    """Move outputs from `made` into the arrays of `outputs`; keep those in `made` whose shape is not their array's.
+    """Move outputs from `made` into the arrays of `outputs`. Keep an output in `made` if its array has another shape.
 
     NumPy would broadcast a smaller output over a larger array, so the shapes are compared.
     """

@@ -1,4 +1,4 @@
-"""What this machine's CPU gives and is: usable cores, instruction set, flushing of denormals.
+"""What this machine's CPU offers: usable cores, instruction set, flushing of denormals.
 
 Denormal floats (below 1e-38) cost a CPU a hundred times a normal operation. PP-OCRv6's detector makes so many that it
 runs 4 times slower (26 against 100 ms, 2 cores, 320 x 320). Flushing them to zero is a flag *of a thread*. ONNX Runtime sets it for
@@ -29,7 +29,7 @@ _CONTROL = {
 
 
 def usable_cpus(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """How many CPUs this process may use at once: its affinity, cut by the container's quota."""
+    """Return how many CPUs this process may use at once: its affinity, cut by the container's quota."""
     cpus = len(os.sched_getaffinity(0))
     for quota_file, period_file in (("cpu.max", None), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
         try:
@@ -44,7 +44,7 @@ def usable_cpus(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def instruction_set(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The architecture and a digest of its features: compiled artifacts of one do not fit another."""
+    """Return the architecture and a digest of its features. Artifacts that were compiled for one do not fit another."""
     features = ""
     try:
         for line in cpuinfo.read_text().splitlines():
@@ -59,7 +59,7 @@ def instruction_set(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 @functools.cache
 def _libc() -> ctypes.PyDLL | None:
-    # PyDLL keeps the GIL: two calls of a tenth of a microsecond each.
+    # PyDLL keeps the GIL, because the two calls take a tenth of a microsecond each.
     for name in (None, "libm.so.6"):
         try:
             library = ctypes.PyDLL(name)
@@ -75,9 +75,9 @@ def _nothing(_environment: Any) -> None:
 
 
 class Flushing(AbstractContextManager["Flushing"]):
-    """Within the block this thread computes with denormals as zero, afterwards as before. Reusable, by one thread at a time.
+    """Compute with denormals as zero in this thread within the block, and as before afterwards. Reusable, by one thread at a time.
 
-    Costs about 0.6 us. Does nothing where the CPU or the libc is not one it knows.
+    Costs about 0.6 us. Does nothing on an unknown CPU or libc.
     """
 
     __slots__ = ("_before", "_during", "_get", "_set")

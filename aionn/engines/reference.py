@@ -1,8 +1,8 @@
 """NumPy, through ONNX's own reference implementation: the oracle of the other engines.
 
-Slow on purpose (18 to 90 times slower than ONNX Runtime) and right: each operator is its definition written down. It
-takes what the graph says literally and holds the GIL for most of it, so it is for tests and small models. It caches
-nothing, because it prepares nothing. Constants are copied once (`embed_constants`).
+The engine is slow on purpose (18 to 90 times slower than ONNX Runtime) and right, because each operator is its definition written
+down. It takes the graph literally and holds the GIL for most of a run, so it is for tests and small models. It caches nothing,
+because it prepares nothing. Constants are copied once (`embed_constants`).
 
 What an executable keeps: the evaluator with its own copy of the constants; no array given to `run`.
 """
@@ -26,7 +26,7 @@ __all__ = ["ReferenceEngine", "ReferenceExecutable"]
 
 
 class ReferenceEngine:
-    """`hal.Engine` over `onnx.reference`. Ignores preference, priority and threads: NumPy's own choice stands."""
+    """`hal.Engine` over `onnx.reference`. Ignores preference, priority and threads, which NumPy chooses itself."""
 
     name = "reference"
     cache_files = CacheFiles()
@@ -44,12 +44,13 @@ class ReferenceEngine:
         self.version = f"onnx {onnx.__version__};numpy {np.__version__}"
 
     def supported_operations(self, model: Model) -> Sequence[bool]:
-        """By whether onnx has an implementation of that operator in that version."""
+        """Return per node whether onnx has an implementation of its operator in its version."""
         from aionn.graph import supported_operations
 
         return supported_operations(model, self._has_implementation)
 
     def compile(self, model: Model, options: CompileOptions) -> ReferenceExecutable:
+        """Make an evaluator of the whole model."""
         from aionn.graph import embed_constants
 
         if options.cancelled.is_set():
@@ -68,10 +69,11 @@ class ReferenceEngine:
         return ReferenceExecutable(evaluator, {name: operand.type.dtype for name, operand in model.outputs.items()})
 
     def export(self, executable: Executable) -> Artifact | None:
-        """None: there is nothing to store."""
+        """Return None, because there is nothing to store."""
         return None
 
     def load(self, artifact: Artifact, options: CompileOptions) -> ReferenceExecutable:
+        """Refuse to load, because the engine stores nothing."""
         raise CompilationError("the reference stores nothing, so there is nothing to load; compile the model")
 
     def _has_implementation(self, domain: str, operator: str, opset: int) -> bool:
@@ -83,12 +85,14 @@ class ReferenceEngine:
 
 
 class ReferenceExecutable:
+    """A model in onnx's evaluator."""
+
     def __init__(self, evaluator: Any, dtypes: Mapping[str, np.dtype[Any]]) -> None:
         self._evaluator = evaluator
         self._dtypes = dict(dtypes)
 
     def run(self, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]], timing: bool) -> ExecutionReport:
-        """Outputs are computed apart and copied into the arrays given for them, where the shapes are the same."""
+        """Compute the outputs, and copy each into the array given for it if the shapes are the same."""
         started_ns = time.monotonic_ns()
         results = self._evaluator.run(list(self._dtypes), dict(inputs))
         took_ns = time.monotonic_ns() - started_ns

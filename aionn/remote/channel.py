@@ -1,18 +1,18 @@
-"""A Unix socket that carries control frames and descriptors, driven by the loop's callbacks: no task of its own.
+"""A Unix socket that carries control frames and descriptors. The loop's callbacks drive it, so it needs no task.
 
-Sending never waits: a frame goes out at once or is kept until the socket takes it, whole frames in order, so a cancelled
-caller cannot leave half a frame behind. Descriptors leave with the first byte of their frame. Received ones are owned by
-the `Descriptors` handed over with the message: whoever takes one owns it, the rest are closed. Where this process has too
-many open files the kernel drops descriptors. Then the message still arrives, and taking one of its descriptors fails.
+Sending never waits. A frame goes out at once, or is kept until the socket takes it. Frames stay whole and in order, so a cancelled
+caller cannot leave half a frame behind. Descriptors leave with the first byte of their frame. Received descriptors belong to the
+`Descriptors` that come with the message: a taken descriptor belongs to its taker, the rest are closed. The kernel drops descriptors
+where this process has too many open files. Then the message still arrives, and taking one of its descriptors fails.
 
-A peer that breaks the protocol, and a socket that fails, end the channel; so does an error of whoever handles a message:
-in a callback of the loop it would be printed and forgotten, and somebody would wait for ever.
+Three things end the channel: a peer that breaks the protocol, a socket that fails, and an error of the code that handles a message.
+In a callback of the loop such an error would be printed and forgotten, and a caller would wait without end.
 
 Invariants
-    The loop watches the socket for reading from construction until the end, for writing only while `_outgoing` holds something.
+    The loop watches the socket for reading from construction until the end, and for writing only while `_outgoing` holds something.
     `on_end` is called exactly once, and nothing else is called after it.
-    One read brings the descriptors of one frame at most, all of them (unix(7): a read ends behind the data they came with). So
-    `_received` holds one item per frame that has descriptors and has not been parsed yet, in order.
+    One read brings the descriptors of one frame at most, and all of them, because a read ends behind the data that the descriptors
+    came with (unix(7)). So `_received` holds one item per frame that has descriptors and has not been parsed yet, in order.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from aionn.tasks import leave_in_child
 
 _CHUNK_BYTES = 256 * 1024
 _READS_PER_WAKE = 16
-"""So many reads in one callback; then the loop's other work has its turn."""
+"""Reads in one callback. After them, the loop's other work has its turn."""
 
 _LAST_READS = 4096
-"""So many reads from a peer that is dead: more than any socket holds, so only a stranger who shares its end can go on."""
+"""Reads from a peer that is dead. No socket holds more, so only another process that shares the peer's end could go on."""
 
 _ENDED = {errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.ESHUTDOWN}
-"""What sending fails with when the peer has gone; the reading side tells of that end."""
+"""Errors of sending when the peer has gone. The reading side reports that end."""
 
 
 class Descriptors:
-    """Descriptors that came with one message, in order. What is not taken is closed.
+    """Descriptors that came with one message, in order. Those that are not taken are closed.
 
     Attributes:
-        lost: the kernel has dropped them, since this process has too many open files.
+        lost: the kernel has dropped the descriptors, because this process has too many open files.
     """
 
     def __init__(self, fds: Sequence[int] = (), *, lost: bool = False) -> None:
@@ -57,25 +57,25 @@ class Descriptors:
         return len(self._fds)
 
     def take(self) -> int:
-        """The next one; it is the caller's from now on.
+        """Return the next descriptor, which the caller owns from now on.
 
         Raises:
-            ControlError: the message speaks of more descriptors than came with it.
-            ExecutionError: RESOURCE_EXHAUSTED_TRANSIENT: they were lost for want of room.
+            ControlError: the message names more descriptors than came with it.
+            ExecutionError: the kernel has dropped the descriptors (RESOURCE_EXHAUSTED_TRANSIENT).
         """
         return self.take_many(1)[0]
 
     def take_many(self, count: int) -> tuple[int, ...]:
-        """The next `count`, or none at all."""
+        """Return the next `count` descriptors. Takes all of them, or raises and takes none."""
         if self.lost and count > 0:
             files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             raise ExecutionError(
-                f"the descriptors of a message were lost: process {os.getpid()} has too many open files (RLIMIT_NOFILE is {files}); "
+                f"a message lost its descriptors, because process {os.getpid()} has too many open files (RLIMIT_NOFILE is {files}); "
                 "raise the limit (ulimit -n), or have fewer calls in flight",
                 status=ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT,
             )
         if count < 0 or count > len(self._fds):
-            raise ControlError(f"a control message speaks of {count} descriptors, {len(self._fds)} came with it")
+            raise ControlError(f"the peer's message names {count} descriptors, but {len(self._fds)} came with it")
         return tuple(self._fds.popleft() for _ in range(count))
 
     def close(self) -> None:
@@ -113,11 +113,11 @@ class Channel:
         return self._closed
 
     def post(self, message: Message, fds: Sequence[int] = ()) -> None:
-        """Send one message. The descriptors stay the caller's; they may be closed when this returns.
+        """Send one message. The caller keeps owning the descriptors, and may close them when this returns.
 
         Raises:
             CallerError: the message is larger than a frame may be.
-            OSError: its descriptors cannot be sent (too many open files, here or on their way). Nothing was sent.
+            OSError: the descriptors cannot be sent (too many open files, here or on their way). Nothing was sent.
         """
         frame = memoryview(encode(message, len(fds)))
         if self._closed:
@@ -128,16 +128,16 @@ class Channel:
         sent = self._send(frame, fds)
         if sent is None or sent == len(frame):
             return
-        # Descriptors have gone with the first byte, if any byte has gone.
+        # The descriptors have left with the first byte, if any byte has left.
         kept = _duplicates(fds) if sent == 0 else ()
         self._outgoing.append((frame[sent:], kept))
         self._loop.add_writer(self._fd, self._writable)
 
     def _send(self, frame: memoryview, fds: Sequence[int]) -> int | None:
-        """Bytes that the socket took; None if it has ended (the reading side will say so).
+        """Return how many bytes the socket took, or None if the peer has gone (the reading side reports that).
 
         Raises:
-            OSError: it took none, and not because of its end.
+            OSError: the socket took no byte for another reason.
         """
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
@@ -171,16 +171,16 @@ class Channel:
         self.drain(_READS_PER_WAKE)
 
     def drain(self, reads: int = _LAST_READS) -> None:
-        """Take in what has arrived: all of it, up to the peer's end, for when the peer is known to be dead."""
+        """Take in everything that has arrived, up to the peer's end. Call it without `reads` only when the peer is dead."""
         while not self._closed and reads > 0:
             try:
                 more = self._receive()
             except (BlockingIOError, InterruptedError):
                 return
             except (ConnectionResetError, BrokenPipeError):
-                self._finish(None)  # the peer died with something of ours unread: an end like any other
+                self._finish(None)  # the peer died and left a message of ours unread, which is an end like any other
                 return
-            except Exception as error:  # whatever it is: nobody above this callback could do anything about it
+            except Exception as error:  # the loop, which called this callback, could do nothing about any of them
                 self._finish(error)
                 return
             if not more:
@@ -206,7 +206,7 @@ class Channel:
         self._parse()
         # A frame's descriptors come with its first byte, so at most those of one unfinished frame are waiting.
         if len(self._received) > 1:
-            raise ControlError("descriptors came twice for one control frame; they come with its first byte")
+            raise ControlError("the peer sent descriptors twice for one frame; they come with the frame's first byte")
         return True
 
     def _parse(self) -> None:
@@ -220,12 +220,12 @@ class Channel:
             fds = self._received.popleft() if descriptors and self._received else Descriptors()
             try:
                 if not fds.lost and len(fds) != descriptors:
-                    raise ControlError(f"a control frame announces {descriptors} descriptors, {len(fds)} came")
+                    raise ControlError(f"the peer's frame announces {descriptors} descriptors, but {len(fds)} came")
                 if not self._incoming and self._received:
-                    raise ControlError("descriptors came that no control frame speaks of")
+                    raise ControlError("the peer sent descriptors that its frames do not announce")
                 self._on_message(message, fds)
             except BaseException:
-                fds.close()  # the error's traceback would keep them open for as long as it is remembered
+                fds.close()  # the error's traceback would keep them open as long as the error lives
                 raise
 
     def _finish(self, error: Exception | None) -> None:
@@ -242,7 +242,7 @@ class Channel:
         self.leave()
 
     def leave(self) -> None:
-        """As `close`, and all of it that a child of fork may do: the loop still watches the parent's socket."""
+        """Close what a child of fork may close. The loop still watches the parent's socket, so the child must not unregister it."""
         self._closed = True
         self._socket.close()
         for _, fds in self._outgoing:
@@ -255,7 +255,7 @@ class Channel:
 
 
 def _duplicates(fds: Sequence[int]) -> tuple[int, ...]:
-    """All of them, or none and the error."""
+    """Duplicate all descriptors. If one cannot be duplicated, close the duplicates and raise."""
     made: list[int] = []
     try:
         for fd in fds:

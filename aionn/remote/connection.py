@@ -1,10 +1,10 @@
-"""Calls over a channel, both ways: each call is answered, or ends with the connection.
+"""Calls over a channel, both ways. Each call ends with its answer or with the connection.
 
 Invariants
-    An id is in `_calls` from just before its frame is posted until it is answered or the connection ends, also when
-    its caller has been cancelled or is late: `settled` runs then, and only then, so what the peer may still touch stays pinned.
-    After `end` nothing waits: every call has its error, and each its own copy of it.
-    An answer is of the type that was asked for, or the peer has broken the protocol.
+    An id is in `_calls` from just before its frame is posted until the peer answers or the connection ends. That holds also when the
+    caller has been cancelled or is late. `settled` runs then, and only then, so memory that the peer may still touch stays pinned.
+    After `end` no caller waits. Every call has its error, and each has a separate copy of it.
+    An answer has the type that was asked for, or the peer has broken the protocol.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ from aionn.remote.control import (
     Refused,
     Reply,
     ReplyBody,
-    error_of,
-    failure_of,
 )
+from aionn.remote.failures import error_of, failure_of
 from aionn.tasks import Answer, leave_in_child
 
 R = TypeVar("R", bound=ReplyBody)
@@ -60,10 +59,10 @@ class Connection:
     """One end of a conversation between app and driver. Takes over `sock`.
 
     Args:
-        on_call: answers a call of the peer by `reply`, now or later; it owns the descriptors.
-        on_end: the socket has ended, with the error if the peer broke the protocol. The owner then calls `end`.
-        on_greeting: gets `Ready` or `Refused`; it owns the descriptors.
-        on_cancel: the peer no longer waits for that call of its own.
+        on_call: called with each call of the peer. It answers by `reply`, now or later, and owns the descriptors.
+        on_end: called when the socket has ended, with the error if the peer broke the protocol. The owner then calls `end`.
+        on_greeting: called with `Ready` or `Refused`. It owns the descriptors.
+        on_cancel: called with the id of a call for which the peer has stopped waiting.
     """
 
     def __init__(
@@ -92,6 +91,7 @@ class Connection:
 
     @property
     def calls_in_flight(self) -> int:
+        """How many calls wait for the peer's answer."""
         return len(self._calls)
 
     async def call(
@@ -106,14 +106,14 @@ class Connection:
         """Ask the peer and wait for its answer.
 
         Args:
-            settled: called once, when the peer can no longer touch what the call lent it: with its answer, or with None at
-                the end of the connection and when nothing could be sent. Not tied to the caller's own fate.
-            unwanted: gets an answer that comes after its caller has left, to give back what it brings.
-            deadline_ns: CLOCK_MONOTONIC; it ends this wait. The peer is asked to stop then, and what was lent stays lent.
+            settled: called once, when the peer can no longer touch the memory that the call lent it. It gets the answer, or None if
+                the connection ended or nothing could be sent. A caller that leaves earlier changes nothing in that.
+            unwanted: called with an answer that comes after its caller has left, to give back what the answer brings.
+            deadline_ns: when this wait ends, in CLOCK_MONOTONIC. The peer is asked to stop then, and lent memory stays lent.
 
         Raises:
-            DeadlineError: no answer came by the deadline.
-            AionnError: what the peer answered, or why the connection ended.
+            DeadlineError: the answer did not come by the deadline.
+            AionnError: the error that the peer answered with, or the reason why the connection ended.
         """
         if self._ended_by is not None:
             if settled:
@@ -130,7 +130,7 @@ class Connection:
         except OSError as error:
             self._settle(call_id)
             raise ExecutionError(
-                f"the {len(fds)} descriptors of a call cannot be sent: {error.strerror}; raise the limit of open files (ulimit -n)",
+                f"the {len(fds)} descriptors of a call cannot be sent ({error.strerror}); raise the limit of open files (ulimit -n)",
                 status=ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT,
             ) from error
         except BaseException:
@@ -154,18 +154,18 @@ class Connection:
         if isinstance(reply, Failure):
             descriptors.close()
             raise error_of(reply)
-        assert isinstance(reply, answer_type)  # `_message` has seen to it
+        assert isinstance(reply, answer_type)  # `_message` has checked it
         return reply, descriptors
 
     def _late(self, call_id: int) -> None:
-        """End the wait for a call at its deadline. The answer that still comes goes to `settled` and `unwanted`."""
+        """End the wait for a call at its deadline. A later answer goes to `settled` and `unwanted`."""
         calling = self._calls.get(call_id)
         if calling is not None:
             calling.answer.fail(DeadlineError("the driver's answer did not come by the deadline; the driver may still be busy with it"))
             self._channel.post(Cancel(call_id))
 
     def post(self, body: CallBody, fds: Sequence[int] = ()) -> None:
-        """Ask the peer without waiting: for giving things back. Its answer is taken in and dropped."""
+        """Ask the peer without waiting, to give something back. The answer is dropped when it comes."""
         if self._ended_by is None:
             self._last_id += 1
             calling = _Calling(Answer(self._loop), None, None, None)
@@ -174,31 +174,34 @@ class Connection:
             self._channel.post(Call(self._last_id, body), fds)
 
     def reply(self, call_id: int, body: ReplyBody, fds: Sequence[int] = ()) -> None:
-        """Answer a call of the peer. The descriptors stay the caller's.
+        """Answer a call of the peer. The caller keeps owning the descriptors.
 
         Raises:
-            CallerError, OSError: it cannot be sent; nothing was. `reply_failure` always can.
+            CallerError, OSError: the answer cannot be sent, and nothing was sent. `reply_failure` can always be sent.
         """
         self._channel.post(Reply(call_id, body), fds)
 
     def reply_failure(self, call_id: int, error: BaseException) -> None:
+        """Answer a call of the peer with an error."""
         self._channel.post(Reply(call_id, failure_of(error)))
 
     def greet(self, greeting: Ready | Refused, fds: Sequence[int] = ()) -> None:
+        """Send the first frame of a driver. The caller keeps owning the descriptors."""
         self._channel.post(greeting, fds)
 
     def when_ended(self, key: object, callback: Callable[[BaseException], None]) -> None:
-        """Call back at `end`; `forget(key)` takes it back."""
+        """Call `callback` at `end`, or now if the connection has ended. `forget(key)` cancels that."""
         if self._ended_by is not None:
             callback(self._ended_by)
         else:
             self._when_ended[key] = callback
 
     def forget(self, key: object) -> None:
+        """Cancel `when_ended` for `key`. Does nothing for an unknown key."""
         self._when_ended.pop(key, None)
 
     def drain(self) -> None:
-        """Take in all that the peer sent before it died."""
+        """Take in everything that the peer sent before it died."""
         self._channel.drain()
 
     def end(self, error: BaseException) -> None:
@@ -207,8 +210,8 @@ class Connection:
             return
         self._ended_by = error
         callbacks, self._when_ended = self._when_ended, {}
-        with ExitStack() as stack:  # one that fails does not keep the others from being told
-            # Last: a driver that sees this end answers the requests in its bursts with errors of its own.
+        with ExitStack() as stack:  # a callback that fails does not keep the others from being called
+            # The stack closes the channel last. A driver that sees the end answers the requests in its bursts with other errors.
             stack.callback(self._channel.close)
             for callback in callbacks.values():
                 stack.callback(callback, error)
@@ -217,8 +220,8 @@ class Connection:
                 stack.callback(self._settle, call_id)
 
     def leave(self) -> None:
-        """In a child of fork: every call from now on fails. Those in flight are the parent's; the child's copies settle nothing."""
-        self._ended_by = self._ended_by or CallerError("this connection belongs to the parent process; open a runtime in this one")
+        """Make every later call fail, in a child of fork. The calls in flight are the parent's, and the child settles none of them."""
+        self._ended_by = self._ended_by or CallerError("this connection belongs to the parent process; open a runtime in this process")
 
     def _settle(self, call_id: int, answer: ReplyBody | None = None) -> _Calling | None:
         calling = self._calls.pop(call_id, None)
@@ -233,13 +236,13 @@ class Connection:
             case Reply(id=call_id, body=body):
                 asked = self._calls.get(call_id)
                 if asked is None:
-                    raise ControlError(f"the peer answered call {call_id}, which was not asked or has been answered")
+                    raise ControlError(f"the peer answered call {call_id}, which does not exist or has been answered")
                 if asked.answer_type is not None and not isinstance(body, Failure | asked.answer_type):
                     wanted, got = asked.answer_type.__name__, type(body).__name__
-                    raise ControlError(f"the peer answered call {call_id} with {got}; {wanted} was expected")
+                    raise ControlError(f"the peer answered call {call_id} with {got}, but {wanted} was expected")
                 try:
                     self._settle(call_id, body)
-                finally:  # whatever becomes of what was lent: nobody waits for an answer that has come
+                finally:  # also where `settled` raises: a caller must not wait for an answer that has come
                     if asked.answer.settled:
                         _discard(asked, body, descriptors)
                     else:
@@ -255,7 +258,7 @@ class Connection:
                     self._on_cancel(call_id)
             case Ready() | Refused():
                 if self._on_greeting is None:
-                    raise ControlError("a greeting came from the side that has none to send")
+                    raise ControlError("the app sent a greeting, which only a driver sends")
                 self._on_greeting(message, descriptors)
 
 

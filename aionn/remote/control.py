@@ -2,10 +2,10 @@
 
     frame: length u32 | descriptors u16 | zero u16 | body          little-endian; length counts the body alone
 
-Both ends call and answer: a `Call` carries one of the messages below, a `Reply` its value or a `Failure`, matched by id.
-Descriptors travel beside the frame (SCM_RIGHTS), in the order in which the message speaks of them. The peer is not
-trusted to be sane: lengths are bounded before a buffer grows, every field is decoded against its declared type, and
-the values' own checks (`hal`) run on what comes in.
+Both ends call and answer. A `Call` carries one of the messages below, a `Reply` its value or a `Failure`; ids match them.
+Descriptors travel beside the frame (SCM_RIGHTS), in the order in which the message names them. The peer is not trusted to be
+correct. Lengths are bounded before a buffer grows, every field is decoded against its declared type, and the checks of the
+values themselves (`hal`) run on what comes in.
 """
 
 from __future__ import annotations
@@ -15,18 +15,7 @@ from struct import Struct
 
 import msgspec
 
-from aionn.errors import (
-    AionnError,
-    CallerError,
-    CompilationError,
-    DeadlineError,
-    DeviceUnavailableError,
-    DriverDiedError,
-    DriverHungError,
-    ExecutionError,
-    MemoryAllocationError,
-    OutputInsufficientSizeError,
-)
+from aionn.errors import AionnError, CallerError
 from aionn.hal.model import Constant, Operation
 from aionn.hal.types import (
     BufferDesc,
@@ -45,7 +34,7 @@ from aionn.hal.types import (
 )
 
 PROTOCOL = 2
-"""Grows with every change of a message; two ends of different numbers refuse each other at once."""
+"""Grows with every change of a message. Two ends with different numbers refuse each other at once."""
 
 STACKS_SIGNAL = int(signal.SIGRTMIN) + 7
 """A driver that has greeted answers this signal by writing the stacks of all its threads into its statistics page."""
@@ -57,7 +46,7 @@ MAX_DESCRIPTORS = 253
 
 
 class ControlError(AionnError):
-    """A frame that the peer should never have sent."""
+    """The peer has sent a frame or a message that the protocol does not allow."""
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, tag_field="verb", forbid_unknown_fields=True, array_like=True):
@@ -65,7 +54,7 @@ class _Message(msgspec.Struct, frozen=True, tag=True, tag_field="verb", forbid_u
 
 
 class MQMessage(_Message, frozen=True):
-    """An `MQDescriptor`; its `fds` descriptors travel beside it."""
+    """An `MQDescriptor`. `fds` counts its descriptors, which travel beside the message."""
 
     grantors: tuple[GrantorDescriptor, ...]
     quantum: int
@@ -74,7 +63,7 @@ class MQMessage(_Message, frozen=True):
 
 
 class ModelMessage(_Message, frozen=True):
-    """A `hal.Model`; one descriptor per pool travels beside it."""
+    """A `hal.Model`. One descriptor per pool travels beside the message."""
 
     graph: bytes
     inputs: tuple[tuple[str, Operand], ...]
@@ -87,7 +76,7 @@ class ModelMessage(_Message, frozen=True):
 
 
 class CacheMessage(_Message, frozen=True):
-    """`CacheHandles`: that many model files, then data files, travel beside it."""
+    """`CacheHandles`, as numbers of files. Their descriptors travel beside the message, model files first."""
 
     model: int
     data: int
@@ -105,7 +94,7 @@ class OptionsMessage(_Message, frozen=True):
 
 
 class PoolMessage(_Message, frozen=True):
-    """A pool of an execution: a memory whose descriptor travels beside it, or a buffer of the driver by token."""
+    """A pool of an execution: a memory whose descriptor travels beside the message, or a buffer of the driver by token."""
 
     memory: MemoryDescription | None
     token: int = 0
@@ -164,7 +153,12 @@ class Allocate(_Message, frozen=True):
 
 
 class CopyFrom(_Message, frozen=True):
-    """`offset`, `length`: the part of the memory that is meant; None: to its end."""
+    """Copy a part of a memory into a buffer.
+
+    Attributes:
+        offset: where the part begins in the memory.
+        length: how long the part is. With None it reaches to the memory's end.
+    """
 
     token: int
     source: MemoryDescription
@@ -174,7 +168,7 @@ class CopyFrom(_Message, frozen=True):
 
 
 class CopyTo(_Message, frozen=True):
-    """`offset`, `length`: as `CopyFrom`."""
+    """Copy a buffer into a part of a memory. `offset` and `length` are as in `CopyFrom`."""
 
     token: int
     target: MemoryDescription
@@ -202,9 +196,10 @@ class Flags(_Message, frozen=True):
 
 
 class Prepared(_Message, frozen=True):
-    """A prepared model and what the app needs to know of it: its operands come along, for a model loaded from a cache.
+    """A prepared model, with its operands for an app that has loaded the model from a cache.
 
-    `outcome`: what became of the cache files that were sent: "" or a reason (a declined or failed save).
+    Attributes:
+        outcome: what the device did with the cache files of the call; see `IPreparedModel.save_outcome`.
     """
 
     prepared: int
@@ -226,7 +221,7 @@ class Allocated(_Message, frozen=True):
 
 
 class Memories(_Message, frozen=True):
-    """One descriptor per memory travels beside it."""
+    """Memories of a burst. One descriptor per memory travels beside the message."""
 
     memories: tuple[MemoryDescription, ...]
 
@@ -236,7 +231,7 @@ class Done(_Message, frozen=True):
 
 
 class Failure(_Message, frozen=True):
-    """An exception of `aionn.errors` by name, with its attributes; any other is an ExecutionError or what the caller makes of it."""
+    """An exception of `aionn.errors` by name, with its attributes. Any other exception travels as an `ExecutionError`."""
 
     kind: str
     message: str
@@ -251,7 +246,7 @@ class Failure(_Message, frozen=True):
 
 
 class Ready(_Message, frozen=True):
-    """The first frame of a driver: who it is. The descriptor of its statistics page travels beside it."""
+    """The first frame of a driver, with the facts of its device. The descriptor of its statistics page travels beside it."""
 
     protocol: int
     name: str
@@ -296,119 +291,61 @@ class Reply(_Message, frozen=True):
 
 
 class Cancel(_Message, frozen=True):
-    """Nobody waits for call `id` any more. It is still answered."""
+    """The caller of call `id` has stopped waiting. The peer still answers the call."""
 
     id: int
 
 
 Message = Call | Reply | Cancel | Ready | Refused
 
-_LARGEST = 2**64 - 1
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 def encode(message: Message, descriptors: int) -> bytes:
-    """One whole frame.
+    """Return one whole frame.
 
     Raises:
-        CallerError: the message is larger than a frame may be, speaks of too many descriptors, or holds what no message can.
+        CallerError: the message is too large, has too many descriptors, or holds a value that no message can carry.
     """
     try:
         body = _ENCODER.encode(message)
     except (TypeError, OverflowError, ValueError) as error:
-        raise CallerError(f"a control message cannot be sent: {error}") from error
+        raise CallerError(f"the call cannot be sent, because a value in it does not fit a message: {error}") from error
     if len(body) > MAX_BODY_BYTES:
         raise CallerError(
-            f"a control message of {len(body)} bytes: at most {MAX_BODY_BYTES} fit; the graph without its large constants is too large"
+            f"the call needs a message of {len(body)} bytes, but at most {MAX_BODY_BYTES} fit; "
+            "make the graph smaller (its large constants do not count)"
         )
     if descriptors > MAX_DESCRIPTORS:
-        raise CallerError(f"a control message with {descriptors} descriptors: the kernel passes at most {MAX_DESCRIPTORS}; use fewer pools")
+        raise CallerError(
+            f"the call needs a message with {descriptors} descriptors, but the kernel passes at most {MAX_DESCRIPTORS}; use fewer memories"
+        )
     return HEADER.pack(len(body), descriptors, 0) + body
 
 
 def decode_header(header: bytes) -> tuple[int, int]:
-    """Length of the body and number of descriptors.
+    """Return the length of the body and the number of descriptors.
 
     Raises:
-        ControlError: no frame begins like this.
+        ControlError: a frame cannot begin with these bytes.
     """
     length, descriptors, zero = HEADER.unpack(header)
     if zero or length > MAX_BODY_BYTES or descriptors > MAX_DESCRIPTORS:
-        raise ControlError(f"control frame: {length} bytes with {descriptors} descriptors; at most {MAX_BODY_BYTES} and {MAX_DESCRIPTORS}")
+        raise ControlError(
+            f"the peer announced a frame of {length} bytes with {descriptors} descriptors; at most {MAX_BODY_BYTES} and "
+            f"{MAX_DESCRIPTORS} are allowed"
+        )
     return length, descriptors
 
 
 def decode(body: bytes | bytearray | memoryview) -> Message:
-    """One message.
+    """Return the message in the body of a frame.
 
     Raises:
-        ControlError: it is not one of ours, or a field has the wrong type or value.
+        ControlError: the protocol has no such message, or a field has the wrong type or value.
     """
     try:
         return _DECODER.decode(body)
     except (msgspec.DecodeError, msgspec.ValidationError, ValueError, RecursionError, MemoryError) as error:
-        raise ControlError(f"control message of {len(body)} bytes: {error or type(error).__name__}") from error
-
-
-MAX_MESSAGE_CHARACTERS = 4096
-"""An engine's error may carry a whole graph; so much of it crosses the wall."""
-
-
-def failure_of(error: BaseException) -> Failure:
-    """An exception as it crosses the wall. Any exception gives one, whatever its text holds."""
-    kind = type(error).__name__
-    message = _sendable(str(error)) or kind
-    match error:
-        case CompilationError():
-            node = None if error.node is None else _sendable(str(error.node))
-            return Failure("CompilationError", message, node=node, reason=_sendable(str(error.reason)))
-        case OutputInsufficientSizeError():
-            return Failure("OutputInsufficientSizeError", message, status=int(error.status), shapes=error.shapes)
-        case ExecutionError():
-            return Failure("ExecutionError", message, status=int(error.status))
-        case DeadlineError():
-            return Failure("DeadlineError", message, transient=error.transient)
-        case DeviceUnavailableError():
-            return Failure("DeviceUnavailableError", message, device=error.device)
-        case MemoryAllocationError():
-            needed_bytes = min(error.needed_bytes, _LARGEST)  # a client may ask for more bytes than a message can name
-            return Failure("MemoryAllocationError", message, needed_bytes=needed_bytes, available_bytes=error.available_bytes)
-        case CallerError():
-            return Failure("CallerError", message)
-        case DriverDiedError() | DriverHungError():
-            return Failure("ExecutionError", message, status=int(ErrorStatus.DEVICE_UNAVAILABLE))
-        case _:
-            return Failure("ExecutionError", f"{kind}: {message}" if kind != message else kind)
-
-
-def _sendable(text: str) -> str:
-    """As text that UTF-8 can carry and a log line can hold: a path with stray bytes is no reason to lose the error."""
-    text = text.encode("utf-8", "backslashreplace").decode()
-    return text if len(text) <= MAX_MESSAGE_CHARACTERS else f"{text[:MAX_MESSAGE_CHARACTERS]} [{len(text)} characters in all]"
-
-
-def error_of(failure: Failure) -> AionnError:
-    """The exception that a failure stands for; an unknown kind is an ExecutionError with its message."""
-    match failure.kind:
-        case "CompilationError":
-            return CompilationError(failure.message, node=failure.node, reason=failure.reason)
-        case "OutputInsufficientSizeError":
-            return OutputInsufficientSizeError(failure.message, status=_status(failure.status), shapes=failure.shapes)
-        case "DeadlineError":
-            return DeadlineError(failure.message, transient=failure.transient)
-        case "DeviceUnavailableError":
-            return DeviceUnavailableError(failure.device, failure.message)
-        case "MemoryAllocationError":
-            return MemoryAllocationError(failure.message, needed_bytes=failure.needed_bytes, available_bytes=failure.available_bytes)
-        case "CallerError":
-            return CallerError(failure.message)
-        case _:
-            return ExecutionError(failure.message, status=_status(failure.status))
-
-
-def _status(number: int) -> ErrorStatus:
-    try:
-        return ErrorStatus(number)
-    except ValueError:
-        return ErrorStatus.GENERAL_FAILURE
+        raise ControlError(f"the peer sent {len(body)} bytes that are not a control message: {error or type(error).__name__}") from error

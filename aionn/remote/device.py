@@ -1,6 +1,6 @@
 """An `IDevice` as the app sees it: every HAL call becomes a control call to the driver process.
 
-Nothing here starts or ends a process: whoever owns the connection tells it why it ended (`Connection.end`), and every
+Nothing here starts or ends a process. The owner of the connection gives the reason for its end to `Connection.end`, and every
 caller gets that error.
 """
 
@@ -61,7 +61,7 @@ from aionn.remote.control import (
 class RemoteDevice:
     """The device at the other end of a connection. Satisfies `IDevice`.
 
-    `name` is the one it was asked for by; the engine's own is what it greets with.
+    `name` is the name under which the app asked for the device. The greeting has the engine's name.
     """
 
     def __init__(self, connection: Connection, ready: Ready, name: str | None = None) -> None:
@@ -76,23 +76,26 @@ class RemoteDevice:
 
     @property
     def models(self) -> list[str]:
-        """What the models are called that are prepared now, for log lines: by name, or by the first digits of the token."""
+        """The prepared models for log lines, by name, or by the first digits of the token."""
         return sorted(set(self._models.values()))
 
     def remember(self, number: int, model: Model) -> None:
-        """Note which model that prepared model is."""
+        """Note which model a prepared model was made of."""
         self._models[number] = getattr(model, "name", None) or model.token.hex()[:12]
 
     def forget(self, number: int) -> None:
+        """Forget a prepared model that is released."""
         self._models.pop(number, None)
 
     async def get_supported_operations(self, model: Model, deadline_ns: int | None = None) -> Sequence[bool]:
-        """As the HAL says. `deadline_ns`: when the caller stops waiting, by `DeadlineError`."""
+        """Ask as the HAL says. At `deadline_ns` the caller stops waiting and gets `DeadlineError`."""
         body = GetSupportedOperations(model_message(model))
         flags, _ = await self.connection.call(body, Flags, pool_fds(model), deadline_ns=deadline_ns)
         if len(flags.supported) != len(model.operations):
             found, wanted = len(flags.supported), len(model.operations)
-            raise CompilationError(f"device {self.name!r} judged {found} operations of a model that has {wanted}; its engine is at fault")
+            raise CompilationError(
+                f"device {self.name!r} judged {found} operations, but the model has {wanted}; the fault lies in its engine"
+            )
         return flags.supported
 
     async def get_number_of_cache_files_needed(self) -> CacheFiles:
@@ -116,7 +119,7 @@ class RemoteDevice:
             self.post(ReleasePreparedModel(unwanted.prepared))
 
     def post(self, body: CallBody) -> None:
-        """Ask for something whose answer nobody waits for."""
+        """Make a call without waiting for its answer."""
         self.connection.post(body)
 
     async def allocate(
@@ -129,7 +132,10 @@ class RemoteDevice:
         numbers = []
         for prepared in prepared_models:
             if not isinstance(prepared, RemotePreparedModel) or prepared.device is not self:
-                raise CallerError(f"allocate: a prepared model is not of device {self.name!r}'s present driver process")
+                raise CallerError(
+                    f"a prepared model belongs to another driver process than the present one of device {self.name!r}; "
+                    "allocate with models that this process has prepared"
+                )
             numbers.append(prepared.number)
         body = Allocate(desc, tuple(numbers), tuple(input_roles), tuple(output_roles))
         allocated, _ = await self.connection.call(body, Allocated, unwanted=self._free)
@@ -140,25 +146,27 @@ class RemoteDevice:
             self.post(FreeBuffer(unwanted.token))
 
     def watch_burst(self, number: int, callback: IBurstCallback) -> None:
+        """Let `callback` answer the driver's questions about a burst from now on."""
         self._bursts[number] = callback
 
     def forget_burst(self, number: int) -> None:
+        """Answer no more questions about a burst."""
         self._bursts.pop(number, None)
 
     async def answer(self, call_id: int, body: CallBody, descriptors: Descriptors) -> None:
-        """Answer a call of the driver. The connection's owner runs this for each."""
+        """Answer a call of the driver. The owner of the connection runs this for each call."""
         descriptors.close()
         try:
             if not isinstance(body, GetMemories):
-                raise ControlError(f"the driver asked the app for {type(body).__name__}")
+                raise ControlError(f"the driver called {type(body).__name__}, which only a driver answers")
             callback = self._bursts.get(body.burst)
             if callback is None:
-                raise CallerError(f"burst {body.burst} is not open")
+                raise CallerError(f"the driver asked for memories of burst {body.burst}, which is not open")
             memories = await callback.get_memories(body.slots)
             self.connection.reply(
                 call_id, Memories(tuple(memory.description for memory in memories)), [memory.fileno() for memory in memories]
             )
-        except Exception as error:  # whatever goes wrong here is the driver's answer, and no end of the app's task
+        except Exception as error:  # any error here is the answer to the driver, and must not end the app's task
             self.connection.reply_failure(call_id, error)
 
 
@@ -185,8 +193,12 @@ class RemotePreparedModel:
         deadline_ns: int | None = None,
         settled: Callable[[Result | None], None] | None = None,
     ) -> Result:
-        """As the HAL says; `settled` is called once: with the result when the driver is done with the pools, with None when it
-        is gone or nothing was sent."""
+        """Execute as the HAL says.
+
+        Args:
+            settled: called once. It gets the result when the driver is done with the pools, or None if the driver has gone or
+                nothing was sent.
+        """
 
         def answered(reply: ReplyBody | None) -> None:
             if settled is not None:
@@ -201,7 +213,10 @@ class RemotePreparedModel:
                     messages.append(PoolMessage(pool.description))
                     fds.append(pool.fileno())
                 else:
-                    raise CallerError(f"execute: a device buffer is not of device {self.device.name!r}'s present driver process")
+                    raise CallerError(
+                        f"a device memory belongs to another driver process than the present one of device {self.device.name!r}; "
+                        "allocate it again"
+                    )
             body = Execute(self.number, request, tuple(messages), bool(measure_timing), deadline_ns)
         except BaseException:
             answered(None)
@@ -229,7 +244,7 @@ class RemotePreparedModel:
             await self.device.connection.call(ReleasePreparedModel(self.number), Done)
 
     def release(self) -> None:
-        """As `aclose`, without waiting: for when its last holder has been collected."""
+        """Release the model without waiting, for when its last holder has been collected."""
         if not self._closed:
             self._closed = True
             self.device.forget(self.number)
@@ -248,11 +263,11 @@ class RemoteBurstContext:
         await self._device.connection.call(FreeMemory(self._number, slot), Done)
 
     def forget_memory(self, slot: int) -> None:
-        """As `free_memory`, without waiting."""
+        """Forget the memory cached under `slot`, without waiting."""
         self._device.post(FreeMemory(self._number, slot))
 
     async def aclose(self) -> None:
-        """Returns when the driver has freed all it held for the burst, or is gone."""
+        """End the burst. Returns when the driver has freed all it held for the burst, or has gone."""
         try:
             if not self._closed and self._device.connection.ended_by is None:
                 self._closed = True
@@ -261,7 +276,7 @@ class RemoteBurstContext:
             self._device.forget_burst(self._number)
 
     def release(self) -> None:
-        """As `aclose`, without waiting."""
+        """End the burst without waiting."""
         if not self._closed:
             self._closed = True
             self._device.post(CloseBurst(self._number))
@@ -280,13 +295,13 @@ class RemoteBuffer:
         self._closed = False
 
     async def copy_from(self, source: IMemory, dimensions: tuple[int, ...], settled: Settled | None = None) -> None:
-        """`settled`: as for `Connection.call`."""
+        """Fill the whole buffer. `settled` is as for `Connection.call`."""
         pool, offset = _place_of(source)
         body = CopyFrom(self.token, pool.description, dimensions, offset, source.size_bytes)
         await self.device.connection.call(body, Done, [pool.fileno()], settled)
 
     async def copy_to(self, target: IMemory, settled: Settled | None = None) -> None:
-        """`settled`: as for `Connection.call`."""
+        """Copy the whole buffer out. `settled` is as for `Connection.call`."""
         pool, offset = _place_of(target)
         body = CopyTo(self.token, pool.description, offset, target.size_bytes)
         await self.device.connection.call(body, Done, [pool.fileno()], settled)
@@ -297,18 +312,19 @@ class RemoteBuffer:
             await self.device.connection.call(FreeBuffer(self.token), Done)
 
     def release(self) -> None:
-        """As `aclose`, without waiting."""
+        """Free the buffer without waiting."""
         if not self._closed:
             self._closed = True
             self.device.post(FreeBuffer(self.token))
 
 
 def _place_of(memory: IMemory) -> tuple[IMemory, int]:
-    """The whole pool of a memory that may be a slice, and where in it that begins."""
+    """Return the whole pool of a memory, which may be a slice of it, and where the memory begins in its pool."""
     return (memory.pool, memory.offset_bytes) if isinstance(memory, Memory) else (memory, 0)
 
 
 def model_message(model: Model) -> ModelMessage:
+    """Return a model as a message. The descriptors of `pool_fds` travel beside it."""
     return ModelMessage(
         model.graph,
         tuple(model.inputs.items()),
@@ -322,6 +338,7 @@ def model_message(model: Model) -> ModelMessage:
 
 
 def pool_fds(model: Model) -> list[int]:
+    """Return the descriptors of a model's pools, which the model keeps owning."""
     return [pool.fileno() for pool in model.pools]
 
 

@@ -1,13 +1,12 @@
-"""An `IDevice` as a driver process offers it: control calls become HAL calls on the device behind.
+"""An `IDevice` as a driver process offers it: control calls become HAL calls on the device.
 
-Every call runs as a task of its own; each object the client made (prepared models, bursts, buffers) is in one table
-here and goes with the client: `aclose` frees them all.
+Every call runs in a separate task. Each object that the client made (a prepared model, a burst or a buffer) is in one table here.
+`aclose` frees all of them when the client has gone.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import socket
 from collections.abc import Mapping, Sequence
 from typing import Protocol, TypeVar
@@ -16,11 +15,10 @@ import anyio
 from anyio.abc import TaskGroup
 
 from aionn.burst import result_of
-from aionn.errors import AionnError, CallerError, CompilationError
-from aionn.hal.interfaces import CacheHandles, IBuffer, IBurstContext, IDevice, IPreparedModel, PrepareOptions
-from aionn.hal.model import Model
-from aionn.hal.types import IMemory, MemoryDescription, MQDescriptor
-from aionn.memory import Access, MappingError, Memory, Region, check_request
+from aionn.errors import AionnError, CallerError
+from aionn.hal.interfaces import IBuffer, IBurstContext, IDevice, IPreparedModel, PrepareOptions
+from aionn.hal.types import IMemory, MQDescriptor
+from aionn.memory import Region, check_request
 from aionn.memory.descriptors import check_description
 from aionn.remote.channel import Descriptors
 from aionn.remote.connection import Connection
@@ -55,12 +53,15 @@ from aionn.remote.control import (
     ReleasePreparedModel,
     ReplyBody,
 )
+from aionn.remote.received import Handles, Received, attached
 
 T = TypeVar("T")
 logger = logging.getLogger("aionn.driver")
 
 
 class Closable(Protocol):
+    """An object that the client made and may close."""
+
     async def aclose(self) -> None: ...
 
 
@@ -71,10 +72,11 @@ class DeviceService:
     """Serves one client over one socket.
 
     Args:
-        device: what is offered.
-        sock: taken over.
+        device: the device that the client uses.
+        sock: the service takes over the socket.
         tasks: where calls and burst listeners run.
-        page_fd: of this process's statistics page, which the client gets with the greeting. It stays the caller's.
+        page_fd: the descriptor of this process's statistics page, which goes to the client with the greeting. The caller keeps
+            owning the descriptor.
     """
 
     def __init__(self, device: IDevice, sock: socket.socket, tasks: TaskGroup, page_fd: int | None = None) -> None:
@@ -90,7 +92,7 @@ class DeviceService:
         self._connection = Connection(sock, self._call, self._end, on_cancel=self._cancel)
 
     async def start(self) -> None:
-        """Greet the client: from now on it may call."""
+        """Greet the client, which may call from now on."""
         cache_files = await self._device.get_number_of_cache_files_needed()
         device = self._device
         ready = Ready(PROTOCOL, device.name, device.version, device.type, cache_files, device.priority_matters)
@@ -103,7 +105,7 @@ class DeviceService:
         self.ended.set()
 
     async def aclose(self) -> None:
-        """Free all that the client made here."""
+        """Free everything that the client made here."""
         self._end(None)
         for burst in list(self._bursts.values()):
             await burst.aclose()
@@ -115,7 +117,7 @@ class DeviceService:
             table.clear()
 
     def _call(self, call_id: int, body: CallBody, descriptors: Descriptors) -> None:
-        # Known before its task has begun: the cancellation may be in the same read.
+        # The scope is known before its task has begun, because the cancellation may be in the same read.
         scope = self._running[call_id] = anyio.CancelScope()
         self._tasks.start_soon(self._serve, call_id, scope, body, descriptors, name=type(body).__name__)
 
@@ -126,12 +128,12 @@ class DeviceService:
 
     async def _serve(self, call_id: int, scope: anyio.CancelScope, body: CallBody, descriptors: Descriptors) -> None:
         try:
-            # Only what may take minutes is worth stopping: an execution's pools must stay the driver's until it is done with them.
+            # Only calls that may take minutes are stopped. The pools of an execution must stay the driver's until it is done with them.
             if isinstance(body, GetSupportedOperations | PrepareModel | PrepareModelFromCache):
                 with scope:
                     await self._answer(call_id, body, descriptors)
                 if scope.cancelled_caught:
-                    self._connection.reply_failure(call_id, CallerError("the preparation was cancelled"))
+                    self._connection.reply_failure(call_id, CallerError("the preparation was cancelled by its caller"))
             else:
                 await self._answer(call_id, body, descriptors)
         except Exception as error:  # every call is answered, whatever the device raises
@@ -147,13 +149,13 @@ class DeviceService:
             case Execute():
                 reply = await self._execute(body, descriptors)
             case GetSupportedOperations(model=message):
-                with _Received() as received:
+                with Received() as received:
                     model = received.model(message, descriptors)
                     reply = Flags(tuple(await self._device.get_supported_operations(model)))
             case PrepareModel(model=message, options=options, cache=cache):
                 reply = await self._prepare(message, options, cache, descriptors)
             case PrepareModelFromCache(options=options, cache=cache):
-                with _Handles(cache, descriptors) as handles:
+                with Handles(cache, descriptors) as handles:
                     reply = self._keep(await self._device.prepare_model_from_cache(_options(options), handles))
             case ConfigureExecutionBurst():
                 reply = await self._configure(body, descriptors)
@@ -171,34 +173,34 @@ class DeviceService:
                 reply = Allocated(buffer.token)
             case CopyFrom(token=token, source=description, dimensions=dimensions):
                 buffer = _known(self._buffers, token, "device buffer")
-                with _Received() as received:
+                with Received() as received:
                     await buffer.copy_from(received.source(descriptors, description, body.offset, body.length), dimensions)
                 reply = Done()
             case CopyTo(token=token, target=description):
                 buffer = _known(self._buffers, token, "device buffer")
-                with _Received() as received, received.part(descriptors, description, body.offset, body.length) as target:
+                with Received() as received, received.part(descriptors, description, body.offset, body.length) as target:
                     await buffer.copy_to(target)
                 reply = Done()
             case FreeBuffer(token=token):
                 reply = await self._close(self._buffers, token)
             case _:
-                raise ControlError(f"the client called {type(body).__name__}, which is not a driver's to answer")
-        descriptors.close()  # before the answer: who has it may count on nothing of the call being left
+                raise ControlError(f"the client called {type(body).__name__}, which only an app answers")
+        descriptors.close()  # before the answer, so that a client with the answer can rely on nothing of the call being left
         self._connection.reply(call_id, reply)
 
     async def _prepare(
         self, message: ModelMessage, options: OptionsMessage, cache: CacheMessage | None, descriptors: Descriptors
     ) -> Prepared:
-        received = _Received()
+        received = Received()
         try:
             model = received.model(message, descriptors)
             if cache is None:
                 prepared = await self._device.prepare_model(model, _options(options))
             else:
-                with _Handles(cache, descriptors) as handles:
+                with Handles(cache, descriptors) as handles:
                     prepared = await self._device.prepare_model(model, _options(options), handles)
         finally:
-            # The engine keeps what it uses in place by its own views; the descriptors have done their work.
+            # Views keep alive what the engine uses in place, so the descriptors are not needed any more.
             received.close()
         return self._keep(prepared)
 
@@ -209,19 +211,19 @@ class DeviceService:
 
     async def _execute(self, body: Execute, descriptors: Descriptors) -> Executed:
         prepared = _known(self._prepared, body.prepared, "prepared model")
-        with _Received() as received:
+        with Received() as received:
             try:
                 pools = self._pools(prepared, body, received, descriptors)
             except AionnError as error:
                 return Executed(result_of(error))
             return Executed(await prepared.execute(body.request, pools, body.measure_timing, body.deadline_ns))
 
-    def _pools(self, prepared: IPreparedModel, body: Execute, received: _Received, descriptors: Descriptors) -> list[IMemory | IBuffer]:
-        """The pools of a request, mapped once all that can be told without it is right.
+    def _pools(self, prepared: IPreparedModel, body: Execute, received: Received, descriptors: Descriptors) -> list[IMemory | IBuffer]:
+        """Return the pools of a request. Maps them only after everything that can be checked before is right.
 
         Raises:
-            CallerError: INVALID_ARGUMENT: the request, a token or a description is wrong; nothing was mapped.
-            ExecutionError: GENERAL_FAILURE: a descriptor is not what its description says, or cannot be mapped.
+            CallerError: the request, a token or a description is wrong (INVALID_ARGUMENT). Nothing was mapped.
+            ExecutionError: a descriptor does not fit its description, or cannot be mapped (GENERAL_FAILURE).
             MemoryAllocationError: a memory has holes that cannot be filled now.
         """
         buffers = [_known(self._buffers, pool.token, "device buffer") if pool.memory is None else None for pool in body.pools]
@@ -262,7 +264,7 @@ class DeviceService:
 
 
 class _RemoteBurstCallback:
-    """Asks the app for the memories behind slots. Satisfies `IBurstCallback`."""
+    """Asks the app for the memories of slots. Satisfies `IBurstCallback`."""
 
     def __init__(self, connection: Connection, burst: int) -> None:
         self._connection = connection
@@ -283,126 +285,6 @@ class _RemoteBurstCallback:
         return regions
 
 
-class _Received:
-    """Memories that a call brought along; let go of when the call is done with them."""
-
-    def __init__(self) -> None:
-        self._regions: list[Region] = []
-
-    def __enter__(self) -> _Received:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        for region in self._regions:
-            region.close()
-
-    def memory(self, fd: int, description: MemoryDescription) -> Region:
-        """Map one for an execution or a copy; it takes over the descriptor."""
-        region = attached(fd, description)
-        self._regions.append(region)
-        return region
-
-    def part(self, descriptors: Descriptors, description: MemoryDescription, offset: int, length: int | None) -> Memory:
-        """The piece of a memory that a copy is about.
-
-        Raises:
-            CallerError: it reaches beyond the memory; nothing was mapped.
-        """
-        check_description(description)
-        end = description.size_bytes if length is None else offset + length
-        if not 0 <= offset < end <= description.size_bytes:
-            raise CallerError(f"bytes {offset} to {end} of a memory of {description.size_bytes} bytes")
-        with Memory(self.memory(descriptors.take(), description)) as whole:
-            return whole[offset:end]
-
-    def source(self, descriptors: Descriptors, description: MemoryDescription, offset: int, length: int | None) -> IMemory:
-        """As `part`, for a copy into a buffer. Memory that cannot be mapped fails that copy, and the buffer has no contents then."""
-        try:
-            return self.part(descriptors, description, offset, length)
-        except AionnError as error:
-            return _Unmapped(description, error)
-
-    def model(self, message: ModelMessage, descriptors: Descriptors) -> Model:
-        """The client's model; its constants are mapped copy-on-write: no engine can write through to the app's.
-
-        Raises:
-            CompilationError: memory with constants is not what its description says: a file has been cut off, mostly.
-        """
-        pools = []
-        for description in message.pools:
-            try:
-                region = attached(descriptors.take(), description, Access.PRIVATE)
-            except MappingError as error:
-                why = f"the model's weights cannot be mapped: {error}. If their file was cut off, put it back and read the model again"
-                raise CompilationError(why, reason=str(error)) from error
-            self._regions.append(region)
-            pools.append(region)
-        return Model(
-            graph=message.graph,
-            inputs=dict(message.inputs),
-            outputs=dict(message.outputs),
-            operations=message.operations,
-            constants=message.constants,
-            pools=tuple(pools),
-            token=message.token,
-            contents=message.contents,
-        )
-
-
-class _Unmapped:
-    """Memory that could not be mapped. Satisfies `IMemory`."""
-
-    def __init__(self, description: MemoryDescription, error: AionnError) -> None:
-        self.description = description
-        self.size_bytes = description.size_bytes
-        self._error = error
-
-    def fileno(self) -> int:
-        raise self._error
-
-    def view(self) -> memoryview:
-        raise self._error
-
-
-class _Handles:
-    """Cache files that a call brought along, as the HAL passes them; closed when the call is done."""
-
-    def __init__(self, message: CacheMessage, descriptors: Descriptors) -> None:
-        self._model = descriptors.take_many(message.model)
-        self._data = descriptors.take_many(message.data)
-        self._token = message.token
-
-    def __enter__(self) -> CacheHandles:
-        return CacheHandles(self._model, self._data, self._token)
-
-    def __exit__(self, *_: object) -> None:
-        Descriptors((*self._model, *self._data)).close()
-
-
-def attached(fd: int, description: MemoryDescription, access: Access | None = None) -> Region:
-    """Map a client's memory, read-only where it says so. Takes over `fd`.
-
-    Raises:
-        CallerError: the description can never be right: INVALID_ARGUMENT.
-        MappingError: the descriptor is not what the description says, or cannot be mapped: GENERAL_FAILURE.
-        MemoryAllocationError: as `Region.attach`.
-    """
-    if access is None:
-        access = Access.WRITE if description.writable else Access.READ
-    try:
-        check_description(description)
-    except BaseException:
-        os.close(fd)
-        raise
-    try:
-        return Region.attach(fd, description, access)
-    except CallerError as error:
-        raise MappingError(str(error)) from error
-
-
 def _descriptor(message: MQMessage, descriptors: Descriptors) -> MQDescriptor:
     return MQDescriptor(message.grantors, message.quantum, message.flavor, descriptors.take_many(message.fds))
 
@@ -415,4 +297,4 @@ def _known(table: Mapping[int, T], number: int, what: str) -> T:
     try:
         return table[number]
     except KeyError:
-        raise CallerError(f"{what} {number} is not known here, or has been released") from None
+        raise CallerError(f"{what} {number} does not exist in this driver process, or has been released; use one that is open") from None

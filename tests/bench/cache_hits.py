@@ -36,7 +36,7 @@ import numpy as np
 
 import aionn
 from aionn.caching.artifact_files import digest_of
-from aionn.engines.onnxruntime import _WEIGHTS_FILE, _without_notes
+from aionn.engines.onnxruntime_artifact import WEIGHTS_FILE, without_notes
 from aionn.hal import Artifact, CompileOptions
 from aionn.testing import identity_model
 from tests.bench.resnet import resnet50
@@ -75,7 +75,7 @@ def own_load(name: str, engine: Any, directory: Path, threads: int) -> Any:
 def rivals(name: str, directory: Path) -> None:
     """Run in a process of its own: at each line on stdin the own load, or read, hash and load; their milliseconds on stdout."""
     engine = engine_of(name)
-    paths = [directory / "model", directory / _WEIGHTS_FILE]
+    paths = [directory / "model", directory / WEIGHTS_FILE]
     contents = [path.read_bytes() for path in paths]
     loaded = engine.load(Artifact((contents[0],), (contents[1],)), CompileOptions())
     threads = loaded._session.get_session_options().intra_op_num_threads if name == "onnxruntime" else 0
@@ -118,10 +118,10 @@ def artifact_of(name: str, model: aionn.Model, directory: Path) -> int:
     artifact = engine.export(engine.compile(model, CompileOptions()))
     (directory / "model").write_bytes(artifact.model[0])
     # ONNX Runtime itself knows nothing of what our engine notes at the end of a graph.
-    graph = _without_notes(memoryview(artifact.model[0]))[0] if name == "onnxruntime" else artifact.model[0]
+    graph = without_notes(memoryview(artifact.model[0]))[0] if name == "onnxruntime" else artifact.model[0]
     (directory / "own").write_bytes(graph)
-    (directory / _WEIGHTS_FILE).write_bytes(artifact.data[0])
-    return sum((directory / file).stat().st_size for file in ("model", _WEIGHTS_FILE))
+    (directory / WEIGHTS_FILE).write_bytes(artifact.data[0])
+    return sum((directory / file).stat().st_size for file in ("model", WEIGHTS_FILE))
 
 
 async def cold_compiles(model: aionn.Model, engine: str, directory: Path, repeat: int) -> list[float]:

@@ -70,7 +70,7 @@ def test_no_command_of_the_cache_touches_a_directory_that_is_none(tmp_path: Path
     letter.write_text("precious", encoding="utf-8")
     for command in (["ls"], ["verify"], ["prune", "--max-bytes", "0"]):
         assert main(["cache", *command, str(tmp_path / "mail")]) == 2
-        assert "is no cache: it is not empty and has no entries" in capsys.readouterr().err
+        assert "is not a cache, because it holds other files; give the cache_dir" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "mail").rglob("*")] == ["trash", "letter.txt"]
     (tmp_path / "new").mkdir(mode=0o700)
     assert main(["cache", "ls", str(tmp_path / "new"), "--json"]) == 0

@@ -19,7 +19,8 @@ from onnx import helper
 
 import aionn
 from aionn.burst import DATUM_BYTES, ExecutionBurstController, PoolReference, encode_request_body
-from aionn.driver.device import EngineBuffer, EngineDevice
+from aionn.driver.device import EngineDevice
+from aionn.driver.memories import EngineBuffer
 from aionn.errors import CallerError, ExecutionError
 from aionn.fmq import MessageQueue
 from aionn.hal.interfaces import IBuffer, IDevice, IPreparedModel, PrepareOptions

@@ -268,7 +268,7 @@ def test_an_artifact_is_loaded_from_any_buffer_and_can_be_exported_again(storing
 
 def test_only_its_own_executables_are_exported(storing_engine: Engine) -> None:
     foreign = ReferenceEngine().compile(read(matmul()), CompileOptions())
-    with pytest.raises(CallerError, match="exports what it compiled itself"):
+    with pytest.raises(CallerError, match="exports only what it has compiled itself"):
         storing_engine.export(foreign)
 
 

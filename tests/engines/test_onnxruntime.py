@@ -18,6 +18,7 @@ from onnx import TensorProto, helper
 
 from aionn.engines import onnxruntime as engine_module
 from aionn.engines.onnxruntime import OnnxRuntimeEngine
+from aionn.engines.onnxruntime_artifact import without_notes
 from aionn.errors import CompilationError
 from aionn.graph import gather_tables
 from aionn.hal import Artifact, CancelFlag, CompileOptions, ExecutionPreference
@@ -143,7 +144,7 @@ def test_weights_of_an_element_type_that_has_no_name_here_are_loaded_too() -> No
     engine = OnnxRuntimeEngine()
     artifact = engine.export(engine.compile(Model.from_onnx(model.SerializeToString()), CompileOptions()))
     assert artifact is not None
-    _, notes = engine_module._without_notes(memoryview(artifact.model[0]))
+    _, notes = without_notes(memoryview(artifact.model[0]))
     assert ([constant.name for constant in notes.weights], notes.by_name) == (["usual"], False)
     found = engine.load(artifact, CompileOptions()).run({"rows": np.array([0x3F80, 0x4000])}, {}, False).outputs["y"]
     np.testing.assert_array_equal(found, np.array([1, 2, 0x3F80, 0x4000], np.float32))

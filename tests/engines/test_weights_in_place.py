@@ -10,8 +10,8 @@ import pytest
 from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto, helper
 
-import aionn.engines.onnxruntime as engine_module
 from aionn.engines.onnxruntime import OnnxRuntimeEngine
+from aionn.engines.onnxruntime_artifact import without_notes
 from aionn.hal import Artifact, CompileOptions
 from aionn.runtime.model import Model
 from tests.engines.onnx_graphs import body, model_of, value
@@ -114,7 +114,7 @@ def test_weights_give_what_the_compiled_model_gives_and_stay_what_they_are(use: 
     expected = dict(compiled.run(inputs, {}, False).outputs)
     artifact = engine.export(compiled)
     assert artifact is not None
-    _, notes = engine_module._without_notes(memoryview(artifact.model[0]))
+    _, notes = without_notes(memoryview(artifact.model[0]))
     assert notes.weights
     assert notes.by_name
     # Writable, as the driver's own copy is: whatever wrote into it would be seen.

@@ -54,6 +54,7 @@ from aionn.memory.requests import check_request
 from aionn.remote import control
 from aionn.remote.channel import Channel, Descriptors
 from aionn.remote.control import HEADER, ControlError, Message
+from aionn.remote.failures import error_of, failure_of
 from tests.fuzz.choices import Choices
 
 # ---- packets ----------------------------------------------------------------------------------------------------------
@@ -148,7 +149,7 @@ def messages() -> list[tuple[Message, int]]:
         control.Flags((True, False)),
         control.Prepared(1, (("x", operand),), (("y", operand),), "declined"),
         control.Executed(Result(ErrorStatus.NONE, (OutputShape((1,)),), Timing(1, 2), "")),
-        control.failure_of(CompilationError("no", node="a", reason="b")),
+        failure_of(CompilationError("no", node="a", reason="b")),
         control.Done(),
     ]
     return [
@@ -178,7 +179,7 @@ def frames(data: bytes) -> None:
     sent = control.encode(message, 0)
     assert control.encode(control.decode(sent[HEADER.size :]), 0) == sent
     if isinstance(message, control.Reply) and isinstance(message.body, control.Failure):
-        assert isinstance(control.error_of(message.body), AionnError)
+        assert isinstance(error_of(message.body), AionnError)
 
 
 def channel_seeds() -> list[bytes]:

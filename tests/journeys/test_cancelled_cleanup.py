@@ -54,7 +54,7 @@ async def is_released(prepared: RemotePreparedModel, compilation: aionn.Compilat
     try:
         (await DeviceRoles(compilation.model, {}, ("input",), (), None).allocate(prepared)).release()
     except aionn.CallerError as error:
-        assert "is not known here" in str(error)
+        assert "does not exist in this driver process" in str(error)
         return True
     return False
 
@@ -130,7 +130,7 @@ async def test_a_device_memory_whose_closing_is_cancelled_is_freed(
     fake.behave()
     assert list(await running) == ["input_out"]
     assert len(made) == 1
-    with Memory(Region.allocate(64)) as target, pytest.raises(aionn.CallerError, match="is not known here"):
+    with Memory(Region.allocate(64)) as target, pytest.raises(aionn.CallerError, match="does not exist in this driver process"):
         await made[0].copy_to(target)
 
 

@@ -20,7 +20,6 @@ from aionn.remote.control import (
     HEADER,
     MAX_BODY_BYTES,
     MAX_DESCRIPTORS,
-    MAX_MESSAGE_CHARACTERS,
     Call,
     ControlError,
     Done,
@@ -29,9 +28,8 @@ from aionn.remote.control import (
     Reply,
     decode,
     encode,
-    error_of,
-    failure_of,
 )
+from aionn.remote.failures import MAX_MESSAGE_CHARACTERS, error_of, failure_of
 
 pytestmark = pytest.mark.anyio
 

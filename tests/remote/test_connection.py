@@ -17,7 +17,8 @@ from aionn.errors import AionnError, CallerError, DeadlineError, DriverDiedError
 from aionn.hal.types import ErrorStatus
 from aionn.remote.channel import Channel, Descriptors
 from aionn.remote.connection import Connection
-from aionn.remote.control import Allocated, Call, Cancel, Done, FreeBuffer, Message, Reply, ReplyBody, failure_of
+from aionn.remote.control import Allocated, Call, Cancel, Done, FreeBuffer, Message, Reply, ReplyBody
+from aionn.remote.failures import failure_of
 
 pytestmark = pytest.mark.anyio
 

@@ -23,13 +23,14 @@ from functools import partial
 import anyio
 
 from aionn import trace
-from aionn.errors import AionnError, CallerError, DeviceUnavailableError, DriverDiedError, DriverHungError
+from aionn.errors import AionnError, CallerError, DeviceUnavailableError, DriverDiedError, DriverHungError, again
 from aionn.hal.types import DeviceType
 from aionn.pages import Activity, LayoutError, PageReader
 from aionn.remote.channel import Descriptors
 from aionn.remote.connection import Connection
-from aionn.remote.control import PROTOCOL, STACKS_SIGNAL, CallBody, ControlError, Ready, Refused, error_of
+from aionn.remote.control import PROTOCOL, STACKS_SIGNAL, CallBody, ControlError, Ready, Refused
 from aionn.remote.device import RemoteDevice
+from aionn.remote.failures import error_of
 from aionn.runtime.processes.child import Child
 from aionn.runtime.processes.liveness import DEFAULT_HANG_S, Judge, watch
 from aionn.runtime.processes.restarts import Life
@@ -151,7 +152,7 @@ class DriverProcess:
                 await self._ended.wait()
             self._start_failed(DriverHungError(self.name, START_S))
         if self._start_error is not None:
-            raise self._start_error.again()
+            raise again(self._start_error)
         assert self._remote is not None
         return self._remote
 

@@ -1,0 +1,110 @@
+"""The memories of a request as the device sees them: a client's bytes in place, or a buffer of the device itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import anyio
+import anyio.to_thread
+import numpy as np
+
+from aionn.driver.execution import BoundPool
+from aionn.errors import AionnError, CallerError, again
+from aionn.hal.interfaces import IBuffer
+from aionn.hal.model import Model, may_change
+from aionn.hal.types import IMemory, MemoryKind
+from aionn.memory import DeviceBuffer, DeviceBuffers, Memory, Region
+from aionn.memory.requests import Extent
+
+
+class EngineBuffer:
+    """Memory that the device owns. Satisfies `IBuffer`."""
+
+    def __init__(self, buffers: DeviceBuffers, buffer: DeviceBuffer) -> None:
+        self._buffers = buffers
+        self._buffer = buffer
+        self.token = buffer.token
+
+    def of(self, buffers: DeviceBuffers) -> bool:
+        """Return whether the buffer belongs to that device."""
+        return self._buffers is buffers
+
+    async def copy_from(self, source: IMemory, dimensions: tuple[int, ...]) -> None:
+        """Fill the whole buffer; see `DeviceBuffer.copy_from`."""
+        file = _file_of(source)
+
+        def opened() -> memoryview:
+            if file is not None:
+                file.check_backing()
+            return source.view()
+
+        await _copied(lambda: self._buffer.fill_from(opened, dimensions))
+
+    async def copy_to(self, target: IMemory) -> None:
+        """Copy the whole buffer out, and flush the target if it is a file; see `DeviceBuffer.copy_to`."""
+        file = _file_of(target)
+
+        def copy() -> None:
+            if file is not None:
+                file.check_backing()
+            self._buffer.copy_to(target.view())
+            if file is not None:
+                file.flush()
+
+        await _copied(copy)
+
+    async def aclose(self) -> None:
+        self._buffers.free(self.token)
+
+
+async def _copied(copy: Callable[[], None]) -> None:
+    """Run a blocking copy in a thread.
+
+    Raise its error without the frames of the thread. Those frames hold views of the client's memory, which would stay mapped.
+    """
+
+    def attempt() -> AionnError | None:
+        try:
+            copy()
+        except AionnError as error:
+            return again(error)
+        return None
+
+    failed = await anyio.to_thread.run_sync(attempt)
+    if failed is not None:
+        try:
+            raise failed
+        finally:
+            del failed
+
+
+def bound_pool(pool: IMemory | IBuffer, buffers: DeviceBuffers) -> BoundPool:
+    """Return a pool of a request: its bytes in place with shape (size_bytes,), or the token of one of `buffers`."""
+    if isinstance(pool, EngineBuffer) and pool.of(buffers):
+        return BoundPool(None, pool.token)
+    if not isinstance(pool, IMemory):
+        raise CallerError("a device memory of another device was given; allocate one from a compilation on this device")
+    return BoundPool(np.frombuffer(pool.view(), np.uint8), None, _file_of(pool), _home_of(pool))
+
+
+def _file_of(memory: IMemory) -> Region | None:
+    """Return the mapping of a file, which may be cut off and must be flushed, or None for other memory."""
+    region = memory.pool if isinstance(memory, Memory) else memory
+    return region if isinstance(region, Region) and region.description.kind is MemoryKind.MMAP_FD else None
+
+
+def _home_of(memory: IMemory) -> Extent:
+    status, begin = os.fstat(memory.fileno()), memory.description.offset_bytes
+    return (status.st_dev, status.st_ino), begin, begin + memory.size_bytes
+
+
+def constants_of(model: Model) -> tuple[Extent, ...]:
+    """Return where those constants lie that are an app's memory or a file. The others are sealed against writing."""
+    homes = [_home_of(pool) if may_change(pool) else None for pool in model.pools]
+    extents: list[Extent] = []
+    for constant in model.constants:
+        home, place = homes[constant.location.pool_index], constant.location
+        if home is not None:
+            extents.append((home[0], home[1] + place.offset, home[1] + place.offset + place.length))
+    return tuple(extents)

@@ -1,0 +1,139 @@
+"""What came with a control call: memories and cache files. They are freed when the call is done with them."""
+
+from __future__ import annotations
+
+import os
+
+from aionn.errors import AionnError, CallerError, CompilationError
+from aionn.hal.interfaces import CacheHandles
+from aionn.hal.model import Model
+from aionn.hal.types import IMemory, MemoryDescription
+from aionn.memory import Access, MappingError, Memory, Region
+from aionn.memory.descriptors import check_description
+from aionn.remote.channel import Descriptors
+from aionn.remote.control import CacheMessage, ModelMessage
+
+
+class Received:
+    """Memories that came with a call. They are unmapped when the call is done with them."""
+
+    def __init__(self) -> None:
+        self._regions: list[Region] = []
+
+    def __enter__(self) -> Received:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for region in self._regions:
+            region.close()
+
+    def memory(self, fd: int, description: MemoryDescription) -> Region:
+        """Map a memory for an execution or a copy. Takes over the descriptor."""
+        region = attached(fd, description)
+        self._regions.append(region)
+        return region
+
+    def part(self, descriptors: Descriptors, description: MemoryDescription, offset: int, length: int | None) -> Memory:
+        """Return the part of a memory that a copy names.
+
+        Raises:
+            CallerError: the part reaches beyond the memory. Nothing was mapped.
+        """
+        check_description(description)
+        end = description.size_bytes if length is None else offset + length
+        if not 0 <= offset < end <= description.size_bytes:
+            raise CallerError(
+                f"the copy names bytes {offset} to {end}, but the memory has {description.size_bytes} bytes; name a part inside the memory"
+            )
+        with Memory(self.memory(descriptors.take(), description)) as whole:
+            return whole[offset:end]
+
+    def source(self, descriptors: Descriptors, description: MemoryDescription, offset: int, length: int | None) -> IMemory:
+        """Return the part of a memory that is copied into a buffer.
+
+        Memory that cannot be mapped fails only when the copy reads it. So the copy fails in the buffer, which then has no contents.
+        """
+        try:
+            return self.part(descriptors, description, offset, length)
+        except AionnError as error:
+            return _Unmapped(description, error)
+
+    def model(self, message: ModelMessage, descriptors: Descriptors) -> Model:
+        """Return the client's model. Its constants are mapped copy-on-write, so an engine can never write into the app's.
+
+        Raises:
+            CompilationError: memory with constants does not fit its description. Mostly a file has become shorter.
+        """
+        pools = []
+        for description in message.pools:
+            try:
+                region = attached(descriptors.take(), description, Access.PRIVATE)
+            except MappingError as error:
+                why = f"the model's weights cannot be mapped: {error}. If their file was cut off, put it back and read the model again"
+                raise CompilationError(why, reason=str(error)) from error
+            self._regions.append(region)
+            pools.append(region)
+        return Model(
+            graph=message.graph,
+            inputs=dict(message.inputs),
+            outputs=dict(message.outputs),
+            operations=message.operations,
+            constants=message.constants,
+            pools=tuple(pools),
+            token=message.token,
+            contents=message.contents,
+        )
+
+
+class _Unmapped:
+    """Memory that could not be mapped. Satisfies `IMemory`."""
+
+    def __init__(self, description: MemoryDescription, error: AionnError) -> None:
+        self.description = description
+        self.size_bytes = description.size_bytes
+        self._error = error
+
+    def fileno(self) -> int:
+        raise self._error
+
+    def view(self) -> memoryview:
+        raise self._error
+
+
+class Handles:
+    """Cache files that came with a call, as the HAL passes them. They are closed when the call is done."""
+
+    def __init__(self, message: CacheMessage, descriptors: Descriptors) -> None:
+        self._model = descriptors.take_many(message.model)
+        self._data = descriptors.take_many(message.data)
+        self._token = message.token
+
+    def __enter__(self) -> CacheHandles:
+        return CacheHandles(self._model, self._data, self._token)
+
+    def __exit__(self, *_: object) -> None:
+        Descriptors((*self._model, *self._data)).close()
+
+
+def attached(fd: int, description: MemoryDescription, access: Access | None = None) -> Region:
+    """Map a client's memory, read-only where the description says so. Takes over `fd`.
+
+    Raises:
+        CallerError: the description can never be right (INVALID_ARGUMENT).
+        MappingError: the descriptor does not fit the description, or cannot be mapped (GENERAL_FAILURE).
+        MemoryAllocationError: as `Region.attach`.
+    """
+    if access is None:
+        access = Access.WRITE if description.writable else Access.READ
+    try:
+        check_description(description)
+    except BaseException:
+        os.close(fd)
+        raise
+    try:
+        return Region.attach(fd, description, access)
+    except CallerError as error:
+        raise MappingError(str(error)) from error
