@@ -34,7 +34,8 @@ RIDDLES = re.compile(
 """Phrases that readers stumbled over. `tests/test_prose.py` is the place to read why: each has a plain twin in the style guide."""
 
 
-LATER = tuple(f"aionn/{room}" for room in ("burst", "caching", "cli", "driver", "engines", "fmq", "memory", "pages", "remote", "runtime"))
+LATER = tuple(f"aionn/{room}" for room in ("burst", "caching", "cli", "driver", "engines", "fmq", "memory", "pages", "remote"))
+LATER += tuple(f"aionn/runtime/{room}" for room in ("preparing", "processes", "staging"))
 
 
 @dataclass(frozen=True)
