@@ -112,15 +112,15 @@ class FrameLayout:
             )
         return Request(made[0], made[1])
 
-    def lacks_room(self, index: int, told: OutputShape) -> bool:
+    def lacks_room(self, index: int, answered: OutputShape) -> bool:
         """Return whether an output may be of that shape, and has no room for it."""
         _, dtype, _, _, length = self.outputs[index]
-        return min(told.dimensions, default=0) >= 0 and prod(told.dimensions) * dtype.itemsize > length
+        return min(answered.dimensions, default=0) >= 0 and prod(answered.dimensions) * dtype.itemsize > length
 
-    def learn(self, index: int, told: tuple[int, ...]) -> None:
+    def learn(self, index: int, answered: tuple[int, ...]) -> None:
         """Note that an output has that shape. If the model declares another one, its declaration is not believed from now on."""
         name, _, shape, _, _ = self.outputs[index]
-        if shape not in (None, told):
+        if shape not in (None, answered):
             self._believed[name] = Operand(self._believed[name].type, None)
 
     def fits(self, inputs: Mapping[str, Any]) -> bool:
@@ -159,14 +159,14 @@ class FrameLayout:
             if name in elsewhere:
                 continue
             # A driver that has not seen the declaration fail says nothing of an output that came out as declared.
-            told = shapes[index].dimensions if shapes else self._declared[index]
-            if told is None:
+            answered = shapes[index].dimensions if shapes else self._declared[index]
+            if answered is None:
                 raise false_shapes(f"none came for output {name!r}")
-            if min(told, default=0) < 0 or prod(told) * dtype.itemsize > length:
-                raise false_shapes(f"output {name!r} of shape {told} has room for {length} bytes")
-            if told != shape:
-                self.learn(index, told)
-            places.append((name, dtype, told, offset))
+            if min(answered, default=0) < 0 or prod(answered) * dtype.itemsize > length:
+                raise false_shapes(f"output {name!r} of shape {answered} has room for {length} bytes")
+            if answered != shape:
+                self.learn(index, answered)
+            places.append((name, dtype, answered, offset))
         return frame.cut((self, *[place[2] for place in places], *[place[0] for place in places]), places)
 
 
@@ -263,12 +263,12 @@ class Arguments:
             layout = self._make(input_shapes, [guess] * len(self.outputs))
         return layout
 
-    def widen(self, input_shapes: Shapes, told: Sequence[OutputShape]) -> FrameLayout:
+    def widen(self, input_shapes: Shapes, answered: Sequence[OutputShape]) -> FrameLayout:
         """Return a layout with room for outputs of these shapes, after the driver found too little."""
         before = self.layout(input_shapes)
         room = [
             max(length, prod(shape.dimensions) * dtype.itemsize)
-            for (_, dtype, _, _, length), shape in zip(before.outputs, told, strict=True)
+            for (_, dtype, _, _, length), shape in zip(before.outputs, answered, strict=True)
         ]
         return self._make(input_shapes, room)
 
@@ -351,7 +351,7 @@ def failure_of(result: Result, model: Model, device: str) -> AionnError:
         case ErrorStatus.MISSED_DEADLINE_TRANSIENT | ErrorStatus.MISSED_DEADLINE_PERSISTENT:
             return DeadlineError(f"device {device!r}: {why}", transient=status is ErrorStatus.MISSED_DEADLINE_TRANSIENT)
         case ErrorStatus.OUTPUT_INSUFFICIENT_SIZE:
-            shapes = {name: told.dimensions for name, told in zip(model.outputs, result.output_shapes, strict=False)}
+            shapes = {name: answered.dimensions for name, answered in zip(model.outputs, result.output_shapes, strict=False)}
             return OutputInsufficientSizeError(f"device {device!r}: {why}", status=status, shapes=shapes)
         case _:
             return ExecutionError(f"device {device!r} failed ({status.name}): {why}", status=status)

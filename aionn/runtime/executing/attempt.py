@@ -11,10 +11,12 @@ Nothing is awaited between the choice of a channel, or the placement, and the se
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
 
 from aionn.errors import AionnError, ExecutionError
 from aionn.hal.types import ErrorStatus, Result
@@ -35,7 +37,7 @@ class Channel(Protocol):
     @property
     def serving(self) -> Serving: ...
 
-    async def send(
+    def send(
         self,
         layout: FrameLayout,
         frame: Frame,
@@ -43,7 +45,7 @@ class Channel(Protocol):
         measure_timing: bool,
         deadline_ns: int | None,
         settled: Callable[[Result | None], None],
-    ) -> tuple[Result, int]:
+    ) -> Awaitable[tuple[Result, int]]:
         """Send a request and wait for its answer. Returns the answer, and the driver's time in nanoseconds where it is known.
 
         `settled` is called once, whatever happens: with the driver's answer, or with None when there will be none.
@@ -86,8 +88,7 @@ class Executor:
         return error
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """One execution as it was asked for.
 
     Attributes:
@@ -106,20 +107,24 @@ class Call:
     @property
     def placing(self) -> bool:
         """Whether some arguments do not lie in the frame."""
-        return bool(self.outputs) or any(is_placed(value) for value in self.placed.values())
+        if self.outputs or not self.placed:
+            return bool(self.outputs)
+        return any(type(value) is not np.ndarray and is_placed(value) for value in self.placed.values())
 
 
 class Attempt:
     """One execution. Made for one `run`.
 
     Attributes:
-        layout: of the frame that was used last. channel: that it was sent over. Both are known after `run`.
+        layout: of the frame that was used last. channel: that it was sent over. placing: whether some arguments did not lie in the frame.
+            All are known after `run`.
     """
 
-    __slots__ = ("_call", "_executor", "_route", "_wider", "channel", "layout")
+    __slots__ = ("_call", "_executor", "_route", "_wider", "channel", "layout", "placing")
 
     layout: FrameLayout
     channel: Channel
+    placing: bool
 
     def __init__(self, executor: Executor, route: Route, call: Call) -> None:
         self._executor = executor
@@ -127,8 +132,8 @@ class Attempt:
         self._call = call
         self._wider: FrameLayout | None = None
 
-    async def run(self) -> Outputs:
-        """Return the outputs.
+    def run(self) -> Coroutine[Any, Any, Outputs]:
+        """Return the outputs, once they are there.
 
         Raises:
             CallerError: a name, shape or dtype does not fit; nothing was sent.
@@ -137,16 +142,23 @@ class Attempt:
             MemoryAllocationError: there is no memory for frames of these shapes.
             DriverDiedError, DriverHungError: the driver is gone. `DeviceMemoryLostError` where device memory went with it.
         """
+        return self._run() if self._call.deadline_ns is None else self._run_by_deadline()
+
+    async def _run_by_deadline(self) -> Outputs:
+        with ending_by(self._call.deadline_ns, NO_ANSWER):
+            return await self._run()
+
+    async def _run(self) -> Outputs:
         call = self._call
-        with ending_by(call.deadline_ns, NO_ANSWER):
-            if call.placing:
-                with Spare(self._executor.frames, call.deadline_ns) as spare:
-                    while (found := await self._run_placed(spare)) is None:
-                        pass
-            else:
-                while (found := await self._run_in_frame()) is None:
+        self.placing = call.placing
+        if self.placing:
+            with Spare(self._executor.frames, call.deadline_ns) as spare:
+                while (found := await self._run_placed(spare)) is None:
                     pass
-            return found
+        else:
+            while (found := await self._run_in_frame()) is None:
+                pass
+        return found
 
     async def resume(self, channel: Channel, layout: FrameLayout, result: Result) -> Outputs:
         """Return the outputs after a first answer without any: try again with more room, or raise."""
@@ -156,24 +168,22 @@ class Attempt:
     async def _run_in_frame(self) -> Outputs | None:
         """Run once with all arguments in the frame. Returns None if there was too little room."""
         call, executor = self._call, self._executor
-        layout = self._wider
-        if layout is None and call.own is not None:
-            return await self._send_frame(*call.own)
-        if layout is None:
-            layout = executor.arguments.layout(executor.arguments.shapes_of(call.inputs))
-        frame = await executor.frames.lease(layout, call.deadline_ns)
+        leased = None
         try:
-            executor.counts["copied_bytes"] += fill(frame, layout, call.inputs)
-            return await self._send_frame(layout, frame)
+            if call.own is not None and self._wider is None:
+                layout, frame = call.own
+            else:
+                layout = self._wider or executor.arguments.layout(executor.arguments.shapes_of(call.inputs))
+                frame = leased = await executor.frames.lease(layout, call.deadline_ns)
+                executor.counts["copied_bytes"] += fill(frame, layout, call.inputs)
+            channel = await self._route(call.deadline_ns)
+            compiled = executor.compiled
+            if compiled is not None and compiled.sampling is not None:
+                compiled.sampling.take(call.inputs)
+            return await self._send(channel, layout, frame, None)
         finally:
-            frame.settled(None)
-
-    async def _send_frame(self, layout: FrameLayout, frame: Frame) -> Outputs | None:
-        channel = await self._route(self._call.deadline_ns)
-        compiled = self._executor.compiled
-        if compiled is not None and compiled.sampling is not None:
-            compiled.sampling.take(self._call.inputs)
-        return await self._send(channel, layout, frame, None)
+            if leased is not None:
+                leased.settled(None)
 
     async def _run_placed(self, spare: Spare) -> Outputs | None:
         """Run once with arguments that do not all lie in the frame. Returns None if there was too little room, or no frame was free."""

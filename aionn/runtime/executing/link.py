@@ -7,8 +7,9 @@ a driver asks for the memory behind a slot when it first meets it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from typing import Any
 
 from aionn import trace
 from aionn.burst import DATUM_BYTES, ExecutionBurstController
@@ -70,7 +71,7 @@ class Link:
     def alive(self) -> bool:
         return self.controller.ended_by is None
 
-    async def send(
+    def send(
         self,
         layout: FrameLayout,
         frame: Frame,
@@ -78,7 +79,7 @@ class Link:
         measure_timing: bool,
         deadline_ns: int | None,
         settled: Callable[[Result | None], None],
-    ) -> tuple[Result, int]:
+    ) -> Coroutine[Any, Any, tuple[Result, int]]:
         """Send one request over the queues; see `Channel`."""
         try:
             if placement is None:
@@ -92,7 +93,7 @@ class Link:
             settled = self.serving.entered(settled, deadline_ns)
             if placement is None:
                 self.serving.use.count()
-        return await self.controller.execute(body, settled, deadline_ns)
+        return self.controller.execute(body, settled, deadline_ns)
 
     async def aclose(self, error: AionnError) -> None:
         """Free queues and the driver's part. Calls that still wait get `error`."""

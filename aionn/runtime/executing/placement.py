@@ -143,14 +143,14 @@ class Placement:
         Raises:
             ExecutionError: the driver's answer contradicts this request.
         """
-        told = result.output_shapes
-        if told and len(told) != len(model.outputs):
-            raise false_shapes(f"{len(told)} shapes came for {len(model.outputs)} outputs")
+        answered = result.output_shapes
+        if answered and len(answered) != len(model.outputs):
+            raise false_shapes(f"{len(answered)} shapes came for {len(model.outputs)} outputs")
         found = []
         for index, (name, operand) in enumerate(model.outputs.items()):
             place = self.outputs.get(index)
             if place is not None and place.view is not None:
-                shape = told[index].dimensions if told else place.shape or full_shape(operand.dimensions)
+                shape = answered[index].dimensions if answered else place.shape or full_shape(operand.dimensions)
                 if shape is None:
                     raise false_shapes(f"none came for output {name!r}")
                 if min(shape, default=0) < 0 or prod(shape) * operand.type.element_bytes > place.length:

@@ -154,19 +154,19 @@ class Burst:
     ) -> Outputs:
         """Compute all but a stream's usual frame: new shapes, frames, arguments that lie elsewhere, a new driver."""
         connection = self._connection
-        connection.check_open()
         if isinstance(inputs, Frame):
             own, placed = lease_of(inputs, connection)
             if own[1].pins > 1:
                 raise CallerError("this frame is in flight: wait for its outputs, or get another one with burst.frame()")
             call = Call(inputs, outputs, measure_timing, deadline_ns, placed, own)
             return await Attempt(self._executor, connection.route, call).run()
+        connection.check_open()
         if type(inputs) is not dict:
             check_mapping(inputs)
         call = Call(inputs, outputs, measure_timing, deadline_ns, inputs)
         attempt = Attempt(self._executor, connection.route, call)
         found = await attempt.run()
-        if call.placing:
+        if attempt.placing:
             self._recurrent = RecurrentSteps.of(attempt.layout, self._executor.frames.pool(attempt.layout), inputs, outputs)
         elif isinstance(attempt.channel, Link):
             connection.expect(attempt.layout, attempt.channel)

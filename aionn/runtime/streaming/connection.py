@@ -144,8 +144,8 @@ class BurstConnection:
         return link
 
     def expect(self, layout: FrameLayout, link: Link) -> None:
-        """Let the next request of the same shapes take the short way."""
-        if not self._compiled.watched and link is self.link:
+        """Let the next request of the same shapes take the short way. It must not overtake executions that still pass the gate."""
+        if link is self.link and not self._compiled.watched and not self._compiled.gate.shut:
             self.usual = layout, self.executor.frames.pool(layout), link
 
     async def _connect(self, deadline_ns: int | None) -> Link:
