@@ -19,6 +19,7 @@ import pytest
 from aionn import trace
 from aionn.caching import CacheOutcomeKind, MissReason, Refusal
 from aionn.caching.store import CacheStore, Declined, Hit, Miss
+from aionn.caching.store.locks import CompileRight
 from aionn.errors import CallerError
 from aionn.hal.types import CacheFiles, ExecutionPreference, Priority
 from tests.caching.entries import FILES, contents, expected, fill, generations, miss, open_descriptors, read, replacing, stored, wanted
@@ -741,3 +742,32 @@ def test_what_is_to_be_done_behind_a_caller_is_done_though_the_loop_takes_no_mor
         return done
 
     assert asyncio.run(main()) == [1]
+
+
+async def test_a_hit_after_a_wait_is_closed_when_its_caller_is_cancelled_at_the_last_step(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second look has found the entry, and the right to compile it is given back. Then `Task.cancel` comes."""
+    async with CacheStore(directory) as store, CacheStore(directory) as other:
+        release, releasing = CompileRight.release, asyncio.Event()
+
+        async def hanging(right: CompileRight) -> None:
+            await release(right)
+            if right._queues is other._opener._queues:
+                releasing.set()
+                await asyncio.Event().wait()
+
+        monkeypatch.setattr(CompileRight, "release", hanging)
+        publisher = await miss(store, wanted())
+        waiting = asyncio.create_task(other.open(wanted()))
+        await anyio.wait_all_tasks_blocked()
+        fill(publisher.handles, b"artifact")
+        assert await publisher.publish() is None
+        with anyio.fail_after(20):
+            await releasing.wait()
+        assert any(f"{directory}/entries/" in name for name in open_descriptors())
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await other._background.settled()
+        assert not any(str(directory) in name for name in open_descriptors())

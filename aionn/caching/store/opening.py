@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from aionn import trace
@@ -88,6 +89,7 @@ class Opener:
         self, directory: CacheDirectory, wanted: Wanted, refused: tuple[str, Refusal] | None, right: CompileRight, started: float
     ) -> Hit | Miss | Declined:
         """Look again and stage files, as the one who may compile the entry."""
+        found: Hit | Declined | Refusal | None = None
         publisher: Publisher | Refusal | None = None
         try:
             # Another compiler may have published during the wait, or between the first look and our turn.
@@ -97,12 +99,21 @@ class Opener:
             publisher = await run_in_thread(stage, self._house, directory, wanted, right, undo=Publisher.drop_staging)
         finally:
             if not isinstance(publisher, Publisher):
-                await right.release()
+                await self._release(right, found)
         if isinstance(publisher, Publisher):
             return _miss(wanted, found, started, publisher=publisher)
         self._house.warn(publisher)
         reason = found if found.reason not in _UNUSABLE else publisher
         return _miss(wanted, reason, started, save_failure=publisher)
+
+    async def _release(self, right: CompileRight, found: Hit | Declined | Refusal | None) -> None:
+        try:
+            await right.release()
+        except BaseException:
+            # A caller that is cancelled here never gets what was found.
+            if isinstance(found, Hit):
+                self.run_later(partial(_close_unused, found))
+            raise
 
     async def _look(self, look: Look) -> Hit | Declined | Refusal:
         """Look at the entry, and once more when its publisher has ended."""
