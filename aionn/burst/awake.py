@@ -27,9 +27,8 @@ from pathlib import Path
 
 APP_WINDOW_NS = 300_000
 """The app looks for this long, once per iteration of its loop. A small model's run time plus the exchange must fit well. Otherwise the
-average stays near the window, and both ends fall asleep for good. Silero over a burst takes 127 us per frame with 300 us here and 100 us
-in the driver, 256 us with 150 and 100, 290 us with 150 and 50. With its state in the driver it takes 207, 417 and 490 us (2 vCPUs,
-2026-11)."""
+average stays near the window, and both ends fall asleep for good. Measured with Silero over a burst (2 vCPUs, 2026-11): 127 us per frame
+with 300 us here and 100 us in the driver, 256 with 150 and 100, 290 with 150 and 50. With its state in the driver: 207, 417, 490 us."""
 
 DRIVER_WINDOW_NS = 100_000
 """The driver looks for this long after its last answer, because an app in Python needs that time until its next request."""
