@@ -1,8 +1,11 @@
-"""The fast path: executions as packets over two message queues; both ends live here.
+"""The fast path: executions as packets over two message queues. Both ends live here.
 
-`packets` is the wire (sans-IO), `controller` the app's end with its requests in flight, `server` the driver's end, an async
-task that listens, executes and answers, and `awake` the one rule for looking a moment longer before sleeping. The app
-creates both queues; the driver attaches. Memories are named by slot and fetched once through `IBurstCallback`.
+    packets     the wire format (sans-IO)
+    controller  the app's end, with its requests in flight
+    server      the driver's end: an async task that listens, executes and answers
+    awake       the rule for how long an end looks for its peer before it sleeps
+
+The app creates both queues, and the driver attaches. Memories are named by slot and fetched once through `IBurstCallback`.
 """
 
 from aionn.burst.controller import ExecutionBurstController

@@ -1,18 +1,17 @@
 """The app's end of a burst: requests in flight (NNAPI's ExecutionBurstController, with several at once).
 
-A caller writes its packet, looks for the answer for a moment (`awake`), and sleeps. Whoever looks settles every answer it
-finds, its own or not. A caller that is alone does the first two in one native call (`at_once`): `_caller` knows by their
-bytes the answers that have come before; what it cannot settle goes the general way. Cancelling a caller does not cancel
-the driver: what the request holds (`settled`) is given back by the driver's answer or its death, by nothing else.
+A caller writes its packet, looks for the answer for a moment (`awake`), and sleeps. A caller that looks settles every answer it finds,
+also those of other callers. A caller that is alone writes and looks in one native call (`at_once`). There `_caller` recognises by
+their bytes the answers that have come before, and leaves every other answer to `execute`. Cancelling a caller does not cancel the
+driver. Only the driver's answer or its death gives back what the request holds (`settled`).
 
 Invariants
-    An identity is in `_in_flight` from before the loop can run after its packet is written until it is answered, or until the
-    burst ends.
-    So nobody waits on a burst that is gone, and no frame is reused while the driver may still write to it.
+    An identity is in `_in_flight` until it is answered or the burst ends. It enters before the loop can run after its packet is
+    written. So no caller waits on a burst that has ended, and no frame is reused while the driver may still write to it.
     While any request is in flight the result queue is armed (`_armed`), or its event is pending, or `_look_again` is scheduled
     (`_looking`), or its caller looks right now.
     `_caller` remembers only answers that `decode_result` has accepted, and takes nothing else out of the queue.
-    `_armed` is True from a successful arming until the event has been seen: the peer clears the shared word, not we.
+    `_armed` is True from a successful arming until the event has been seen, because the peer clears the shared word.
     `_suspended` callers wait and have not resumed yet.
 """
 
@@ -41,15 +40,15 @@ from aionn.hal.types import ErrorStatus, Result
 from aionn.tasks import leave_in_child, running_loop
 
 _REMEMBERED = 256
-"""So many different answers are remembered decoded."""
+"""How many different answers are remembered decoded."""
 
 
 Settled = Callable[[Result | None], None]
-"""Told the answer to a request, or None: it was not sent, or will never be answered."""
+"""Called with the answer to a request, or with None if it was not sent or will never be answered."""
 
 
 class _InFlight:
-    """A request. `began_ns` and `sleeps`: when it was sent, and how often the burst had slept until then."""
+    """A request in flight. `began_ns` is when it was sent, `sleeps` how often the burst had slept until then."""
 
     __slots__ = ("answer", "began_ns", "result", "service_ns", "settled", "sleeps", "timer")
 
@@ -67,13 +66,13 @@ class ExecutionBurstController:
     """Requests in flight on one burst. Owns both queues.
 
     Args:
-        requests: queue of 24-byte datums; the driver reads it.
-        results: queue of 24-byte datums; the driver writes it.
-        depth: so many requests may be in flight; further callers wait their turn, in order.
+        requests: queue of 24-byte datums that the driver reads.
+        results: queue of 24-byte datums that the driver writes.
+        depth: how many requests may be in flight. Further callers wait for their turn, in order.
         low_power: never stay awake while waiting.
 
     Attributes:
-        ended_by: why the burst is over, or None while it goes on. Set by `end` alone.
+        ended_by: why the burst is over, or None while it goes on. Only `end` sets it.
     """
 
     def __init__(
@@ -97,7 +96,7 @@ class ExecutionBurstController:
         self._sleeps = 0
         self._looking = False
         self._looking_until_ns = 0
-        self._joined = False  # somebody has begun to wait since `_look_again` looked last
+        self._joined = False  # whether a caller has begun to wait since `_look_again` looked last
         self._suspended = 0
         # Whole framed answers without their identity, decoded. Only what `decode_result` has accepted is in it.
         self._decoded: dict[bytes, Result] = {}
@@ -110,18 +109,19 @@ class ExecutionBurstController:
 
     @property
     def in_flight(self) -> int:
+        """How many requests are in flight."""
         return len(self._in_flight)
 
     def at_once(self, body: bytes, deadline_ns: int | None = None, *, traced: bool = False) -> tuple[Result, int] | int:
-        """The shortest way: send a request and get its answer without an await, if that may be and the driver is quick.
+        """Send a request and get its answer without an await, if that is possible and the driver is quick.
 
-        The caller holds what the request needs until this returns. `traced`: the caller tells of the spans, if anybody listens.
+        The caller holds what the request needs until this returns. With `traced` the caller reports the spans, if there is a listener.
 
         Returns:
             The answer, as `execute` does. Or a number to call `execute` with, before the loop runs: the request has been sent
-            under it, and is unanswered. 0: it has not been sent.
+            under this number, and is unanswered. Or 0 if the request has not been sent.
         """
-        # Alone, the answer is awaited right here: suspending and resuming a task costs more than many an answer takes.
+        # A caller that is alone waits right here. Suspending and resuming a task costs more time than many answers take.
         if self._in_flight or self._suspended or self._turns or not self._awake.brisk or self.ended_by is not None:
             return 0
         if trace.active and not traced:
@@ -131,7 +131,7 @@ class ExecutionBurstController:
             self._armed = False
         identity = self._last_id + 1
         answer = self._caller.call(body, identity, deadline_ns or 0, self._yield_by_ns, INLINE_NS)
-        if answer is False:  # the general way tells why, or lets the loop run
+        if answer is False:  # `execute` finds out why, or lets the loop run
             return 0
         self._last_id = identity
         if answer is not None:
@@ -140,7 +140,7 @@ class ExecutionBurstController:
         return identity
 
     def soon(self) -> None:
-        """A request is about to come: a sleeping driver may wake up meanwhile. Its caller has let the loop run just before."""
+        """Announce a request, so that a sleeping driver wakes up meanwhile. The caller has let the loop run just before."""
         if self._awake.allowed:
             self._caller.nudge(SOON)
             self._yield_by_ns = time.monotonic_ns() + 2 * YIELD_NS  # what is left to copy takes that long at most
@@ -152,18 +152,18 @@ class ExecutionBurstController:
 
         Args:
             body: the request without its identity (`encode_request_body`, framed).
-            settled: called exactly once: with the result when the driver has answered, with None when it is gone or nothing was
-                sent. Must not raise.
-            deadline_ns: CLOCK_MONOTONIC; past it the caller gets `DeadlineError`, whatever the driver does.
-            sent: what `at_once` has returned for this request.
+            settled: called exactly once. It gets the result when the driver has answered, or None if the driver has gone or
+                nothing was sent. It must not raise.
+            deadline_ns: when the caller gets `DeadlineError`, whatever the driver does. In CLOCK_MONOTONIC.
+            sent: the number that `at_once` has returned for this request.
 
         Returns:
             The result, and how long the driver was busy with it in ns.
 
         Raises:
-            CallerError: the request is larger than the queue; nothing was written.
-            DeadlineError: no answer by the deadline.
-            AionnError: why the burst ended.
+            CallerError: the request is larger than the queue. Nothing was written.
+            DeadlineError: the answer did not come by the deadline.
+            AionnError: the reason why the burst ended.
         """
         began_ns = time.monotonic_ns()
         identity = sent if sent is not None else self.at_once(body, deadline_ns, traced=True)
@@ -178,7 +178,7 @@ class ExecutionBurstController:
         if identity:
             entry = in_flight[identity]
             entry.settled = settled
-            self._look()  # at what the shortest way has left in the queue
+            self._look()  # settle answers that `at_once` has left in the queue
         else:
             entry = _InFlight(settled, began_ns, self._sleeps)
             try:
@@ -228,7 +228,7 @@ class ExecutionBurstController:
             await turn
         except BaseException:
             del self._turns[turn]
-            self._next_turn()  # it may have come already: pass it on
+            self._next_turn()  # the turn may have come already, so pass it on
             raise
         finally:
             self._turns.pop(turn, None)
@@ -246,14 +246,14 @@ class ExecutionBurstController:
             if not turn.done():
                 turn.set_result(None)
             elif turn.cancelled() or turn.exception() is not None:
-                continue  # it leaves without taking its place
+                continue  # this caller leaves without taking its place
             free -= 1
 
     async def _write_when_room(self, entry: _InFlight, packet: bytes, deadline_ns: int | None) -> None:
-        """The driver has not read what was sent before. Writers keep their order."""
+        """Wait until the driver has read enough of the queue, and write. Writers keep their order."""
         if len(packet) > self._requests.capacity * DATUM_BYTES:
             raise CallerError(
-                f"a request of {len(packet) // DATUM_BYTES} datums: the burst's queue holds {self._requests.capacity}; "
+                f"the request has {len(packet) // DATUM_BYTES} datums, but the burst's queue holds {self._requests.capacity}; "
                 "open the burst with a larger queue_capacity"
             )
         self._writing += 1
@@ -264,23 +264,23 @@ class ExecutionBurstController:
         entry.began_ns, entry.sleeps = time.monotonic_ns(), self._sleeps
 
     def _not_sent(self, entry: _InFlight, error: BaseException) -> None:
-        """A write is all or nothing, so the driver never saw this request: its place is free and what it held is given back."""
+        """Free the place of a request that was not written, and give back what it held. A write is all or nothing."""
         in_flight = self._in_flight
         if in_flight and entry in in_flight.values():
             del in_flight[next(identity for identity, other in in_flight.items() if other is entry)]
         if isinstance(error, AionnError) and not isinstance(error, CallerError | DeadlineError):
-            self.end(error)  # no request can be written any more: the queue is closed or broken
+            self.end(error)  # the queue is closed or broken, so no request can be written any more
         self._next_turn()
         self._settle(entry)
 
     # ---- waiting ------------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """See to it that somebody looks for the answer to the request that has just been sent."""
+        """Make sure that the answer to the request that has just been sent will be seen."""
         budget_ns = self._budget_ns()
         if budget_ns and apart(self._requests.publish_writer_cpu(), self._results.writer_cpu()):
             if self._armed:
-                # Awake, we need no event; one that is under way already comes as a spurious callback.
+                # This end is awake and needs no event. An event that is already under way comes as a spurious callback.
                 self._results.disarm_reader()
                 self._armed = False
             self._looking = True
@@ -297,7 +297,7 @@ class ExecutionBurstController:
         return awake.budget_ns()
 
     def _look_again(self) -> None:
-        """Look once per iteration of the loop, for all callers, and sleep only when nothing came for the time of the budget."""
+        """Look once per iteration of the loop, for all callers. Sleep only if nothing came within the budget."""
         now_ns = time.monotonic_ns()
         self._yield_by_ns = now_ns + YIELD_NS
         self._look(now_ns)
@@ -316,7 +316,7 @@ class ExecutionBurstController:
 
     def _late(self, entry: _InFlight, identity: int) -> None:
         if entry.answer is not None:
-            self._look()  # an answer that lies in the queue is an answer
+            self._look()  # an answer that lies in the queue counts
             if identity not in self._in_flight:
                 return
             _fail_late(entry.answer, "the driver's answer")
@@ -332,7 +332,7 @@ class ExecutionBurstController:
         self._keep_watch()
 
     def _keep_watch(self) -> None:
-        """Uphold the invariant: while a request is in flight, something will make us look again."""
+        """Keep the invariant: while a request is in flight, something will make this end look again."""
         while self._in_flight and not self._armed and not self._looking and self.ended_by is None:
             if self._results.arm_reader():
                 self._armed = True
@@ -343,9 +343,11 @@ class ExecutionBurstController:
     # ---- answers ------------------------------------------------------------------------------------------------------
 
     def _look(self, now_ns: int = 0, *, expected: bool = False) -> None:
-        """Settle every answer that lies in the queue. `expected`: none although the queue would not let us sleep is its end.
+        """Settle every answer that lies in the queue.
 
-        `now_ns`: the loop has run; how long the last of those found was waited for decides whether to stay awake.
+        Args:
+            now_ns: set if the loop has run. Then the wait for the last answer found decides whether to stay awake.
+            expected: the queue did not allow this end to sleep. If it has no answer now, it is at its end.
         """
         if self.ended_by is not None:
             return
@@ -356,7 +358,7 @@ class ExecutionBurstController:
             if available:
                 for result, service_ns, identity in self._caller.take():
                     entry = self._answered(identity, service_ns, result)
-                available = results.available_to_read()  # the first of these is none that came before
+                available = results.available_to_read()  # the first of these is an answer that has not come before
             elif expected:
                 available = 1
             if available:
@@ -369,7 +371,7 @@ class ExecutionBurstController:
             self.end(error)
 
     def _take(self, datums: bytes) -> _InFlight | None:
-        """Settle these answers; the last one."""
+        """Settle these answers, and return the last one."""
         entry = None
         for packet in split_results(datums):
             result = self._decode(packet)
@@ -378,7 +380,7 @@ class ExecutionBurstController:
 
     def _decode(self, packet: bytes) -> Result:
         if not is_framed_result(packet):
-            raise PacketError(f"the driver answered with {len(packet)} bytes that are no framed result")
+            raise PacketError(f"the driver answered with {len(packet)} bytes that are not a framed result")
         key = packet[:-DATUM_BYTES]
         result = self._decoded.get(key)
         if result is None:
@@ -411,19 +413,19 @@ class ExecutionBurstController:
             settled(entry.result)
 
     async def wait_idle(self) -> None:
-        """Until every request that has been sent, or waits for its turn, is settled. Costs those requests, and nobody else."""
+        """Wait until every request that has been sent, or waits for its turn, is settled. Only those requests bear the cost."""
         while self._in_flight:
             entry = next(reversed(self._in_flight.values()))
             idle = asyncio.Event()
-            entry.settled = partial(_settled_and_told, entry.settled, idle)
+            entry.settled = partial(_settle_and_set, entry.settled, idle)
             await idle.wait()
 
     # ---- the end ------------------------------------------------------------------------------------------------------
 
     def end(self, error: BaseException) -> None:
-        """The burst is over: take in what the driver still published, then give every caller `error`. Idempotent.
+        """End the burst: take in what the driver still published, then give every caller `error`. Idempotent.
 
-        Called once the driver can write no more, or when nothing it writes matters any more.
+        Call it when the driver can write no more, or when its writes do not matter any more.
         """
         if self.ended_by is not None:
             return
@@ -440,19 +442,19 @@ class ExecutionBurstController:
         self._results.close()
 
     def _why_over(self) -> BaseException:
-        """`ended_by` for one more caller. Apps know no queues and packets: those errors say that the driver has ended the burst."""
+        """Return `ended_by` for one more caller. An app does not know queues and packets, so their errors become an `ExecutionError`."""
         error = self.ended_by
-        assert error is not None  # a request without an answer is settled by the end
+        assert error is not None  # only the end settles a request without an answer
         if not isinstance(error, QueueClosedError | QueueCorruptedError | PacketError):
             return again(error)
-        why = f"the driver has ended this burst, and the request with it ({error}); the next use of the burst connects anew"
+        why = f"the driver has ended this burst and lost the request ({error}); the next use of the burst connects anew"
         lost = ExecutionError(why, status=ErrorStatus.DEVICE_UNAVAILABLE)
         lost.__cause__ = again(error)
         return lost
 
     def leave(self) -> None:
-        """In a child of fork: the requests in flight and the event are the parent's."""
-        self.ended_by = self.ended_by or CallerError("this burst belongs to the parent process; open a runtime in this one")
+        """Make every later request fail, in a child of fork. The requests in flight and the event are the parent's."""
+        self.ended_by = self.ended_by or CallerError("this burst belongs to the parent process; open a runtime in this process")
 
     def _drain_last(self) -> None:
         try:
@@ -464,14 +466,14 @@ class ExecutionBurstController:
             trace.count("burst.last_answers_lost", reason=str(error))
 
 
-def _settled_and_told(settled: Settled | None, idle: asyncio.Event, result: Result | None) -> None:
+def _settle_and_set(settled: Settled | None, idle: asyncio.Event, result: Result | None) -> None:
     if settled is not None:
         settled(result)
     idle.set()
 
 
 def _trace(result: Result, identity: int, service_ns: int, began_ns: int) -> None:
-    """The driver tells how long it was busy; what went before was spent in the queues and in waking up."""
+    """Report the spans of a request. The driver reports how long it was busy. The rest was spent in the queues and in waking up."""
     ended_ns = time.monotonic_ns()
     busy_from_ns = max(began_ns, ended_ns - service_ns)
     trace.span_at("burst.queue_wait", began_ns, busy_from_ns, identity=identity)

@@ -1,4 +1,4 @@
-"""Requests and results as sequences of 24-byte datums, and back. No I/O: the same code runs in both processes.
+"""Requests and results as sequences of 24-byte datums, and back. The module does no I/O, so the same code runs in both processes.
 
     FmqRequestDatum: discriminator u8 @0, union @4          FmqResultDatum: discriminator u8 @0, union @8
     0 packetInformation  packetSize nInputs nOutputs nPools  0 packetInformation  packetSize errorStatus(i32) nOperands
@@ -11,12 +11,12 @@
     7 identity           id, deadline in ns (u64), 0: none                       [aionn]
     8 bufferToken        token (u64), in the place of a poolIdentifier           [aionn]
 
-A request is 0, (1 2*)*, (3 4*)*, (5|8)*, 6, 7?; a result is 0, (1 2*)*, 3, (5* 4)?. packetSize counts every datum. Kinds
-marked [aionn] are ours: an identity frames a packet, so that several may be in flight; a packet without one is NNAPI's,
-and is answered as NNAPI does. Everything else, sizes, offsets and padding (always zero), is HAL 1.2's as HIDL lays it
-out (`FmqRequestDatum`, `FmqResultDatum`).
+A request is 0, (1 2*)*, (3 4*)*, (5|8)*, 6, 7?, and a result is 0, (1 2*)*, 3, (5* 4)?. packetSize counts every datum. Kinds marked
+[aionn] are extensions. An identity frames a packet, so that several may be in flight. A packet without an identity is NNAPI's, and is
+answered as NNAPI does. Everything else is HAL 1.2's as HIDL lays it out (`FmqRequestDatum`, `FmqResultDatum`): sizes, offsets and
+padding, which is always zero.
 
-The peer is not trusted to be sane: each count is checked against the packet before it is used, nothing is reserved by it.
+The peer is not trusted to be correct. Each count is checked against the packet before it is used, and no memory is reserved by it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _LATE_STATUSES = frozenset((ErrorStatus.NONE, ErrorStatus.OUTPUT_INSUFFICIENT_SI
 
 
 class PacketError(AionnError):
-    """A packet does not say what its own header promises, or a value does not fit a datum."""
+    """A packet contradicts its own header, or a value does not fit a datum."""
 
 
 class PoolReference(NamedTuple):
@@ -78,7 +78,7 @@ class PoolReference(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RequestPacket:
-    """One request as it crosses the queue. `identity` None: an NNAPI packet, one in flight, answered without identity."""
+    """One request as it crosses the queue. Without `identity` it is an NNAPI packet: one is in flight, and its answer has no identity."""
 
     request: Request
     pools: tuple[PoolReference, ...]
@@ -89,7 +89,7 @@ class RequestPacket:
 
 @dataclass(frozen=True, slots=True)
 class ResultPacket:
-    """One answer as it crosses the queue. `service_ns`: how long the driver was busy with it."""
+    """One answer as it crosses the queue. `service_ns` is how long the driver was busy with the request."""
 
     result: Result
     identity: int | None = None
@@ -97,12 +97,12 @@ class ResultPacket:
 
 
 def identity_datum(identity: int, deadline_ns: int | None) -> bytes:
-    """The last datum of a framed request: all that changes when the same request is sent again."""
+    """Return the last datum of a framed request. Only this datum changes when the same request is sent again."""
     return _IDENTITY.pack(REQUEST_IDENTITY, identity, deadline_ns or 0)
 
 
 def encode_request_body(request: Request, pools: Sequence[PoolReference], measure_timing: bool, *, framed: bool) -> bytes:
-    """Everything but the identity datum; with `framed` the header counts that datum too.
+    """Return a request without its identity datum. With `framed` the header counts that datum, too.
 
     Raises:
         PacketError: a value does not fit its field.
@@ -113,7 +113,9 @@ def encode_request_body(request: Request, pools: Sequence[PoolReference], measur
             place = argument.location
             fields = (place.pool_index, place.offset, place.length, *argument.dimensions)
             if min(fields) < 0 or max(fields) > _U32_MAX:
-                raise PacketError(f"request argument {argument}: a burst carries 32 bits; use compute without a burst for larger pools")
+                raise PacketError(
+                    f"{argument} does not fit the 32 bits that a burst carries; use compute without a burst for larger memories"
+                )
             rank = len(argument.dimensions)
             datums.append(_OPERAND.pack(kind, argument.has_no_value, place.pool_index, place.offset, place.length, rank))
             datums.extend(_DIMENSION.pack(kind + 1, extent) for extent in argument.dimensions)
@@ -123,14 +125,14 @@ def encode_request_body(request: Request, pools: Sequence[PoolReference], measur
         elif pool.token == 0 and 0 <= pool.slot <= _I32_MAX:
             datums.append(_SIGNED.pack(5, pool.slot))
         else:
-            raise PacketError(f"burst memory {pool}: a slot is 0 to {_I32_MAX}, a token 1 to {_U64_MAX}")
+            raise PacketError(f"a burst cannot carry {pool}; a slot is 0 to {_I32_MAX}, a token 1 to {_U64_MAX}")
     datums.append(_SIGNED.pack(6, bool(measure_timing)))
     datums[0] = _INFORMATION.pack(0, len(datums) + framed, len(request.inputs), len(request.outputs), len(pools))
     return b"".join(datums)
 
 
 def encode_request(packet: RequestPacket) -> bytes:
-    """One whole request packet.
+    """Return one whole request packet.
 
     Raises:
         PacketError: a value does not fit its field.
@@ -141,15 +143,15 @@ def encode_request(packet: RequestPacket) -> bytes:
 
 
 def split_requests(datums: bytes) -> list[bytes]:
-    """What lies in the request queue, cut into packets. What cannot be cut stays one piece, which `decode_request` refuses.
+    """Cut the datums of the request queue into packets. A piece that cannot be cut stays whole, and `decode_request` refuses it.
 
-    Only a packet with an identity may have another one behind it: without, a packet is all that the queue holds (NNAPI).
+    Only a packet with an identity may have another packet behind it. A packet without one is all that the queue holds (NNAPI).
     """
     return _split(datums, size_at=4, identity_kind=REQUEST_IDENTITY)
 
 
 def split_results(datums: bytes) -> list[bytes]:
-    """The same for the result queue."""
+    """Cut the datums of the result queue into packets, as `split_requests`."""
     return _split(datums, size_at=8, identity_kind=RESULT_IDENTITY)
 
 
@@ -170,35 +172,35 @@ def _split(datums: bytes, size_at: int, identity_kind: int) -> list[bytes]:
 
 
 def is_framed_request(packet: bytes) -> bool:
-    """Whether the last datum of a request packet is an identity."""
+    """Return whether the last datum of a request packet is an identity."""
     return len(packet) >= 2 * DATUM_BYTES and packet[-DATUM_BYTES] == REQUEST_IDENTITY
 
 
 def is_framed_result(packet: bytes) -> bool:
-    """Whether the last datum of a result packet is an identity."""
+    """Return whether the last datum of a result packet is an identity."""
     return len(packet) >= 2 * DATUM_BYTES and packet[-DATUM_BYTES] == RESULT_IDENTITY
 
 
 def read_identity(packet: bytes) -> tuple[int, int | None]:
-    """Identity and deadline (None: none) of a framed request, from its last datum."""
+    """Return the identity and the deadline (or None) of a framed request, from its last datum."""
     _, identity, deadline_ns = _IDENTITY.unpack_from(packet, len(packet) - DATUM_BYTES)
     return identity, deadline_ns or None
 
 
 def read_result_identity(packet: bytes) -> tuple[int, int]:
-    """Identity and service time of a framed result, from its last datum."""
+    """Return the identity and the service time of a framed result, from its last datum."""
     _, identity, service_ns = _TIMING.unpack_from(packet, len(packet) - DATUM_BYTES)
     return identity, service_ns
 
 
 class _Datums:
-    """Takes one datum after the other; each look is bounded by the packet."""
+    """Takes one datum after the other, and never reads beyond the packet."""
 
     __slots__ = ("_at", "_packet", "count")
 
     def __init__(self, packet: bytes, what: str) -> None:
         if len(packet) % DATUM_BYTES or not packet:
-            raise PacketError(f"{what} packet: {len(packet)} bytes, a packet is one or more datums of {DATUM_BYTES}")
+            raise PacketError(f"a {what} packet has {len(packet)} bytes, but a packet is one or more datums of {DATUM_BYTES}")
         self._packet = packet
         self._at = 0
         self.count = len(packet) // DATUM_BYTES
@@ -208,7 +210,7 @@ class _Datums:
             raise PacketError(f"the packet ends where {what} should stand")
         fields: tuple[int, ...] = layout.unpack_from(self._packet, self._at * DATUM_BYTES)
         if fields[0] != kind:
-            raise PacketError(f"datum {self._at} is of kind {fields[0]}; {what} is kind {kind}")
+            raise PacketError(f"datum {self._at} has kind {fields[0]}, but {what} has kind {kind}")
         self._at += 1
         return fields
 
@@ -218,7 +220,7 @@ class _Datums:
 
     def finish(self) -> None:
         if self._at != self.count:
-            raise PacketError(f"the packet goes on after its end: {self.count} datums, {self._at} expected")
+            raise PacketError(f"the packet has {self.count} datums, but its end was expected after {self._at}")
 
 
 def decode_request(packet: bytes) -> RequestPacket:
@@ -230,7 +232,7 @@ def decode_request(packet: bytes) -> RequestPacket:
     datums = _Datums(packet, "request")
     _, size, inputs, outputs, pools = datums.take(_INFORMATION, 0, "the packet information")
     if size != datums.count:
-        raise PacketError(f"request packet: {datums.count} datums, its header says {size}")
+        raise PacketError(f"a request packet has {datums.count} datums, but its header says {size}")
     arguments: tuple[list[RequestArgument], list[RequestArgument]] = ([], [])
     for kind, count, into in ((1, inputs, arguments[0]), (3, outputs, arguments[1])):
         for _ in range(count):
@@ -243,7 +245,7 @@ def decode_request(packet: bytes) -> RequestPacket:
             references.append(PoolReference(datums.take(_SIGNED, 5, "a pool identifier")[1]))
     measure = datums.take(_SIGNED, 6, "the timing choice")[1]
     if measure not in (0, 1):
-        raise PacketError(f"the timing choice is {measure}; it is 0 or 1")
+        raise PacketError(f"the timing choice is {measure}, but only 0 and 1 are allowed")
     identity = deadline_ns = None
     if datums.next_kind == 7:
         _, identity, deadline = datums.take(_IDENTITY, 7, "the identity")
@@ -256,7 +258,7 @@ def decode_request(packet: bytes) -> RequestPacket:
 def _take_argument(datums: _Datums, kind: int) -> RequestArgument:
     _, no_value, pool, offset, length, rank = datums.take(_OPERAND, kind, "an operand")
     if no_value not in (0, 1):
-        raise PacketError(f"an operand's hasNoValue is {no_value}; it is 0 or 1")
+        raise PacketError(f"an operand's hasNoValue is {no_value}, but only 0 and 1 are allowed")
     dimensions = []
     for _ in range(rank):
         dimensions.append(datums.take(_DIMENSION, kind + 1, "an operand's dimension")[1])
@@ -264,7 +266,7 @@ def _take_argument(datums: _Datums, kind: int) -> RequestArgument:
 
 
 def encode_result_body(result: Result, *, framed: bool) -> bytes:
-    """Everything but the identity datum; with `framed` the header counts that datum too, and the message goes along.
+    """Return a result without its identity datum. With `framed` the header counts that datum, too, and the message is included.
 
     Shapes and timing of a failed execution are dropped, as the HAL says.
 
@@ -277,7 +279,7 @@ def encode_result_body(result: Result, *, framed: bool) -> bytes:
     for shape in shapes:
         datums.append(_RESULT_OPERAND.pack(1, shape.is_sufficient, len(shape.dimensions)))
         if any(not 0 <= extent <= _U32_MAX for extent in shape.dimensions):
-            raise PacketError(f"output shape {shape.dimensions}: a burst carries extents of 32 bits")
+            raise PacketError(f"an output has the shape {shape.dimensions}, but a burst carries extents of 32 bits")
         datums.extend(_RESULT_DIMENSION.pack(2, extent) for extent in shape.dimensions)
     datums.append(_TIMING.pack(3, timing.on_device_us, timing.in_driver_us))
     if framed:
@@ -288,12 +290,12 @@ def encode_result_body(result: Result, *, framed: bool) -> bytes:
 
 
 def result_identity_datum(identity: int, service_ns: int) -> bytes:
-    """The last datum of a framed result: all that changes when the same answer is given again."""
+    """Return the last datum of a framed result. Only this datum changes when the same answer is given again."""
     return _TIMING.pack(RESULT_IDENTITY, identity, service_ns)
 
 
 def encode_result(packet: ResultPacket) -> bytes:
-    """One whole result packet.
+    """Return one whole result packet.
 
     Raises:
         PacketError: a value does not fit its field.
@@ -311,22 +313,22 @@ def decode_result(packet: bytes) -> ResultPacket:
     datums = _Datums(packet, "result")
     _, size, status_number, operands = datums.take(_RESULT_INFORMATION, 0, "the packet information")
     if size != datums.count:
-        raise PacketError(f"result packet: {datums.count} datums, its header says {size}")
+        raise PacketError(f"a result packet has {datums.count} datums, but its header says {size}")
     try:
         status = ErrorStatus(status_number)
     except ValueError:
-        raise PacketError(f"result packet: error status {status_number} is none that the HAL knows") from None
+        raise PacketError(f"a result packet has the error status {status_number}, which the HAL does not know") from None
     shapes = []
     for _ in range(operands):
         _, sufficient, rank = datums.take(_RESULT_OPERAND, 1, "an output shape")
         if sufficient not in (0, 1):
-            raise PacketError(f"an output shape's isSufficient is {sufficient}; it is 0 or 1")
+            raise PacketError(f"an output shape's isSufficient is {sufficient}, but only 0 and 1 are allowed")
         dimensions = []
         for _ in range(rank):
             dimensions.append(datums.take(_RESULT_DIMENSION, 2, "an output's dimension")[1])
         shapes.append(OutputShape(tuple(dimensions), bool(sufficient)))
     if shapes and status not in _LATE_STATUSES:
-        raise PacketError(f"result packet: status {status.name} comes with {len(shapes)} output shapes; it has none")
+        raise PacketError(f"a result packet with status {status.name} has {len(shapes)} output shapes, but such a result has none")
     _, on_device_us, in_driver_us = datums.take(_TIMING, 3, "the timing")
     identity, service_ns, text = None, 0, bytearray()
     while datums.next_kind == 5:

@@ -1,17 +1,17 @@
 """The driver's end of a burst: listen, execute, answer (NNAPI's ExecutionBurstServer). The listener is an async task.
 
-A packet that is the same as one before, but for its identity, is decoded, checked and bound to its memories only once:
-`_bound` remembers it until one of its slots is freed, and so does `_native`, which takes such a packet and answers it in one
-call each; whatever else lies in the queue goes the general way. Requests are answered in order. Nothing here outlives `serve`:
-its `finally` frees the queues, the cached memories and the remembered requests, whoever went away first.
+Packets that differ only in their identity are decoded, checked and bound to their memories once. `_bound` remembers such a packet until
+one of its slots is freed. `_native` remembers it as long, takes it in one call and answers it in another. Every other packet is read
+and answered in Python. Requests are answered in order. Nothing here outlives `serve`: its `finally` frees the queues, the cached
+memories and the remembered requests, whichever side ended first.
 
 Invariants
-    A slot that the executor caches came from `callback.get_memories`; when that fails the request is answered with the
-    failure and not executed.
-    A malformed packet costs one answer of GENERAL_FAILURE and nothing else. No request ends the listener, whatever the
-    executor raises: other bursts run in the same process.
-    `_working` is held wherever a request's memories are looked up, fetched or used across an await. `free_memory` takes it
-    too: so a memory that was asked for before a slot was freed never ends up in the slot afterwards.
+    A slot that the executor caches came from `callback.get_memories`. If that call fails, the request is answered with the failure
+    and not executed.
+    A malformed packet costs one answer of GENERAL_FAILURE and nothing else. A request never ends the listener, whatever the executor
+    raises, because other bursts run in the same process.
+    `_working` is held wherever a request's memories are looked up, fetched or used across an await. `free_memory` takes it, too. So a
+    memory that was asked for before a slot was freed never ends up in the slot afterwards.
 """
 
 from __future__ import annotations
@@ -43,57 +43,61 @@ from aionn.hal.interfaces import IBurstCallback, IPreparedModel
 from aionn.hal.types import ErrorStatus, IMemory, MQDescriptor, MQFlavor, Request, Result
 
 _REMEMBERED = 256
-"""So many different requests are remembered per burst; a stream of frames has a handful."""
+"""How many different requests a burst remembers. A stream of frames has a handful."""
 
 
 class IBoundExecution(Protocol):
-    """One request, checked and bound to its memories; may be run again and again."""
+    """One request, checked and bound to its memories. It may run again and again."""
 
     def execute_now(self, measure_timing: bool) -> Result | None:
-        """Run right here, on the loop, if that is known to be short; None: await `execute` instead."""
+        """Run right here, on the loop, if the run is known to be short. Return None if the caller must await `execute` instead."""
         ...
 
-    async def execute(self, measure_timing: bool, deadline_ns: int | None) -> Result: ...
+    async def execute(self, measure_timing: bool, deadline_ns: int | None) -> Result:
+        """Run in a thread, and return the result when the run is over."""
+        ...
 
 
 @runtime_checkable
 class IBurstExecutorWithCache(Protocol):
     """Executes a burst's requests and caches its memories by slot (NNAPI: IBurstExecutorWithCache). Never called concurrently."""
 
-    def is_cache_entry_present(self, slot: int) -> bool: ...
+    def is_cache_entry_present(self, slot: int) -> bool:
+        """Return whether a memory is cached under `slot`."""
+        ...
 
     def add_cache_entry(self, memory: IMemory, slot: int) -> None:
-        """Takes over the memory."""
+        """Cache a memory under `slot`, and own it from now on."""
         ...
 
     def remove_cache_entry(self, slot: int) -> None:
-        """Let go of the memory under `slot`. An unknown slot is no error."""
+        """Free the memory under `slot`. An unknown slot is ignored."""
         ...
 
     def bind(self, request: Request, pools: Sequence[PoolReference]) -> IBoundExecution:
-        """Check a request against the model and the cached memories. A device-owned buffer is checked at each run instead.
+        """Check a request against the model and the cached memories. A buffer that the device owns is checked at each run instead.
 
         Raises:
-            AionnError: `CallerError` becomes INVALID_ARGUMENT, an `ExecutionError` its own status.
+            AionnError: a `CallerError` becomes INVALID_ARGUMENT, an `ExecutionError` keeps its status.
         """
         ...
 
     def close(self) -> None:
-        """Let go of every memory."""
+        """Free every memory."""
         ...
 
 
 @runtime_checkable
 class IChecksRequests(Protocol):
-    """An executor that can tell a request's own faults before any memory is fetched and mapped for it."""
+    """An executor that finds a request's faults before any memory is fetched and mapped for it."""
 
     def check(self, request: Request, pools: Sequence[PoolReference]) -> None:
-        """Raise `CallerError` for what no memory behind the slots could make right."""
+        """Raise `CallerError` for a fault that the memories behind the slots cannot mend."""
         ...
 
 
 class _Bound(NamedTuple):
-    """A request bound to its memories. `key`: its packet without identity, by which it is remembered; empty: it is not."""
+    """A request bound to its memories. It is remembered by `key`, its packet without identity, unless `key` is empty."""
 
     execution: IBoundExecution
     measure_timing: bool
@@ -102,10 +106,10 @@ class _Bound(NamedTuple):
 
 
 class ExecutionBurstServer:
-    """Serves one burst; satisfies `IBurstContext`. Made by `create`, run by `serve`.
+    """Serves one burst. Satisfies `IBurstContext`. `create` makes it, and `serve` runs it.
 
     Attributes:
-        answered: requests answered so far.
+        answered: how many requests have been answered so far.
     """
 
     def __init__(
@@ -139,13 +143,13 @@ class ExecutionBurstServer:
         *,
         low_power: bool = False,
     ) -> ExecutionBurstServer:
-        """A server over two queues that the client made. Both channels are taken over, also when this fails.
+        """Make a server over two queues of the client. Both channels are taken over, also when this fails.
 
         Args:
             callback: resolves unknown slots.
             request_channel: queue of 24-byte datums that the client writes.
             result_channel: queue of 24-byte datums that the client reads.
-            executor: caches mappings by slot; a plain prepared model is wrapped, and gets its pools anew each time.
+            executor: caches mappings by slot. A plain prepared model is wrapped, and gets its pools anew each time.
             low_power: never stay awake between requests.
 
         Raises:
@@ -157,7 +161,7 @@ class ExecutionBurstServer:
             try:
                 queues.append(channel if isinstance(channel, MessageQueue) else MessageQueue.attach(channel))
             except AionnError as error:
-                refused = refused or error  # the other one is attached all the same: to be let go of
+                refused = refused or error  # attach the other queue too, so that it can be closed
         for queue in queues:
             refused = refused or _why_unfit(queue)
         if refused is not None:
@@ -174,7 +178,7 @@ class ExecutionBurstServer:
             with self._scope:
                 await self._listen()
         except AionnError as error:
-            # The queues are gone or broken: that ends this burst and nothing else.
+            # The queues are closed or broken. That ends this burst and nothing else.
             trace.count("burst.server_ended", reason=str(error))
         finally:
             self._release()
@@ -194,7 +198,7 @@ class ExecutionBurstServer:
             self._ended.set()
 
     async def aclose(self) -> None:
-        """End the listener; the request it is executing is finished first. Everything is freed when this returns."""
+        """End the listener after the request that it is executing. Everything is freed when this returns."""
         if self._serving:
             async with self._working:
                 self._scope.cancel()
@@ -203,9 +207,9 @@ class ExecutionBurstServer:
             self._release()
 
     async def free_memory(self, slot: int) -> None:
-        """Forget the memory cached under `slot`. Waits for the request that is being executed, for no other (the lock is fair)."""
+        """Forget the memory cached under `slot`. Waits only for the request that is being executed, because the lock is fair."""
         async with self._working:
-            self._native.forget()  # the other bodies come back when their packets do
+            self._native.forget()  # the other packets are remembered again when they come again
             self._bound = {key: entry for key, entry in self._bound.items() if slot not in entry.slots}
             self._executor.remove_cache_entry(slot)
 
@@ -226,7 +230,7 @@ class ExecutionBurstServer:
                 continue
             datums = requests.read(available)
             if datums is None:
-                continue  # a broken client took something back
+                continue  # a broken client has taken datums back
             for packet in split_requests(datums):
                 await self._answer(packet)
                 now_ns = time.monotonic_ns()
@@ -235,9 +239,9 @@ class ExecutionBurstServer:
                     yielded_ns = time.monotonic_ns()
 
     async def _serve_known(self, yielded_ns: int) -> int:
-        """Serve requests that have come before, while more come: within the window, if this end may stay awake for it.
+        """Serve known requests while more of them come within the window, if this end may stay awake.
 
-        What then lies in the queue is for the general way. Returns when the loop last ran.
+        The caller reads whatever else then lies in the queue. Returns the time when the loop last ran.
         """
         native, awake = self._native, self._awake
         window_ns = awake.window_ns if awake.brisk else 0
@@ -267,14 +271,17 @@ class ExecutionBurstServer:
         return yielded_ns
 
     async def _wait_for_request(self, looked_ns: int) -> bool:
-        """Return when the client has written something, or may have; whether this task slept. `looked_ns`: since when it has
-        looked for one already; 0: it has not."""
+        """Wait until the client has written a request, or may have. Return whether this task slept.
+
+        Args:
+            looked_ns: since when this end has looked for a request already, or 0.
+        """
         requests, awake = self._requests, self._awake
         began_ns = looked_ns or time.monotonic_ns()
         if not looked_ns and _company.alone(self, began_ns):
             budget_ns = awake.budget_ns()
-            # The queue knows where both ends run, and does not spin if that is the same CPU.
-            # A closed queue ends the spin as well: only elements count as seen, or this task would never let go of the loop.
+            # The queue knows where both ends run, and does not spin if both run on the same CPU.
+            # A closed queue ends the spin as well. Only elements count as seen, or this task would hold the loop without end.
             if budget_ns and requests.spin_until_readable(budget_ns) and requests.available_to_read():
                 awake.waited(time.monotonic_ns() - began_ns, slept=False)
                 return False
@@ -290,7 +297,7 @@ class ExecutionBurstServer:
         framed = is_framed_request(packet)
         identity, deadline_ns = read_identity(packet) if framed else (None, None)
         async with self._working:
-            # NNAPI's own packets are not remembered: one that lacks an identity must not pass for a framed one's body.
+            # NNAPI's packets are not remembered. A packet without identity must not pass for the body of a framed one.
             result = await self._result_of(packet, packet[:-DATUM_BYTES] if framed else None, deadline_ns)
         if trace.active:
             _trace_execution(result, identity or 0, began_ns)
@@ -304,17 +311,19 @@ class ExecutionBurstServer:
             if key is not None:
                 self._native.remember(key, entry)
             if deadline_ns is not None and time.monotonic_ns() >= deadline_ns:
-                return Result(ErrorStatus.MISSED_DEADLINE_TRANSIENT, message="the deadline had passed before the driver got to it")
+                return Result(
+                    ErrorStatus.MISSED_DEADLINE_TRANSIENT, message="the deadline had passed before the driver began the execution"
+                )
             now = entry.execution.execute_now(entry.measure_timing)
             return now or await entry.execution.execute(entry.measure_timing, deadline_ns)
-        except Exception as error:  # whatever an executor raises is this request's failure and nothing else
+        except Exception as error:  # every error of an executor fails this request and nothing else
             return result_of(error)
 
     async def _bind(self, packet: bytes, key: bytes | None) -> _Bound:
-        """The request behind a packet, remembered under `key` (None: not).
+        """Return the request of a packet, and remember it under `key` if there is one.
 
         Raises:
-            Exception: it cannot be executed.
+            Exception: the request cannot be executed.
         """
         decoded = decode_request(packet)
         if isinstance(self._executor, IChecksRequests):
@@ -336,9 +345,10 @@ class ExecutionBurstServer:
             memories = await self._callback.get_memories(unknown)
         if len(memories) != len(unknown):
             for memory in memories:
-                _let_go(memory)
+                _close(memory)
             raise ExecutionError(
-                f"asked for {len(unknown)} memories of this burst, {len(memories)} came", status=ErrorStatus.GENERAL_FAILURE
+                f"the driver asked for {len(unknown)} memories of this burst, but the app sent {len(memories)}",
+                status=ErrorStatus.GENERAL_FAILURE,
             )
         for slot, memory in zip(unknown, memories, strict=True):
             self._executor.add_cache_entry(memory, slot)
@@ -346,7 +356,7 @@ class ExecutionBurstServer:
     # ---- answering ----------------------------------------------------------------------------------------------------
 
     def _body(self, result: Result) -> bytes:
-        """A framed answer without its identity. The same `Result` comes again and again."""
+        """Return a framed answer without its identity. The same `Result` comes again and again."""
         if result is self._last_result:
             return self._last_body
         body = self._bodies.get(result)
@@ -373,20 +383,20 @@ class ExecutionBurstServer:
                 if not self._results.write(packet):
                     await self._results.write_blocking(packet)
                 return
-        raise CallerError(f"the result queue has room for {capacity} datums; not even an error fits")
+        raise CallerError(f"the result queue has room for {capacity} datums, but not even an error fits; make it larger")
 
 
 def _shorter(result: Result, capacity: int) -> tuple[Result, Result]:
-    """What can be told instead of an answer that is larger than the queue: first why, then the bare status."""
+    """Return what to send instead of an answer that is larger than the queue: first the reason, then the bare status."""
     status = ErrorStatus.GENERAL_FAILURE if result.status is ErrorStatus.NONE else result.status
     return Result(status, message=f"the answer does not fit into {capacity} datums"), Result(status)
 
 
 def _why_unfit(queue: MessageQueue) -> AionnError | None:
     if queue.quantum != DATUM_BYTES:
-        return CallerError(f"burst queue with elements of {queue.quantum} bytes; a datum has {DATUM_BYTES}")
+        return CallerError(f"a queue of the burst has elements of {queue.quantum} bytes, but a datum has {DATUM_BYTES}")
     if queue.flavor is not MQFlavor.SYNCHRONIZED or queue.reader_fd < 0:
-        return CallerError("burst queue that cannot be awaited: a burst needs synchronized queues with eventfds")
+        return CallerError("a queue of the burst cannot be awaited; a burst needs synchronized queues with eventfds")
     return None
 
 
@@ -395,8 +405,10 @@ def _trace_execution(result: Result, identity: int, began_ns: int) -> None:
 
 
 class _Company:
-    """Which bursts of this process have been served lately: with company none looks without sleeping, and each lets the
-    others run after every answer. A burst that is open and idle is no company.
+    """Knows which bursts of this process have been served lately.
+
+    A burst with company does not look without sleeping, and lets the others run after every answer. An idle burst does not count as
+    company.
     """
 
     __slots__ = ("_changed_ns", "_last")
@@ -406,7 +418,7 @@ class _Company:
         self._changed_ns = 0
 
     def alone(self, server: ExecutionBurstServer, now_ns: int) -> bool:
-        """Whether only `server` has been served for `COMPANY_NS`. Asking counts as being served."""
+        """Return whether only `server` has been served for `COMPANY_NS`. Asking counts as being served."""
         if server is not self._last:
             if self._last is not None:
                 self._changed_ns = now_ns
@@ -422,7 +434,7 @@ _company = _Company()
 
 
 def result_of(error: BaseException) -> Result:
-    """The answer that stands for an error raised by this side."""
+    """Return the answer that stands for an error of this side."""
     if isinstance(error, ExecutionError):
         return Result(ErrorStatus(error.status), message=str(error))
     if isinstance(error, AionnError):
@@ -431,14 +443,14 @@ def result_of(error: BaseException) -> Result:
     return Result(ErrorStatus.GENERAL_FAILURE, message=f"{type(error).__name__}: {error}")
 
 
-def _let_go(memory: IMemory | None) -> None:
+def _close(memory: IMemory | None) -> None:
     close = getattr(memory, "close", None)
     if close is not None:
         close()
 
 
 class DefaultBurstExecutorWithCache:
-    """Any prepared model as a burst executor: keeps the memories and hands them over at each execution (slower)."""
+    """Makes a burst executor of any prepared model. It keeps the memories and passes them at each execution, which is slower."""
 
     def __init__(self, prepared: IPreparedModel) -> None:
         self._prepared = prepared
@@ -451,11 +463,11 @@ class DefaultBurstExecutorWithCache:
         self._memories[slot] = memory
 
     def remove_cache_entry(self, slot: int) -> None:
-        _let_go(self._memories.pop(slot, None))
+        _close(self._memories.pop(slot, None))
 
     def bind(self, request: Request, pools: Sequence[PoolReference]) -> IBoundExecution:
         if any(pool.token for pool in pools):
-            raise CallerError("this device takes no device-owned buffers in a burst")
+            raise CallerError("this device cannot use device memories in a burst; give arrays or aionn.Memory")
         return _DefaultBoundExecution(self._prepared, request, [self._memories[pool.slot] for pool in pools])
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """`python -m aionn.driver NAME FD`: a driver process.
 
-Each driver pays for its imports in the time of its start. So a module is imported only when it is needed: an engine's library when
-the engine is made, `onnx` when a model must be parsed, the integrity store when something is stored.
+Each driver pays for its imports in the time of its start. So modules are imported only when they are needed. An engine's library is
+imported when the engine is made, `onnx` when a model must be parsed, the integrity store when something is stored.
 """
 
 import gc

@@ -1,8 +1,10 @@
 """The contract between an app's process and a driver's: types, the model, interfaces. No I/O lives here.
 
-`types` has the HAL's words (NNAPI 1.2/1.3, same numbers), `model` the ONNX graph with its constants taken out, and
-`interfaces` both sides of the wall: `IDevice` and friends, as the runtime calls them, and `Engine`, as a driver author
-writes it. This package is the public face for driver authors.
+    types       the HAL's values (NNAPI 1.2/1.3, with the same numbers)
+    model       the ONNX graph with its large constants taken out
+    interfaces  `IDevice` and its objects, which the runtime calls, and `Engine`, which a driver author writes
+
+This package is the public face for driver authors.
 """
 
 from aionn.hal.interfaces import (

@@ -1,11 +1,10 @@
 """The contract: what a device offers to the runtime (NNAPI's HAL), and what a driver author writes (`Engine`).
 
-`IDevice` has three implementations: `driver.device` (over any engine), `remote.device` (the same, seen from the
-app's process) and the fakes of `aionn.testing`. All pass the same conformance suite; these docstrings are what it checks.
+`IDevice` has three implementations: `driver.device` (over any engine), `remote.device` (the same device, seen from the app's
+process) and the fakes of `aionn.testing`. All pass the same conformance suite, which checks what these docstrings say.
 
-Failures of a HAL call are raised: `CallerError` for INVALID_ARGUMENT, `CompilationError` / `ExecutionError` for
-GENERAL_FAILURE, `DeadlineError` for MISSED_DEADLINE_*, `DriverDiedError` for DEAD_OBJECT. An execution's failure is
-a value: `Result.status`.
+A HAL call that fails raises: `CallerError` for INVALID_ARGUMENT, `CompilationError` or `ExecutionError` for GENERAL_FAILURE,
+`DeadlineError` for MISSED_DEADLINE_*, `DriverDiedError` for DEAD_OBJECT. The failure of an execution is a value (`Result.status`).
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ from aionn.hal.types import (
 
 @dataclass(frozen=True, slots=True)
 class CacheHandles:
-    """Open cache files of one entry, as descriptors opened read-write, and the entry's token.
+    """The open cache files of one entry, as descriptors opened read-write, and the entry's token.
 
-    The caller keeps owning the descriptors; a device that wants to touch a file after the call has returned (JIT)
-    takes duplicates. HAL 1.2: modelCache, dataCache, token.
+    The caller keeps owning the descriptors. A device that touches a file after the call has returned (JIT) duplicates them.
+    HAL 1.2: modelCache, dataCache, token.
     """
 
     model: tuple[int, ...]
@@ -55,9 +54,9 @@ class PrepareOptions:
     Attributes:
         preference: HAL 1.1.
         priority: HAL 1.3.
-        deadline_ns: CLOCK_MONOTONIC, or None. After it the call fails with `DeadlineError`.
-        threads: how many threads the engine may use; 0 leaves it to the engine's own choice for this machine.
-        open_outputs: names of outputs whose declared shape has proven wrong before. A device finds that out itself, too.
+        deadline_ns: when the call fails with `DeadlineError`, in CLOCK_MONOTONIC, or None.
+        threads: how many threads the engine may use. 0 leaves the choice to the engine.
+        open_outputs: names of outputs whose declared shape has proven wrong before. A device also finds them itself.
     """
 
     preference: ExecutionPreference = ExecutionPreference.FAST_SINGLE_ANSWER
@@ -72,14 +71,19 @@ class IBuffer(Protocol):
 
     @property
     def token(self) -> int:
-        """Names the buffer in requests; positive, never used twice by one driver process."""
+        """The number that names the buffer in requests. It is positive, and one driver process never uses it twice."""
         ...
 
     async def copy_from(self, source: IMemory, dimensions: tuple[int, ...]) -> None:
-        """Fill the whole buffer. A copy that fails leaves it uninitialized, unless it was refused because the buffer is in use."""
+        """Fill the whole buffer.
+
+        A copy that fails leaves the buffer uninitialized. A copy that is refused because the buffer is in use changes nothing.
+        """
         ...
 
-    async def copy_to(self, target: IMemory) -> None: ...
+    async def copy_to(self, target: IMemory) -> None:
+        """Copy the whole buffer into a memory."""
+        ...
 
     async def aclose(self) -> None: ...
 
@@ -88,10 +92,10 @@ class IBurstCallback(Protocol):
     """The runtime's end of a burst's memory cache (HAL 1.2: IBurstCallback)."""
 
     async def get_memories(self, slots: Sequence[int]) -> Sequence[IMemory]:
-        """The memory behind each slot, same order.
+        """Return the memory of each slot, in the same order.
 
         Raises:
-            CallerError: one of the slots is not in use; then nothing is returned for any.
+            CallerError: one of the slots is not in use. Then no memory is returned.
         """
         ...
 
@@ -107,37 +111,41 @@ class IBurstContext(Protocol):
 
 
 class IPreparedModel(Protocol):
-    """A model prepared by one device (HAL 1.2/1.3: IPreparedModel). Executions may overlap; the device orders them."""
+    """A model prepared by one device (HAL 1.2/1.3: IPreparedModel). Executions may overlap, and the device orders them."""
 
     @property
     def inputs(self) -> Mapping[str, Operand]:
-        """Operand by name, in the order in which a request lists them. Known also when no model was sent (a cache hit)."""
+        """The input operands by name, in the order of a request. They are known also after a cache hit, which sends no model."""
         ...
 
     @property
-    def outputs(self) -> Mapping[str, Operand]: ...
+    def outputs(self) -> Mapping[str, Operand]:
+        """The output operands by name, in the order of a request."""
+        ...
 
     @property
     def save_outcome(self) -> str:
-        """What became of the cache files given to `prepare_model`: "saved", "declined", or why saving failed; "" without any."""
+        """The outcome of saving to the cache files of `prepare_model`: "saved", "declined", a reason, or "" without files."""
         ...
 
     async def execute(
         self, request: Request, pools: Sequence[IMemory | IBuffer], measure_timing: bool = False, deadline_ns: int | None = None
     ) -> Result:
-        """Compute `request`; its outputs lie in `pools` when this returns.
+        """Compute `request`. Its outputs lie in `pools` when this returns.
 
-        Touches no byte outside the request's arguments, and none at all after it has returned. Cancelling the
-        caller does not stop the device: the pools stay mapped, and may be written to, until the device is done.
+        The device touches no byte outside the request's arguments, and no byte at all after the return. Cancelling the caller does not
+        stop the device. The pools stay mapped, and may be written to, until the device is done.
         """
         ...
 
     async def configure_execution_burst(
         self, callback: IBurstCallback, request_channel: MQDescriptor, result_channel: MQDescriptor
-    ) -> IBurstContext: ...
+    ) -> IBurstContext:
+        """Attach to the two queues of a burst, and start to listen."""
+        ...
 
     async def aclose(self) -> None:
-        """Let the device free the model. Executions in flight finish first."""
+        """Free the model. Executions in flight finish first."""
         ...
 
 
@@ -155,25 +163,27 @@ class IDevice(Protocol):
 
     @property
     def priority_matters(self) -> bool:
-        """Whether compilations of different priority differ. If not, they share one cache entry."""
+        """Whether compilations of different priority differ. If they do not, they share one cache entry."""
         ...
 
     async def get_supported_operations(self, model: Model) -> Sequence[bool]:
-        """Per entry of `model.operations`, whether the device can run it. Looks at the memory handles too."""
+        """Return per entry of `model.operations` whether the device can run it. Check the memory handles, too."""
         ...
 
-    async def get_number_of_cache_files_needed(self) -> CacheFiles: ...
+    async def get_number_of_cache_files_needed(self) -> CacheFiles:
+        """Return how many cache files of each kind the device needs."""
+        ...
 
     async def prepare_model(self, model: Model, options: PrepareOptions, cache: CacheHandles | None = None) -> IPreparedModel:
-        """Compile `model`. With `cache`, also store the result there; a failed save never fails the call."""
+        """Compile `model`. With `cache`, also store the result there. A failed save never fails the call."""
         ...
 
     async def prepare_model_from_cache(self, options: PrepareOptions, cache: CacheHandles) -> IPreparedModel:
         """Prepare from verified cache contents alone.
 
         Raises:
-            CompilationError: the contents are not what this device stored under this token, or it cannot load them.
-            CallerError: the number of handles is not what the device asks for.
+            CompilationError: the device has not stored these contents under this token, or cannot load them.
+            CallerError: the number of handles is not the one that the device asks for.
         """
         ...
 
@@ -183,14 +193,20 @@ class IDevice(Protocol):
         prepared_models: Sequence[IPreparedModel],
         input_roles: Sequence[BufferRole],
         output_roles: Sequence[BufferRole],
-    ) -> IBuffer: ...
+    ) -> IBuffer:
+        """Allocate a buffer that can be used in all these roles.
+
+        Raises:
+            CallerError: the roles and `desc` contradict each other, or name no operand.
+        """
+        ...
 
 
 # --- what a driver author writes -------------------------------------------------------------------------------------
 
 
 class CancelFlag:
-    """Set once to ask an engine to stop. `when_set` lets an engine forward it to its library's own flag."""
+    """A flag that is set once to ask an engine to stop. By `when_set` an engine forwards it to the flag of its library."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -198,9 +214,11 @@ class CancelFlag:
         self._callbacks: list[Callable[[], None]] = []
 
     def is_set(self) -> bool:
+        """Return whether the engine should stop."""
         return self._set
 
     def set(self) -> None:
+        """Ask the engine to stop."""
         with self._lock:
             self._set = True
             callbacks, self._callbacks = self._callbacks, []
@@ -219,7 +237,8 @@ class CancelFlag:
 class IBlobCache(Protocol):
     """A small persistent map from bytes to bytes, kept for one version of one device across driver processes.
 
-    Nothing raises for the state of the disk: what was lost, evicted or altered is absent. Blocking, thread-safe.
+    No method raises because of the state of the disk. A value that was lost, evicted or altered is absent. Every method blocks and is
+    thread-safe. It is there for parity with Android's blob cache.
     """
 
     def get(self, key: bytes) -> bytes | None:
@@ -237,15 +256,17 @@ class IBlobCache(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CompileOptions:
-    """What an engine gets when it compiles or loads.
+    """The options of an engine that compiles or loads.
 
     Attributes:
-        preference, priority: as the app chose them.
-        threads: how many threads the engine may use; 0 leaves the choice to the engine.
+        preference: what the app prefers.
+        priority: how urgent the app's executions are.
+        threads: how many threads the engine may use. 0 leaves the choice to the engine.
         cancelled: set when the caller no longer waits for the result.
-        may_export: whether `export` may be called on the result. An engine that can write its artifact only while it
-            compiles may leave that out if not, and `export` then declines.
-        blob_cache: for an engine's own small things: kernels, tunings. Opened at its first use. None where no driver runs the engine.
+        may_export: whether `export` may be called on the result. Without it, an engine that can write its artifact only while it
+            compiles may leave the artifact out, and `export` then declines.
+        blob_cache: keeps small data of the engine, such as kernels and tunings. It is opened at its first use. None if no driver runs
+            the engine.
     """
 
     preference: ExecutionPreference = ExecutionPreference.FAST_SINGLE_ANSWER
@@ -258,7 +279,7 @@ class CompileOptions:
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """What an engine wants stored: one bytes-like object per cache file it asked for.
+    """What an engine stores: one bytes-like object per cache file that it asks for.
 
     Attributes:
         model: security-sensitive files (compiled code, graphs).
@@ -271,12 +292,12 @@ class Artifact:
 
 @dataclass(frozen=True, slots=True)
 class ExecutionReport:
-    """What `Executable.run` returns.
+    """The result of `Executable.run`.
 
     Attributes:
-        outputs: arrays of exactly those outputs that had no array to be written into, because their shape was open; and of those
-            whose array had another shape than the output has. What that array then holds is not used.
-        on_device_ns: time spent computing, or None where the engine cannot tell.
+        outputs: the arrays of exactly two kinds of outputs: those without a given array, because their shape was open, and those whose
+            given array has another shape than the output. The contents of such a given array are not used.
+        on_device_ns: time spent computing, or None if the engine cannot measure it.
     """
 
     outputs: Mapping[str, NDArray[Any]] = field(default_factory=dict)
@@ -284,35 +305,39 @@ class ExecutionReport:
 
 
 class Executable(Protocol):
-    """A model ready to run in this process. `run` is called by one thread at a time; it releases the GIL while it computes."""
+    """A model that is ready to run in this process.
+
+    One thread at a time calls `run`, which releases the GIL while it computes.
+    """
 
     def run(self, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]], timing: bool) -> ExecutionReport:
         """Run once.
 
         Args:
-            inputs: one array per model input that was given, C-contiguous, in shared memory; not to be written to.
-            outputs: C-contiguous arrays to write into, of the shape that the model declares; an output whose shape is not known
-                yet is missing and goes back in the report. So does one that comes out in another shape: files do declare
-                wrong shapes.
+            inputs: one array per given model input, C-contiguous, in shared memory. The engine must not write to them.
+            outputs: C-contiguous arrays to write into, of the shape that the model declares. An output whose shape is not known yet is
+                missing here, and goes back in the report. An output with another shape goes back there, too, because some files
+                declare wrong shapes.
             timing: whether `on_device_ns` is wanted.
 
         Raises:
-            Exception: anything; it becomes GENERAL_FAILURE with its message. The engine must stay usable.
+            Exception: any error. It becomes GENERAL_FAILURE with its message. The engine must stay usable.
         """
         ...
 
 
 class Engine(Protocol):
-    """An inference engine, found through the entry point group `aionn.engines`. Made once per driver process, without arguments.
+    """An inference engine, found through the entry point group `aionn.engines`.
 
-    Everything else (HAL calls, integrity, JIT, memory domains, bursts, death) comes from `aionn.driver`.
+    Each driver process makes one, without arguments. Everything else comes from `aionn.driver`: HAL calls, integrity, JIT, memory
+    domains, bursts, death.
 
     Attributes:
         name: the device's name.
-        version: of the engine *and* of what its artifacts depend on (library, ISA, options).
+        version: the version of the engine *and* of everything that its artifacts depend on (library, ISA, options).
         cache_files: how many files `export` fills. (0, 0) means that the engine does not cache.
 
-    Optional attributes: `device_type` (`DeviceType`, default CPU) and `priority_matters` (whether artifacts of different
+    Two attributes are optional: `device_type` (`DeviceType`, default CPU) and `priority_matters` (whether artifacts of different
     priority differ, default False).
     """
 
@@ -321,21 +346,23 @@ class Engine(Protocol):
     cache_files: CacheFiles
 
     def supported_operations(self, model: Model) -> Sequence[bool]:
-        """Per entry of `model.operations`, whether the engine can run it."""
+        """Return per entry of `model.operations` whether the engine can run it."""
         ...
 
     def compile(self, model: Model, options: CompileOptions) -> Executable:
-        """Blocking; runs in a thread. Constants lie in `model.pools`, mapped read-only: use them in place where possible.
+        """Compile a model. This call blocks, and runs in a thread.
+
+        Constants lie in `model.pools`. Use them in place where possible, and never write to them.
 
         Raises:
-            CompilationError: with `.node` and `.reason` where known.
+            CompilationError: the model cannot be compiled. `.node` and `.reason` are set where they are known.
         """
         ...
 
     def export(self, executable: Executable) -> Artifact | None:
-        """What to store for next time, or None to decline."""
+        """Return what to store for the next start, or None to decline."""
         ...
 
     def load(self, artifact: Artifact, options: CompileOptions) -> Executable:
-        """The reverse of `export`. Only ever given verified bytes, which stay alive as long as the executable."""
+        """Make an executable of an artifact. Its bytes are always verified, and stay alive as long as the executable."""
         ...

@@ -1,11 +1,11 @@
-"""`Model`: an ONNX graph with its constants taken out; frozen, checked once.
+"""`Model`: an ONNX graph with its large constants taken out. It is frozen and checked once.
 
-The graph stays the standard's own protobuf. A constant of more than `CONSTANT_COPY_BYTES` is not in it. Its
-initializer is marked EXTERNAL (location "pool:<index>", offset, length) and its bytes lie in `pools`.
-NNAPI calls that CONSTANT_REFERENCE. Smaller constants are inside the graph (CONSTANT_COPY).
+The graph stays the standard's own protobuf, without constants of more than `CONSTANT_COPY_BYTES`. The initializer of such a constant
+is marked EXTERNAL (location "pool:<index>", offset, length), and its bytes lie in `pools`. NNAPI calls that CONSTANT_REFERENCE.
+Smaller constants are inside the graph (CONSTANT_COPY).
 
-Invariants, checked here because a model also comes in over a socket
-    Each constant's location lies within its pool, and its length is exactly the operand's size. No pool of one is an image.
+Invariants, checked here because a model also arrives over a socket
+    Each constant's location lies within its pool, and its length is exactly the operand's size. A pool with constants is never an image.
     `inputs` and `outputs` keep the graph's order. Initializers are left out of `inputs`.
 """
 
@@ -21,7 +21,7 @@ from aionn.hal.types import CACHE_TOKEN_BYTES, DataLocation, IMemory, MemoryKind
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One node of the main graph, as far as devices are chosen by it. `name` is never empty ("Conv_3" where ONNX has none)."""
+    """The facts of one node of the main graph that decide about its device. `name` is never empty ("Conv_3" if ONNX has none)."""
 
     name: str
     op_type: str
@@ -66,27 +66,30 @@ class Model:
         object.__setattr__(self, "inputs", MappingProxyType(dict(self.inputs)))
         object.__setattr__(self, "outputs", MappingProxyType(dict(self.outputs)))
         if len(self.token) != CACHE_TOKEN_BYTES:
-            raise CallerError(f"model token: {len(self.token)} bytes, a token has {CACHE_TOKEN_BYTES}")
+            raise CallerError(
+                f"the model's token has {len(self.token)} bytes, but a token has {CACHE_TOKEN_BYTES}; give a digest of that size"
+            )
         for constant in self.constants:
             place = constant.location
             if not 0 <= place.pool_index < len(self.pools):
                 raise CallerError(f"constant {constant.name!r} names pool {place.pool_index}, but the model has {len(self.pools)} pools")
             if self.pools[place.pool_index].description.kind is MemoryKind.HARDWARE_BUFFER:
                 raise CallerError(
-                    f"constant {constant.name!r}: pool {place.pool_index} is an image (hardware_buffer), which enters executions only; "
+                    f"constant {constant.name!r} lies in pool {place.pool_index}, an image (hardware_buffer) that only executions use; "
                     "keep constants in ashmem, mmap_fd or a blob"
                 )
             have = self.pools[place.pool_index].size_bytes
             if place.offset < 0 or place.length < 0 or place.offset + place.length > have:
                 raise CallerError(
-                    f"constant {constant.name!r}: bytes {place.offset} to {place.offset + place.length} of a pool of {have} bytes"
+                    f"constant {constant.name!r} lies in bytes {place.offset} to {place.offset + place.length} of a pool, "
+                    f"but the pool has {have} bytes"
                 )
             if place.length != constant.operand.size_bytes and 0 not in (constant.operand.dimensions or ()):
                 raise CallerError(
-                    f"constant {constant.name!r}: {place.length} bytes, its shape and type need {constant.operand.size_bytes}"
+                    f"constant {constant.name!r} has {place.length} bytes, but its shape and type need {constant.operand.size_bytes}"
                 )
 
 
 def may_change(pool: IMemory) -> bool:
-    """Whether a pool of constants is a file, or memory that somebody may write to; the others are sealed."""
+    """Return whether the constants in a pool may change: it is a file or writable memory. Other pools are sealed."""
     return pool.description.kind is MemoryKind.MMAP_FD or pool.description.writable

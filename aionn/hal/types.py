@@ -1,10 +1,10 @@
-"""The words of the contract between an app's process and a driver's: plain frozen values, no I/O.
+"""The values of the contract between an app's process and a driver's. They are plain and frozen, and do no I/O.
 
-Names and numbers follow NNAPI's HAL 1.2/1.3 (`types.hal`); tensors are ONNX's. Everything that is checked once at
-construction (`__post_init__`) is not checked again below. Units sit in the names: `_bytes`, `_ns`, `_us`, `_s`.
+Names and numbers follow NNAPI's HAL 1.2/1.3 (`types.hal`), and tensors are ONNX's. What `__post_init__` checks at construction is
+not checked again below. Units stand in the names: `_bytes`, `_ns`, `_us`, `_s`.
 
-A dimension of 0 in an `Operand` or a request means "not known until execution" (NNAPI's convention); an
-`OutputShape` of a finished execution holds the true extents, where 0 is an empty axis.
+A dimension of 0 in an `Operand` or a request means "not known until execution" (NNAPI's convention). The `OutputShape` of a finished
+execution holds the true extents, where 0 is an empty axis.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import numpy as np
 from aionn.errors import CallerError
 
 CONSTANT_COPY_BYTES = 128
-"""Constants up to this size travel in the model message, larger ones by reference into a pool (as NNAPI's setOperandValue does)."""
+"""Constants up to this size travel in the graph, larger ones by reference into a pool (as NNAPI's setOperandValue does)."""
 
 MAX_CACHE_FILES = 32
-"""A driver that asks for more cache files of one kind is not given a cache (HAL 1.2: Constant.MAX_NUMBER_OF_CACHE_FILES)."""
+"""A driver that asks for more cache files of one kind gets no cache (HAL 1.2: Constant.MAX_NUMBER_OF_CACHE_FILES)."""
 
 CACHE_TOKEN_BYTES = 32
 """HAL 1.2: Constant.BYTE_SIZE_OF_CACHE_TOKEN."""
@@ -75,17 +75,17 @@ class Operand:
 
     def __post_init__(self) -> None:
         if self.dimensions is not None and any(d < 0 for d in self.dimensions):
-            raise CallerError(f"operand dimensions {self.dimensions}: a dimension is negative; an open one is written 0")
+            raise CallerError(f"an operand has the dimensions {self.dimensions}, but none may be negative; write 0 for an open one")
 
     @property
     def size_bytes(self) -> int | None:
-        """Bytes of the whole tensor, or None while a dimension is unknown."""
+        """Size of the whole tensor in bytes, or None while a dimension is unknown."""
         if self.dimensions is None or 0 in self.dimensions:
             return None
         return prod(self.dimensions) * self.type.element_bytes
 
     def accepts(self, shape: tuple[int, ...]) -> bool:
-        """Whether a tensor of that concrete shape fits."""
+        """Return whether a tensor of that concrete shape fits."""
         if self.dimensions is None:
             return True
         return len(shape) == len(self.dimensions) and all(want in (0, got) for want, got in zip(self.dimensions, shape, strict=True))
@@ -104,7 +104,7 @@ class DataLocation:
 class RequestArgument:
     """Where one input or output of an execution lies, and its shape.
 
-    `dimensions` of an output may hold 0, or be empty with the model's own; an omitted optional argument has
+    The `dimensions` of an output may hold 0. Empty dimensions mean those of the model. An omitted optional argument has
     `has_no_value`, an all-zero location and no dimensions.
     """
 
@@ -115,14 +115,14 @@ class RequestArgument:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Arguments of one execution, in the model's order. Pools travel beside it."""
+    """The arguments of one execution, in the model's order. The pools travel beside the request."""
 
     inputs: tuple[RequestArgument, ...]
     outputs: tuple[RequestArgument, ...]
 
 
 class ErrorStatus(enum.IntEnum):
-    """HAL 1.3's ErrorStatus, same numbers."""
+    """The status of an execution (HAL 1.3: ErrorStatus, with the same numbers)."""
 
     NONE = 0
     DEVICE_UNAVAILABLE = 1
@@ -136,12 +136,12 @@ class ErrorStatus(enum.IntEnum):
 
 
 UNKNOWN_TIME_US = 2**64 - 1
-"""HAL 1.2: a Timing field that the driver cannot tell."""
+"""The value of a `Timing` field that the driver cannot measure (HAL 1.2)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Microseconds of one execution (HAL 1.2). On the device is never more than in the driver."""
+    """How long one execution took in microseconds (HAL 1.2). The time on the device is part of the time in the driver."""
 
     on_device_us: int = UNKNOWN_TIME_US
     in_driver_us: int = UNKNOWN_TIME_US
@@ -152,7 +152,7 @@ NO_TIMING = Timing()
 
 @dataclass(frozen=True, slots=True)
 class OutputShape:
-    """True extents of one output, and whether the memory given for it was large enough."""
+    """The true extents of one output, and whether the memory given for it was large enough."""
 
     dimensions: tuple[int, ...]
     is_sufficient: bool = True
@@ -163,7 +163,7 @@ class Result:
     """The answer to one execution.
 
     Invariants (HAL 1.2): `output_shapes` is empty unless status is NONE or OUTPUT_INSUFFICIENT_SIZE. `timing` is
-    NO_TIMING unless status is NONE and timing was asked for. `message` says why in the driver's words.
+    NO_TIMING unless status is NONE and timing was asked for. `message` is the reason of a failure in the driver's words.
     """
 
     status: ErrorStatus
@@ -173,7 +173,7 @@ class Result:
 
 
 class ExecutionPreference(enum.IntEnum):
-    """HAL 1.1, same numbers."""
+    """What an app prefers: less power, a quick answer, or sustained speed (HAL 1.1, with the same numbers)."""
 
     LOW_POWER = 0
     FAST_SINGLE_ANSWER = 1
@@ -181,7 +181,7 @@ class ExecutionPreference(enum.IntEnum):
 
 
 class Priority(enum.IntEnum):
-    """NDK's numbers; MEDIUM is the default."""
+    """How urgent an app's executions are (the NDK's numbers). MEDIUM is the default."""
 
     LOW = 90
     MEDIUM = 100
@@ -189,7 +189,7 @@ class Priority(enum.IntEnum):
 
 
 class DeviceType(enum.IntEnum):
-    """NDK's device types."""
+    """The kind of hardware that a device uses (the NDK's device types)."""
 
     UNKNOWN = 0
     OTHER = 1
@@ -200,19 +200,19 @@ class DeviceType(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class CacheFiles:
-    """How many cache files a device needs of each kind (HAL 1.2: getNumberOfCacheFilesNeeded). (0, 0): it does not cache."""
+    """How many cache files of each kind a device needs (HAL 1.2: getNumberOfCacheFilesNeeded). With (0, 0) it does not cache."""
 
     model: int = 0
     data: int = 0
 
     @property
     def supported(self) -> bool:
-        """Whether caching is on for such a device: something to store, and no more than the HAL allows."""
+        """Whether such a device caches: it has files to store, and no more than the HAL allows."""
         return (self.model > 0 or self.data > 0) and 0 <= self.model <= MAX_CACHE_FILES and 0 <= self.data <= MAX_CACHE_FILES
 
 
 class MemoryKind(enum.Enum):
-    """Kinds of memory pools, mapped by name (HAL: `hidl_memory.name`)."""
+    """The kinds of memory pools, by name (HAL: `hidl_memory.name`)."""
 
     ASHMEM = "ashmem"
     MMAP_FD = "mmap_fd"
@@ -222,13 +222,13 @@ class MemoryKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class MemoryDescription:
-    """What a peer needs beside the descriptor itself to map a pool.
+    """What a peer needs beside the descriptor to map a pool.
 
     Attributes:
-        kind: how it is to be mapped.
+        kind: how the pool is mapped.
         size_bytes: bytes from `offset_bytes` on that belong to the pool.
         writable: whether the peer may write (mmap_fd: PROT_WRITE).
-        offset_bytes: where in the file the pool begins; 64 bits, page-aligned, 0 for all kinds but mmap_fd.
+        offset_bytes: where the pool begins in the file. It has 64 bits and is page-aligned. Only mmap_fd has another offset than 0.
     """
 
     kind: MemoryKind
@@ -252,13 +252,13 @@ class IMemory(Protocol):
         ...
 
     def view(self) -> memoryview:
-        """All bytes of the pool, in place; read-only where the mapping is. Keeps the mapping alive while it lives."""
+        """Return all bytes of the pool in place, read-only if the mapping is. The view keeps the mapping alive."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class BufferRole:
-    """A use of a device-owned buffer: input or output `io_index` of model `model_index` in the list given along."""
+    """A use of a buffer that the device owns: input or output `io_index` of model `model_index` in the list of `allocate`."""
 
     model_index: int
     io_index: int
@@ -267,13 +267,13 @@ class BufferRole:
 
 @dataclass(frozen=True, slots=True)
 class BufferDesc:
-    """What is asked of `IDevice.allocate`: extents to combine with those of the roles. 0 is an open extent, () gives no extents."""
+    """Extents for `IDevice.allocate`, to combine with those of the roles. 0 is an open extent, () gives no extents."""
 
     dimensions: tuple[int, ...] = ()
 
 
 class MQFlavor(enum.IntEnum):
-    """libfmq's flavours, same numbers."""
+    """The flavours of a message queue (libfmq's, with the same numbers). UNSYNCHRONIZED is there for parity with libfmq."""
 
     SYNCHRONIZED = 1
     UNSYNCHRONIZED = 2
@@ -290,15 +290,15 @@ class GrantorDescriptor:
 
 @dataclass(frozen=True, slots=True)
 class MQDescriptor:
-    """All that another process needs to attach to a queue. The descriptors themselves travel beside it.
+    """Everything that another process needs to attach to a queue. The descriptors travel beside it.
 
-    Grantors 0 to 3 are libfmq's (read counter, write counter, data, event flag word); what follows is aionn's own.
+    Grantors 0 to 3 are libfmq's: read counter, write counter, data, event flag word. The others are aionn's.
 
     Attributes:
         grantors: where each part lies.
         quantum: bytes of one element.
         flavor: synchronized or unsynchronized.
-        fds: memory descriptors first (grantors' fd_index counts here), then aionn's eventfds.
+        fds: the descriptors of memory, which `fd_index` of a grantor counts, then those of aionn's eventfds.
     """
 
     grantors: tuple[GrantorDescriptor, ...]

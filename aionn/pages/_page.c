@@ -1,9 +1,10 @@
 /* `Slot`: begin and end of a model's executions, as another process reads them. layout.py says what the words mean.
  *
  * Invariants
- *     `words` points into `buffer`, which is held until `release`: Python cannot unmap it.
- *     One execution of a model runs at a time, so each slot has one writer at a time; it holds the GIL.
- *     `since` is stored before `begun`, and the duration before `finished`: who sees the count sees what belongs to it. */
+ *     `words` points into `buffer`, which is held until `release`, so Python cannot unmap it.
+ *     One execution of a model runs at a time, so each slot has one writer at a time, which holds the GIL.
+ *     `since` is stored before `begun`, and the duration before `finished`. A reader that sees a count also sees the values that
+ *     belong to it. */
 #define _GNU_SOURCE
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -20,7 +21,7 @@ enum { FIRST_OCTAVE = 12, LAST_OCTAVE = 33 };
 typedef struct {
     PyObject_HEAD
     Py_buffer buffer;
-    _Atomic uint64_t *words; /* NULL: nothing is held */
+    _Atomic uint64_t *words; /* NULL after `release` */
 } SlotObject;
 
 static int64_t now_ns(void)
@@ -38,14 +39,14 @@ static unsigned bucket_of(uint64_t ns)
 {
     if (ns >= UINT64_C(16000000000))
         return BUCKETS - 1;
-    uint64_t units = ns * UINT64_C(1152921504) >> 30; /* 2^-30 s; the product fits, for ns has been clamped */
+    uint64_t units = ns * UINT64_C(1152921504) >> 30; /* 2^-30 s; the product fits, because ns is clamped */
     if (units < (UINT64_C(1) << FIRST_OCTAVE))
         return 0;
     unsigned octave = 63 - (unsigned)__builtin_clzll(units);
     return octave > LAST_OCTAVE ? BUCKETS - 1 : 1 + (octave - FIRST_OCTAVE) * 4 + (unsigned)(units >> (octave - 2)) - 4;
 }
 
-static void let_go(SlotObject *self)
+static void drop_memory(SlotObject *self)
 {
     if (self->words) {
         self->words = NULL;
@@ -77,7 +78,7 @@ static int slot_init(PyObject *object, PyObject *args, PyObject *kwargs)
 static void slot_dealloc(PyObject *object)
 {
     PyTypeObject *type = Py_TYPE(object);
-    let_go((SlotObject *)object);
+    drop_memory((SlotObject *)object);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
     Py_DECREF(type);
 }
@@ -111,7 +112,7 @@ static PyObject *slot_end(PyObject *object, PyObject *began)
 
 static PyObject *slot_release(PyObject *object, PyObject *Py_UNUSED(none))
 {
-    let_go((SlotObject *)object);
+    drop_memory((SlotObject *)object);
     Py_RETURN_NONE;
 }
 

@@ -8,13 +8,13 @@ class Slot:
 
     def __init__(self, memory: Buffer, offset: int, /) -> None: ...
     def begin(self) -> int:
-        """Note that an execution begins; returns when, in ns of CLOCK_MONOTONIC."""
+        """Note that an execution begins. Return when, in ns of CLOCK_MONOTONIC."""
 
     def end(self, began_ns: int, /) -> int:
-        """Note that the execution which began then is over; returns how long it took in ns."""
+        """Note that the execution which began then is over. Return how long it took in ns."""
 
     def release(self) -> None:
-        """Stop writing, and drop the memory. `begin` and `end` go on as clocks."""
+        """Stop writing, and drop the memory. `begin` and `end` still return times."""
 
 def bucket_of(ns: int, /) -> int:
-    """The histogram's bucket for a duration."""
+    """Return the histogram's bucket for a duration."""

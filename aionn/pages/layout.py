@@ -21,7 +21,7 @@ ROLE_DRIVER = 2
 PAGE_BYTES = 256 * 1024
 STACK_BYTES = 16 * 1024
 STACK_OFFSET = PAGE_BYTES - STACK_BYTES
-"""The stacks are last: a write that goes on behind them would enlarge the file, and its seals forbid that."""
+"""The stacks are last, because a write behind them would enlarge the file, which its seals forbid."""
 
 # Words of the header.
 HEADER_MAGIC, HEADER_VERSION, HEADER_ROLE, HEADER_PID, HEADER_START, HEADER_BYTES, HEADER_SLOTS, HEADER_SLOT_BYTES = range(8)
@@ -38,14 +38,14 @@ SLOTS = (STACK_OFFSET - SLOT_OFFSET) // SLOT_BYTES
 MODEL, BEGUN, FINISHED, SINCE, ENDED, HISTOGRAM = 0, 1, 2, 3, 4, 16
 BUCKETS = 90
 
-# Four buckets per octave from 2^-18 s to 2^4 s, in units of 2^-30 s, and one for all that is shorter or longer.
+# Four buckets per octave from 2^-18 s to 2^4 s, in units of 2^-30 s, one for shorter and one for longer durations.
 _FIRST_OCTAVE, _LAST_OCTAVE = 12, 33
 
 State = Literal["idle", "loading", "compiling", "executing"]
 
 
 class LayoutError(ValueError):
-    """These bytes are not a page of this layout, or not of the process that sent them."""
+    """The bytes are not a page of this layout, or not a page of the process that sent them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +53,9 @@ class Execution:
     """One execution in progress.
 
     Attributes:
-        slot: of its model.
-        number: how many executions that model had begun, this one counted: it tells one execution from the next.
-        since_ns: when it began.
+        slot: the slot of its model.
+        number: how many executions the model had begun with this one. The number distinguishes one execution from the next.
+        since_ns: when the execution began.
     """
 
     slot: int
@@ -68,11 +68,11 @@ class Activity:
     """What a driver does at one moment.
 
     Attributes:
-        state: "executing" before "compiling" before "loading" before "idle".
-        since_ns: since when; of several executions, the one that began first. In "idle": when the last execution ended, or 0.
+        state: the first of "executing", "compiling", "loading" and "idle" that applies.
+        since_ns: when the state began. For several executions it is the earliest begin, in "idle" the end of the last execution, or 0.
         executing: the executions in progress.
-        finished: executions finished so far, by the models that are prepared now.
-        ended_ns: when the last of them ended; 0: none has.
+        finished: how many executions the models that are prepared now have finished so far.
+        ended_ns: when the last of these executions ended, or 0 if none has.
         heartbeat_ns: when the driver's loop last ran its heartbeat.
     """
 
@@ -85,7 +85,7 @@ class Activity:
 
 
 def header(pid: int, start_time: int) -> list[int]:
-    """The words of a driver page's header."""
+    """Return the words of a driver page's header."""
     words = [0] * HEADER_WORDS
     words[HEADER_MAGIC], words[HEADER_VERSION], words[HEADER_ROLE] = MAGIC, VERSION, ROLE_DRIVER
     words[HEADER_PID], words[HEADER_START] = pid, start_time
@@ -97,13 +97,13 @@ def check_header(words: Sequence[int]) -> None:
     """Check that a page is a driver's and of this layout.
 
     Raises:
-        LayoutError: it is not; the text says in what.
+        LayoutError: the page is another one. The text names the word that differs.
     """
     wanted = header(words[HEADER_PID], words[HEADER_START])
     names = ("magic", "version", "role", "pid", "start time", "size", "slots", "slot size")
     for what, found, right in zip(names, words[:HEADER_WORDS], wanted, strict=True):
         if found != right:
-            raise LayoutError(f"a statistics page with {what} {found}; {right} was expected")
+            raise LayoutError(f"a statistics page has {what} {found}, but {right} was expected; use the same release on both sides")
 
 
 def activity(words: Sequence[int]) -> Activity:
@@ -131,12 +131,12 @@ def activity(words: Sequence[int]) -> Activity:
 
 
 def slot_word(slot: int) -> int:
-    """Index of a slot's first word."""
+    """Return the index of a slot's first word."""
     return (SLOT_OFFSET + slot * SLOT_BYTES) // 8
 
 
 def bucket_of(nanoseconds: int) -> int:
-    """The histogram's bucket for a duration."""
+    """Return the histogram's bucket for a duration. `_page.c` does the same, and a test compares the two."""
     units = nanoseconds * 1152921504 >> 30  # as the native code rounds it
     if nanoseconds >= 16 * 10**9:
         return BUCKETS - 1
@@ -149,7 +149,7 @@ def bucket_of(nanoseconds: int) -> int:
 
 
 def longest_in_bucket_s(bucket: int) -> float:
-    """The upper edge of a bucket in seconds; of the last one: infinity."""
+    """Return the upper edge of a bucket in seconds. That of the last bucket is infinity."""
     if bucket >= BUCKETS - 1:
         return float("inf")
     if bucket == 0:
@@ -159,7 +159,7 @@ def longest_in_bucket_s(bucket: int) -> float:
 
 
 def quantile_s(buckets: Sequence[int], quantile: float, least: int) -> float | None:
-    """An upper bound of a quantile of a histogram in seconds, or None if it counts fewer than `least` durations."""
+    """Return an upper bound of a histogram's quantile in seconds, or None if the histogram counts fewer than `least` durations."""
     count = sum(buckets)
     if count < least:
         return None

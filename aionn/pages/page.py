@@ -1,8 +1,8 @@
 """A statistics page, as its process writes it and as another process reads it.
 
 Invariants
-    A page has its full size, and seals against any other, before its descriptor leaves its process: no reader can be
-    ended by SIGBUS. What is written to is reserved first, so no writer can be either.
+    A page has its full size, and seals against any other size, before its descriptor leaves its process. So SIGBUS can never end a
+    reader. Memory is reserved before it is written to, so SIGBUS can never end a writer either.
     The descriptor's file offset is that of the next byte of stacks; nothing else uses it.
     The driver's event loop writes the heartbeat and hands out slots; `_busy` guards the counts of loads and compiles.
 """
@@ -30,10 +30,10 @@ _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 def start_time_of(pid: int) -> int:
-    """Return when a process started, in clock ticks since the machine's boot: with its pid, a name that is never used twice.
+    """Return when a process started, in clock ticks since the machine's boot. Together with the pid this names one process for good.
 
     Raises:
-        OSError: there is no such process, or /proc does not show it.
+        OSError: the process does not exist, or /proc does not show it.
     """
     with open(f"/proc/{pid}/stat", "rb") as file:
         return int(file.read().rpartition(b")")[2].split()[19])
@@ -43,14 +43,14 @@ class DriverPage:
     """The page of this process, a driver.
 
     Attributes:
-        fd: its descriptor, to be sent to the app.
+        fd: its descriptor, which the app gets.
     """
 
     def __init__(self) -> None:
-        """Make it.
+        """Make the page.
 
         Raises:
-            OSError: there is no memory or no descriptor for it.
+            OSError: the system has no memory or no descriptor for the page.
         """
         self.fd = os.memfd_create("aionn-stats", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -76,13 +76,13 @@ class DriverPage:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Show that a model is being loaded from an artifact during the body. Any thread."""
+        """Show during the body that a model is being loaded from an artifact. Any thread may call this."""
         with self._counted(layout.LOADS_BEGUN, layout.LOADS_ENDED, layout.LOADING_SINCE):
             yield
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
-        """Show that a model is being judged, compiled or exported during the body. Any thread."""
+        """Show during the body that a model is being judged, compiled or exported. Any thread may call this."""
         with self._counted(layout.COMPILES_BEGUN, layout.COMPILES_ENDED, layout.COMPILING_SINCE):
             yield
 
@@ -100,7 +100,7 @@ class DriverPage:
                 words[ended] += 1
 
     def slot(self, model: int) -> Slot:
-        """Give a prepared model its slot. Without a free one, or memory for it, its executions are not shown."""
+        """Give a prepared model its slot. Without a free slot, or memory for one, the page does not show the model's executions."""
         if not self._free:
             return private_slot()
         number = self._free[-1]
@@ -120,7 +120,7 @@ class DriverPage:
         return slot
 
     def free(self, slot: Slot) -> None:
-        """Take a slot back: its model has been released. An execution that still runs is no longer shown."""
+        """Take back the slot of a model that has been released. The page no longer shows an execution that still runs."""
         slot.release()
         number = self._taken.pop(slot, None)
         if number is not None:
@@ -131,7 +131,7 @@ class DriverPage:
 
 
 def private_slot() -> Slot:
-    """A slot that no other process sees."""
+    """Return a slot that no other process sees."""
     return Slot(bytearray(layout.SLOT_BYTES), 0)
 
 
@@ -139,24 +139,28 @@ class PageReader:
     """A driver's page, read by its app.
 
     Attributes:
-        pid, start_time: of the process that made it, as it says.
+        pid: of the process that made the page, as the page says.
+        start_time: of the same process; see `start_time_of`.
     """
 
     def __init__(self, fd: int) -> None:
-        """Map it. Takes over `fd`, also when it fails.
+        """Map the page. Takes over `fd`, also when this fails.
 
         Raises:
-            LayoutError: the descriptor is not such a page.
-            OSError: it cannot be mapped.
+            LayoutError: the descriptor is not a statistics page.
+            OSError: the page cannot be mapped.
         """
         self._fd = fd
         try:
             try:
                 seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
             except OSError as error:
-                raise LayoutError("a statistics page is a memfd; the descriptor is something else") from error
+                raise LayoutError("the descriptor of a statistics page is not a memfd; a driver of aionn sends a memfd") from error
             if seals & _SIZE_SEALS != _SIZE_SEALS or os.fstat(fd).st_size != layout.PAGE_BYTES:
-                raise LayoutError(f"a statistics page has {layout.PAGE_BYTES} bytes and seals against any other size")
+                raise LayoutError(
+                    f"a statistics page came with another size or without its seals; it has {layout.PAGE_BYTES} bytes and seals against "
+                    "any other size"
+                )
             self._mapping = mmap.mmap(fd, layout.PAGE_BYTES, mmap.MAP_SHARED, mmap.PROT_READ)
         except BaseException:
             os.close(fd)
@@ -174,7 +178,7 @@ class PageReader:
         return layout.activity(self._words)
 
     def usual_s(self, slot: int, quantile: float, least: int) -> float | None:
-        """Return an upper bound of a quantile of how long that model's executions took; None: fewer than `least` have ended."""
+        """Return an upper bound in seconds for a quantile of that model's execution times, or None if fewer than `least` ended."""
         first = layout.slot_word(slot) + layout.HISTOGRAM
         return layout.quantile_s(self._words[first : first + layout.BUCKETS].tolist(), quantile, least)
 
@@ -193,7 +197,7 @@ class PageReader:
         return os.pread(self._fd, written, layout.STACK_OFFSET).decode(errors="replace")
 
     def close(self) -> None:
-        """Unmap it and close its descriptor. Idempotent."""
+        """Unmap the page and close its descriptor. Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             self._words.release()

@@ -1,8 +1,11 @@
-"""For tests of an app: a fake device that hangs, crashes and is slow on demand. No inference engine needed.
+"""A fake device for the tests of an app. It hangs, crashes and is slow on demand, and needs no inference engine.
 
-`fake_engine` is an engine like any other and runs in a real driver process. `fake_device` steers it from the test through
-a small file and hears from it through a FIFO. So a test waits for events, never for time. `models` makes tiny ONNX
-models. The pytest plugin (`plugin`) offers the fixture `fake_device`.
+    fake_engine  an engine like any other, which runs in a real driver process
+    fake_device  steers the engine from the test through a small file, and hears from it through a FIFO
+    models       makes tiny ONNX models
+    plugin       the pytest plugin with the fixture `fake_device`
+
+A test waits for events of the engine, never for time.
 """
 
 from aionn.testing.fake_device import FakeDevice

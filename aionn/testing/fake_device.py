@@ -1,8 +1,8 @@
-"""Steers the fake engine from a test: `hang`, `crash`, `delay`, `fail`, and waits for what it does.
+"""Steers the fake engine from a test: `hang`, `crash`, `delay`, `fail`. Waits for what the engine does.
 
-Acts are "run", "compile", "export", "load", "supported" (asked what it can run) and "start". Each method adds to the
-orders before; `behave` takes them all back. What was heard before the last change is forgotten by it: `fake.hang()`, a call,
-`await fake.heard("run")` waits for that call and not for one before.
+Acts are "run", "compile", "export", "load", "supported" (the question what it can run) and "start". Each method adds to the earlier
+orders, and `behave` cancels them all. A change forgets the events before it. So after `fake.hang()` and a call,
+`await fake.heard("run")` waits for that call and not for an earlier one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class FakeDevice:
         engine: `SecondFakeEngine` for a second device beside the first.
 
     Attributes:
-        name: what to give as `devices=(fake_device.name,)`.
+        name: the device's name, for `devices=(fake_device.name,)`.
     """
 
     name = "aionn.testing.fake_engine:FakeEngine"
@@ -51,7 +51,7 @@ class FakeDevice:
         self._hold_fd = os.open(f"{self._path}{HOLD_SUFFIX}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._write(Behaviour())
         os.mkfifo(f"{self._path}{EVENTS_SUFFIX}")
-        # Read-write: then it is never at its end while no engine has it open.
+        # Read-write, so that the FIFO is never at its end while no engine has it open.
         self._events_fd = os.open(f"{self._path}{EVENTS_SUFFIX}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         self._before = os.environ.get(self._variable)
         os.environ[self._variable] = str(self._path)
@@ -59,7 +59,7 @@ class FakeDevice:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         if os.getpid() != self._pid:
-            return  # a child of fork: the directory and the drivers are its parent's
+            return  # in a child of fork, where the directory and the drivers are the parent's
         if self._before is None:
             os.environ.pop(self._variable, None)
         else:
@@ -79,7 +79,7 @@ class FakeDevice:
         new = self._path.with_suffix(".new")
         new.write_bytes(msgspec.json.encode(behaviour))
         os.replace(new, self._path)  # the engine reads the old or the new one, never half
-        fcntl.fcntl(self._hold_fd, fcntl.F_OFD_SETLK, lock_of(fcntl.F_UNLCK, behaviour.hold - 1))  # what hangs reads the new one
+        fcntl.fcntl(self._hold_fd, fcntl.F_OFD_SETLK, lock_of(fcntl.F_UNLCK, behaviour.hold - 1))  # an act that hangs reads the new one
 
     def _forget(self) -> None:
         self._heard = b""
@@ -94,13 +94,16 @@ class FakeDevice:
         self._write(msgspec.structs.replace(self._behaviour, **changes))
 
     def behave(self) -> None:
-        """Take everything back; what hangs goes on."""
+        """Cancel all orders. An act that hangs goes on."""
         self._write(Behaviour())
 
     def hang(self, act: str = "run", *, with_gil: bool = False, after: int = 0) -> None:
-        """Hang in that act until the next order. `with_gil` keeps the GIL meanwhile, so that the whole driver stands still.
+        """Hang in that act until the next order.
 
-        `after`, here and below: so many acts of that kind go well in each driver process first.
+        Args:
+            act: the kind of act, as the module describes.
+            with_gil: keep the GIL meanwhile, so that the whole driver stands still.
+            after: so many acts of that kind succeed first in each driver process. The same holds for the methods below.
         """
         self.tell(hang=(*self._behaviour.hang, act), hang_with_gil=with_gil, after=self._after(act, after))
 
@@ -109,7 +112,7 @@ class FakeDevice:
         self.tell(crash=(*self._behaviour.crash, act), crash_signal=int(signal_number), after=self._after(act, after))
 
     def delay(self, seconds: float, act: str = "run", *, after: int = 0) -> None:
-        """Take so much longer for that act."""
+        """Take that much longer for the act."""
         self.tell(delay_s={**self._behaviour.delay_s, act: seconds}, after=self._after(act, after))
 
     def fail(self, message: str = "told to fail", act: str = "run", *, after: int = 0) -> None:
@@ -120,7 +123,7 @@ class FakeDevice:
         return {**self._behaviour.after, act: after}
 
     async def heard(self, act: str) -> int:
-        """Wait until the engine has begun that act since the last change; the process id of its driver. Other acts are dropped."""
+        """Wait until the engine has begun that act since the last change. Return the driver's process id. Other acts are dropped."""
         while True:
             line, newline, rest = self._heard.partition(b"\n")
             if newline:

@@ -1,8 +1,8 @@
-"""An engine that computes nothing of worth and misbehaves on demand, in a real driver process.
+"""An engine that only repeats its inputs and misbehaves on demand, in a real driver process.
 
 Each output repeats the input at its own place (cyclically, in the output's shape and type), so frames can be distinguished.
-Its orders stand in the file that AIONN_FAKE_DEVICE names. They are read before each act, and while hanging. Each act is
-announced in the FIFO beside it. Without the variable it behaves.
+Its orders stand in the file that AIONN_FAKE_DEVICE names. The engine reads them before each act, and while it hangs. It announces
+each act in the FIFO beside the file. Without the variable it has no orders.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ VARIABLE = "AIONN_FAKE_DEVICE"
 EVENTS_SUFFIX = ".events"
 HOLD_SUFFIX = ".hold"
 _LOOK_S = 0.005
-"""How often a waiting fake looks whether it may go on. Only a test waits for it."""
+"""How often a waiting fake checks whether it may go on. Only tests wait for it."""
 
 
 class Behaviour(msgspec.Struct, frozen=True):
-    """What the fake is to do, per act ("start", "supported", "compile", "export", "load", "run").
+    """The orders of the fake, per act ("start", "supported", "compile", "export", "load", "run").
 
-    `hold`: of a file's bytes, the one that is locked as long as this behaviour holds. What hangs waits for it, so it uses no CPU.
-    `after`: so many acts of a kind go well in each driver process, before the orders for that kind begin.
+    Attributes:
+        hold: the byte of a file that is locked as long as this behaviour holds. An act that hangs waits for it, so it uses no CPU.
+        after: so many acts of a kind succeed in each driver process before the orders for that kind begin.
     """
 
     after: dict[str, int] = {}
@@ -70,15 +71,17 @@ class FakeEngine:
         self.cache_files = CacheFiles(*behaviour.cache_files)
 
     def behaviour(self) -> Behaviour:
+        """Read the orders as they are now."""
         if self._path is None:
             return Behaviour()
         try:
-            told = self._path.read_bytes()
+            orders = self._path.read_bytes()
         except FileNotFoundError:
             return Behaviour()  # the test is over
-        return msgspec.json.decode(told, type=Behaviour)
+        return msgspec.json.decode(orders, type=Behaviour)
 
     def announce(self, event: str) -> None:
+        """Write an event into the FIFO, if a test listens."""
         if self._path is None:
             return
         try:
@@ -104,17 +107,17 @@ class FakeEngine:
             threading.Event().wait()  # a signal that does not kill at once must not let the act go on
         if delay_s := behaviour.delay_s.get(kind):
             self._wait(options, until=time.monotonic() + delay_s)
-        while kind in (told := self.behaviour()).hang:
-            if options is not None and not told.hang_with_gil:
+        while kind in (orders := self.behaviour()).hang:
+            if options is not None and not orders.hang_with_gil:
                 self._wait(options, until=time.monotonic() + _LOOK_S)
             else:
-                self._stand_still(told)
+                self._stand_still(orders)
         if kind in behaviour.fail:
             raise CompilationError(behaviour.fail_message) if kind in ("compile", "load") else RuntimeError(behaviour.fail_message)
         return behaviour
 
     def _stand_still(self, behaviour: Behaviour) -> None:
-        """Wait for the end of this behaviour; with the GIL held, as a careless extension does, if it says so."""
+        """Wait for the end of this behaviour, with the GIL held if the orders say so, as a careless extension does."""
         try:
             fd = os.open(f"{self._path}{HOLD_SUFFIX}", os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -127,7 +130,7 @@ class FakeEngine:
                 fcntl.fcntl(fd, fcntl.F_OFD_SETLKW, lock)
         finally:
             os.close(fd)
-        time.sleep(_LOOK_S)  # where the test has died with its lock, this loop must not spin
+        time.sleep(_LOOK_S)  # this loop must not spin if the test has died with its lock
 
     @staticmethod
     def _wait(options: CompileOptions | None, until: float) -> None:
@@ -161,7 +164,7 @@ class FakeEngine:
 
 
 class SecondFakeEngine(FakeEngine):
-    """Another device of the same kind, told on its own: for tests with two devices, as stages are."""
+    """Another device of the same kind with separate orders, for tests with two devices, such as stages."""
 
     name = "fake2"
     variable = f"{VARIABLE}_2"
@@ -197,10 +200,10 @@ class FakeExecutable:
 
 
 def lock_of(kind: int, byte: int) -> bytes:
-    """A lock of one byte of a file, by one open file description, as the kernel takes it (struct flock)."""
+    """Return a lock of one byte of a file as the kernel takes it (struct flock)."""
     return struct.pack("@hhqqi0q", kind, os.SEEK_SET, byte, 1, 0)
 
 
 def weights_of(model: Model) -> bytes:
-    """All large constants of a model in one piece: what the fake stores as its data."""
+    """Return all large constants of a model in one piece, which the fake stores as its data."""
     return b"".join(bytes(pool.view()) for pool in model.pools)

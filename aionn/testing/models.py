@@ -1,6 +1,6 @@
 """Tiny ONNX models for tests, as bytes for `Model.from_onnx`.
 
-`onnx` is imported when one is made: the fake engine's driver, which lives in this package, makes none.
+`onnx` is imported only when a model is made, because the driver of the fake engine imports this package and makes none.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ OPSET = 17
 def identity_model(
     shapes: Mapping[str, Sequence[int | str]] | None = None, dtype: DTypeLike = np.float32, *, outputs: Sequence[str] | None = None
 ) -> bytes:
-    """A model that returns each input unchanged, one Identity node per input.
+    """Return a model that returns each input unchanged, with one Identity node per input.
 
     Args:
-        shapes: shape by input name; a string is an open dimension. Default: one input "input" of shape (1, 16).
-        dtype: element type of all.
-        outputs: their names. By default those of the inputs with "_out" behind.
+        shapes: shape by input name, where a string is an open dimension. Default: one input "input" of shape (1, 16).
+        dtype: element type of all tensors.
+        outputs: the names of the outputs. By default they are those of the inputs, followed by "_out".
     """
     from onnx import helper
 
@@ -42,7 +42,7 @@ def identity_model(
 
 
 def scaled_model(factor: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> bytes:
-    """y = x * factor, elementwise; the factor is the model's one constant. float32."""
+    """Return a model that computes y = x * factor elementwise in float32. The factor is its only constant."""
     from onnx import TensorProto, helper, numpy_helper
 
     shape = list(factor.shape)

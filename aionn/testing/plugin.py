@@ -1,10 +1,10 @@
-"""The pytest plugin: the fixture `fake_device`. Needs pytest and no inference engine.
+"""The pytest plugin with the fixture `fake_device`. It needs pytest and no inference engine.
 
-`fake_device` is a `FakeDevice`. When the test is over it looks at what the process holds of aionn's kinds and did not hold
-before: child processes, descriptors (memfds, pidfds, eventfds, sockets, FIFOs) and mappings of shared memory. What is left
-fails the test, thing by thing; processes that are left are ended, so that the next test begins clean.
+`fake_device` is a `FakeDevice`. After the test it compares what the process holds with what it held before: child processes,
+descriptors (memfds, pidfds, eventfds, sockets, FIFOs) and mappings of shared memory. The fixture lists what is left and fails the
+test. It ends processes that are left, so that the next test begins clean.
 
-Offered through the entry point group `pytest11`; `-p aionn.testing.plugin` loads it where aionn is not installed.
+The plugin is found through the entry point group `pytest11`. Where aionn is not installed, `-p aionn.testing.plugin` loads it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _KINDS = ("/memfd:aionn", "anon_inode:[pidfd]", "anon_inode:[eventfd]", "socket:
 
 @dataclass(frozen=True)
 class _Held:
-    """What of aionn's kinds this process holds: children by pid and start, descriptors by target and inode, mappings by inode."""
+    """What this process holds: children by pid and start, descriptors by target and inode, mappings by inode."""
 
     processes: frozenset[tuple[int, str]]
     descriptors: Counter[tuple[str, int]]
@@ -58,7 +58,7 @@ def fake_device() -> Iterator[FakeDevice]:
         ...         with pytest.raises(aionn.DriverDiedError):
         ...             await compilation.compute(inputs)
     """
-    # libuv makes one pipe for signals with the first loop of a process and keeps it. It must be there before we count.
+    # libuv makes one pipe for signals with the first loop of a process and keeps it. It must exist before the fixture counts.
     uvloop.new_event_loop().close()
     before = _Held.now()
     with FakeDevice() as device:
@@ -72,7 +72,7 @@ def fake_device() -> Iterator[FakeDevice]:
 
 
 def _children() -> Iterator[tuple[int, str]]:
-    """Every process below this one, with its start time, zombies too."""
+    """Return every process below this one with its start time, zombies included."""
     parents: dict[int, list[tuple[int, str]]] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -102,7 +102,7 @@ def _descriptors() -> Counter[tuple[str, int]]:
         try:
             target, inode = os.readlink(f"/proc/self/fd/{entry}"), os.fstat(int(entry)).st_ino
         except OSError:
-            continue  # the listing's own
+            continue  # the descriptor of the listing itself
         if target.startswith(_KINDS):
             held[target, inode] += 1
     return held
@@ -119,7 +119,7 @@ def _mappings() -> Counter[str]:
 
 
 def _end(pid: int) -> None:
-    """End one that was left; reap it if it is our own child. An open runtime's own watch may be quicker."""
+    """End a process that was left, and reap it if it is a child of this one. The watch of an open runtime may be quicker."""
     try:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
