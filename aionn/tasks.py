@@ -92,13 +92,13 @@ def deadline_of(timeout_s: float | None) -> int | None:
         return None
     try:
         seconds = float(timeout_s)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         seconds = math.nan
     if not seconds > 0:
         raise CallerError(f"timeout_s={timeout_s!r}: a timeout is more than 0 seconds, or None for none")
     if math.isinf(seconds):
         return None
-    return min(time.monotonic_ns() + int(seconds * 1e9), 2**63 - 1)
+    return min(time.monotonic_ns() + int(min(seconds * 1e9, 2.0**63)), 2**63 - 1)
 
 
 class Tasks(Protocol):
