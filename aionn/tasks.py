@@ -92,13 +92,13 @@ def deadline_of(timeout_s: float | None) -> int | None:
         return None
     try:
         seconds = float(timeout_s)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         seconds = math.nan
     if not seconds > 0:
         raise CallerError(f"timeout_s is {timeout_s!r}; give a number of seconds above 0, or None for no timeout")
     if math.isinf(seconds):
         return None
-    return min(time.monotonic_ns() + int(seconds * 1e9), 2**63 - 1)
+    return min(time.monotonic_ns() + int(min(seconds * 1e9, 2.0**63)), 2**63 - 1)
 
 
 def seconds_until(deadline_ns: int | None) -> float | None:

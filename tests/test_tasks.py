@@ -74,7 +74,9 @@ async def test_a_timeout_becomes_a_deadline_and_nonsense_a_sentence() -> None:
     deadline_ns = deadline_of(10)
     assert deadline_ns is not None
     assert now_ns + 10 * 10**9 <= deadline_ns <= time.monotonic_ns() + 10 * 10**9
-    for nonsense in (math.nan, "soon", -1):
+    for far in (1e12, 1e300):
+        assert deadline_of(far) == 2**63 - 1
+    for nonsense in (math.nan, "soon", -1, 10**400):
         with pytest.raises(CallerError, match="timeout"):
             deadline_of(nonsense)  # type: ignore[arg-type]
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import resource
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -252,6 +254,24 @@ def test_a_file_shorter_than_claimed_is_refused(tmp_path: Path, size: int, offse
 def test_only_mmap_fd_has_an_offset(kind: MemoryKind) -> None:
     with pytest.raises(CallerError, match="only mmap_fd"):
         Region.attach(sealed(2 * PAGE), MemoryDescription(kind, PAGE, offset_bytes=PAGE))
+
+
+def test_memory_that_cannot_be_mapped_for_want_of_a_descriptor_is_a_transient_failure() -> None:
+    fd = sealed(PAGE)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (fd + 1, hard))
+    fillers: list[int] = []
+    try:
+        with suppress(OSError):
+            while True:
+                fillers.append(os.dup(fd))
+        with pytest.raises(MappingError, match="Too many open files") as caught:
+            Region.attach(fd, MemoryDescription(MemoryKind.ASHMEM, PAGE))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for filler in fillers:
+            os.close(filler)
+    assert caught.value.status is ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT
 
 
 def test_a_mapped_file_that_is_cut_off_later_is_noticed_before_it_is_touched(tmp_path: Path) -> None:

@@ -45,12 +45,12 @@ async def _computed(burst: aionn.Burst, number: float) -> None:
 
 
 @contextmanager
-def no_free_descriptor(pid: int) -> Iterator[None]:
-    """Leave that process none but those it has."""
+def no_free_descriptor(pid: int, *, but: int = 0) -> Iterator[None]:
+    """Leave that process none but those it has, and so many more."""
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     used = {int(fd) for fd in os.listdir(f"/proc/{pid}/fd")}
-    lowest_free = next(fd for fd in range(len(used) + 1) if fd not in used)
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, (lowest_free, before[1]))
+    free = [fd for fd in range(len(used) + but + 1) if fd not in used]
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (free[but], before[1]))
     try:
         yield
     finally:
@@ -96,6 +96,19 @@ async def test_a_driver_without_a_free_descriptor_fails_the_call_and_lives() -> 
             async with third:
                 check(await third.compute({"x": x(6)}), 6)
             assert driver_pids() == [pid]
+
+
+async def test_a_driver_that_can_receive_memory_and_not_map_it_fails_the_call_for_want_of_descriptors() -> None:
+    async with leak_check(), aionn.Runtime() as runtime:
+        compilation = await runtime.compile(model(), devices=("reference",))
+        (pid,) = driver_pids()
+        with no_free_descriptor(pid, but=1):
+            with pytest.raises(aionn.ExecutionError, match="cannot be mapped") as caught:
+                await compilation.compute({"x": x(1)})
+            assert caught.value.status is ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT
+            del caught
+        check(await compilation.compute({"x": x(2)}), 2)
+        assert driver_pids() == [pid]
 
 
 def test_many_calls_at_once_are_right_with_256_descriptors() -> None:
