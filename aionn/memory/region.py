@@ -7,7 +7,7 @@ peer that can shrink a mapped file could kill this process with SIGBUS.
 
 Errors come in two phases. A fault of a description or a descriptor is found before anything is mapped and is a
 `CallerError` (HAL: INVALID_ARGUMENT). A refusal by mmap is a `MappingError`: GENERAL_FAILURE, or RESOURCE_EXHAUSTED_TRANSIENT
-if this process has no descriptor or no address space left.
+if this process has no descriptor left.
 
 Invariants
     The mapping lives as long as any view of it. `close` drops this object's reference and descriptor. The kernel
@@ -61,7 +61,7 @@ class Access(Enum):
 class MappingError(ExecutionError):
     """Memory with a right description could not be mapped here.
 
-    `.status` is GENERAL_FAILURE, or RESOURCE_EXHAUSTED_TRANSIENT where this process has no descriptor or no address space left for it.
+    `.status` is GENERAL_FAILURE, or RESOURCE_EXHAUSTED_TRANSIENT if this process has no descriptor left for it.
     """
 
     def __init__(self, message: str, *, status: ErrorStatus = ErrorStatus.GENERAL_FAILURE) -> None:
@@ -141,7 +141,7 @@ class Region:
             try:
                 mapping = _map(fd, description.size_bytes, flags, prot, description.offset_bytes)
             except (OSError, ValueError, OverflowError) as error:
-                lacking = isinstance(error, OSError) and error.errno in (*limits.NO_DESCRIPTOR_LEFT, errno.ENOMEM)
+                lacking = isinstance(error, OSError) and error.errno in limits.NO_DESCRIPTOR_LEFT
                 raise MappingError(
                     f"memory of kind {description.kind.value}, {description.size_bytes} bytes at offset {description.offset_bytes}: "
                     f"it cannot be mapped into this process: {getattr(error, 'strerror', None) or error}",
