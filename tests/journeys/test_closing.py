@@ -183,7 +183,7 @@ async def test_an_error_in_one_of_the_runtimes_tasks_is_one_clear_error(fake: Fa
         runtime._tasks.start_soon(fail)
         assert runtime._tasks._owner is not None
         await asyncio.wait([runtime._tasks._owner])
-        with pytest.raises(aionn.CallerError, match=r"error of its own \(KeyError\)") as refused:
+        with pytest.raises(aionn.CallerError, match=r"internal error \(KeyError\)") as refused:
             await compilation.compute(INPUTS)
         assert isinstance(refused.value.__cause__, KeyError)
         with pytest.raises(KeyError, match="a defect"):

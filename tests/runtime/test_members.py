@@ -1,0 +1,111 @@
+"""A swap is a two-phase commit over the members of a compilation: all changes are committed, or all are aborted."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import anyio
+import pytest
+
+import aionn
+from aionn.hal.model import Model
+from aionn.remote.device import RemotePreparedModel
+from aionn.runtime.serving.compiled_model import CompiledModel
+from aionn.runtime.serving.members import NotNowError
+from aionn.runtime.serving.serving import Serving
+
+pytestmark = pytest.mark.anyio
+
+
+class Recorded:
+    """A member, and its change, that note what was asked of them.
+
+    Attributes:
+        fails: the step that raises. at_prepare: called while a change is prepared.
+    """
+
+    def __init__(self, log: list[str], name: str, *, needs_gap: bool = False, fails: str = "") -> None:
+        self.log, self.name, self.needs_gap, self.fails = log, name, needs_gap, fails
+        self.holds_state = False
+        self.at_prepare: Any = lambda: None
+
+    def _note(self, step: str) -> None:
+        self.log.append(f"{self.name} {step}")
+        if step == self.fails:
+            raise NotNowError(f"{self.name} was used")
+
+    async def prepare(self, better: Serving) -> Recorded:
+        self._note("prepare")
+        self.at_prepare()
+        return self
+
+    async def wait_idle(self) -> None: ...
+
+    def count_from_now(self) -> None: ...
+
+    def check(self) -> None:
+        self._note("check")
+
+    def commit(self) -> None:
+        self._note("commit")
+
+    async def retire(self) -> None:
+        self._note("retire")
+
+    def abort(self) -> None:
+        self._note("abort")
+
+
+def serving(compiled: CompiledModel, name: str) -> Serving:
+    async def aclose() -> None: ...
+
+    device = SimpleNamespace(name=name, connection=SimpleNamespace(ended_by=None))
+    prepared = SimpleNamespace(device=device, aclose=aclose)
+    return Serving(cast(RemotePreparedModel, prepared), cast(Model, None), compiled.use)
+
+
+async def test_a_swap_commits_every_change_and_retires_what_was_replaced() -> None:
+    log: list[str] = []
+    async with anyio.create_task_group() as tasks:
+        compiled = CompiledModel(tasks)
+        compiled.serving, better = serving(compiled, "quick"), serving(compiled, "best")
+        burst, memory = Recorded(log, "burst"), Recorded(log, "memory", needs_gap=True)
+        compiled.members.update((burst, memory))
+        await compiled.swap(better)
+    assert compiled.serving is better
+    assert log[:2] == ["burst prepare", "memory prepare"]
+    assert sorted(log[2:4]) == ["burst check", "memory check"]
+    assert sorted(log[4:6]) == ["burst commit", "memory commit"]
+    assert sorted(log[6:]) == ["burst retire", "memory retire"]
+
+
+@pytest.mark.parametrize("fails", ["prepare", "check"])
+async def test_one_member_that_cannot_follow_aborts_the_others(fails: str) -> None:
+    log: list[str] = []
+    async with anyio.create_task_group() as tasks:
+        compiled = CompiledModel(tasks)
+        compiled.serving = old = serving(compiled, "quick")
+        burst, memory = Recorded(log, "burst"), Recorded(log, "memory", needs_gap=True, fails=fails)
+        compiled.members.update((burst, memory))
+        with pytest.raises(NotNowError, match="memory was used"):
+            await compiled.swap(serving(compiled, "best"))
+        assert (compiled.serving, compiled.swaps, compiled.gate.shut) == (old, 0, False)
+    assert "burst abort" in log
+    assert ("memory abort" in log) == (fails == "check")
+    assert not any("commit" in entry or "retire" in entry for entry in log)
+
+
+async def test_a_member_that_comes_during_the_swap_ends_it() -> None:
+    """Device memory that is allocated on the model before must not be left behind there."""
+    log: list[str] = []
+    async with anyio.create_task_group() as tasks:
+        compiled = CompiledModel(tasks)
+        compiled.serving = old = serving(compiled, "quick")
+        first, late = Recorded(log, "first", needs_gap=True), Recorded(log, "late", needs_gap=True)
+        first.at_prepare = lambda: compiled.members.add(late)
+        compiled.members.add(first)
+        with pytest.raises(aionn.CallerError, match="device memory allocated, during the swap"):
+            await compiled.swap(serving(compiled, "best"))
+        assert compiled.serving is old
+    assert log == ["first prepare", "first check", "first abort"]
