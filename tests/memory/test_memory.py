@@ -209,7 +209,7 @@ def test_model_set_operand_value(operand_type: OperandType, blob: bool) -> None:
 
 
 def test_model_set_operand_value_from_a_hardware_buffer_with_an_image_is_refused() -> None:
-    with HardwareBuffer.allocate(3, 1, "rgba_8888") as image, pytest.raises(CallerError, match="an image .* that only executions use"):
+    with HardwareBuffer.allocate(3, 1, "rgba_8888") as image, pytest.raises(CallerError, match=r"an image .* that only executions use"):
         with_constant(image, Operand(OperandType.UINT8, (12,)), 0, 12)
 
 
