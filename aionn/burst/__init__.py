@@ -1,9 +1,9 @@
 """The fast path: executions as packets over two message queues. Both ends live here.
 
-    packets     the wire format (sans-IO)
-    controller  the app's end, with its requests in flight
-    server      the driver's end: an async task that listens, executes and answers
-    awake       the rule for how long an end looks for its peer before it sleeps
+    packets      the wire format (sans-IO)
+    controller   the app's end, with its requests in flight
+    server       the driver's end: an async task that listens, executes and answers
+    spin_policy  the rule for how long an end looks for its peer before it sleeps
 
 The app creates both queues, and the driver attaches. Memories are named by slot and fetched once through `IBurstCallback`.
 """

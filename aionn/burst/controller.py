@@ -1,7 +1,7 @@
 """The app's end of a burst: requests in flight (NNAPI's ExecutionBurstController, with several at once).
 
-A caller writes its packet, looks for the answer for a moment (`awake`), and sleeps. A caller that looks settles every answer it finds,
-also those of other callers. A caller that is alone writes and looks in one native call (`at_once`). There `_caller` recognises by
+A caller writes its packet, looks for the answer for a moment (`spin_policy`), and sleeps. A caller that looks settles every answer
+it finds, also those of other callers. A caller that is alone writes and looks in one native call (`at_once`). There `_caller` recognises by
 their bytes the answers that have come before, and leaves every other answer to `execute`. Cancelling a caller does not cancel the
 driver. Only the driver's answer or its death gives back what the request holds (`settled`).
 
@@ -24,7 +24,6 @@ from functools import partial
 from typing import cast
 
 from aionn import trace
-from aionn.burst.awake import APP_WINDOW_NS, INLINE_NS, SOON, YIELD_NS, Awake, apart
 from aionn.burst.packets import (
     DATUM_BYTES,
     PacketError,
@@ -34,9 +33,11 @@ from aionn.burst.packets import (
     read_result_identity,
     split_results,
 )
+from aionn.burst.spin_policy import APP_WINDOW_NS, INLINE_NS, SOON, YIELD_NS, SpinPolicy, apart
 from aionn.errors import AionnError, CallerError, DeadlineError, ExecutionError, again
 from aionn.fmq import Caller, MessageQueue, QueueClosedError, QueueCorruptedError
 from aionn.hal.types import ErrorStatus, Result
+from aionn.memo import Memo
 from aionn.tasks import leave_in_child, running_loop
 
 _REMEMBERED = 256
@@ -87,7 +88,7 @@ class ExecutionBurstController:
         self._requests = requests
         self._results = results
         self._depth = depth
-        self._awake = Awake(APP_WINDOW_NS, low_power=low_power)
+        self._spin = SpinPolicy(APP_WINDOW_NS, low_power=low_power)
         self._in_flight: dict[int, _InFlight] = {}
         self._turns: dict[asyncio.Future[None], None] = {}
         self._writing = 0
@@ -99,7 +100,7 @@ class ExecutionBurstController:
         self._joined = False  # whether a caller has begun to wait since `_look_again` looked last
         self._suspended = 0
         # Whole framed answers without their identity, decoded. Only what `decode_result` has accepted is in it.
-        self._decoded: dict[bytes, Result] = {}
+        self._decoded: Memo[bytes, Result] = Memo(_REMEMBERED)
         self._caller = Caller(requests, results)
         self.ended_by: BaseException | None = None
         self._yield_by_ns = 0
@@ -122,7 +123,7 @@ class ExecutionBurstController:
             under this number, and is unanswered. Or 0 if the request has not been sent.
         """
         # A caller that is alone waits right here. Suspending and resuming a task costs more time than many answers take.
-        if self._in_flight or self._suspended or self._turns or not self._awake.brisk or self.ended_by is not None:
+        if self._in_flight or self._suspended or self._turns or not self._spin.brisk or self.ended_by is not None:
             return 0
         if trace.active and not traced:
             return 0
@@ -141,7 +142,7 @@ class ExecutionBurstController:
 
     def soon(self) -> None:
         """Announce a request, so that a sleeping driver wakes up meanwhile. The caller has let the loop run just before."""
-        if self._awake.allowed:
+        if self._spin.allowed:
             self._caller.nudge(SOON)
             self._yield_by_ns = time.monotonic_ns() + 2 * YIELD_NS  # what is left to copy takes that long at most
 
@@ -290,7 +291,7 @@ class ExecutionBurstController:
             self._keep_watch()
 
     def _budget_ns(self) -> int:
-        caller, awake = self._caller, self._awake
+        caller, awake = self._caller, self._spin
         if caller.waits:
             awake.watched(caller.waits, INLINE_NS)
             caller.waits = 0
@@ -366,7 +367,7 @@ class ExecutionBurstController:
                 if datums:
                     entry = self._take(datums)
             if entry is not None and now_ns:
-                self._awake.waited(now_ns - entry.began_ns, slept=self._sleeps != entry.sleeps)
+                self._spin.waited(now_ns - entry.began_ns, slept=self._sleeps != entry.sleeps)
         except AionnError as error:
             self.end(error)
 
@@ -385,8 +386,6 @@ class ExecutionBurstController:
         result = self._decoded.get(key)
         if result is None:
             result = decode_result(packet).result
-            if len(self._decoded) >= _REMEMBERED:
-                self._decoded.clear()
             self._decoded[key] = result
         self._caller.remember(key, result)
         return result

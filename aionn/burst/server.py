@@ -24,7 +24,6 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import anyio
 
 from aionn import trace
-from aionn.burst.awake import COMPANY_NS, DRIVER_WINDOW_NS, SOON, YIELD_NS, Awake
 from aionn.burst.packets import (
     DATUM_BYTES,
     PacketError,
@@ -37,10 +36,12 @@ from aionn.burst.packets import (
     result_identity_datum,
     split_requests,
 )
+from aionn.burst.spin_policy import COMPANY_NS, DRIVER_WINDOW_NS, SOON, YIELD_NS, SpinPolicy
 from aionn.errors import AionnError, CallerError, ExecutionError
 from aionn.fmq import Listener, MessageQueue
 from aionn.hal.interfaces import IBurstCallback, IPreparedModel
 from aionn.hal.types import ErrorStatus, IMemory, MQDescriptor, MQFlavor, Request, Result
+from aionn.memo import Memo
 
 _REMEMBERED = 256
 """How many different requests a burst remembers. A stream of frames has a handful."""
@@ -119,11 +120,11 @@ class ExecutionBurstServer:
         self._requests = requests
         self._results = results
         self._executor = executor
-        self._awake = Awake(DRIVER_WINDOW_NS, low_power=low_power)
+        self._spin = SpinPolicy(DRIVER_WINDOW_NS, low_power=low_power)
         # Whole framed requests without their identity. Only what has been decoded and bound is in it.
-        self._bound: dict[bytes, _Bound] = {}
+        self._bound: Memo[bytes, _Bound] = Memo(_REMEMBERED)
         self._native = Listener(requests, results)
-        self._bodies: dict[Result, bytes] = {}
+        self._bodies: Memo[Result, bytes] = Memo(_REMEMBERED)
         self._last_result: Result | None = None
         self._last_body = b""
         self._working = asyncio.Lock()
@@ -210,7 +211,8 @@ class ExecutionBurstServer:
         """Forget the memory cached under `slot`. Waits only for the request that is being executed, because the lock is fair."""
         async with self._working:
             self._native.forget()  # the other packets are remembered again when they come again
-            self._bound = {key: entry for key, entry in self._bound.items() if slot not in entry.slots}
+            for key in [key for key, entry in self._bound.items() if slot in entry.slots]:
+                del self._bound[key]
             self._executor.remove_cache_entry(slot)
 
     # ---- listening ----------------------------------------------------------------------------------------------------
@@ -243,7 +245,7 @@ class ExecutionBurstServer:
 
         The caller reads whatever else then lies in the queue. Returns the time when the loop last ran.
         """
-        native, awake = self._native, self._awake
+        native, awake = self._native, self._spin
         window_ns = awake.window_ns if awake.brisk else 0
         alone = _company.alone(self, time.monotonic_ns())
         while (bound := native.next(window_ns if alone else 0)) is not None:
@@ -276,7 +278,7 @@ class ExecutionBurstServer:
         Args:
             looked_ns: since when this end has looked for a request already, or 0.
         """
-        requests, awake = self._requests, self._awake
+        requests, awake = self._requests, self._spin
         began_ns = looked_ns or time.monotonic_ns()
         if not looked_ns and _company.alone(self, began_ns):
             budget_ns = awake.budget_ns()
@@ -332,8 +334,6 @@ class ExecutionBurstServer:
         await self._ensure_cache_entries(slots)
         entry = _Bound(self._executor.bind(decoded.request, decoded.pools), decoded.measure_timing, frozenset(slots), key or b"")
         if key is not None:
-            while len(self._bound) >= _REMEMBERED:
-                del self._bound[next(iter(self._bound))]
             self._bound[key] = entry
         return entry
 
@@ -365,8 +365,6 @@ class ExecutionBurstServer:
                 body = encode_result_body(result, framed=True)
             except PacketError as error:
                 body = encode_result_body(Result(ErrorStatus.GENERAL_FAILURE, message=str(error)), framed=True)
-            if len(self._bodies) >= _REMEMBERED:
-                self._bodies.clear()
             self._bodies[result] = body
         self._last_result, self._last_body = result, body
         return body

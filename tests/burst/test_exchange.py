@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from aionn import trace
 from aionn.burst import DATUM_BYTES, ExecutionBurstController, PacketError, PoolReference, ResultPacket, controller, encode_result
-from aionn.burst.awake import APP_WINDOW_NS, SOON, Awake
 from aionn.burst.packets import (
     encode_request_body,
     encode_result_body,
@@ -30,6 +29,7 @@ from aionn.burst.packets import (
     split_requests,
     split_results,
 )
+from aionn.burst.spin_policy import APP_WINDOW_NS, SOON, SpinPolicy
 from aionn.errors import CallerError, ExecutionError
 from aionn.fmq import Caller, Listener, MessageQueue
 from aionn.hal.types import ErrorStatus, OutputShape, Result
@@ -281,9 +281,9 @@ def test_an_exchange_takes_two_open_queues_of_datums_and_nothing_else() -> None:
 
 @contextmanager
 def two_cpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Awake also where the tests have one CPU."""
+    """SpinPolicy also where the tests have one CPU."""
     with monkeypatch.context() as patch:
-        patch.setattr("aionn.burst.awake.usable_cpus", lambda: 2)
+        patch.setattr("aionn.burst.spin_policy.usable_cpus", lambda: 2)
         yield
 
 
@@ -297,7 +297,7 @@ async def warm(burst: ExecutionBurstController, driver: RawDriver, monkeypatch: 
         app.start_soon(burst.execute, BODY)
         await driver.wait_for(1)
         driver.answer()
-    burst._awake = Awake(APP_WINDOW_NS, low_power=False, cpus=2)
+    burst._spin = SpinPolicy(APP_WINDOW_NS, low_power=False, cpus=2)
 
 
 def in_advance(driver: RawDriver, identity: int, status: ErrorStatus = ErrorStatus.NONE) -> None:

@@ -17,6 +17,7 @@ from aionn.errors import AionnError, CallerError, DeadlineError, ExecutionError,
 from aionn.graph import resolve_shapes
 from aionn.hal.model import Model
 from aionn.hal.types import DataLocation, ErrorStatus, Operand, OutputShape, Request, RequestArgument, Result, Timing
+from aionn.memo import Memo
 from aionn.memory.memory import extents_of
 from aionn.memory.pool import Frame, Layout
 
@@ -190,7 +191,7 @@ class Arguments:
         self.names = tuple(model.inputs)
         self._operands = tuple(model.inputs.items())
         self._checks = tuple((name, operand, operand.type.dtype) for name, operand in self._operands)
-        self._layouts: dict[Shapes, FrameLayout] = {}
+        self._layouts: Memo[Shapes, FrameLayout] = Memo(_REMEMBERED)
 
     @property
     def disproved(self) -> tuple[str, ...]:
@@ -281,13 +282,8 @@ class Arguments:
             for operand, shape, length in zip(self.outputs.values(), declared, room, strict=True)
         ]
         layout = FrameLayout(self._model, self.outputs, input_shapes, declared, roomy)
-        self._remember(input_shapes, layout)
-        return layout
-
-    def _remember(self, input_shapes: Shapes, layout: FrameLayout) -> None:
-        while len(self._layouts) >= _REMEMBERED:
-            del self._layouts[next(iter(self._layouts))]
         self._layouts[input_shapes] = layout
+        return layout
 
     def may_retry(self, layout: FrameLayout, result: Result, placed: Container[int] = ()) -> bool:
         """Return whether more room would help: the answer has shapes, and an output in the frame (not `placed`) did not fit.

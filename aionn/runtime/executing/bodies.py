@@ -12,9 +12,6 @@ from aionn.runtime.executing.arguments import FrameLayout
 from aionn.runtime.executing.frames import Frames
 from aionn.runtime.executing.placement import Placement
 
-_REMEMBERED = 64
-"""So many encoded requests are remembered per frame."""
-
 
 def plain_body(layout: FrameLayout, frame: Frame, measure_timing: bool) -> bytes:
     """Return the request of a frame that holds all arguments. Sent again, it costs no more than the identity behind it."""
@@ -41,7 +38,5 @@ def placed_body(layout: FrameLayout, frame: Frame, frames: Frames, placement: Pl
 def remember(frame: Frame, key: Any, request: Request, references: tuple[PoolReference, ...], measure_timing: bool) -> bytes:
     """Encode a request whose pools are the frame's and `references`, and keep it with the frame."""
     body = encode_request_body(request, (PoolReference(frame.slot), *references), measure_timing, framed=True)
-    if len(frame.bindings) >= _REMEMBERED:
-        frame.bindings.clear()
     frame.bindings[key] = body
     return body

@@ -67,7 +67,7 @@ def usable_cpus() -> int:
     return cpus
 
 
-class Awake:
+class SpinPolicy:
     """The rule for one end of one burst.
 
     Attributes:
