@@ -104,7 +104,7 @@ class CompilationParts:
                 await burst.aclose()
             with bounded_shield(CLOSE_S):
                 if self.compiled.serving is not None:
-                    await self.compiled.serving.prepared.aclose()
+                    await self.compiled.serving.aclose()
         except AionnError as error:
             trace.count("compilation.release_failed", reason=str(error))  # the driver is gone, and the model with it
         finally:

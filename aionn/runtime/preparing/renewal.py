@@ -86,7 +86,7 @@ class Renewal:
         self._preparing: _Preparing | None = None
         if first is not None:
             first[0].remember(model)
-            self.compiled.serving = Serving(first[0], model, self.compiled.use)
+            self.compiled.serving = Serving((first[0],), model, self.compiled.use)
             self.outcomes = (first[1],)
         self._finalizer = weakref.finalize(self, call_soon_from_anywhere, session.loop, self.compiled.release)
         self._finalizer.atexit = False
@@ -152,7 +152,7 @@ class Renewal:
                 preparing.serving = compiled.serving
             else:
                 prepared.remember(self.model)
-                preparing.serving = compiled.serving = Serving(prepared, self.model, compiled.use)
+                preparing.serving = compiled.serving = Serving((prepared,), self.model, compiled.use)
                 if dead is not None and compiled.replaced is not None:
                     compiled.replaced(dead, preparing.serving)
         except Exception as failed:  # every caller gets it

@@ -96,7 +96,7 @@ class CompiledModel:
         """Free the model in the driver, without waiting."""
         self.abandon()
         if self.serving is not None:
-            self.serving.prepared.release()
+            self.serving.release()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -239,7 +239,7 @@ async def _retire(changes: Sequence[Change], old: Serving | None) -> None:
         for change in changes:
             await change.retire()
         if old is not None:
-            await old.prepared.aclose()
+            await old.aclose()
             trace.count("stage.released", stage=old.stage)
     except AionnError as error:
         trace.count("stage.release_failed", reason=str(error))  # its driver is gone, and the model with it

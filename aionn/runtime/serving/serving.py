@@ -1,4 +1,4 @@
-"""`Serving`: one prepared model that serves, or has served. `Use`: how much the app uses a compilation.
+"""`Serving`: a prepared model that serves, or has served. `Use`: how much the app uses a compilation.
 
 Invariants
     `Serving.users` counts calls that have taken it, and requests that its driver has not answered. A burst's usual requests are left out
@@ -30,38 +30,59 @@ _DEADLINES = 32
 
 
 class Serving:
-    """One prepared model that serves, or has served.
+    """A prepared model that serves, or has served.
 
     Attributes:
-        prepared: in its driver.
+        steps: its parts in their drivers, in the order of the plan. A model that one device runs whole has one step.
         stage: what results are marked with.
         model: what it computes.
         users: calls that have taken it, and requests not yet answered.
     """
 
-    __slots__ = ("_idle", "model", "prepared", "stage", "use", "users")
+    __slots__ = ("_idle", "model", "stage", "steps", "use", "users")
 
-    def __init__(self, prepared: RemotePreparedModel, model: Model, use: Use, stage: str | None = None) -> None:
-        self.prepared = prepared
-        self.stage = prepared.device.name if stage is None else stage
+    def __init__(self, steps: tuple[RemotePreparedModel, ...], model: Model, use: Use, stage: str | None = None) -> None:
+        self.steps = steps
+        self.stage = steps[0].device.name if stage is None else stage
         self.model = model
         self.use = use
         self.users = 0
         self._idle: list[anyio.Event] = []
 
     @property
+    def prepared(self) -> RemotePreparedModel:
+        """The only step. Plans have one step each today."""
+        (only,) = self.steps
+        return only
+
+    @property
     def device(self) -> str:
-        return self.prepared.device.name
+        return self.steps[0].device.name
+
+    @property
+    def ended_by(self) -> BaseException | None:
+        """Why one of its drivers has ended, or None while all live."""
+        return next((ended_by for step in self.steps if (ended_by := step.device.connection.ended_by) is not None), None)
 
     @property
     def alive(self) -> bool:
-        return self.prepared.device.connection.ended_by is None
+        return self.ended_by is None
 
     def check_alive(self) -> None:
-        """Raise why its driver has ended, if it has."""
-        ended_by = self.prepared.device.connection.ended_by
+        """Raise why one of its drivers has ended, if one has."""
+        ended_by = self.ended_by
         if ended_by is not None:
             raise again(ended_by)
+
+    async def aclose(self) -> None:
+        """Let every driver free its step."""
+        for step in self.steps:
+            await step.aclose()
+
+    def release(self) -> None:
+        """As `aclose`, without waiting."""
+        for step in self.steps:
+            step.release()
 
     def enter(self) -> None:
         """Count an execution that begins. `leave` must follow, once."""
