@@ -78,19 +78,6 @@ class Evidence:
     cpu_ns: int
 
 
-def checked_hang_s(hang_s: float | None) -> float | None:
-    """Return a valid `hang_s`.
-
-    Raises:
-        CallerError: `hang_s` is neither a positive number of seconds nor None.
-    """
-    if hang_s is None:
-        return None
-    if isinstance(hang_s, bool) or not isinstance(hang_s, int | float) or not hang_s > 0:
-        raise CallerError(f"hang_s={hang_s!r}: give the seconds after which a driver without progress is killed, or None for never")
-    return None if hang_s == float("inf") else float(hang_s)
-
-
 class Judge:
     """Decides whether one driver hangs.
 
