@@ -403,6 +403,7 @@ async def test_restart_ends_a_run_at_full_cpu_and_starts_a_driver_where_none_run
                 await anyio.sleep_forever()
             assert device.pid == pid
             await device.restart()
+        assert device.statistics()["last_exit_code"] == -signal.SIGKILL
         assert driver_pids() == [device.pid]
         os.kill(driver_pids()[0], signal.SIGKILL)
         with anyio.fail_after(20):
@@ -414,7 +415,7 @@ async def test_restart_ends_a_run_at_full_cpu_and_starts_a_driver_where_none_run
         await device.restart()
 
 
-@pytest.mark.parametrize("hang_s", [0, -1, float("nan"), "10", True])
+@pytest.mark.parametrize("hang_s", [0, -1, float("nan"), "10", True, 10**400])
 def test_hang_s_is_a_positive_number_or_none(hang_s: Any) -> None:
     with pytest.raises(aionn.CallerError, match="hang_s"):
         aionn.Runtime(hang_s=hang_s)

@@ -182,6 +182,8 @@ class Devices:
         if process is not None and process.alive:
             process.kill(DriverDiedError(device.name, -signal.SIGKILL, "because the app restarted the device"))
             await process.wait_ended()
+        if process is not None:
+            device._restarts.last_exit_code = process.life.exit_code
         if device._process is process:
             device._process = None
         device._restarts.forgive()
