@@ -101,6 +101,7 @@ class Runtime:
         self._tasks = OwnedTasks(self._close, "runtime")
         self._devices = Devices(self._tasks, self._state_dir, self._hang_s)
         self._session = Session(loop, self._tasks, self._devices)
+        self._devices.check_use = self._session.check_open
         await self._tasks.open()
 
     async def aclose(self) -> None:

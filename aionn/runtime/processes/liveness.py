@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import anyio
 
 from aionn import trace
-from aionn.errors import CallerError, DriverHungError
+from aionn.errors import DriverHungError
 from aionn.pages import BEAT_S, Activity, Execution, PageReader, start_time_of
 
 logger = logging.getLogger("aionn.driver")
