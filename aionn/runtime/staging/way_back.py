@@ -23,6 +23,7 @@ import numpy as np
 
 from aionn import trace
 from aionn.errors import AionnError, OutputInsufficientSizeError
+from aionn.hal.types import ErrorStatus
 from aionn.remote.device import RemotePreparedModel
 from aionn.runtime.serving.compiled_model import CompiledModel
 from aionn.runtime.serving.members import NotNowError
@@ -34,6 +35,8 @@ logger = logging.getLogger("aionn.runtime")
 
 FAILURES = 3
 WITHIN_S = 60.0
+
+_SHORTAGES = (ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT, ErrorStatus.RESOURCE_EXHAUSTED_PERSISTENT)
 
 _SWAP_TRIES = 20
 """How often the swap is tried. A stage that fails is worth more tries than a better stage."""
@@ -75,7 +78,7 @@ class WayBack:
         compiled.replaced = self._replaced
 
     def _failed(self, serving: Serving, error: AionnError, inputs: Mapping[str, Any] | None) -> None:
-        if serving is not self._compiled.serving or isinstance(error, OutputInsufficientSizeError) or not self._before(serving.stage):
+        if serving is not self._compiled.serving or _says_nothing(error) or not self._before(serving.stage):
             return
         if serving.stage != self._stage:
             self._stage = serving.stage
@@ -143,6 +146,11 @@ class WayBack:
             except AionnError:
                 base.check_alive()
         return False
+
+
+def _says_nothing(error: AionnError) -> bool:
+    """Return whether the stage is not at fault: an output's memory was too small, or the machine is short of something."""
+    return isinstance(error, OutputInsufficientSizeError) or getattr(error, "status", None) in _SHORTAGES
 
 
 def _copies(inputs: Mapping[str, Any] | None) -> Inputs | None:
