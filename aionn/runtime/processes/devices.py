@@ -183,6 +183,8 @@ class Devices:
         self.check_use()
         process = device._process
         if process is not None and process.alive:
+            if process.serving is not None:
+                process.serving.restarted = True
             process.kill(DriverDiedError(device.name, -signal.SIGKILL, "because the app restarted the device"))
             await process.wait_ended()
         if process is not None:

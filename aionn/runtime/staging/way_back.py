@@ -1,7 +1,8 @@
 """The way back from a better stage that serves and fails: the stage before takes its place again.
 
-A failure is a death of the stage's driver, or an execution that the driver answers with an error. `FAILURES` of them within `WITHIN_S`
-end the stage's service. There are two ways to the stage before:
+A failure is an execution that the driver answers with an error, or a death of the driver while an execution was in flight. The app's
+own restarts and shortages of the machine do not count. `FAILURES` failures within `WITHIN_S` end the stage's service. There are two ways
+to the stage before:
 
     the driver died      the next use prepares the stage before, in place of preparing the bad stage anew (`devices_for`)
     the driver answers   the stage before is prepared, then swapped in like a better one: streams go on, device memories move along
