@@ -195,6 +195,60 @@ async def test_a_caller_s_mistake_is_no_failure(quick: FakeDevice, best: FakeDev
         assert len(compilation._parts.staging._way_back._failures) == 0  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("way", ["compute", "burst"])
+@pytest.mark.parametrize("what", ["empty device memory", "input file cut off", "output file cut off"])
+async def test_memory_that_no_stage_can_read_is_not_the_stage_s_fault(
+    quick: FakeDevice, best: FakeDevice, what: str, way: str, tmp_path: Path
+) -> None:
+    async with swapped(quick, best) as compilation, compilation.burst() as burst:
+        compute = compilation.compute if way == "compute" else burst.compute
+        with trace.record() as recording:
+            for _ in range(4):
+                if what == "empty device memory":
+                    async with await compilation.allocate(inputs=("x",)) as empty:
+                        with pytest.raises(aionn.ExecutionError, match="not initialized"):
+                            await compute({"x": empty})
+                    continue
+                file = tmp_path / "file"
+                file.write_bytes(bytes(64))
+                with file.open("r+b") as opened, aionn.Memory.from_fd(opened.fileno(), 64) as memory:
+                    opened.truncate(10)
+                    inputs, outputs = ({"x": memory}, {}) if what == "input file cut off" else (frame(1), {"y": memory})
+                    with pytest.raises(aionn.ExecutionError, match="of a file"):
+                        await compute(inputs, outputs=outputs)
+        assert recording.total("stage.failed") == 0
+        assert (await compute(frame(2))).stage == best.name
+        assert [stage.state for stage in compilation.stages] == ["replaced", "serving"]
+
+
+@pytest.mark.parametrize("way", ["compute", "burst"])
+async def test_a_stage_that_fails_on_readable_memory_goes_back(quick: FakeDevice, best: FakeDevice, way: str) -> None:
+    async with (
+        swapped(quick, best, model=STATEFUL) as compilation,
+        compilation.burst() as burst,
+        await compilation.allocate(inputs=("state",), outputs=("stateN",)) as state,
+    ):
+        compute = compilation.compute if way == "compute" else burst.compute
+        await state.copy_from(np.full(SHAPE, 3, np.float32))
+        inputs, outputs = {"x": frame(1)["x"], "state": state}, {"stateN": state}
+        for _ in range(3):  # in a burst, the last of them are the usual step of a recurrent stream
+            assert (await compute(inputs, outputs=outputs)).stage == best.name
+        best.fail("no luck")
+        with trace.record() as recording:
+            for _ in range(3):
+                with pytest.raises(aionn.ExecutionError, match="no luck"):
+                    await compute(inputs, outputs=outputs)
+        assert recording.total("stage.failed") == 3
+        with anyio.fail_after(60):
+            while True:
+                try:
+                    if (await compute(inputs, outputs=outputs)).stage == quick.name:
+                        break
+                except aionn.ExecutionError:
+                    continue
+        np.testing.assert_array_equal(await state.snapshot(), np.full(SHAPE, 3, np.float32))
+
+
 async def test_a_passing_shortage_is_not_the_stage_s_fault(quick: FakeDevice, best: FakeDevice) -> None:
     async with swapped(quick, best) as compilation:
         pid = compilation._parts.session.devices.find(best.name).pid

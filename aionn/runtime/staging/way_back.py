@@ -7,6 +7,7 @@ to the stage before:
     the driver died      the next use prepares the stage before, in place of preparing the bad stage anew (`devices_for`)
     the driver answers   the stage before is prepared, then swapped in like a better one: streams go on, device memories move along
 
+Inputs in memory that cannot be read fail on every stage, so those failures are not reported here (`Executor.placed_failure`).
 The stage before is first tried on the inputs that failed. If it cannot run them either, the inputs are at fault, and the better stage
 goes on serving. The caller of each failed execution gets its error. Nothing here runs an execution of the app's again.
 """
