@@ -88,17 +88,25 @@ def deadline_of(timeout_s: float | None) -> int | None:
     Raises:
         CallerError: the timeout is not a positive number of seconds.
     """
-    if timeout_s is None:
+    seconds = checked_seconds("timeout_s", timeout_s)
+    return None if seconds is None else min(time.monotonic_ns() + int(min(seconds * 1e9, 2.0**63)), 2**63 - 1)
+
+
+def checked_seconds(name: str, value: float | None) -> float | None:
+    """Return the seconds that an argument gives. None and infinity give None.
+
+    Raises:
+        CallerError: the argument is not a positive number of seconds.
+    """
+    if value is None:
         return None
     try:
-        seconds = float(timeout_s)
+        seconds = math.nan if isinstance(value, str | bytes | bool) else float(value)
     except (TypeError, ValueError, OverflowError):
         seconds = math.nan
     if not seconds > 0:
-        raise CallerError(f"timeout_s is {timeout_s!r}; give a number of seconds above 0, or None for no timeout")
-    if math.isinf(seconds):
-        return None
-    return min(time.monotonic_ns() + int(min(seconds * 1e9, 2.0**63)), 2**63 - 1)
+        raise CallerError(f"{name} is {value!r}; give a number of seconds above 0, or None for no limit")
+    return None if math.isinf(seconds) else seconds
 
 
 def seconds_until(deadline_ns: int | None) -> float | None:

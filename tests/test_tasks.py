@@ -76,7 +76,7 @@ async def test_a_timeout_becomes_a_deadline_and_nonsense_a_sentence() -> None:
     assert now_ns + 10 * 10**9 <= deadline_ns <= time.monotonic_ns() + 10 * 10**9
     for far in (1e12, 1e300):
         assert deadline_of(far) == 2**63 - 1
-    for nonsense in (math.nan, "soon", -1, 10**400):
+    for nonsense in (math.nan, "soon", "10", True, -1, 10**400):
         with pytest.raises(CallerError, match="timeout"):
             deadline_of(nonsense)  # type: ignore[arg-type]
 

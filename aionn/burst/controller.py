@@ -74,6 +74,7 @@ class ExecutionBurstController:
 
     Attributes:
         ended_by: why the burst is over, or None while it goes on. Only `end` sets it.
+        lost: how many requests were in flight at the end. They are never answered.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class ExecutionBurstController:
         self._decoded: Memo[bytes, Result] = Memo(_REMEMBERED)
         self._caller = Caller(requests, results)
         self.ended_by: BaseException | None = None
+        self.lost = 0
         self._yield_by_ns = 0
         self._result_fd = results.reader_fd
         self._loop.add_reader(self._result_fd, self._event)
@@ -432,6 +434,7 @@ class ExecutionBurstController:
         self.ended_by = error
         self._loop.remove_reader(self._result_fd)
         in_flight, self._in_flight = self._in_flight, {}
+        self.lost = len(in_flight)
         for entry in in_flight.values():
             self._settle(entry)
         for turn in self._turns:

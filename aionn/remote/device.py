@@ -62,11 +62,13 @@ class RemoteDevice:
     """The device at the other end of a connection. Satisfies `IDevice`.
 
     `name` is the name under which the app asked for the device. The greeting has the engine's name.
+    `restarted` is set when the app ends this driver by a restart.
     """
 
     def __init__(self, connection: Connection, ready: Ready, name: str | None = None) -> None:
         self.connection = connection
         self.name = name or ready.name
+        self.restarted = False
         self.version = ready.version
         self.type = ready.type
         self.cache_files = ready.cache_files

@@ -130,8 +130,9 @@ class Compilation:
         Raises:
             CallerError: a number is not positive.
         """
-        if depth < 1 or queue_capacity < 8:
-            raise CallerError(f"burst of depth {depth} with a queue of {queue_capacity} datums: at least 1 and 8 are needed")
+        for name, number, least in (("depth", depth, 1), ("queue_capacity", queue_capacity, 8)):
+            if isinstance(number, bool) or not isinstance(number, int) or number < least:
+                raise CallerError(f"burst: {name}={number!r}; give a whole number, at least {least}")
         return Burst(self._parts.connection(depth, queue_capacity))
 
     async def compute(

@@ -28,13 +28,13 @@ from aionn.runtime.preparing.cached import CacheChoice
 from aionn.runtime.preparing.plan import prepare_on_best
 from aionn.runtime.preparing.renewal import Order
 from aionn.runtime.processes.devices import Device, Devices
-from aionn.runtime.processes.liveness import DEFAULT_HANG_S, checked_hang_s
+from aionn.runtime.processes.liveness import DEFAULT_HANG_S
 from aionn.runtime.processes.process import GRACE_S, KILL_S
 from aionn.runtime.session import Session
 from aionn.runtime.staging.first import prepare_first
 from aionn.runtime.staging.stage import StagePolicy
 from aionn.runtime.staging.swapping import swap_model
-from aionn.tasks import OwnedTasks, bounded_shield, deadline_of, ending_by, is_ours, running_loop, seconds_until
+from aionn.tasks import OwnedTasks, bounded_shield, checked_seconds, deadline_of, ending_by, is_ours, running_loop, seconds_until
 
 CLOSE_STORES_S = 5.0
 """A cache directory on a disk that hangs must not hold up the app's end."""
@@ -72,7 +72,7 @@ class Runtime:
     """
 
     def __init__(self, *, hang_s: float | None = DEFAULT_HANG_S, state_dir: str | os.PathLike[str] | None = None) -> None:
-        self._hang_s = checked_hang_s(hang_s)
+        self._hang_s = checked_seconds("hang_s", hang_s)
         self._state_dir = _checked_state_dir(state_dir)
         self._session: Session | None = None
         self._devices: Devices
@@ -101,6 +101,7 @@ class Runtime:
         self._tasks = OwnedTasks(self._close, "runtime")
         self._devices = Devices(self._tasks, self._state_dir, self._hang_s)
         self._session = Session(loop, self._tasks, self._devices)
+        self._devices.check_use = self._session.check_open
         await self._tasks.open()
 
     async def aclose(self) -> None:

@@ -26,7 +26,7 @@ from aionn.testing.fake_engine import SecondFakeEngine
 INPUTS = {"input": np.ones((1, 16), np.float32)}
 
 
-async def in_child(what: str, runtime: aionn.Runtime, compilation: aionn.Compilation, burst: aionn.Burst) -> None:
+async def in_child(what: str, runtime: aionn.Runtime, device: aionn.Device, compilation: aionn.Compilation, burst: aionn.Burst) -> None:
     """In the child. Without a running loop: asyncio has left the parent's behind."""
     if what == "sys.exit":
         sys.exit(7)
@@ -43,6 +43,7 @@ async def in_child(what: str, runtime: aionn.Runtime, compilation: aionn.Compila
             burst.compute(INPUTS),
             runtime.compile(compilation.model),
             burst.map([INPUTS]).__anext__(),
+            device.restart(),
         ):
             try:
                 await call
@@ -83,7 +84,8 @@ async def main(what: str, busy: bool, cache_dir: str) -> None:
             compilation = await runtime.compile(model, devices=(fake.name,), cache_dir=cache_dir, token=model.token)
             async with compilation.burst() as burst, compilation.burst() as other:
                 await burst.compute(INPUTS)
-                driver = next(device.pid for device in runtime.devices if device.name == fake.name)
+                device = next(device for device in runtime.devices if device.name == fake.name)
+                driver = device.pid
                 assert driver is not None
                 if busy:
                     stream = other.map(camera())
@@ -103,7 +105,7 @@ async def main(what: str, busy: bool, cache_dir: str) -> None:
                 else:
                     child = os.fork()
                     if not child:
-                        await in_child(what, runtime, compilation, burst)
+                        await in_child(what, runtime, device, compilation, burst)
                         return
                     _, status = await asyncio.to_thread(os.waitpid, child, 0)
                     print("child", os.waitstatus_to_exitcode(status), flush=True)
@@ -119,7 +121,7 @@ async def main(what: str, busy: bool, cache_dir: str) -> None:
                         slow if busy else model, devices=(fake.name,), cache_dir=cache_dir, token=slow.token if busy else model.token
                     )
                     print(again.outcomes[0].kind.value, flush=True)
-                assert driver == next(device.pid for device in runtime.devices if device.name == fake.name)
+                assert driver == device.pid
         print("closed", flush=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.lowlevel
+import anyio.to_thread
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -403,6 +406,7 @@ async def test_restart_ends_a_run_at_full_cpu_and_starts_a_driver_where_none_run
                 await anyio.sleep_forever()
             assert device.pid == pid
             await device.restart()
+        assert device.statistics()["last_exit_code"] == -signal.SIGKILL
         assert driver_pids() == [device.pid]
         os.kill(driver_pids()[0], signal.SIGKILL)
         with anyio.fail_after(20):
@@ -410,11 +414,34 @@ async def test_restart_ends_a_run_at_full_cpu_and_starts_a_driver_where_none_run
                 await anyio.lowlevel.checkpoint()
         await device.restart()
         assert (await compilation.compute(numbered(3)))["input_out"][0, 0] == 3
-    with pytest.raises(aionn.CallerError):
+    with pytest.raises(aionn.CallerError, match="not open"):
         await device.restart()
 
 
-@pytest.mark.parametrize("hang_s", [0, -1, float("nan"), "10", True])
+@pytest.mark.anyio
+async def test_restart_is_refused_in_another_loop_and_while_the_runtime_closes() -> None:
+    with FakeDevice() as fake:
+        runtime = aionn.Runtime()
+        await runtime.open()
+        await runtime.compile(aionn.Model.from_onnx(identity_model()), devices=(fake.name,))
+        (device,) = (device for device in runtime.devices if device.name == fake.name)
+        pid = device.pid
+
+        def in_another_loop() -> None:
+            with pytest.raises(aionn.CallerError, match="another event loop"):
+                asyncio.run(device.restart())
+
+        await anyio.to_thread.run_sync(in_another_loop)
+        assert device.pid == pid
+        closing = asyncio.ensure_future(runtime.aclose())
+        await asyncio.sleep(0)
+        with pytest.raises(aionn.CallerError, match="not open"):
+            await device.restart()
+        await closing
+        assert device.statistics()["starts"] == 1
+
+
+@pytest.mark.parametrize("hang_s", [0, -1, float("nan"), "10", True, 10**400])
 def test_hang_s_is_a_positive_number_or_none(hang_s: Any) -> None:
     with pytest.raises(aionn.CallerError, match="hang_s"):
         aionn.Runtime(hang_s=hang_s)

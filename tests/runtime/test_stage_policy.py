@@ -50,6 +50,22 @@ def test_the_policy_has_these_fields_and_no_more() -> None:
     ("field", "value"),
     [
         ("executions", -1),
+        ("executions", "x"),
+        ("executions", 1.5),
+        ("executions", True),
+        ("per_s", "x"),
+        ("threads", 1.5),
+        ("threads", None),
+        ("timeout_s", None),
+        ("timeout_s", True),
+        ("timeout_s", 10**400),
+        ("min_gain", "x"),
+        ("tolerances", None),
+        ("tolerances", {"float32": 0.1}),
+        ("run_timeout_s", "x"),
+        ("hold", "no"),
+        ("hold", None),
+        ("state", ["move"]),
         ("per_s", 0.0),
         ("per_s", float("nan")),
         ("threads", 0),
@@ -143,3 +159,12 @@ def test_neighbouring_frames_are_one_sample() -> None:
     for number in range(5):
         samples.take({"x": np.full(SHAPE, number, np.float32)})
     assert [float(inputs["x"][0, 0]) for inputs in samples.kept] == [0]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("timeout_s", ["x", float("nan"), 0])
+async def test_a_wait_for_a_stage_checks_its_timeout(quick: FakeDevice, best: FakeDevice, timeout_s: Any) -> None:
+    async with leak_check(), aionn.Runtime() as runtime:
+        compilation = await staged(runtime, MODEL, quick, best)
+        with pytest.raises(aionn.CallerError, match="timeout_s is"):
+            await compilation.wait_for_stage(best.name, timeout_s=timeout_s)

@@ -205,13 +205,22 @@ async def test_outputs_held_by_the_app_are_never_overwritten(burst: aionn.Burst)
     [
         ({"policy": "newest"}, "policy 'newest'"),
         ({"depth": 0}, "depth=0"),
-        ({"deadline_s": 0}, "deadline_s=0"),
+        ({"depth": "x"}, "depth='x'"),
+        ({"depth": 1.5}, "depth=1.5"),
+        ({"deadline_s": 0}, "deadline_s is 0"),
+        ({"deadline_s": float("nan")}, "deadline_s is nan"),
+        ({"deadline_s": "x"}, "deadline_s is 'x'"),
         ({"frames": 5}, "expected an iterable or async iterable of inputs by name, got int"),
     ],
 )
 async def test_a_wrong_argument_is_one_sentence(burst: aionn.Burst, arguments: dict[str, object], words: str) -> None:
     with pytest.raises(aionn.CallerError, match=words):
         burst.map(**{"frames": [], **arguments})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("deadline_s", [1e300, float("inf"), 10**300])
+async def test_a_deadline_beyond_all_time_is_like_none(burst: aionn.Burst, deadline_s: float) -> None:
+    assert [result.seq async for result in burst.map([frame(n) for n in range(3)], deadline_s=deadline_s)] == [0, 1, 2]
 
 
 class Silence:

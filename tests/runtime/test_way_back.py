@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import resource
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import numpy as np
 import pytest
 
@@ -37,10 +41,10 @@ def state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def swapped(
-    quick: FakeDevice, best: FakeDevice, cache: Path | None = None, model: aionn.Model = MODEL
+    quick: FakeDevice, best: FakeDevice, cache: Path | None = None, model: aionn.Model = MODEL, runtime: aionn.Runtime | None = None
 ) -> AsyncIterator[aionn.Compilation]:
     """A compilation whose better stage serves."""
-    async with leak_check(grace_s=5), aionn.Runtime() as runtime:
+    async with leak_check(grace_s=5), runtime or aionn.Runtime() as runtime:
         runtime.stage_policy = dataclasses.replace(runtime.stage_policy, min_gain=None)
         compilation = await staged(runtime, model, quick, best, cache)
         if compilation.device != best.name:
@@ -189,6 +193,148 @@ async def test_a_caller_s_mistake_is_no_failure(quick: FakeDevice, best: FakeDev
             with pytest.raises(aionn.CallerError):
                 await compilation.compute({"x": np.zeros((2, 2), np.float32)})
         assert len(compilation._parts.staging._way_back._failures) == 0  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("way", ["compute", "burst"])
+@pytest.mark.parametrize("what", ["empty device memory", "input file cut off", "output file cut off"])
+async def test_memory_that_no_stage_can_read_is_not_the_stage_s_fault(
+    quick: FakeDevice, best: FakeDevice, what: str, way: str, tmp_path: Path
+) -> None:
+    async with swapped(quick, best) as compilation, compilation.burst() as burst:
+        compute = compilation.compute if way == "compute" else burst.compute
+        with trace.record() as recording:
+            for _ in range(4):
+                if what == "empty device memory":
+                    async with await compilation.allocate(inputs=("x",)) as empty:
+                        with pytest.raises(aionn.ExecutionError, match="not initialized"):
+                            await compute({"x": empty})
+                    continue
+                file = tmp_path / "file"
+                file.write_bytes(bytes(64))
+                with file.open("r+b") as opened, aionn.Memory.from_fd(opened.fileno(), 64) as memory:
+                    opened.truncate(10)
+                    inputs, outputs = ({"x": memory}, {}) if what == "input file cut off" else (frame(1), {"y": memory})
+                    with pytest.raises(aionn.ExecutionError, match="of a file"):
+                        await compute(inputs, outputs=outputs)
+        assert recording.total("stage.failed") == 0
+        assert (await compute(frame(2))).stage == best.name
+        assert [stage.state for stage in compilation.stages] == ["replaced", "serving"]
+
+
+@pytest.mark.parametrize("way", ["compute", "burst"])
+async def test_a_stage_that_fails_on_readable_memory_goes_back(quick: FakeDevice, best: FakeDevice, way: str) -> None:
+    async with (
+        swapped(quick, best, model=STATEFUL) as compilation,
+        compilation.burst() as burst,
+        await compilation.allocate(inputs=("state",), outputs=("stateN",)) as state,
+    ):
+        compute = compilation.compute if way == "compute" else burst.compute
+        await state.copy_from(np.full(SHAPE, 3, np.float32))
+        inputs, outputs = {"x": frame(1)["x"], "state": state}, {"stateN": state}
+        for _ in range(3):  # in a burst, the last of them are the usual step of a recurrent stream
+            assert (await compute(inputs, outputs=outputs)).stage == best.name
+        best.fail("no luck")
+        with trace.record() as recording:
+            for _ in range(3):
+                with pytest.raises(aionn.ExecutionError, match="no luck"):
+                    await compute(inputs, outputs=outputs)
+        assert recording.total("stage.failed") == 3
+        with anyio.fail_after(60):
+            while True:
+                try:
+                    if (await compute(inputs, outputs=outputs)).stage == quick.name:
+                        break
+                except aionn.ExecutionError:
+                    continue
+        np.testing.assert_array_equal(await state.snapshot(), np.full(SHAPE, 3, np.float32))
+
+
+async def test_a_passing_shortage_is_not_the_stage_s_fault(quick: FakeDevice, best: FakeDevice) -> None:
+    async with swapped(quick, best) as compilation:
+        pid = compilation._parts.session.devices.find(best.name).pid
+        assert pid is not None
+        limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        used = {int(number) for number in os.listdir(f"/proc/{pid}/fd")}
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (min(set(range(len(used) + 1)) - used), limits[1]))
+        with trace.record() as recording:
+            for _ in range(3):
+                with pytest.raises(aionn.ExecutionError, match="RESOURCE_EXHAUSTED_TRANSIENT"):
+                    await compilation.compute(frame(1))
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+        assert recording.total("stage.failed") == 0
+        assert (await compilation.compute(frame(2))).stage == best.name
+
+
+async def test_restarts_by_the_app_are_not_the_stage_s_fault(quick: FakeDevice, best: FakeDevice) -> None:
+    async with swapped(quick, best) as compilation, compilation.burst() as burst:
+        device = compilation._parts.session.devices.find(best.name)
+        with trace.record() as recording:
+            for _ in range(4):
+                await device.restart()  # idle
+                assert (await compilation.compute(frame(2))).stage == best.name
+            best.hang("run")
+            for compute in (compilation.compute, burst.compute, compilation.compute, burst.compute):
+
+                async def call(compute: Any = compute) -> None:
+                    with pytest.raises(aionn.DriverDiedError, match="restarted"):
+                        await compute(frame(1))
+
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(call)
+                    await best.heard("run")
+                    await device.restart()
+                    await device.restart()  # once more, before the compilation has met the first
+        assert recording.total("stage.failed") == 0
+        best.behave()
+        assert (await burst.compute(frame(2))).stage == best.name
+        assert [stage.state for stage in compilation.stages] == ["replaced", "serving"]
+
+
+async def test_deaths_by_another_model_are_not_the_stage_s_fault(quick: FakeDevice, best: FakeDevice) -> None:
+    async with swapped(quick, best, runtime=(runtime := aionn.Runtime())) as compilation, compilation.burst() as burst:
+        other = aionn.Model.from_onnx(identity_model({"a": (2, 2)}))
+        with trace.record() as recording:
+            for _ in range(4):
+                async with await runtime.compile(other, devices=(best.name,)) as crasher:
+                    best.crash()
+                    with pytest.raises(aionn.DriverDiedError):
+                        await crasher.compute({"a": np.ones((2, 2), np.float32)})
+                    best.behave()
+                assert (await compilation.compute(frame(2))).stage == best.name
+                assert (await burst.compute(frame(2))).stage == best.name
+        assert recording.total("stage.failed") == 0
+
+
+async def test_deaths_count_in_the_short_way_of_a_burst_and_without_its_caller(quick: FakeDevice, best: FakeDevice) -> None:
+    async with swapped(quick, best) as compilation, compilation.burst() as burst:
+        with trace.record() as recording:
+            for leaves in (False, True, False):
+                best.behave()
+                for number in range(3):  # the usual frame
+                    assert (await burst.compute(frame(number))).stage == best.name
+                best.hang("run")
+                pid = compilation._parts.session.devices.find(best.name).pid
+                assert pid is not None
+                if leaves:
+                    with pytest.raises(aionn.DeadlineError):
+                        await burst.compute(frame(1), timeout_s=0.05)
+                    os.kill(pid, signal.SIGKILL)
+                else:
+                    async with anyio.create_task_group() as tasks:
+
+                        async def call() -> None:
+                            with pytest.raises(aionn.DriverDiedError):
+                                await burst.compute(frame(1))
+
+                        tasks.start_soon(call)
+                        await best.heard("run")
+                        os.kill(pid, signal.SIGKILL)
+                with anyio.fail_after(20):
+                    while compilation._parts.session.devices.find(best.name).pid == pid:
+                        await anyio.lowlevel.checkpoint()
+            best.behave()
+            assert (await burst.compute(frame(7))).stage == quick.name
+        assert recording.total("stage.failed") == 3
 
 
 async def test_a_later_start_does_not_begin_with_the_bad_stage_nor_swap_to_it(quick: FakeDevice, best: FakeDevice, tmp_path: Path) -> None:

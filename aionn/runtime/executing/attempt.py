@@ -18,12 +18,13 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from aionn import trace
 from aionn.errors import AionnError, ExecutionError
 from aionn.hal.types import ErrorStatus, Result
 from aionn.memory.pool import Frame, FramesInFlightError
 from aionn.runtime.executing.arguments import Arguments, FrameLayout, Outputs, failure_of
 from aionn.runtime.executing.frames import Frames, Spare, fill
-from aionn.runtime.executing.placement import Placement, check_frame, is_placed, place
+from aionn.runtime.executing.placement import Placement, check_frame, contents_of, is_placed, place
 from aionn.runtime.serving.compiled_model import CompiledModel
 from aionn.runtime.serving.serving import Serving
 from aionn.tasks import ending_by
@@ -87,6 +88,23 @@ class Executor:
             self.compiled.failed(serving, error, inputs)
         return error
 
+    async def placed_failure(self, serving: Serving, result: Result, call: Call) -> AionnError:
+        """Do the same as `failure` where some inputs are memory.
+
+        Memory that cannot be read fails on every stage: it has no contents, or its file was cut off. Such a failure is not reported.
+        """
+        compiled, inputs = self.compiled, None
+        if compiled is not None and compiled.on_failure is not None and serving.alive:
+            model = serving.model
+            try:
+                inputs = await contents_of(model.inputs, {name: call.value(name) for name in model.inputs})
+            except ExecutionError:
+                self.counts["failed"] += 1
+                return failure_of(result, model, serving.device)
+            except AionnError as error:
+                trace.count("execution.inputs_unread", reason=str(error))
+        return self.failure(serving, result, inputs)
+
 
 class Call(NamedTuple):
     """One execution as it was asked for.
@@ -103,6 +121,10 @@ class Call(NamedTuple):
     deadline_ns: int | None
     placed: Mapping[str, Any]
     own: tuple[FrameLayout, Frame] | None = None
+
+    def value(self, name: str) -> Any:
+        """Return what the app gave for an input."""
+        return self.placed[name] if name in self.placed else self.inputs[name]
 
     @property
     def placing(self) -> bool:
@@ -231,6 +253,8 @@ class Attempt:
         result, busy_ns = await channel.send(layout, frame, placement, call.measure_timing, call.deadline_ns, settled)
         executor.counts["driver_busy_ns"] += busy_ns
         if result.status is not ErrorStatus.NONE:
+            if placement is not None and not self._may_retry(layout, placement, result):
+                raise await executor.placed_failure(channel.serving, result, call)
             self._widen_or_raise(channel, layout, placement, result)
             return None
         executor.counts["computed"] += 1
@@ -245,7 +269,9 @@ class Attempt:
 
     def _widen_or_raise(self, channel: Channel, layout: FrameLayout, placement: Placement | None, result: Result) -> None:
         """Use a layout with more room for the next try, after an answer without outputs; or raise what the answer means."""
-        arguments = self._executor.arguments
-        if not arguments.may_retry(layout, result, placement.outputs if placement is not None else ()):
+        if not self._may_retry(layout, placement, result):
             raise self._executor.failure(channel.serving, result, self._call.inputs)
-        self._wider = arguments.widen(tuple(shape for _, _, shape, _ in layout.inputs), result.output_shapes)
+        self._wider = self._executor.arguments.widen(tuple(shape for _, _, shape, _ in layout.inputs), result.output_shapes)
+
+    def _may_retry(self, layout: FrameLayout, placement: Placement | None, result: Result) -> bool:
+        return self._executor.arguments.may_retry(layout, result, placement.outputs if placement is not None else ())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from aionn import trace
@@ -137,8 +138,15 @@ async def open_link(serving: Serving, compiled: CompiledModel, frames: Frames, o
     except BaseException:
         controller.end(CallerError("the burst could not be opened"))
         raise
-    serving.prepared.device.connection.when_ended(controller, controller.end)
+    serving.prepared.device.connection.when_ended(controller, partial(_driver_ended, serving, controller))
     return Link(serving, controller, context, compiled, frames)
+
+
+def _driver_ended(serving: Serving, controller: ExecutionBurstController, error: BaseException) -> None:
+    """End a link with its driver. Its usual requests are counted by the controller alone."""
+    controller.end(error)
+    if controller.lost:
+        serving.lost = True
 
 
 def release(frames: Frames, held: list[Link]) -> None:

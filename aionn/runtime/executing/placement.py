@@ -287,3 +287,24 @@ def check_frame(layout: FrameLayout, placed_shapes: Mapping[str, tuple[int, ...]
     for name, _, shape, _ in layout.inputs:
         if placed_shapes.get(name, shape) != shape:
             raise CallerError(f"input {name!r}: memory of shape {placed_shapes[name]} in a frame for {shape}; say frame(shapes=...)")
+
+
+async def contents_of(operands: Mapping[str, Operand], values: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
+    """Return copies of arguments, wherever they lie, with their present contents.
+
+    Raises:
+        ExecutionError: some memory has no contents to be read.
+        AionnError: some memory cannot be read now.
+    """
+    copies = {}
+    for name, operand in operands.items():
+        value = values[name]
+        if isinstance(value, DeviceMemory):
+            copies[name] = await value.snapshot()
+        elif isinstance(value, Memory | HardwareBuffer):
+            part, shape = value.locate(operand)
+            with part:
+                copies[name] = part.array(operand.type.dtype, shape).copy()
+        else:
+            copies[name] = np.array(value)
+    return copies

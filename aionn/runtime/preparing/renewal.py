@@ -139,8 +139,10 @@ class Renewal:
         compiled, dead = self.compiled, self.compiled.serving
         try:
             name = "compilation.prepare" if dead is None else "compilation.prepare_again"
-            if dead is not None and isinstance(ended_by := dead.prepared.device.connection.ended_by, DriverDiedError | DriverHungError):
-                compiled.failed(dead, ended_by)
+            if dead is not None and dead.lost and not dead.prepared.device.restarted:
+                ended_by = dead.prepared.device.connection.ended_by
+                if isinstance(ended_by, DriverDiedError | DriverHungError):
+                    compiled.failed(dead, ended_by)
             with trace.span(name, device=self.device):
                 prepared, outcome = await self._preparation()
             self.outcomes = (outcome,)

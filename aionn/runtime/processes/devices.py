@@ -7,6 +7,7 @@ Invariants
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 
 import anyio
 
@@ -67,7 +68,7 @@ class Device:
         Calls that wait for the old one end with `DriverDiedError`. Compilations prepare their models again when they are used next.
 
         Raises:
-            CallerError: the runtime was closed.
+            CallerError: the runtime was closed; or this is another process or another event loop.
             DeviceUnavailableError, DriverDiedError, DriverHungError: the new one cannot be started.
         """
         await self._devices.restart(self)
@@ -94,10 +95,12 @@ class Devices:
 
     Attributes:
         tasks: where the tasks of driver processes are started.
+        check_use: raises a `CallerError` where the app may not use the runtime. `Runtime.open` sets it.
     """
 
     def __init__(self, tasks: Tasks, state_dir: str = "", hang_s: float | None = DEFAULT_HANG_S) -> None:
         self.tasks = tasks
+        self.check_use: Callable[[], None] = self.check_open
         self._state_dir = state_dir
         self._hang_s = hang_s
         self._homes = {name: f"{point.module}:{point.attr}" for name, point in installed_engines().items()}
@@ -177,11 +180,15 @@ class Devices:
 
     async def restart(self, device: Device) -> None:
         """See `Device.restart`."""
-        self.check_open()
+        self.check_use()
         process = device._process
         if process is not None and process.alive:
+            if process.serving is not None:
+                process.serving.restarted = True
             process.kill(DriverDiedError(device.name, -signal.SIGKILL, "because the app restarted the device"))
             await process.wait_ended()
+        if process is not None:
+            device._restarts.last_exit_code = process.life.exit_code
         if device._process is process:
             device._process = None
         device._restarts.forgive()

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import anyio
 
 from aionn import trace
-from aionn.errors import CallerError, DriverHungError
+from aionn.errors import DriverHungError
 from aionn.pages import BEAT_S, Activity, Execution, PageReader, start_time_of
 
 logger = logging.getLogger("aionn.driver")
@@ -76,19 +76,6 @@ class Evidence:
 
     runnable: bool
     cpu_ns: int
-
-
-def checked_hang_s(hang_s: float | None) -> float | None:
-    """Return a valid `hang_s`.
-
-    Raises:
-        CallerError: `hang_s` is neither a positive number of seconds nor None.
-    """
-    if hang_s is None:
-        return None
-    if isinstance(hang_s, bool) or not isinstance(hang_s, int | float) or not hang_s > 0:
-        raise CallerError(f"hang_s={hang_s!r}: give the seconds after which a driver without progress is killed, or None for never")
-    return None if hang_s == float("inf") else float(hang_s)
 
 
 class Judge:

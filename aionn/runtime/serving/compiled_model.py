@@ -57,8 +57,8 @@ class CompiledModel:
         swaps: how many there have been.
         members: open bursts and device memories.
         abandoned: called when the compilation is closed, or has been collected.
-        on_failure: called when an execution of the app's was answered with an error, and when the driver has died; with the inputs if
-            they are at hand.
+        on_failure: called when an execution of the app's was answered with an error, and when the driver has died under one; with the
+            inputs if they are at hand.
         devices_for: gives the devices that may serve after a driver's death, the best first; or None for the same device.
         replaced: called when the model was prepared anew after a driver's death.
         closed: whether the compilation has been closed or collected, or its runtime closed.

@@ -37,9 +37,10 @@ class Serving:
         stage: what results are marked with.
         model: what it computes.
         users: calls that have taken it, and requests not yet answered.
+        lost: whether its driver ended while an execution was in flight.
     """
 
-    __slots__ = ("_idle", "model", "stage", "steps", "use", "users")
+    __slots__ = ("_idle", "lost", "model", "stage", "steps", "use", "users")
 
     def __init__(self, steps: tuple[RemotePreparedModel, ...], model: Model, use: Use, stage: str | None = None) -> None:
         self.steps = steps
@@ -47,6 +48,7 @@ class Serving:
         self.model = model
         self.use = use
         self.users = 0
+        self.lost = False
         self._idle: list[anyio.Event] = []
 
     @property
@@ -112,10 +114,12 @@ class Serving:
     def entered(self, settled: Callable[[Result | None], None], deadline_ns: int | None = None) -> Callable[[Result | None], None]:
         """Count an execution until its request is settled, whatever its caller does. `deadline_ns`: the app's, if it has set one."""
         self.enter()
-        return partial(self._settled, settled, deadline_ns)
+        return partial(self._settled, settled, deadline_ns, self.alive)
 
-    def _settled(self, settled: Callable[[Result | None], None], deadline_ns: int | None, result: Result | None) -> None:
+    def _settled(self, settled: Callable[[Result | None], None], deadline_ns: int | None, sent: bool, result: Result | None) -> None:
         settled(result)
+        if sent and result is None and not self.alive:
+            self.lost = True
         if deadline_ns is not None:
             self.use.answered(deadline_ns)
         self.leave()

@@ -13,9 +13,7 @@ import numpy as np
 
 from aionn.errors import AionnError
 from aionn.hal.model import Model
-from aionn.memory.hardware_buffer import HardwareBuffer
-from aionn.memory.memory import Memory
-from aionn.runtime.executing.device_memory import DeviceMemory
+from aionn.runtime.executing.placement import contents_of
 from aionn.runtime.staging.measuring import Inputs
 
 SAMPLE_EVERY_S = 0.25
@@ -56,18 +54,10 @@ class Samples:
         """Do the same as `take` where some inputs are memory. The copies are of the memory's present contents."""
         if time.monotonic_ns() < self.due_ns:
             return
-        copies = {}
         try:
-            for name, operand in self.model.inputs.items():
-                value = placed.get(name, inputs.get(name))
-                if isinstance(value, DeviceMemory):
-                    copies[name] = await value.snapshot()
-                elif isinstance(value, Memory | HardwareBuffer):
-                    part, shape = value.locate(operand)
-                    with part:
-                        copies[name] = part.array(operand.type.dtype, shape).copy()
-                else:
-                    copies[name] = np.array(value if name in placed else inputs[name])
+            copies = await contents_of(
+                self.model.inputs, {name: placed[name] if name in placed else inputs[name] for name in self.model.inputs}
+            )
         except AionnError:
             return  # these inputs are not kept, and the execution itself raises the error
         self._add(copies)

@@ -55,17 +55,26 @@ class StagePolicy:
     state: Literal["move", "wait_for_reset"] = "move"
 
     def __post_init__(self) -> None:
-        if self.executions < 0:
-            raise CallerError(f"StagePolicy: executions={self.executions}; give at least 0")
-        if self.threads < 1:
-            raise CallerError(f"StagePolicy: threads={self.threads}; give at least 1")
-        if not (self.per_s > 0 and self.timeout_s > 0 and self.run_timeout_s > 0):
-            found = f"per_s={self.per_s}, timeout_s={self.timeout_s}, run_timeout_s={self.run_timeout_s}"
-            raise CallerError(f"StagePolicy: {found}; give more than 0 seconds for each")
-        if self.min_gain is not None and not 0 <= self.min_gain < 1:
-            raise CallerError(f"StagePolicy: min_gain={self.min_gain}; give a share from 0 to below 1, or None to compare outputs only")
+        for name, least in (("executions", 0), ("threads", 1)):
+            number = getattr(self, name)
+            if isinstance(number, bool) or not isinstance(number, int) or number < least:
+                raise CallerError(f"StagePolicy: {name}={number!r}; give a whole number, at least {least}")
+        for name in ("per_s", "timeout_s", "run_timeout_s"):
+            seconds = getattr(self, name)
+            if not _is_number(seconds) or not seconds > 0:
+                raise CallerError(f"StagePolicy: {name}={seconds!r}; give a number of seconds above 0")
+        if self.min_gain is not None and not (_is_number(self.min_gain) and 0 <= self.min_gain < 1):
+            raise CallerError(f"StagePolicy: min_gain={self.min_gain!r}; give a share from 0 to below 1, or None to compare outputs only")
+        if not isinstance(self.tolerances, Mapping) or not all(isinstance(value, Tolerance) for value in self.tolerances.values()):
+            raise CallerError(f"StagePolicy: tolerances={self.tolerances!r}; give an aionn.Tolerance per element type, by name")
+        if not isinstance(self.hold, bool):
+            raise CallerError(f"StagePolicy: hold={self.hold!r}; give True or False")
         if self.state not in ("move", "wait_for_reset"):
             raise CallerError(f"StagePolicy: state={self.state!r}; give 'move' or 'wait_for_reset'")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63)
 
 
 @dataclass

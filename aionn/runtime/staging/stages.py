@@ -35,7 +35,7 @@ from aionn.runtime.staging.stage import Stage, StagePolicy, enter_state, settled
 from aionn.runtime.staging.target import Target
 from aionn.runtime.staging.verdicts import Verdicts
 from aionn.runtime.staging.way_back import WayBack
-from aionn.tasks import bounded_shield
+from aionn.tasks import bounded_shield, checked_seconds
 
 logger = logging.getLogger("aionn.runtime")
 
@@ -91,8 +91,9 @@ class Staging:
     async def wait_for(self, name: str, timeout_s: float | None) -> None:
         """See `Compilation.wait_for_stage`."""
         stage = self.stage(name)
+        seconds = checked_seconds("timeout_s", timeout_s)
         self._wanted.set()
-        with anyio.move_on_after(timeout_s):
+        with anyio.move_on_after(seconds):
             await settled(stage).wait()
         if not settled(stage).is_set():
             raise DeadlineError(f"stage {name!r} is still {stage.state} after {timeout_s} s")

@@ -1,11 +1,13 @@
 """The way back from a better stage that serves and fails: the stage before takes its place again.
 
-A failure is a death of the stage's driver, or an execution that the driver answers with an error. `FAILURES` of them within `WITHIN_S`
-end the stage's service. There are two ways to the stage before:
+A failure is an execution that the driver answers with an error, or a death of the driver while an execution was in flight. The app's
+own restarts and shortages of the machine do not count. `FAILURES` failures within `WITHIN_S` end the stage's service. There are two ways
+to the stage before:
 
     the driver died      the next use prepares the stage before, in place of preparing the bad stage anew (`devices_for`)
     the driver answers   the stage before is prepared, then swapped in like a better one: streams go on, device memories move along
 
+Inputs in memory that cannot be read fail on every stage, so those failures are not reported here (`Executor.placed_failure`).
 The stage before is first tried on the inputs that failed. If it cannot run them either, the inputs are at fault, and the better stage
 goes on serving. The caller of each failed execution gets its error. Nothing here runs an execution of the app's again.
 """
@@ -23,6 +25,7 @@ import numpy as np
 
 from aionn import trace
 from aionn.errors import AionnError, OutputInsufficientSizeError
+from aionn.hal.types import ErrorStatus
 from aionn.remote.device import RemotePreparedModel
 from aionn.runtime.serving.compiled_model import CompiledModel
 from aionn.runtime.serving.members import NotNowError
@@ -34,6 +37,8 @@ logger = logging.getLogger("aionn.runtime")
 
 FAILURES = 3
 WITHIN_S = 60.0
+
+_SHORTAGES = (ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT, ErrorStatus.RESOURCE_EXHAUSTED_PERSISTENT)
 
 _SWAP_TRIES = 20
 """How often the swap is tried. A stage that fails is worth more tries than a better stage."""
@@ -75,7 +80,7 @@ class WayBack:
         compiled.replaced = self._replaced
 
     def _failed(self, serving: Serving, error: AionnError, inputs: Mapping[str, Any] | None) -> None:
-        if serving is not self._compiled.serving or isinstance(error, OutputInsufficientSizeError) or not self._before(serving.stage):
+        if serving is not self._compiled.serving or _says_nothing(error) or not self._before(serving.stage):
             return
         if serving.stage != self._stage:
             self._stage = serving.stage
@@ -143,6 +148,11 @@ class WayBack:
             except AionnError:
                 base.check_alive()
         return False
+
+
+def _says_nothing(error: AionnError) -> bool:
+    """Return whether the stage is not at fault: an output's memory was too small, or the machine is short of something."""
+    return isinstance(error, OutputInsufficientSizeError) or getattr(error, "status", None) in _SHORTAGES
 
 
 def _copies(inputs: Mapping[str, Any] | None) -> Inputs | None:

@@ -189,7 +189,7 @@ class Burst:
                 if step.steps.widened(self._executor.arguments, result):
                     self._recurrent = None
                     return None
-                raise self._executor.failure(step.link.serving, result, None)
+                raise await self._executor.placed_failure(step.link.serving, result, Call(inputs, {}, measure_timing, deadline_ns, inputs))
             counts["computed"] += 1
             return Outputs(step.steps.outputs_in(step.frame, result), step.link.device, result.timing if measure_timing else None)
         except BaseException as error:

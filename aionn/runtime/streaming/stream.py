@@ -34,7 +34,7 @@ from aionn.errors import CallerError, DeadlineError, ExecutionError
 from aionn.hal.types import ErrorStatus
 from aionn.runtime.executing.arguments import Outputs
 from aionn.runtime.streaming.connection import BurstConnection
-from aionn.tasks import Answer, running_loop
+from aionn.tasks import Answer, checked_seconds, running_loop
 
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup
@@ -94,10 +94,9 @@ class Stream:
         policy, depth, deadline_s = options.policy, options.depth, options.deadline_s
         if policy not in ("latest", "block", "reject"):
             raise CallerError(f"policy {policy!r}: it is one of 'latest', 'block', 'reject'")
-        if depth < 1:
-            raise CallerError(f"depth={depth}: at least one frame must be in flight")
-        if deadline_s is not None and deadline_s <= 0:
-            raise CallerError(f"deadline_s={deadline_s}: a deadline is more than 0 seconds, or None for none")
+        if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
+            raise CallerError(f"depth={depth!r}: give a whole number of frames, at least 1")
+        deadline_s = checked_seconds("deadline_s", deadline_s)
         if not hasattr(frames, "__aiter__") and not hasattr(frames, "__iter__"):
             raise CallerError(f"frames: expected an iterable or async iterable of inputs by name, got {type(frames).__name__}")
         self._compute_frame = compute
@@ -105,7 +104,7 @@ class Stream:
         self._frames = frames
         self._policy = policy
         self._depth = depth
-        self._deadline_ns = None if deadline_s is None else int(deadline_s * 1e9)
+        self._deadline_s = deadline_s
         self._entries: deque[_Entry] = deque()
         self._newest: _Entry | None = None
         self._computing = 0
@@ -228,8 +227,8 @@ class Stream:
 
     async def _compute(self, entry: _Entry) -> None:
         timeout_s = None
-        if self._deadline_ns is not None:
-            timeout_s = (entry.arrived_ns + self._deadline_ns - time.monotonic_ns()) / 1e9
+        if self._deadline_s is not None:
+            timeout_s = self._deadline_s - (time.monotonic_ns() - entry.arrived_ns) / 1e9
         try:
             if timeout_s is not None and timeout_s <= 0:
                 raise DeadlineError(f"frame {entry.seq} was older than the stream's deadline before it could be sent")
