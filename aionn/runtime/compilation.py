@@ -158,7 +158,8 @@ class Compilation:
             DeadlineError: no answer in time.
             ExecutionError: the driver answered that it failed.
             MemoryAllocationError: there is no memory for arrays of these shapes.
-            DriverDiedError, DriverHungError: the driver is gone; the next call starts a new one. `DeviceMemoryLostError` as there.
+            DriverDiedError, DriverHungError: the driver is gone; the next call starts a new one. `DeviceMemoryLostError` as for
+                `Burst.compute`.
 
         NNAPI: ANeuralNetworksExecution_compute.
         """

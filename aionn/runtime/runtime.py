@@ -56,7 +56,8 @@ class Runtime:
             must live as long as the cache: where only the cache survives, nothing in it can be trusted. None: the user's state folder
             (`$XDG_STATE_HOME/aionn`, else `~/.local/state/aionn`).
         hang_s: a driver process that makes no progress for so many seconds is killed, and its calls end with `DriverHungError`.
-            A long execution that computes is progress. None: it is logged, and never killed.
+            A long execution that computes is progress, unless it takes more than 20 times as long as nearly all executions of its model.
+            None: it is logged, and never killed.
 
     Raises:
         CallerError: `hang_s` is not a positive number.
