@@ -181,8 +181,8 @@ class Runtime:
             cache_dir: where compilations are kept, or None for no caching.
             token: 32 bytes, unique to the model within the app (`model.token`); given exactly when `cache_dir` is.
             mode: "eager" compiles now. "jit" compiles at the first execution, once for all callers; `timeout_s` does not count then.
-                "staged" serves from the best of `stages` that is stored, else from the first one. It makes the others behind it, as
-                `stage_policy` says.
+                "staged" serves from the best of `stages` that is stored, else from the first one. It makes the better ones in the
+                background, as `stage_policy` says.
             stages: devices from quick to best, only with mode "staged", and in place of `devices`.
             timeout_s: seconds after which the call ends with `DeadlineError` and the compile is cancelled.
 
@@ -247,7 +247,7 @@ class Runtime:
         """Let another model take over a compilation and its open bursts, between two executions: the app's own new version.
 
         The new model is compiled in the background on the device that serves now, kept in the same cache, and tried once. Then it is
-        swapped in: the model before computes every execution up to some one, and the new model all those that follow. Stages begin anew.
+        swapped in: the old model computes every execution before the swap, and the new model every execution after it. Stages begin anew.
 
         Args:
             compilation: of this runtime.

@@ -1,8 +1,8 @@
-"""`DeviceMemory`: a tensor that lives in the driver, between executions. Recurrent state that never crosses the wall.
+"""`DeviceMemory`: a tensor that lives in the driver, between executions. Recurrent state never leaves the driver.
 
-One may stand for an input and an output of the same execution (a state and its successor). `device_state` has what the driver holds.
+One memory may stand for an input and an output of the same execution (a state and its successor). `device_state` says who uses it now.
 
-It is lost with its driver, and says so: `DeviceMemoryLostError`, never zeros.
+A device memory is lost with its driver. The next use raises `DeviceMemoryLostError`, and never reads zeros.
 """
 
 from __future__ import annotations
