@@ -128,10 +128,11 @@ class Compilation:
             queue_capacity: datums of 24 bytes per queue; a request needs about 4, and 1 per argument and dimension.
 
         Raises:
-            CallerError: a number is not positive.
+            CallerError: `depth` is below 1, or `queue_capacity` is below 8.
         """
         if depth < 1 or queue_capacity < 8:
-            raise CallerError(f"burst of depth {depth} with a queue of {queue_capacity} datums: at least 1 and 8 are needed")
+            found = f"burst with depth={depth}, queue_capacity={queue_capacity}"
+            raise CallerError(f"{found}: expected at least 1 and at least 8; leave both out for the defaults")
         return Burst(self._parts.connection(depth, queue_capacity))
 
     async def compute(

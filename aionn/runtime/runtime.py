@@ -319,7 +319,7 @@ def _check_modes(
     if mode not in ("eager", "jit", "staged"):
         raise CallerError(f"mode {mode!r}: it is one of 'eager', 'jit', 'staged'")
     if (stages is not None) != (mode == "staged"):
-        raise CallerError(f"stages={stages!r} with mode={mode!r}: stages are given exactly with mode='staged'")
+        raise CallerError(f"stages={stages!r} with mode={mode!r}: give stages with mode='staged', and with no other mode")
     if (cache_dir is None) != (token is None):
         raise CallerError("cache_dir and token go together: give both (token=model.token), or neither for no caching")
     if token is not None and not isinstance(token, bytes):
@@ -331,4 +331,4 @@ def _check_modes(
     if cache_dir is not None and not os.fspath(cache_dir):
         raise CallerError("cache_dir is an empty path; give a directory, or None for no caching")
     if mode == "staged" and devices is not None:
-        raise CallerError(f"devices={devices!r} with mode='staged': the stages are the devices")
+        raise CallerError(f"devices={devices!r} with mode='staged': the stages name the devices; leave devices out")
