@@ -117,7 +117,7 @@ def test_the_borders_are_sans_io() -> None:
 
 
 def test_each_kind_of_act_has_one_place() -> None:
-    """Only memory/region and pages map; only fmq imports the ring; only runtime/spawning starts processes."""
+    """Only memory/region and pages map; only fmq imports the ring; only runtime/processes/spawning starts processes."""
     only = {
         "mmap": {"memory/region.py", "pages/page.py"},
         "subprocess": {"runtime/processes/spawning.py"},

@@ -295,7 +295,7 @@ def test_an_engine_that_a_package_declares_is_a_device(tmp_path: Path, silero_pa
     assert name in names
     assert found == pytest.approx([found[0]] * 2)
     page = (ROOT / "docs" / "drivers.md").read_text(encoding="utf-8")
-    needed = re.search(r"A driver is a class with (.+?): the protocol", page, re.DOTALL)
+    needed = re.search(r"An engine is a class with (.+?): the protocol", page, re.DOTALL)
     assert needed is not None
     public = {word for word in vars(aionn.hal.Engine) if not word.startswith("_")} | set(aionn.hal.Engine.__annotations__)
     assert set(re.findall(r"`(\w+)`", needed[1])) == public

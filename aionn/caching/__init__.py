@@ -3,7 +3,7 @@
     app's process                                        driver's process
     token      the key: 32 bytes for one compilation     integrity   which bytes this driver stored under a key
     store      entries, locks, budget; files' only room  artifact_files  reads and writes the files that the app gave
-               manifest  what was stored, reason to miss blob_cache  bytes by bytes, for a driver's own small things
+               manifest  what was stored, reason to miss blob_cache  a small map from bytes to bytes, for engines
     outcomes   what happened, as a value (both sides)    state       a private directory for both
     measurements  what a comparison of stages measured
 

@@ -2,7 +2,7 @@
 
 Invariants
     `Executable.run` is never entered twice at once. The thread takes one run after the other. A run on the loop happens only while the
-    thread has none (`_pending` is 0), and the loop can submit none meanwhile.
+    thread has none (`SerialThread.idle`), and the loop can submit none meanwhile.
     A bound execution holds views of its memories. They stay mapped until the run is over, even when their owners have dropped them.
     The engine gets no array for an output in `BoundModel.disproved`, because a run has shown that the model declares a wrong shape.
     Such an output is open: its shape stands in each answer, and its bytes are copied to their place.

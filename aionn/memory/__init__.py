@@ -1,11 +1,11 @@
-"""Memory: bytes that cross the process wall without a copy, and bytes that stay in a driver.
+"""Memory: bytes that cross the process border without a copy, and bytes that stay in a driver.
 
     limits           how much memory is still available, and which limit says so
     descriptors      whether a descriptor from another process may be mapped
     region           one piece of shared memory, mapped; beside `aionn.pages`, the only place that calls mmap
     memory           `Memory`: what an app holds and slices
     hardware_buffer  `HardwareBuffer`: images, their planes and strides, as tensors
-    pool             slots of a burst
+    pool             frames of a burst or a compilation
     requests         whether a request may touch the bytes it names; pure
     domain           for which uses a buffer may live in a driver, and its dimensions; pure
     device_buffer    one such buffer: its memory, its state and copies of it; pure

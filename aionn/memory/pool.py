@@ -3,7 +3,7 @@
 `lease` hands out a frame, and `pin` keeps it from being handed out again. An app's lease is one pin. A request in flight is
 another, which ends with the driver's answer or its death. So a cancelled caller can leave at once while the driver may
 still be writing. Nothing here waits for a driver. A frame whose arrays the app still holds is not handed out either, so
-results are never overwritten under their reader. The pool grows instead, up to `max_frames`. Then `lease` says whether
+no later request overwrites results that the app still holds. The pool grows instead, up to `max_frames`. Then `lease` says whether
 requests in flight will bring frames back (`FramesInFlightError`), and `tell_returns` reports each one that comes back.
 
 Invariants

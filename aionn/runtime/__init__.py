@@ -1,6 +1,6 @@
 """The app's process: models, compilations, bursts, and the driver processes behind them.
 
-Arrows run downward. A package or module here imports the ones below it, never the ones beside it or above.
+The lines stand in the order of imports. A package or module here imports the ones on lower lines, never the ones beside it or above.
 
     runtime      `Runtime`: opens and closes everything
     compilation  `Compilation`: the face of a compiled model

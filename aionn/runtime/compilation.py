@@ -49,8 +49,8 @@ class Compilation:
     async def aclose(self) -> None:
         """Close its bursts and let the driver free the model, which it does once executions in flight are over.
 
-        Returns after `CLOSE_S` per burst and for the model at the latest: a driver that is long busy frees it later. A caller that is
-        cancelled leaves nothing behind: all of it is asked for at once, and not waited for.
+        A busy driver is given 2 s for each burst and 2 s for the model. It frees the rest later. If the caller is cancelled, the driver is
+        asked to free everything, and the call does not wait for that.
         """
         await self._parts.aclose()
 
@@ -76,8 +76,8 @@ class Compilation:
     async def wait_for_stage(self, name: str, timeout_s: float | None = None) -> None:
         """Return when that stage serves, has served, or is not needed because a better one is stored.
 
-        Waiting for it is use that warrants it: it is made at once, whatever the policy says. It is compared on inputs of
-        executions; as long as there has been none, on made up ones.
+        The stage is made at once, whatever the policy says about use. It is compared on inputs of the app's executions. If there has been
+        no execution yet, it is compared on made-up inputs.
 
         Raises:
             CallerError: there is no such stage.
@@ -124,11 +124,11 @@ class Compilation:
         """Return a stream of executions to the driver: `async with compilation.burst() as burst`.
 
         Args:
-            depth: so many requests may be in flight at once; further callers wait, in order.
+            depth: the most requests that may be in flight at once. Further callers wait, in order.
             queue_capacity: datums of 24 bytes per queue; a request needs about 4, and 1 per argument and dimension.
 
         Raises:
-            CallerError: a number is not positive.
+            CallerError: `depth` is not a whole number of at least 1, or `queue_capacity` of at least 8.
         """
         for name, number, least in (("depth", depth, 1), ("queue_capacity", queue_capacity, 8)):
             if isinstance(number, bool) or not isinstance(number, int) or number < least:
@@ -159,7 +159,8 @@ class Compilation:
             DeadlineError: no answer in time.
             ExecutionError: the driver answered that it failed.
             MemoryAllocationError: there is no memory for arrays of these shapes.
-            DriverDiedError, DriverHungError: the driver is gone; the next call starts a new one. `DeviceMemoryLostError` as there.
+            DriverDiedError, DriverHungError: the driver is gone; the next call starts a new one. `DeviceMemoryLostError` as for
+                `Burst.compute`.
 
         NNAPI: ANeuralNetworksExecution_compute.
         """

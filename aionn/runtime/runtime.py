@@ -56,7 +56,8 @@ class Runtime:
             must live as long as the cache: where only the cache survives, nothing in it can be trusted. None: the user's state folder
             (`$XDG_STATE_HOME/aionn`, else `~/.local/state/aionn`).
         hang_s: a driver process that makes no progress for so many seconds is killed, and its calls end with `DriverHungError`.
-            A long execution that computes is progress. None: it is logged, and never killed.
+            A long execution that computes is progress, unless it takes more than 20 times as long as nearly all executions of its model.
+            None: it is logged, and never killed.
 
     Raises:
         CallerError: `hang_s` is not a positive number.
@@ -181,8 +182,8 @@ class Runtime:
             cache_dir: where compilations are kept, or None for no caching.
             token: 32 bytes, unique to the model within the app (`model.token`); given exactly when `cache_dir` is.
             mode: "eager" compiles now. "jit" compiles at the first execution, once for all callers; `timeout_s` does not count then.
-                "staged" serves from the best of `stages` that is stored, else from the first one. It makes the others behind it, as
-                `stage_policy` says.
+                "staged" serves from the best of `stages` that is stored, else from the first one. It makes the better ones in the
+                background, as `stage_policy` says.
             stages: devices from quick to best, only with mode "staged", and in place of `devices`.
             timeout_s: seconds after which the call ends with `DeadlineError` and the compile is cancelled.
 
@@ -247,7 +248,7 @@ class Runtime:
         """Let another model take over a compilation and its open bursts, between two executions: the app's own new version.
 
         The new model is compiled in the background on the device that serves now, kept in the same cache, and tried once. Then it is
-        swapped in: the model before computes every execution up to some one, and the new model all those that follow. Stages begin anew.
+        swapped in: the old model computes every execution before the swap, and the new model every execution after it. Stages begin anew.
 
         Args:
             compilation: of this runtime.
@@ -319,7 +320,7 @@ def _check_modes(
     if mode not in ("eager", "jit", "staged"):
         raise CallerError(f"mode {mode!r}: it is one of 'eager', 'jit', 'staged'")
     if (stages is not None) != (mode == "staged"):
-        raise CallerError(f"stages={stages!r} with mode={mode!r}: stages are given exactly with mode='staged'")
+        raise CallerError(f"stages={stages!r} with mode={mode!r}: give stages with mode='staged', and with no other mode")
     if (cache_dir is None) != (token is None):
         raise CallerError("cache_dir and token go together: give both (token=model.token), or neither for no caching")
     if token is not None and not isinstance(token, bytes):
@@ -331,4 +332,4 @@ def _check_modes(
     if cache_dir is not None and not os.fspath(cache_dir):
         raise CallerError("cache_dir is an empty path; give a directory, or None for no caching")
     if mode == "staged" and devices is not None:
-        raise CallerError(f"devices={devices!r} with mode='staged': the stages are the devices")
+        raise CallerError(f"devices={devices!r} with mode='staged': the stages name the devices; leave devices out")

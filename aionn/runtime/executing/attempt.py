@@ -3,7 +3,9 @@
 It leases a frame, copies the arrays into it, finds the channel, sends the request, and waits for the answer. Then it makes the outputs,
 or tries again with more room where the driver found too little. A burst's usual frame is a shortcut beside it (`streaming.burst`).
 
-    arguments in arrays     frame, then channel: a wait for a frame may outlive a driver, and the channel leads to the one that serves then
+The order depends on the arguments:
+
+    arguments in arrays     frame, then channel: a driver may die during the wait for a frame, and the channel must lead to a live one
     arguments elsewhere     channel, then placement and frame: where device memory lies depends on the driver
 
 Nothing is awaited between the choice of a channel, or the placement, and the sending.

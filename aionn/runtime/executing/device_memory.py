@@ -1,8 +1,8 @@
-"""`DeviceMemory`: a tensor that lives in the driver, between executions. Recurrent state that never crosses the wall.
+"""`DeviceMemory`: a tensor that lives in the driver, between executions. Recurrent state never leaves the driver.
 
-One may stand for an input and an output of the same execution (a state and its successor). `device_state` has what the driver holds.
+One memory may stand for an input and an output of the same execution (a state and its successor). `device_state` says who uses it now.
 
-It is lost with its driver, and says so: `DeviceMemoryLostError`, never zeros.
+A device memory is lost with its driver. The next use raises `DeviceMemoryLostError`, and never reads zeros.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class DeviceMemory:
 
     It may be used as the inputs and outputs it was allocated for: as a value of `inputs`, or of `outputs=`, of `compute`.
     Before the first use as an input it must be filled: by `copy_from`, `reset`, or an execution that writes it. After a
-    `copy_from` or an execution that failed to write it, it must be filled again. An execution that reads and writes it leaves
-    it as it was.
+    `copy_from` or an execution that failed to write it, it must be filled again. If an execution that reads and writes it
+    fails, it keeps the state from before.
 
     Uses that contradict each other are refused, never raced: `CallerError` here, or `ExecutionError` by the driver. A
     use after a call that ended early (`DeadlineError`, a cancelled task) waits until the driver is done with that call.

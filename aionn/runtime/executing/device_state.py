@@ -1,4 +1,4 @@
-"""`DeviceState`: what uses a device memory now, and its change to another driver.
+"""`DeviceState`: what uses a device memory now, and how the memory moves to another driver.
 
 Invariants
     An execution that reads and writes the memory has it to itself (`Uses.advancing`). Another use would see the state before, or be

@@ -1,4 +1,4 @@
-"""The frames of one burst or one compilation: a pool per frame size, and every region under one number.
+"""The frames of one burst or one compilation: a pool per frame size, and one slot number per region.
 
 Models with open dimensions get frames of the next power of two, so that a stream of ever new shapes needs few pools.
 

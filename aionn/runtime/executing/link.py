@@ -1,7 +1,7 @@
 """A burst's connection to one driver process: two queues, the app's end and the driver's listener.
 
-A burst has one link at a time, and for a moment, at a swap, a second one that is not in use yet. Both serve the same frames:
-a driver asks for the memory behind a slot when it first meets it.
+A burst has one link. Only during a swap it has a second link, which is not in use yet. Both links use the same frames, because a driver
+asks for the memory behind a slot when it first sees the slot.
 """
 
 from __future__ import annotations

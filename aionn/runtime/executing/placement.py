@@ -5,8 +5,9 @@
     HardwareBuffer  the same, where its format is the operand's tensor  as input or output
     DeviceMemory    by token; nothing crosses                           as input, output, or both at once
 
-A `Placement` is made for one execution. It keeps the app's memory mapped (`held`) and device memories in use (`used`: whether the two
-buffers of one change places after a success). Both end with `settled`: the driver's answer, or its end.
+A `Placement` is made for one execution. It keeps the app's memory mapped (`held`) and device memories in use (`used`). `used` also says
+for each device memory whether its two buffers change places after a success. Both end when `settled` is called: the driver has answered,
+or it has ended.
 """
 
 from __future__ import annotations

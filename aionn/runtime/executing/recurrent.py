@@ -1,9 +1,10 @@
 """The usual step of a stream that keeps its state in the driver: the same arguments each time, all in arrays or device memories.
 
-`placement` takes whatever an app passes, and works out anew where it lies. A recurrent model's steps differ in nothing but the
-bytes and in which of two buffers is read: here that is looked at, and nothing is made that the step before has made.
+There are two ways to run such a step. The long way is an `Attempt`: `placement` takes whatever an app passes, and works out anew where
+it lies. The short way is here. The steps of a recurrent model differ only in the bytes, and in which of two buffers is read. So this
+module checks only these, and uses again what the step before has made.
 
-    RecurrentSteps.of       after an execution on the long layout: what the next one will look like; None where it has no short layout
+    RecurrentSteps.of       after a step on the long way: what the next step will look like; None if it has no short way
     RecurrentSteps.begin    whether this is such a step: its memories are in use and its frame is leased then
     Step                  what is sent, and what is given back when it is over
 
@@ -11,7 +12,7 @@ Invariants
     `begin` refuses nothing and changes nothing where it returns None. An `Attempt` then says what is wrong, or computes.
     It asks of each device memory, at each step, all that `place` asks. The memory is not closed and is of this prepared model. It has
     a role that it was allocated for, and the shape that the frame is laid out for. No execution in flight advances it.
-    A request has the same bytes as on the long layout, so that the driver knows it again.
+    A request has the same bytes as on the long way, so that the driver knows it again.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ A driver hangs if one of these lasts for `hang_s`:
     too long       one execution takes more than 20 times the 99th percentile of at least 100 executions of its model
     a dead loop    it does nothing, and its event loop does not write its heartbeat
 
-A first execution, a long execution that computes, a load and a compile do not count as a hang. The watch counts only time in which
+A first execution that computes, a load and a compile do not count as a hang, however long they take. The watch counts only time in which
 the watch itself ran. So a stopped app or a suspended machine does not make a driver look hung. Time without CPU does not count either.
 
 `Judge` decides without I/O, from what it is given. `Witness` looks at the process. `stacks_of` asks a driver that hangs for its stacks.

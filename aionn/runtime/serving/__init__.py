@@ -1,4 +1,6 @@
-"""What serves a compilation now, and how another prepared model takes its place. Arrows run downward.
+"""What serves a compilation now, and how another prepared model takes its place.
+
+Each file imports files on lower lines only.
 
 compiled_model  `CompiledModel`: the prepared model of the moment, and the swap, a two-phase commit over members
 members         `Member` and `Change`: what must follow a swap, and what it prepares for one

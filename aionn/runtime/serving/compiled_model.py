@@ -3,8 +3,8 @@
 A swap has three parts. First comes everything that may fail or take time, and nothing that serves is touched. The new model is
 prepared, and each open burst prepares a second connection to its driver. Then the gate is closed. Executions that come now wait, those
 in flight end, and device memories are copied. Then all changes are committed, without an await in between, and the gate opens.
-So every execution sees the old model or the new one. None is lost, and none overtakes another: what was sent before the swap has been
-answered before anything is sent after it. The same gate holds a stream for a single run while stages are compared (`held`).
+So every execution sees the old model or the new one. No execution is lost. No execution overtakes another one: all that were sent before
+the swap are answered before the next one is sent. The same gate holds a stream for a single run while stages are compared (`held`).
 
 Invariants
     `serving` is replaced by `swap`, and by `Renewal` after a driver's death. It is never set back to a dead one.

@@ -14,8 +14,8 @@ class Gate:
     """Holds executions back while it is shut, and lets them pass one after the other, in the order in which they came.
 
     Attributes:
-        shut: whether there is anything to wait for, since it is closed or those who waited are still passing. Read it before
-            `passed`: nearly always there is not.
+        shut: whether an execution must call `passed`. It must while the gate is closed, and while executions that waited are still
+            passing. Read it first, because the answer is nearly always no.
         closed: whether it holds every execution back. Read it again after an await that followed `passed`.
     """
 

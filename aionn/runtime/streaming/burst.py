@@ -81,15 +81,15 @@ class Burst:
             inputs: one array per model input, by name, copied once into shared memory; or a `Frame` of this burst, sent as
                 it is. Shapes and dtypes as `Model.inputs` says; open dimensions (0) may have any extent from 1.
                 A `Memory`, `HardwareBuffer` or `DeviceMemory` may stand for any array and is used in place.
-            outputs: where outputs are to be written instead, by name: a `Memory` or a `DeviceMemory`. The latter is then missing from the
-                result. One that is also an input is advanced, as a recurrent state.
+            outputs: where outputs are to be written instead, by name: a `Memory` or a `DeviceMemory`. An output in a `DeviceMemory` is
+                missing from the result. A `DeviceMemory` that is also an input is a recurrent state: it has the new value afterwards.
             measure_timing: fill `.timing` of the result.
             timeout_s: seconds after which this call ends with `DeadlineError`. It ends nothing else. Whether the driver hangs is
                 judged by what it gets done (`Runtime(hang_s=)`), and the frame stays reserved until the driver has answered.
 
         Returns:
             One array per output, by name: views of the burst's memory, valid until the next `compute` on this burst.
-            Copy what must live longer. While other calls wait for a free frame they are copies, and the frame is theirs.
+            Copy what must live longer. While other calls wait for a free frame, the outputs are copies, and the frame goes to those calls.
 
         Raises:
             CallerError: a name, shape or dtype does not fit; nothing was sent.
@@ -207,9 +207,9 @@ class Burst:
             frames: an iterable or async iterable of inputs by name, as for `compute`.
             policy: what becomes of a frame for which there is no place. With "block" the source waits. With "latest" the frame
                 replaces the one that waits, which is dropped. With "reject" the stream ends with `ExecutionError`.
-            depth: so many frames are in flight or answered and not yet taken.
-            deadline_s: how old a frame may become, in seconds from its arrival from the source until its answer. Past it the
-                stream ends with `DeadlineError`; with policy "latest" that frame is dropped.
+            depth: the most frames that may be in flight, or answered and not yet taken, at the same time.
+            deadline_s: how old a frame may become, in seconds from its arrival from the source until its answer. An older frame
+                ends the stream with `DeadlineError`. With policy "latest" it is dropped instead.
 
         Raises:
             CallerError: an argument is wrong. While iterating: whatever `compute` or the source raises.

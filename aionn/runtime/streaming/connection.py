@@ -4,9 +4,9 @@ A burst outlives its driver. When that dies, awaiting calls end with `DriverDied
 belong to the burst, not to the link; the new driver asks for their memories by the same slots.
 
 Invariants
-    `link` is alive or None. A dead one is replaced under `_connecting`, by one task. A living one is replaced by a swap (`_install`).
-    `_held` holds `link` for the finalizer. What the loop and the driver's connection know does not refer to the burst, so one that the
-    app drops is collected, and then closed.
+    `link` is alive or None. A dead one is replaced under `_connecting`, by one task. A living one is replaced by a swap (`install`).
+    `_held` holds `link` for the finalizer. The loop and the driver's connection hold no reference to the burst. So a burst that the app
+    drops is collected, and then closed.
     `usual` is set only while no swap and no comparison watches, so a usual frame never passes a shut gate.
 """
 
