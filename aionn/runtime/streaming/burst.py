@@ -88,8 +88,9 @@ class Burst:
                 judged by what it gets done (`Runtime(hang_s=)`), and the frame stays reserved until the driver has answered.
 
         Returns:
-            One array per output, by name: views of the burst's memory, valid until the next `compute` on this burst.
-            Copy what must live longer. While other calls wait for a free frame, the outputs are copies, and the frame goes to those calls.
+            One array per output, by name: views of the burst's memory. They keep their values as long as the app holds them. A second
+            `compute` with the same `Frame` overwrites its outputs. A burst has 256 frames of a size, so copy what must live long. While
+            other calls wait for a free frame, the outputs are copies, and the frame goes to those calls.
 
         Raises:
             CallerError: a name, shape or dtype does not fit; nothing was sent.
