@@ -12,13 +12,16 @@ from aionn.runtime.executing.arguments import FrameLayout
 from aionn.runtime.executing.frames import Frames
 from aionn.runtime.executing.placement import Placement
 
+_REMEMBERED = 64
+"""A frame remembers so many encoded requests, then it forgets all of them."""
+
 
 def plain_body(layout: FrameLayout, frame: Frame, measure_timing: bool) -> bytes:
     """Return the request of a frame that holds all arguments. Sent again, it costs no more than the identity behind it."""
     body: bytes | None = frame.bindings.get((layout, measure_timing))
     if body is None:
         body = encode_request_body(layout.request(frame.offset), (PoolReference(frame.slot),), measure_timing, framed=True)
-        frame.bindings[layout, measure_timing] = body
+        _keep(frame, (layout, measure_timing), body)
     return body
 
 
@@ -38,5 +41,11 @@ def placed_body(layout: FrameLayout, frame: Frame, frames: Frames, placement: Pl
 def remember(frame: Frame, key: Any, request: Request, references: tuple[PoolReference, ...], measure_timing: bool) -> bytes:
     """Encode a request whose pools are the frame's and `references`, and keep it with the frame."""
     body = encode_request_body(request, (PoolReference(frame.slot), *references), measure_timing, framed=True)
-    frame.bindings[key] = body
+    _keep(frame, key, body)
     return body
+
+
+def _keep(frame: Frame, key: Any, body: bytes) -> None:
+    if len(frame.bindings) >= _REMEMBERED:
+        frame.bindings.clear()
+    frame.bindings[key] = body
