@@ -13,6 +13,7 @@ import gc
 import multiprocessing
 import os
 import sys
+import warnings
 from collections.abc import AsyncIterator
 
 import anyio
@@ -103,7 +104,10 @@ async def main(what: str, busy: bool, cache_dir: str) -> None:
                     await asyncio.to_thread(process.join)
                     print("child", process.exitcode, flush=True)
                 else:
-                    child = os.fork()
+                    with warnings.catch_warnings():
+                        # Python 3.12 warns of every fork in a process with threads. This app is about what the child does then.
+                        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+                        child = os.fork()
                     if not child:
                         await in_child(what, runtime, device, compilation, burst)
                         return
