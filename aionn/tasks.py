@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, overload
 
 import anyio
 from anyio.abc import TaskGroup
@@ -107,6 +107,14 @@ def checked_seconds(name: str, value: float | None) -> float | None:
     if not seconds > 0:
         raise CallerError(f"{name} is {value!r}; give a number of seconds above 0, or None for no limit")
     return None if math.isinf(seconds) else seconds
+
+
+@overload
+def seconds_until(deadline_ns: int) -> float: ...
+
+
+@overload
+def seconds_until(deadline_ns: int | None) -> float | None: ...
 
 
 def seconds_until(deadline_ns: int | None) -> float | None:

@@ -38,7 +38,7 @@ from aionn.errors import AionnError, CallerError, DeadlineError, ExecutionError,
 from aionn.fmq import Caller, MessageQueue, QueueClosedError, QueueCorruptedError
 from aionn.hal.types import ErrorStatus, Result
 from aionn.memo import Memo
-from aionn.tasks import leave_in_child, running_loop
+from aionn.tasks import leave_in_child, running_loop, seconds_until
 
 _REMEMBERED = 256
 """How many different answers are remembered decoded."""
@@ -226,7 +226,7 @@ class ExecutionBurstController:
         self._turns[turn] = None
         timer = None
         if deadline_ns is not None:
-            timer = self._loop.call_later(_seconds_until(deadline_ns), _fail_late, turn, "a free place in the burst")
+            timer = self._loop.call_later(seconds_until(deadline_ns), _fail_late, turn, "a free place in the burst")
         try:
             await turn
         except BaseException:
@@ -315,7 +315,7 @@ class ExecutionBurstController:
 
     def _time(self, entry: _InFlight, identity: int, deadline_ns: int | None) -> None:
         if deadline_ns is not None and entry.timer is None and identity in self._in_flight:
-            entry.timer = self._loop.call_later(_seconds_until(deadline_ns), self._late, entry, identity)
+            entry.timer = self._loop.call_later(seconds_until(deadline_ns), self._late, entry, identity)
 
     def _late(self, entry: _InFlight, identity: int) -> None:
         if entry.answer is not None:
@@ -480,10 +480,6 @@ def _trace(result: Result, identity: int, service_ns: int, began_ns: int) -> Non
     busy_from_ns = max(began_ns, ended_ns - service_ns)
     trace.span_at("burst.queue_wait", began_ns, busy_from_ns, identity=identity)
     trace.span_at("burst.execute", busy_from_ns, ended_ns, identity=identity, status=result.status.name)
-
-
-def _seconds_until(deadline_ns: int) -> float:
-    return max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)
 
 
 def _fail_late(future: asyncio.Future[None], what: str) -> None:

@@ -55,6 +55,7 @@ from aionn.hal.types import (
 from aionn.memory import DeviceBuffers, ModelInfo, check_request, reserve
 from aionn.memory.requests import Extent
 from aionn.pages import DriverPage, Slot, private_slot
+from aionn.tasks import seconds_until
 
 T = TypeVar("T")
 logger = logging.getLogger("aionn.driver")
@@ -206,7 +207,7 @@ class EngineDevice:
             if deadline_ns is None:
                 return await self._threads.run(work)
             # The scope knows whether the deadline ended it. A clock does not know, because a loop's timers may be a millisecond early.
-            with anyio.move_on_after(max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)):
+            with anyio.move_on_after(seconds_until(deadline_ns)):
                 return await self._threads.run(work)
             raise DeadlineError(f"device {self.name!r} had not prepared the model by the deadline", transient=True)
         except BaseException:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,33 +10,12 @@ from aionn.caching.outcomes import MissReason, Refusal
 from aionn.caching.store import CacheStore, Hit, Miss
 from aionn.caching.store.index import MANIFEST_BYTES
 from tests.caching.entries import expected, read, stored, wanted
+from tests.descriptors import free_descriptors
 
 pytestmark = pytest.mark.anyio
 
 ENOUGH = 24
 """With so many free descriptors everything works; the tests see to it."""
-
-
-@contextmanager
-def free_descriptors(count: int) -> Iterator[None]:
-    """Leave so many descriptors to this process for the `with` body."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    highest = max(int(fd) for fd in os.listdir("/proc/self/fd"))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1 + count, hard))
-    fillers: list[int] = []
-    try:
-        try:
-            while True:
-                fillers.append(os.open("/dev/null", os.O_RDONLY))
-        except OSError:
-            pass
-        for _ in range(count):
-            os.close(fillers.pop())
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        for fd in fillers:
-            os.close(fd)
 
 
 def lose_the_index(directory: Path) -> None:

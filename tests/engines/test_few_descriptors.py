@@ -2,42 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import resource
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 
 import aionn
 from aionn.engines.installed import installed_engines
+from tests.descriptors import free_descriptors
 
 pytestmark = pytest.mark.anyio
-
-
-@contextmanager
-def free_descriptors(count: int) -> Iterator[None]:
-    """Leave that many free descriptors to this process for the `with` body."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = {int(fd) for fd in os.listdir("/proc/self/fd")}
-    fillers: list[int] = []
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(used) + 1 + count, hard))
-    try:
-        try:
-            while True:
-                fillers.append(os.open("/dev/null", os.O_RDONLY))
-        except OSError:
-            pass
-        for _ in range(count):
-            os.close(fillers.pop())
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        for fd in fillers:
-            os.close(fd)
 
 
 async def test_entering_a_runtime_without_a_free_descriptor_is_one_clear_error() -> None:

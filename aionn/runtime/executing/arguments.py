@@ -327,16 +327,6 @@ def _check_shape(name: str, operand: Operand, shape: tuple[int, ...]) -> None:
         raise CallerError(f"input {name!r}: shape {shape} has an empty axis; an execution's inputs have at least one element per axis")
 
 
-def raise_for(result: Result, model: Model, device: str) -> None:
-    """Raise what a result that is not NONE means.
-
-    Raises:
-        CallerError, DeadlineError, OutputInsufficientSizeError, ExecutionError
-    """
-    if result.status is not ErrorStatus.NONE:
-        raise failure_of(result, model, device)
-
-
 def failure_of(result: Result, model: Model, device: str) -> AionnError:
     """Return what a result that is not NONE means to the caller."""
     status = result.status

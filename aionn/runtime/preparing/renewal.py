@@ -140,7 +140,7 @@ class Renewal:
         try:
             name = "compilation.prepare" if dead is None else "compilation.prepare_again"
             if dead is not None and dead.lost and not dead.prepared.device.restarted:
-                ended_by = dead.prepared.device.connection.ended_by
+                ended_by = dead.ended_by
                 if isinstance(ended_by, DriverDiedError | DriverHungError):
                     compiled.failed(dead, ended_by)
             with trace.span(name, device=self.device):

@@ -62,8 +62,6 @@ async def swap_model(target: NewModel, model: Model, timeout_s: float | None) ->
     renewal, staging, compiled = target.renewal, target.staging, target.renewal.compiled
     if not isinstance(model, Model):
         raise CallerError(f"swap takes an aionn.Model, not {type(model).__name__}; read one with aionn.Model.from_onnx(path)")
-    if timeout_s is not None and timeout_s <= 0:
-        raise CallerError(f"timeout_s={timeout_s}: give more than 0 seconds, or None for no timeout")
     _check_border(renewal.model, model)
     serving = await renewal.live()
     policy = StagePolicy() if staging is None else staging.policy

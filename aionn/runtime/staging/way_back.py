@@ -138,7 +138,7 @@ class WayBack:
             self._gone_back(bad, base, self._bad.pop(bad.stage))
         finally:
             if self._compiled.serving is not base:
-                base.prepared.release()
+                base.release()
 
     async def _runs_any(self, base: Serving, failing: Sequence[Inputs]) -> bool:
         for inputs in failing:
