@@ -6,11 +6,13 @@ The design on one page
     `spin.h`         looking at a queue for a while without sleeping
     `exchange.h`     packets that come again with another last element
     `_ring`          the extension module: one C call for each operation
-        `_module.c`      makes the types from the tables of the other four
+        `_module.c`      makes the types from the tables of the others
         `_ring.c`        the life of a `Ring`: its buffers, its end, whether a call may use it
         `_transfer.c`    elements in and out
         `_waiting.c`     sleeping and waking
-        `_exchange.c`    `Caller` and `Listener`: exchange.h for Python
+        `_exchange.c`    what `Caller` and `Listener` share: exchange.h for Python
+        `_caller.c`      `Caller`, the app's end of a burst
+        `_listener.c`    `Listener`, the driver's end
     `message_queue`  `MessageQueue(Ring)`: making, attaching, waiting, ending, closing
     `waiting`        the tasks that wait on one side of one queue; one persistent `add_reader` for all of them
     `event_flag`     `EventFlag`: 32 bits with libfmq's semantics, for threads, libfmq peers and tasks

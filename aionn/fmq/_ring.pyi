@@ -128,7 +128,10 @@ class Caller:
 
     def __init__(self, requests: Ring, results: Ring, /) -> None: ...
     def remember(self, body: bytes, value: object, /) -> None:
-        """Know that answer from now on as `value`, which must not refer back to this object. The last 16 bodies are known."""
+        """Know that answer from now on as `value`, which must not refer back to this object.
+
+        At most 4096 bodies are known. When one more comes, all others are forgotten.
+        """
     def forget(self) -> None:
         """Forget all bodies."""
     def call(

@@ -8,11 +8,13 @@
 #ifndef AIONN_FMQ_EXCHANGE_H
 #define AIONN_FMQ_EXCHANGE_H
 
+#include <stdlib.h>
+
 #include "ring.h"
 
 #define EXCHANGE_ELEMENT 24u /* bytes of an NNAPI datum; DATUM_BYTES in aionn/burst/packets.py */
 #define EXCHANGE_MOST 4032u  /* bytes of a packet that is recognised, a multiple of the element */
-#define EXCHANGE_KNOWN 16u   /* bodies that are recognised; the oldest is forgotten first */
+#define EXCHANGE_KNOWN 4096u /* bodies that a table holds at most; then its owner forgets all of them */
 
 struct exchange_form { uint8_t kind, size_at, first_at, second_at; }; /* the stamp's kind, and where the fields lie */
 /* As REQUEST_IDENTITY, _INFORMATION and _IDENTITY, and as RESULT_IDENTITY, _RESULT_INFORMATION and _TIMING in packets.py. */
@@ -24,35 +26,94 @@ struct exchange_stamp { uint64_t first, second; };
 struct exchange_body {
     const uint8_t *bytes; /* borrowed; the code that fills the table keeps it alive */
     uint64_t length;
+    void *owner, *value; /* of the code that fills the table */
 };
 
+/* Grows with what is in use. `index` is a hash table of open addresses, twice as large as `room`: 0 is free, else entry + 1. */
 struct exchange_table {
-    struct exchange_body known[EXCHANGE_KNOWN];
-    unsigned count, oldest;
+    struct exchange_body *known;
+    uint32_t *index;
+    unsigned count, room;
     unsigned last; /* found last; the next body mostly is that one or its successor */
 };
+
+static inline uint64_t exchange_hash(const uint8_t *body, uint64_t length)
+{
+    uint64_t hash = UINT64_C(0x9e3779b97f4a7c15) ^ length;
+    for (uint64_t at = 0, word; at + sizeof word <= length; at += sizeof word) { /* a body is a whole number of words */
+        memcpy(&word, body + at, sizeof word);
+        hash = (hash ^ word) * UINT64_C(0xff51afd7ed558ccd);
+        hash ^= hash >> 32;
+    }
+    return hash;
+}
+
+static inline bool exchange_is(const struct exchange_body *known, const uint8_t *body, uint64_t length)
+{
+    return known->length == length && !memcmp(known->bytes, body, length);
+}
 
 /* Return where the body is in the table, or -1. */
 static inline int exchange_find(struct exchange_table *t, const uint8_t *body, uint64_t length)
 {
-    for (unsigned i = 0; i < t->count; i++) {
-        unsigned at = (t->last + i) % t->count;
-        if (t->known[at].length == length && !memcmp(t->known[at].bytes, body, length)) {
+    if (!t->count)
+        return -1;
+    for (unsigned step = 0; step < 2; step++) {
+        unsigned at = t->last + step < t->count ? t->last + step : 0;
+        if (exchange_is(&t->known[at], body, length)) {
             t->last = at;
             return (int)at;
         }
     }
+    unsigned mask = 2 * t->room - 1;
+    for (unsigned at = (unsigned)exchange_hash(body, length) & mask; t->index[at]; at = (at + 1) & mask)
+        if (exchange_is(&t->known[t->index[at] - 1], body, length)) {
+            t->last = t->index[at] - 1;
+            return (int)t->last;
+        }
     return -1;
 }
 
-/* Return the entry to overwrite with a new body. */
-static inline unsigned exchange_place(struct exchange_table *t)
+static inline void exchange_enter(struct exchange_table *t, unsigned entry)
 {
-    if (t->count < EXCHANGE_KNOWN)
-        return t->count++;
-    unsigned at = t->oldest;
-    t->oldest = (at + 1) % EXCHANGE_KNOWN;
-    return at;
+    unsigned mask = 2 * t->room - 1;
+    unsigned at = (unsigned)exchange_hash(t->known[entry].bytes, t->known[entry].length) & mask;
+    while (t->index[at])
+        at = (at + 1) & mask;
+    t->index[at] = entry + 1;
+}
+
+/* Add a body that is not in the table. Return its entry, or -1 if the table is full or the system has no memory. */
+static inline int exchange_add(struct exchange_table *t, struct exchange_body body)
+{
+    if (t->count == t->room) {
+        unsigned room = t->room ? 2 * t->room : 8;
+        if (room > EXCHANGE_KNOWN)
+            return -1;
+        uint32_t *index = calloc(2 * (size_t)room, sizeof *index);
+        struct exchange_body *known = index ? realloc(t->known, room * sizeof *known) : NULL;
+        if (!known) {
+            free(index);
+            return -1;
+        }
+        free(t->index);
+        t->index = index;
+        t->known = known;
+        t->room = room;
+        for (unsigned entry = 0; entry < t->count; entry++)
+            exchange_enter(t, entry);
+    }
+    t->known[t->count] = body;
+    exchange_enter(t, t->count);
+    return (int)t->count++;
+}
+
+/* Free the table's own memory. The table is empty then, and usable. */
+static inline void exchange_free(struct exchange_table *t)
+{
+    free(t->known);
+    free(t->index);
+    *t = (struct exchange_table){0};
 }
 
 /* Look at the packet that lies first in `r`, without taking it. Return the index of its body, or -1 for an unknown packet.

@@ -16,7 +16,7 @@ static struct exchange_body known_body(uint64_t *seed, const struct exchange_for
         bytes[i] = (uint8_t)(random_next(seed) % 4);
     elements++;
     memcpy(bytes + form->size_at, &elements, sizeof elements);
-    return (struct exchange_body){bytes, length};
+    return (struct exchange_body){.bytes = bytes, .length = length};
 }
 
 /* What lies first in the queue, told the long way: everything is copied out, then looked at. */
@@ -55,10 +55,12 @@ static void packets(uint64_t *seed, const struct exchange_form *form, bool hosti
         switch (random_next(seed) % 6) {
         case 0: {
             struct exchange_body body = known_body(seed, form);
-            unsigned at = exchange_place(&table);
-            MUST(at < EXCHANGE_KNOWN && table.count <= EXCHANGE_KNOWN);
-            free((void *)(uintptr_t)table.known[at].bytes);
-            table.known[at] = body;
+            if (exchange_find(&table, body.bytes, body.length) >= 0) {
+                free((void *)(uintptr_t)body.bytes);
+                break;
+            }
+            MUST(exchange_add(&table, body) == (int)table.count - 1);
+            MUST(exchange_find(&table, body.bytes, body.length) == (int)table.count - 1);
             break;
         }
         case 1:
@@ -121,6 +123,7 @@ static void packets(uint64_t *seed, const struct exchange_form *form, bool hosti
     }
     for (unsigned k = 0; k < table.count; k++)
         free((void *)(uintptr_t)table.known[k].bytes);
+    exchange_free(&table);
     free(raw);
     shared_free(s);
 }
@@ -135,7 +138,7 @@ static struct exchange_table table_of(int which)
 {
     struct exchange_table table = {0};
     for (int i = 0; i < 4; i++)
-        table.known[exchange_place(&table)] = bodies[which][i];
+        MUST(exchange_add(&table, bodies[which][i]) == i);
     return table;
 }
 
@@ -166,6 +169,7 @@ static void *listen(void *unused)
         stamp.second = trip * 3;
         MUST(exchange_write(&writer, bodies[1][at].bytes, bodies[1][at].length, &EXCHANGE_RESULT, &stamp) == RING_OK);
     }
+    exchange_free(&table);
     return NULL;
 }
 
@@ -184,7 +188,26 @@ static void *call(void *unused)
             MUST(stamp.first == ++answered && stamp.second == answered * 3 && at == (int)(answered % 4));
         }
     }
+    exchange_free(&table);
     return NULL;
+}
+
+/* A cycle of many bodies is known as a whole, up to the bound. */
+static void growth(void)
+{
+    struct exchange_table table = {0};
+    static uint8_t many[EXCHANGE_KNOWN + 1][EXCHANGE_ELEMENT];
+    for (unsigned i = 0; i <= EXCHANGE_KNOWN; i++) {
+        memcpy(many[i], &i, sizeof i);
+        MUST(exchange_find(&table, many[i], EXCHANGE_ELEMENT) < 0);
+        int at = exchange_add(&table, (struct exchange_body){.bytes = many[i], .length = EXCHANGE_ELEMENT});
+        MUST(at == (i < EXCHANGE_KNOWN ? (int)i : -1));
+    }
+    for (unsigned turn = 0; turn < 2; turn++)
+        for (unsigned i = 0; i < EXCHANGE_KNOWN; i++)
+            MUST(exchange_find(&table, many[i], EXCHANGE_ELEMENT) == (int)i);
+    exchange_free(&table);
+    MUST(exchange_find(&table, many[0], EXCHANGE_ELEMENT) < 0);
 }
 
 static void threads(uint64_t *seed)
@@ -215,6 +238,7 @@ int main(int argc, char **argv)
         threads(&seed);
         return 0;
     }
+    growth();
     for (uint64_t round = 0; round < trips; round++)
         for (int hostile = 0; hostile < 2; hostile++) {
             packets(&seed, &EXCHANGE_REQUEST, hostile);

@@ -309,7 +309,9 @@ static void write_packets(void)
 
 static void read_packets(void)
 {
-    struct exchange_table table = {.known = {{BODY, sizeof BODY}}, .count = 1};
+    struct exchange_body known = {.bytes = BODY, .length = sizeof BODY};
+    uint32_t index[2] = {0};
+    struct exchange_table table = {.known = &known, .index = index, .count = 1, .room = 1};
     for (uint64_t number = 1; number <= elements; number++) {
         struct exchange_stamp stamp = {0, 0};
         uint64_t bytes, all;
