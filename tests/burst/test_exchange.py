@@ -244,7 +244,6 @@ def test_a_cycle_of_many_bodies_is_known_as_a_whole_and_released_at_the_bound() 
         assert ends.listener.next(0) is None
 
 
-
 def test_a_value_that_lets_go_of_the_exchange_is_no_danger() -> None:
     class Closes:
         def __init__(self, ends: Ends) -> None:
