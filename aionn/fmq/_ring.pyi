@@ -3,6 +3,7 @@
 Every method of `Ring` raises through the subclass's `_refuse(code)`, for a closed, corrupted, forked or foreign queue.
 """
 
+from collections.abc import Callable
 from typing import Any, Literal, SupportsIndex, TypeAlias
 
 from numpy.typing import NDArray
@@ -154,36 +155,77 @@ class Caller:
         """Set these event flag bits of the request queue if its reader sleeps and awaits one of them. The hint may be lost."""
 
 class Listener:
-    """The driver's end of an exchange, as `Caller`. It reads requests and writes answers.
+    """The driver's end of an exchange, as `Caller`. Lanes read its requests and write its answers while it is lent to them.
 
     Attributes:
-        waits, waited_ns: looks that ended with a known request, and the time they took in all. Their reader sets them back to 0.
-        looked_ns: when the last `next` began to look for a request. 0 if a request was there at once.
-        identity, deadline_ns: of the request that `next` took last. A deadline of 0 means no deadline.
-        began_ns: when `next` took it.
+        lent: whether it is lent now.
+        running: requests that lanes run now.
+        taken: how many requests lanes have taken so far.
     """
 
-    waits: int
-    waited_ns: int
     @property
-    def identity(self) -> int: ...
+    def lent(self) -> bool: ...
     @property
-    def deadline_ns(self) -> int: ...
+    def running(self) -> int: ...
     @property
-    def looked_ns(self) -> int: ...
-    @property
-    def began_ns(self) -> int: ...
-    def __init__(self, requests: Ring, results: Ring, /) -> None: ...
-    def remember(self, body: bytes, value: object, /) -> None: ...
-    def forget(self) -> None: ...
-    def next(self, budget_ns: int, /) -> Any:
-        """Take the next request if its body is known and its deadline has not passed. Returns the body's value.
+    def taken(self) -> int: ...
+    def __init__(self, requests: Ring, results: Ring, window_ns: int, /) -> None:
+        """`window_ns`: how long a lane looks for the next request before it sleeps, if recent waits were shorter. 0: it never looks."""
+    def remember(self, body: bytes, value: object, serial: bool = False, /) -> None:
+        """Know that request from now on as `value`, which must not refer back to this object.
 
-        Look for at most `budget_ns`, at most a second, while the queue is empty. The GIL is released after the first microseconds.
-        Returns None if nothing was taken. Either nothing came, or `Ring.read` has to take it.
+        Args:
+            serial: such a request never runs beside another one of this burst.
         """
-    def answer(self, body: bytes, /) -> int:
-        """Answer the request that `next` took last. Returns the time now (CLOCK_MONOTONIC).
+    def find(self, body: bytes, /) -> Any:
+        """Return the value of a body, or None if it is not known."""
+    def forget(self) -> None:
+        """Forget all bodies."""
+    def held(self) -> list[tuple[bytes, int, int]]:
+        """Return the answers for which the queue had no room, in order, once: body, identity, service time. Call it when it is returned."""
 
-        Returns 0 if the answer was not written. `Ring.write` finds out why.
+class Lanes:
+    """Bursts that are served by the threads of one executable; see _lanes.c. Every method returns at once.
+
+    Attributes:
+        stopped: whether `stop` was called.
+        sleeping: how many lanes wait without looking.
+        lent: how many bursts are lent.
+    """
+
+    @property
+    def stopped(self) -> bool: ...
+    @property
+    def sleeping(self) -> int: ...
+    @property
+    def lent(self) -> int: ...
+    def __init__(self) -> None:
+        """Raises `OSError` without a free descriptor."""
+    def lend(self, listener: Listener, returned: Callable[[], object], /) -> bool:
+        """Serve the known packets of a burst from now on. Returns False if its queue is closed, or the lanes are stopped.
+
+        `returned` is called once, by any thread that holds the GIL, when the burst is not lent any more and no lane runs a request of it.
+
+        Raises:
+            OSError: the system cannot watch one more queue.
+        """
+    def recall(self, listener: Listener, /) -> None:
+        """Take no more requests of a burst. Does nothing if it is not lent."""
+    def announce(self) -> None:
+        """Make one call of `Lane.next` return None, for a job that its thread takes elsewhere."""
+    def stop(self) -> None:
+        """Give every burst back, and let every `Lane.next` return None."""
+
+class Lane:
+    """One thread of `Lanes`. Only that thread uses it."""
+
+    def __init__(self, lanes: Lanes, /) -> None: ...
+    def next(self, answer: bytes | None, /) -> Any:
+        """Answer the request that the call before has returned, wait for the next one, and return the value of its body.
+
+        Args:
+            answer: the body of the answer. None after None.
+
+        Returns:
+            None if a job waits, or the lanes are stopped.
         """

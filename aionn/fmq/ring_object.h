@@ -1,7 +1,7 @@
 /* The Python object `Ring`, as the sources of the extension share it. No other program includes this file.
  *
  * Who calls whom: _module.c makes the types from the tables of the others. _transfer.c, _waiting.c, _exchange.c, _caller.c and
- * _listener.c call _ring.c. The last two call _exchange.c. _ring.c calls none of them. */
+ * _lanes.c call _ring.c. The last two call _exchange.c. _ring.c calls none of them. */
 #ifndef AIONN_FMQ_RING_OBJECT_H
 #define AIONN_FMQ_RING_OBJECT_H
 
@@ -25,7 +25,7 @@ typedef struct {
 } RingObject;
 
 struct module_state {
-    PyObject *ring; /* the type `Ring`, also if its name in the module is bound to something else */
+    PyObject *ring, *listener, *lanes; /* these types, also if their names in the module are bound to something else */
 };
 
 /* ---- _ring.c ---- */
@@ -54,7 +54,7 @@ void ring_dealloc(PyObject *self);
 
 /* ---- tables, each ended by a row of zeros; the methods are documented in _ring.pyi ---- */
 extern PyMethodDef ring_life_methods[], ring_transfer_methods[], ring_waiting_methods[];
-extern PyType_Spec caller_spec, listener_spec;
+extern PyType_Spec caller_spec, listener_spec, lanes_spec, lane_spec;
 
 /* Two casts: the compiler is right that the types differ, and METH_FASTCALL says which one it is. */
 #define FAST(function) (PyCFunction)(void (*)(void))function, METH_FASTCALL, NULL
