@@ -219,11 +219,9 @@ async def beside_a_long_run(report: Report, options: Options) -> None:
                     await alone.segment(subject.inputs, SILERO_RATE, options.frames)
                     for _ in range(12):  # a driver may believe from short runs that the next one is short
                         await slow.compute({"count": np.array([0])})
-                    long = asyncio.ensure_future(slow.compute({"count": np.array([loops])}))
-                    try:
+                    async with asyncio.TaskGroup() as group:
+                        long = group.create_task(slow.compute({"count": np.array([loops])}))
                         await beside.segment(subject.inputs, SILERO_RATE, options.frames, lambda long=long: not long.done())  # type: ignore[misc]
-                    finally:
-                        await long
             found.setdefault("alone", []).append(Taken.of(alone.late_ns))
             found.setdefault("beside a long run", []).append(Taken.of(beside.late_ns))
     report.show(f"Silero, {SILERO_RATE} frames/s, from the time when a frame is due; the other model runs for {seconds:.1f} s", found)
