@@ -3,7 +3,15 @@
 Rows, one ratio or more each, with the bound that aionn means to reach. Ratios are computed within a round; their median is judged.
     P1, P5    Silero at 31 frames a second, beside the call in the app's own loop, shared memory with eventfds, and a thread
     P2        a model that does nothing, at 30, 100 and 1,000 frames a second
+    P3        calls without a pause, where the scheduler puts the two ends and pinned
     P4        a stream beside a run of seconds in the same driver
+    P6        outputs that the app keeps, and requests in flight
+    P7        Silero with its state in the driver, by 1 to 64 bursts
+    P8        descriptors, memory and opening of a burst
+    P9, P10   `compute()` beside a burst and a process pool, and a thousand calls at once
+    P16, P17  threads and instances: two streams, a batch of pictures beside the best pool of sessions
+    P18       a stream with priority high beside a model with priority low that is flat out
+    P19, P20  a bound for threads, and anticipation
 Times are microseconds, CPU is seconds per 10,000 calls of the app and of the other process.
 """
 
@@ -16,14 +24,26 @@ from collections.abc import Awaitable, Callable
 
 import uvloop
 
-from tests.bench import real_paced
+from tests.bench import real_hot, real_many, real_paced, real_urgent
 from tests.bench.machine import machine_lines
-from tests.bench.real_report import Options, Report
+from tests.bench.real_report import NotAvailableError, Options, Report
 
 GROUPS: tuple[tuple[tuple[str, ...], Callable[[Report, Options], Awaitable[None]]], ...] = (
     (("P1", "P5"), real_paced.silero),
     (("P2",), real_paced.identity),
+    (("P3",), real_hot.placement),
     (("P4",), real_paced.beside_a_long_run),
+    (("P6",), real_hot.holding),
+    (("P7",), real_many.many_streams),
+    (("P8",), real_many.holdings),
+    (("P9",), real_hot.one_call),
+    (("P10",), real_hot.at_once),
+    # P11 to P15 are start-up, cache hits and large models.
+    (("P16",), real_many.instances),
+    (("P17",), real_many.batch),
+    (("P18",), real_urgent.priorities),
+    (("P19",), real_urgent.bounded_threads),
+    (("P20",), real_urgent.anticipation),
 )
 ROWS = sorted((row for rows, _ in GROUPS for row in rows), key=lambda row: int(row[1:]))
 
@@ -38,7 +58,11 @@ def rows_of(text: str) -> frozenset[str]:
 async def measure(report: Report, options: Options) -> None:
     for rows, group in GROUPS:
         if report.wanted & set(rows):
-            await group(report, options)
+            try:
+                await group(report, options)
+            except NotAvailableError as error:
+                for row in rows:
+                    report.lacks(row, str(error))
 
 
 def main(argv: list[str]) -> None:

@@ -12,18 +12,15 @@ import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
-from onnx import TensorProto, helper, numpy_helper
 
 import aionn
-from aionn.testing.models import identity_model
 from tests.bench.machine import process_cpu_ns
 from tests.bench.real_report import Lanes, Options, Report, Taken, ratios
-from tests.bench.real_rivals import Inputs, Subject, lanes
-from tests.real_models import carried
+from tests.bench.real_rivals import lanes
+from tests.bench.real_subjects import Inputs, Subject, heavy_model, identity_subject, silero_subject
 
 LEAD = 3
 """Frames at the start of a segment that do not count: the lane has rested while others were measured."""
@@ -31,7 +28,14 @@ LEAD = 3
 SEGMENTS = 3
 SILERO_RATE = 31
 IDENTITY_RATES = (30, 100, 1000)
-HEAVY_SIDE = 512
+
+
+Rhythm = Callable[[int], int]
+"""Nanoseconds between a frame, by its number, and the one before it."""
+
+
+def steady(rate: float) -> Rhythm:
+    return lambda number: int(1e9 / rate)
 
 
 class _Time(ctypes.Structure):
@@ -88,9 +92,9 @@ class Stream:
         self.late_ns: list[int] = []
         """From the time at which the frame was due to its answer, so that a stream that is held up counts each frame."""
 
-    async def segment(self, inputs: Sequence[Inputs], rate: float, count: int, while_true: Callable[[], bool] = lambda: True) -> None:
-        period_ns = int(1e9 / rate)
-        due_ns = time.monotonic_ns() + period_ns
+    async def segment(self, inputs: Sequence[Inputs], rhythm: Rhythm, count: int, while_true: Callable[[], bool] = lambda: True) -> None:
+        """Call `count` times after the leading frames, or until `while_true` returns False."""
+        due_ns = time.monotonic_ns() + rhythm(-LEAD)
         before: list[int] = []
         for number in range(-LEAD, count):
             if number == 0:
@@ -104,7 +108,7 @@ class Stream:
             if number >= 0:
                 self.taken_ns.append(ended_ns - began_ns)
                 self.late_ns.append(ended_ns - due_ns)
-            due_ns += period_ns
+            due_ns += rhythm(number + 1)
         for place, pid in enumerate(self._pids if before else ()):
             self._cpu_ns[place] += process_cpu_ns(pid) - before[place]
 
@@ -121,20 +125,6 @@ async def ticking() -> AsyncIterator[Ticks]:
         ticks.close()
 
 
-def silero_subject() -> Subject:
-    random = np.random.default_rng(0)
-    state = np.zeros((2, 1, 128), np.float32)
-    sound = [(random.standard_normal((1, 576)) * 0.1).astype(np.float32) for _ in range(64)]
-    return Subject("Silero", carried("silero"), [{"input": piece, "state": state} for piece in sound])
-
-
-def identity_subject(directory: str) -> Subject:
-    path = Path(directory, "identity.onnx")
-    path.write_bytes(identity_model())
-    random = np.random.default_rng(0)
-    return Subject("identity 64 B", path, [{"input": random.random((1, 16), np.float32)} for _ in range(64)])
-
-
 async def paced(subject: Subject, rates: Sequence[float], options: Options) -> dict[float, Lanes]:
     """Measure all lanes at each rate. Each round has fresh processes."""
     found: dict[float, Lanes] = {rate: {} for rate in rates}
@@ -147,7 +137,7 @@ async def paced(subject: Subject, rates: Sequence[float], options: Options) -> d
                     for turn in range(SEGMENTS):
                         names = list(streams)
                         for name in names[turn:] + names[:turn]:
-                            await streams[name].segment(subject.inputs, rate, count)
+                            await streams[name].segment(subject.inputs, steady(rate), count)
                     for name, stream in streams.items():
                         found[rate].setdefault(name, []).append(stream.taken())
     return found
@@ -176,33 +166,6 @@ async def identity(report: Report, options: Options) -> None:
         report.check("P2", f"identity at {rate}/s, CPU of both processes: aionn / shm", ratios(found, "aionn", "shm", "cpu_s"), 1.1)
 
 
-def heavy_model() -> bytes:
-    """y = the sum of a matrix multiplied `count` times by another. Small enough for aionn's engine to give it one thread."""
-    random = np.random.default_rng(0)
-    weights = (random.standard_normal((HEAVY_SIDE, HEAVY_SIDE)) / HEAVY_SIDE**0.5).astype(np.float32)
-    matrix = [HEAVY_SIDE, HEAVY_SIDE]
-    body = helper.make_graph(
-        [helper.make_node("MatMul", ["before", "weights"], ["after"]), helper.make_node("Identity", ["go"], ["goes"])],
-        "body",
-        [
-            helper.make_tensor_value_info("number", TensorProto.INT64, []),
-            helper.make_tensor_value_info("go", TensorProto.BOOL, []),
-            helper.make_tensor_value_info("before", TensorProto.FLOAT, matrix),
-        ],
-        [helper.make_tensor_value_info("goes", TensorProto.BOOL, []), helper.make_tensor_value_info("after", TensorProto.FLOAT, matrix)],
-    )
-    nodes = [
-        helper.make_node("Loop", ["count", "go on", "weights"], ["last"], body=body),
-        helper.make_node("ReduceMean", ["last"], ["y"], keepdims=0),
-    ]
-    constants = [numpy_helper.from_array(weights, "weights"), numpy_helper.from_array(np.array(True), "go on")]
-    given = [helper.make_tensor_value_info("count", TensorProto.INT64, [1])]
-    made = [helper.make_tensor_value_info("y", TensorProto.FLOAT, [])]
-    graph = helper.make_graph(nodes, "heavy", given, made, constants)
-    content: bytes = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8).SerializeToString()
-    return content
-
-
 async def beside_a_long_run(report: Report, options: Options) -> None:
     """P4: a stream alone, and beside one long run of another model in the same driver."""
     subject, found = silero_subject(), Lanes()
@@ -216,12 +179,12 @@ async def beside_a_long_run(report: Report, options: Options) -> None:
                     await quick.compute(subject.inputs[0])
                     loops = await _loops_for(slow, seconds)
                     alone, beside = Stream(ticks, quick.compute), Stream(ticks, quick.compute)
-                    await alone.segment(subject.inputs, SILERO_RATE, options.frames)
+                    await alone.segment(subject.inputs, steady(SILERO_RATE), options.frames)
                     for _ in range(12):  # a driver may believe from short runs that the next one is short
                         await slow.compute({"count": np.array([0])})
                     async with asyncio.TaskGroup() as group:
                         long = group.create_task(slow.compute({"count": np.array([loops])}))
-                        await beside.segment(subject.inputs, SILERO_RATE, options.frames, lambda long=long: not long.done())  # type: ignore[misc]
+                        await beside.segment(subject.inputs, steady(SILERO_RATE), options.frames, lambda long=long: not long.done())  # type: ignore[misc]
             found.setdefault("alone", []).append(Taken.of(alone.late_ns))
             found.setdefault("beside a long run", []).append(Taken.of(beside.late_ns))
     report.show(f"Silero, {SILERO_RATE} frames/s, from the time when a frame is due; the other model runs for {seconds:.1f} s", found)

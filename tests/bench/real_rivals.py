@@ -14,11 +14,10 @@ import mmap
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,22 +25,12 @@ from numpy.typing import NDArray
 
 import aionn
 from tests.bench.burst import pin_driver
+from tests.bench.real_subjects import Inputs, Subject
 from tests.bench.real_worker import session_of, views
 from tests.bench.rivals import ROOT
 
-Inputs = dict[str, NDArray[Any]]
 ALIGNED = 64
 READY_S = 30.0
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A model, arrays for it that take turns, and the number of threads that aionn's engine gives it."""
-
-    name: str
-    path: Path
-    inputs: Sequence[Inputs]
-    threads: int = 1
 
 
 @dataclass(frozen=True)
