@@ -688,6 +688,14 @@ static void lane_dealloc(PyObject *object)
 }
 
 static PyMethodDef lane_methods[] = {{"next", lane_next, METH_O, NULL}, {NULL, NULL, 0, NULL}};
-static PyType_Slot lane_slots[] = {{Py_tp_new, lane_new}, {Py_tp_dealloc, lane_dealloc}, {Py_tp_methods, lane_methods}, {0, NULL}};
+static PyMemberDef lane_members[] = {
+    {"identity", T_ULONGLONG, offsetof(LaneObject, stamp.first), READONLY, NULL},
+    {"deadline_ns", T_ULONGLONG, offsetof(LaneObject, stamp.second), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+static PyType_Slot lane_slots[] = {
+    {Py_tp_new, lane_new},         {Py_tp_dealloc, lane_dealloc}, {Py_tp_methods, lane_methods},
+    {Py_tp_members, lane_members}, {0, NULL},
+};
 PyType_Spec lane_spec = {
     .name = "aionn.fmq._ring.Lane", .basicsize = sizeof(LaneObject), .flags = Py_TPFLAGS_DEFAULT, .slots = lane_slots};

@@ -217,8 +217,16 @@ class Lanes:
         """Give every burst back, and let every `Lane.next` return None."""
 
 class Lane:
-    """One thread of `Lanes`. Only that thread uses it."""
+    """One thread of `Lanes`. Only that thread uses it.
 
+    Attributes:
+        identity, deadline_ns: of the request that `next` returned last. A deadline of 0 means no deadline.
+    """
+
+    @property
+    def identity(self) -> int: ...
+    @property
+    def deadline_ns(self) -> int: ...
     def __init__(self, lanes: Lanes, /) -> None: ...
     def next(self, answer: bytes | None, /) -> Any:
         """Answer the request that the call before has returned, wait for the next one, and return the value of its body.
