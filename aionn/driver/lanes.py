@@ -1,7 +1,7 @@
 """Lanes: the threads that run one executable. Each waits natively for the requests of the bursts that are lent to it.
 
-A lane runs two kinds of work: the known requests of bursts (`lend`), and jobs (`run`): everything that the loop submits. It has an
-executable of its own, so that lanes may run beside each other over one copy of the weights.
+A lane runs two kinds of work: the known requests of bursts (`lend`), and jobs (`run`): everything that the loop submits. Each
+lane has one executable, so lanes may run beside each other over one copy of the weights.
 
 Invariants
     An executable is run by its lane only.
@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import anyio
 
-from aionn.burst.server import CLOSE_S
+from aionn.burst import CLOSE_S
 from aionn.driver.threads import Job
 from aionn.errors import ExecutionError
 from aionn.fmq import Lane as NativeLane
@@ -82,7 +82,7 @@ class Lanes:
         return await answer.wait()
 
     async def aclose(self) -> None:
-        """End the threads, once they have done what was submitted. The call waits at most `CLOSE_S` for that. The threads end later then."""
+        """End the threads, once they have done what was submitted. Wait at most `CLOSE_S` for that; they end later then."""
         ended: Answer[None] = Answer(asyncio.get_running_loop())
         if self._closed is None and self._threads:
             self._closed = Job(_nothing, ended)

@@ -12,7 +12,9 @@ The design on one page
         `_waiting.c`     sleeping and waking
         `_exchange.c`    what `Caller` and `Listener` share: exchange.h for Python
         `_caller.c`      `Caller`, the app's end of a burst
-        `_lanes.c`       `Listener`, the driver's end, and `Lanes`, the threads that serve it
+        `_listener.c`    `Listener`, the driver's end of one burst
+        `_lanes.c`       `Lanes`: which bursts are lent to the threads of one executable
+        `_lane.c`        `Lane`: one of these threads, which takes, answers and waits
     `message_queue`  `MessageQueue(Ring)`: making, attaching, waiting, ending, closing
     `waiting`        the tasks that wait on one side of one queue; one persistent `add_reader` for all of them
     `event_flag`     `EventFlag`: 32 bits with libfmq's semantics, for threads, libfmq peers and tasks

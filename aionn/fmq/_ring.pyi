@@ -160,7 +160,7 @@ class Listener:
     Attributes:
         lent: whether it is lent now.
         running: requests that lanes run now.
-        taken: how many requests lanes have taken so far.
+        taken, answered: how many requests lanes have taken and answered so far.
     """
 
     @property
@@ -169,6 +169,8 @@ class Listener:
     def running(self) -> int: ...
     @property
     def taken(self) -> int: ...
+    @property
+    def answered(self) -> int: ...
     def __init__(self, requests: Ring, results: Ring, window_ns: int, /) -> None:
         """`window_ns`: how long a lane looks for the next request before it sleeps, if recent waits were shorter. 0: it never looks."""
     def remember(self, body: bytes, value: object, serial: bool = False, /) -> None:
