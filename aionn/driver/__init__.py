@@ -4,7 +4,9 @@
     device     makes an `IDevice` of any engine
     memories   the memories of a request as the device sees them
     execution  runs requests: one thread per prepared model, short runs on the loop
+    instances  the executables of a prepared model, one per instance
     threads    the threads for executions and for compiling
+    priority   lets executions of high priority go first
     artifacts  stores what was compiled, and loads it verified
     blobs      the blob cache that a device hands to its engine
     process    what `python -m aionn.driver NAME` does: bind its life to its parent's, greet, serve
