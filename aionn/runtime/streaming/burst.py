@@ -126,6 +126,7 @@ class Burst:
             if layout.input_bytes < LARGE_BYTES:
                 for name, place in (arrays.get(layout) or layout.inputs_in(frame)).items():
                     place[...] = inputs[name]
+                place = None
             else:
                 fill_large(frame, layout, inputs, controller.soon)
             body = frame.bindings.get((layout, measure_timing)) or plain_body(layout, frame, measure_timing)
