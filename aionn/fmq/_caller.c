@@ -1,96 +1,374 @@
-/* `Caller`: the app's end of a burst. See exchange_object.h. */
+/* `Caller`: the app's end of a burst. See caller_object.h and exchange_object.h. */
 #define _GNU_SOURCE
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <structmember.h>
 
-#include "exchange_object.h"
+#include "caller_object.h"
 
-static PyObject *answer_of(ExchangeObject *self, int known, const struct exchange_stamp *stamp, bool with_identity)
+#define EARLY_NS 1000000 /* a loop's timer may come so much too early */
+
+/* ---- life ---------------------------------------------------------------------------------------------------------- */
+
+static int caller_traverse(PyObject *object, visitproc visit, void *arg)
 {
-    PyObject *value = exchange_value(self, known); /* first, because making an object may run any Python code, and that may forget the value */
-    PyObject *answer = PyTuple_New(with_identity ? 3 : 2), *service = PyLong_FromUnsignedLongLong(stamp->second);
-    PyObject *identity = with_identity ? PyLong_FromUnsignedLongLong(stamp->first) : NULL;
-    if (!answer || !service || (with_identity && !identity)) {
-        Py_DECREF(value);
-        Py_XDECREF(answer);
-        Py_XDECREF(service);
-        Py_XDECREF(identity);
+    CallerObject *self = (CallerObject *)object;
+    Py_VISIT(Py_TYPE(object));
+    Py_VISIT((PyObject *)self->exchange.requests);
+    Py_VISIT((PyObject *)self->exchange.results);
+    for (unsigned i = 0; i < CALLS; i++)
+        Py_VISIT(self->calls[i]);
+    Py_VISIT(self->look_again);
+    Py_VISIT(self->reports);
+    const struct request *lists[] = {self->first, self->spare};
+    for (unsigned i = 0; i < 2; i++)
+        for (const struct request *r = lists[i]; r; r = r->next) {
+            Py_VISIT(r->future);
+            Py_VISIT(r->settled);
+            Py_VISIT(r->idle);
+        }
+    return 0;
+}
+
+/* Drop all that may refer back to this object. From then on it does nothing. */
+static int caller_clear(PyObject *object)
+{
+    CallerObject *self = (CallerObject *)object;
+    self->over = true;
+    for (unsigned i = 0; i < CALLS; i++)
+        Py_CLEAR(self->calls[i]);
+    Py_CLEAR(self->look_again);
+    Py_CLEAR(self->reports);
+    struct request *lists[] = {self->first, self->spare};
+    self->first = self->last = self->unsent = self->spare = NULL;
+    self->in_flight = 0;
+    for (unsigned i = 0; i < 2; i++)
+        for (struct request *r = lists[i], *next; r; r = next) {
+            next = r->next;
+            flight_free(r);
+        }
+    return 0;
+}
+
+static void caller_dealloc(PyObject *object)
+{
+    PyObject_GC_UnTrack(object);
+    caller_clear(object);
+    Py_CLEAR(((CallerObject *)object)->set_result);
+    exchange_dealloc(object);
+}
+
+/* begin(depth, window_ns, calls) */
+static PyObject *caller_begin(PyObject *object, PyObject *args)
+{
+    CallerObject *self = (CallerObject *)object;
+    unsigned depth;
+    long long window_ns;
+    PyObject *calls[CALLS];
+    if (!PyArg_ParseTuple(args, "IL(OOOOOO)", &depth, &window_ns, &calls[0], &calls[1], &calls[2], &calls[3], &calls[4], &calls[5]))
+        return NULL;
+    const struct ring *requests = ring_if_usable(self->exchange.requests), *results = ring_if_usable(self->exchange.results);
+    if (self->set_result || !requests || !results || !requests->control || !results->control) {
+        PyErr_SetString(PyExc_ValueError, "expected a Caller that has not begun, over two open queues of aionn");
         return NULL;
     }
-    PyTuple_SetItem(answer, 0, value); /* these steal, and cannot fail on a new tuple */
-    PyTuple_SetItem(answer, 1, service);
-    if (identity)
-        PyTuple_SetItem(answer, 2, identity);
+    PyObject *set_result = PyUnicode_InternFromString("set_result"), *look_again = PyObject_GetAttrString(object, "_look_again");
+    if (!set_result || !look_again) {
+        Py_XDECREF(set_result);
+        Py_XDECREF(look_again);
+        return NULL;
+    }
+    self->set_result = set_result;
+    self->look_again = look_again;
+    self->depth = depth;
+    self->spin.window_ns = window_ns;
+    self->spin.allowed = self->spin.brisk = window_ns > 0;
+    for (unsigned i = 0; i < CALLS; i++) {
+        Py_INCREF(calls[i]);
+        self->calls[i] = calls[i];
+    }
+    self->over = false;
+    Py_RETURN_NONE;
+}
+
+static PyObject *caller_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    PyObject *object = exchange_new(type, args, kwargs);
+    if (object)
+        ((CallerObject *)object)->over = true; /* until `begin` */
+    return object;
+}
+
+/* end() */
+static PyObject *caller_end(PyObject *object, PyObject *Py_UNUSED(none))
+{
+    CallerObject *self = (CallerObject *)object;
+    struct request *r;
+    unsigned lost = self->in_flight;
+    self->over = true;
+    while ((r = self->first)) {
+        flight_remove(self, r);
+        flight_finish(self, r, Py_None, Py_None);
+    }
+    flight_report(self);
+    caller_clear(object);
+    return PyLong_FromUnsignedLong(lost);
+}
+
+/* ---- requests ------------------------------------------------------------------------------------------------------ */
+
+/* Look for the answer to the only request in flight, right here. Return NULL without an exception if it has not come. */
+static PyObject *answer_at_once(CallerObject *self, const struct request *r)
+{
+    uint64_t bytes, all;
+    struct exchange_stamp stamp;
+    if (!exchange_look(&self->exchange, self->exchange.results, r->began_ns, self->inline_ns) || self->over)
+        return NULL;
+    struct ring *results = &self->exchange.results->ring;
+    int known = exchange_peek(results, &self->exchange.table, &EXCHANGE_RESULT, &stamp, &bytes, &all);
+    /* The general path judges anything else that the driver says. */
+    if (known < 0 || bytes != all || stamp.first != r->identity || ring_commit_read(results, bytes) != RING_OK)
+        return NULL;
+    self->answered_at_once++;
+    self->woken = 0;
+    awake_waited(&self->spin, self->inline_ns, false);
+    PyObject *value = exchange_value(&self->exchange, known), *answer = flight_answer(self, r, value, stamp.second);
+    Py_DECREF(value); /* the table holds it, and no Python code has run */
     return answer;
 }
 
-/* call(body, identity, deadline_ns, not_after_ns, budget_ns) */
-static PyObject *caller_call(PyObject *object, PyObject *const *args, Py_ssize_t given)
+/* Return the answer, or a future of it, or None if the request cannot be sent. */
+static PyObject *request(CallerObject *self, PyObject *body, PyObject *settled, long long deadline_ns, bool traced)
 {
-    ExchangeObject *self = (ExchangeObject *)object;
-    char *body;
+    char *bytes;
     Py_ssize_t length;
-    long long number[4];
-    if (given != 5) {
-        PyErr_SetString(PyExc_TypeError, "call(body, identity, deadline_ns, not_after_ns, budget_ns)");
+    if (PyBytes_AsStringAndSize(body, &bytes, &length) < 0)
         return NULL;
+    if (self->over)
+        Py_RETURN_NONE;
+    struct request *r = flight_prepare(self);
+    if (!r)
+        return NULL;
+    struct ring *requests = ring_if_usable(self->exchange.requests), *results = ring_if_usable(self->exchange.results);
+    if (self->over || !requests || !results || length % EXCHANGE_ELEMENT || (uint64_t)length + EXCHANGE_ELEMENT > requests->capacity)
+        Py_RETURN_NONE;
+    int64_t now_ns = ring_now_ns();
+    /* A caller that is alone waits right here. Suspending and resuming a task costs more time than many answers take. */
+    bool alone = !self->first && self->woken <= 1 && self->spin.brisk && now_ns < self->yield_by_ns;
+    self->woken -= self->woken > 0;
+    bool sends = !self->unsent && self->in_flight < self->depth;
+    struct exchange_stamp stamp = {self->last_identity + 1, (uint64_t)deadline_ns};
+    if (sends) {
+        if (alone && self->armed) { /* for a request whose caller has left */
+            ring_disarm(results, true);
+            self->armed = false;
+        }
+        enum ring_status status = exchange_write(requests, (const uint8_t *)bytes, (uint64_t)length, &EXCHANGE_REQUEST, &stamp);
+        if (status != RING_OK && (status != RING_LESS || !self->in_flight))
+            Py_RETURN_NONE;
+        sends = status == RING_OK;
     }
-    if (PyBytes_AsStringAndSize(args[0], &body, &length) < 0 || !exchange_numbers(args + 1, 4, number))
-        return NULL;
-    struct ring *requests = ring_if_usable(self->requests), *results = ring_if_usable(self->results);
-    int64_t began_ns = ring_now_ns();
-    struct exchange_stamp stamp = {(uint64_t)number[0], (uint64_t)number[1]};
-    if (!requests || !results || began_ns >= number[2] ||
-        exchange_write(requests, (const uint8_t *)body, (uint64_t)length, &EXCHANGE_REQUEST, &stamp) != RING_OK)
-        Py_RETURN_FALSE;
-    if (!exchange_look(self, self->results, began_ns, number[3]))
-        Py_RETURN_NONE;
-    uint64_t bytes, all;
-    int known = exchange_peek(results, &self->table, &EXCHANGE_RESULT, &stamp, &bytes, &all);
-    /* Only one request was in flight. The general path judges anything else that the driver says. */
-    if (known < 0 || bytes != all || stamp.first != (uint64_t)number[0] || ring_commit_read(results, bytes) != RING_OK)
-        Py_RETURN_NONE;
-    self->waits++;
-    return answer_of(self, known, &stamp, false);
+    self->last_identity++;
+    r->identity = stamp.first;
+    r->began_ns = now_ns;
+    r->deadline_ns = deadline_ns;
+    r->sleeps = self->sleeps;
+    r->traced = traced;
+    if (alone) {
+        PyObject *answer = answer_at_once(self, r);
+        if (answer || PyErr_Occurred()) {
+            if (settled)
+                flight_call(settled, answer ? PyTuple_GetItem(answer, 0) : Py_None);
+            flight_report(self);
+            return answer;
+        }
+        if (self->spare != r) /* another thread has ended the burst meanwhile */
+            Py_RETURN_NONE;
+    }
+    r->sent = sends;
+    if (!sends) {
+        Py_INCREF(body);
+        r->body = body;
+    }
+    Py_XINCREF(settled);
+    r->settled = settled;
+    PyObject *future = r->future;
+    Py_INCREF(future);
+    flight_add(self, r); /* from here on the request may be settled and freed */
+    if (alone)
+        flight_look(self, 0, false);
+    if (self->looking)
+        self->joined = true;
+    else if (sends && !self->over)
+        flight_watch(self);
+    if (deadline_ns && (!self->timer_ns || deadline_ns < self->timer_ns) && !self->over) {
+        PyObject *number = PyLong_FromLongLong(deadline_ns);
+        self->timer_ns = deadline_ns;
+        if (number)
+            flight_call_back(self, WAKE_BY, number);
+        else
+            PyErr_WriteUnraisable((PyObject *)self);
+        Py_XDECREF(number);
+    }
+    return future;
 }
 
-/* send(body, identity, deadline_ns) */
+/* send(body, settled, deadline_ns, traced) */
 static PyObject *caller_send(PyObject *object, PyObject *const *args, Py_ssize_t given)
 {
-    ExchangeObject *self = (ExchangeObject *)object;
-    char *body;
-    Py_ssize_t length;
     long long number[2];
-    if (given != 3) {
-        PyErr_SetString(PyExc_TypeError, "send(body, identity, deadline_ns)");
+    if (given != 4) {
+        PyErr_SetString(PyExc_TypeError, "send(body, settled, deadline_ns, traced)");
         return NULL;
     }
-    if (PyBytes_AsStringAndSize(args[0], &body, &length) < 0 || !exchange_numbers(args + 1, 2, number))
+    if (!exchange_numbers(args + 2, 2, number))
         return NULL;
-    struct ring *requests = ring_if_usable(self->requests);
-    struct exchange_stamp stamp = {(uint64_t)number[0], (uint64_t)number[1]};
-    return PyBool_FromLong(
-        requests && exchange_write(requests, (const uint8_t *)body, (uint64_t)length, &EXCHANGE_REQUEST, &stamp) == RING_OK);
+    return request((CallerObject *)object, args[0], args[1] == Py_None ? NULL : args[1], number[0], number[1]);
 }
 
-static PyObject *caller_take(PyObject *object, PyObject *Py_UNUSED(none))
+/* Return 1 if `array` has the type, the dtype and the shape of `place`, else 0, or -1 with an exception. */
+static int alike(PyObject *place, PyObject *array)
 {
-    ExchangeObject *self = (ExchangeObject *)object;
-    PyObject *answers = PyList_New(0);
-    while (answers) {
-        struct ring *results = ring_if_usable(self->results); /* each time, because making an object may run any Python code */
-        struct exchange_stamp stamp;
-        uint64_t bytes, all;
-        int known = results ? exchange_peek(results, &self->table, &EXCHANGE_RESULT, &stamp, &bytes, &all) : -1;
-        if (known < 0 || ring_commit_read(results, bytes) != RING_OK)
+    int same = 0;
+    if (Py_TYPE(array) != Py_TYPE(place))
+        return 0;
+    for (unsigned i = 0; i < 2; i++) {
+        static const char *const names[] = {"dtype", "shape"};
+        PyObject *one = PyObject_GetAttrString(place, names[i]), *other = one ? PyObject_GetAttrString(array, names[i]) : NULL;
+        same = !other ? -1 : one == other ? 1 : PyObject_RichCompareBool(one, other, Py_EQ);
+        Py_XDECREF(one);
+        Py_XDECREF(other);
+        if (same <= 0)
             break;
-        PyObject *answer = answer_of(self, known, &stamp, true);
-        if (!answer || PyList_Append(answers, answer) < 0)
-            Py_CLEAR(answers); /* out of memory: the taken answers are lost, and with them the burst */
-        Py_XDECREF(answer);
     }
-    return answers;
+    return same;
+}
+
+/* post(places, inputs, body, deadline_ns, traced) */
+static PyObject *caller_post(PyObject *object, PyObject *const *args, Py_ssize_t given)
+{
+    long long number[2];
+    PyObject *name, *place;
+    Py_ssize_t at = 0;
+    if (given != 5 || !PyDict_CheckExact(args[0])) {
+        PyErr_SetString(PyExc_TypeError, "post(places, inputs, body, deadline_ns, traced)");
+        return NULL;
+    }
+    if (!exchange_numbers(args + 3, 2, number))
+        return NULL;
+    if (!PyDict_CheckExact(args[1]) || PyDict_Size(args[0]) != PyDict_Size(args[1]))
+        Py_RETURN_NONE;
+    while (PyDict_Next(args[0], &at, &name, &place)) {
+        PyObject *array = PyDict_GetItemWithError(args[1], name);
+        if (!array) {
+            if (PyErr_Occurred())
+                return NULL;
+            Py_RETURN_NONE;
+        }
+        Py_INCREF(array); /* a large copy releases the GIL */
+        int fits = alike(place, array);
+        if (fits > 0 && PyObject_SetItem(place, Py_Ellipsis, array) < 0)
+            fits = -1;
+        Py_DECREF(array);
+        if (fits < 0)
+            return NULL;
+        if (!fits)
+            Py_RETURN_NONE;
+    }
+    return request((CallerObject *)object, args[2], NULL, number[0], number[1]);
+}
+
+/* leave(future, settled) */
+static PyObject *caller_leave(PyObject *object, PyObject *const *args, Py_ssize_t given)
+{
+    CallerObject *self = (CallerObject *)object;
+    if (given != 2) {
+        PyErr_SetString(PyExc_TypeError, "leave(future, settled)");
+        return NULL;
+    }
+    struct request *r = self->first;
+    while (r && r->future != args[0])
+        r = r->next;
+    if (!r)
+        Py_RETURN_FALSE;
+    if (r->sent) {
+        PyObject *future = r->future;
+        r->future = NULL;
+        r->deadline_ns = 0;
+        if (!r->settled && args[1] != Py_None) {
+            Py_INCREF(args[1]);
+            r->settled = args[1];
+        }
+        Py_DECREF(future);
+        Py_RETURN_TRUE;
+    }
+    flight_remove(self, r);
+    Py_CLEAR(r->future);
+    flight_finish(self, r, Py_None, Py_None);
+    Py_RETURN_FALSE;
+}
+
+/* answered(identity, service_ns, value) */
+static PyObject *caller_answered(PyObject *object, PyObject *const *args, Py_ssize_t given)
+{
+    CallerObject *self = (CallerObject *)object;
+    if (given != 3) {
+        PyErr_SetString(PyExc_TypeError, "answered(identity, service_ns, value)");
+        return NULL;
+    }
+    unsigned long long identity = PyLong_AsUnsignedLongLong(args[0]);
+    unsigned long long service_ns = PyErr_Occurred() ? 0 : PyLong_AsUnsignedLongLong(args[1]);
+    if (PyErr_Occurred())
+        return NULL;
+    struct request *r = flight_find(self, identity);
+    if (!r)
+        Py_RETURN_FALSE;
+    flight_settle(self, r, args[2], service_ns);
+    Py_RETURN_TRUE;
+}
+
+/* late() */
+static PyObject *caller_late(PyObject *object, PyObject *Py_UNUSED(none))
+{
+    CallerObject *self = (CallerObject *)object;
+    PyObject *late = PyList_New(0);
+    if (!self->over)
+        flight_look(self, 0, false); /* an answer that lies in the queue counts */
+    int64_t by_ns = ring_now_ns() + EARLY_NS;
+    struct request *r = self->first;
+    self->timer_ns = 0;
+    while (late && r) {
+        if (!r->deadline_ns || r->deadline_ns > by_ns) {
+            if (r->deadline_ns && (!self->timer_ns || r->deadline_ns < self->timer_ns))
+                self->timer_ns = r->deadline_ns;
+            r = r->next;
+            continue;
+        }
+        r->deadline_ns = 0;
+        PyObject *one = Py_BuildValue("(OO)", r->future, r->sent ? Py_True : Py_False);
+        if (!one || PyList_Append(late, one) < 0)
+            Py_CLEAR(late);
+        Py_XDECREF(one);
+        r = r->next;
+    }
+    PyObject *found = late ? Py_BuildValue("(LN)", self->timer_ns, late) : NULL;
+    return found;
+}
+
+/* idle() */
+static PyObject *caller_idle(PyObject *object, PyObject *Py_UNUSED(none))
+{
+    CallerObject *self = (CallerObject *)object;
+    if (!self->last)
+        Py_RETURN_NONE;
+    if (!self->last->idle) {
+        PyObject *idle = PyObject_CallNoArgs(self->calls[CREATE_FUTURE]);
+        if (!idle || !self->last || self->last->idle) /* a burst that has ended meanwhile is idle */
+            return idle;
+        self->last->idle = idle;
+    }
+    Py_INCREF(self->last->idle);
+    return self->last->idle;
 }
 
 /* nudge(mask) */
@@ -108,21 +386,39 @@ static PyObject *caller_nudge(PyObject *object, PyObject *number)
 static PyMethodDef caller_methods[] = { /* documented in _ring.pyi */
     {"remember", FAST(exchange_remember)},
     {"forget", exchange_forget, METH_NOARGS, NULL},
-    {"call", FAST(caller_call)},
+    {"begin", caller_begin, METH_VARARGS, NULL},
+    {"post", FAST(caller_post)},
     {"send", FAST(caller_send)},
-    {"take", caller_take, METH_NOARGS, NULL},
+    {"leave", FAST(caller_leave)},
+    {"answered", FAST(caller_answered)},
+    {"late", caller_late, METH_NOARGS, NULL},
+    {"idle", caller_idle, METH_NOARGS, NULL},
+    {"event", flight_event, METH_NOARGS, NULL},
+    {"_look_again", flight_look_again, METH_NOARGS, NULL},
     {"nudge", caller_nudge, METH_O, NULL},
+    {"end", caller_end, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
 static PyMemberDef caller_members[] = {
-    {"waits", T_LONGLONG, offsetof(ExchangeObject, waits), 0, NULL},
+    {"allowed", T_BOOL, offsetof(CallerObject, spin.allowed), READONLY, NULL},
+    {"brisk", T_BOOL, offsetof(CallerObject, spin.brisk), READONLY, NULL},
+    {"in_flight", T_UINT, offsetof(CallerObject, in_flight), READONLY, NULL},
+    {"answered", T_LONGLONG, offsetof(CallerObject, answered), READONLY, NULL},
+    {"answered_at_once", T_LONGLONG, offsetof(CallerObject, answered_at_once), READONLY, NULL},
+    {"sleeps", T_LONGLONG, offsetof(CallerObject, sleeps), READONLY, NULL},
+    {"yield_by_ns", T_LONGLONG, offsetof(CallerObject, yield_by_ns), 0, NULL},
+    {"yield_ns", T_LONGLONG, offsetof(CallerObject, yield_ns), 0, NULL},
+    {"inline_ns", T_LONGLONG, offsetof(CallerObject, inline_ns), 0, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 
 static PyType_Slot caller_slots[] = {
-    {Py_tp_new, exchange_new},         {Py_tp_dealloc, exchange_dealloc}, {Py_tp_methods, caller_methods},
-    {Py_tp_members, caller_members}, {0, NULL},
+    {Py_tp_new, caller_new},           {Py_tp_dealloc, caller_dealloc}, {Py_tp_traverse, caller_traverse},
+    {Py_tp_clear, caller_clear},       {Py_tp_methods, caller_methods}, {Py_tp_members, caller_members},
+    {0, NULL},
 };
-PyType_Spec caller_spec = {
-    .name = "aionn.fmq._ring.Caller", .basicsize = sizeof(ExchangeObject), .flags = Py_TPFLAGS_DEFAULT, .slots = caller_slots};
+PyType_Spec caller_spec = {.name = "aionn.fmq._ring.Caller",
+                           .basicsize = sizeof(CallerObject),
+                           .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+                           .slots = caller_slots};

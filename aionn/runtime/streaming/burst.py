@@ -15,7 +15,8 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from aionn.errors import CallerError
+from aionn import trace
+from aionn.errors import CallerError, MemoryAllocationError
 from aionn.hal.types import ErrorStatus
 from aionn.memory.pool import FramesInFlightError
 from aionn.runtime.executing.arguments import Outputs, check_mapping
@@ -108,52 +109,70 @@ class Burst:
             # The copy holds the loop up for long. Yield first, so that a waiting answer is delivered before it.
             await asyncio.sleep(0)
             layout, pool, link = self._connection.usual
-        if layout is None or pool is None or link is None or outputs or link.controller.ended_by is not None or not layout.fits(inputs):
-            if self._recurrent is not None and type(inputs) is dict:
-                step = self._begin_step(self._recurrent, inputs, outputs or {})
-                if step is not None and (stepped := await self._step(step, inputs, measure_timing, deadline_ns)) is not None:
-                    return stepped
-            return await self._attempt(inputs, outputs or {}, measure_timing, deadline_ns)
+        if layout is None or pool is None or link is None or outputs or type(inputs) is not dict:
+            return await self._unusual(inputs, outputs or {}, measure_timing, deadline_ns)
         # A stream's usual frame, in one piece: each call less is a tenth of a microsecond of the few that a round trip takes.
         try:
             frame = pool.lease()
-        except FramesInFlightError:
+        except (FramesInFlightError, CallerError, MemoryAllocationError):
             return await self._attempt(inputs, {}, measure_timing, deadline_ns)
         try:
             arrays = frame.arrays
             controller = link.controller
-            if layout.input_bytes < LARGE_BYTES:
-                for name, place in (arrays.get(layout) or layout.inputs_in(frame)).items():
-                    place[...] = inputs[name]
-            else:
-                fill_large(frame, layout, inputs, controller.soon)
+            caller = controller.caller
             body = frame.bindings.get((layout, measure_timing)) or plain_body(layout, frame, measure_timing)
-            answer = controller.at_once(body, deadline_ns)
-            if not isinstance(answer, tuple):
-                frame.pins += 1
-                answer = await controller.execute(body, frame.settled, deadline_ns, answer)
-            result, busy_ns = answer
-            counts = self._counts
-            counts["copied_bytes"] += layout.input_bytes
-            counts["driver_busy_ns"] += busy_ns
-            if result.status is _NONE:
-                counts["computed"] += 1
-                shapes = result.output_shapes
-                found = None if shapes else arrays.get(layout.outputs_key)
-                outcome = found or layout.outputs_in(frame, shapes)
-                if pool.crowded:
-                    outcome = {name: array.copy() for name, array in outcome.items()}
-                return Outputs(outcome, link.device, result.timing if measure_timing else None)
+            if layout.input_bytes < LARGE_BYTES:
+                places = arrays.get(layout) or layout.inputs_in(frame)
+                answer = caller.post(places, inputs, body, deadline_ns or 0, trace.active)
+            elif layout.fits(inputs):
+                fill_large(frame, layout, inputs, controller.soon)
+                answer = caller.send(body, None, deadline_ns or 0, trace.active)
+            else:
+                answer = None
+            if answer is not None:
+                if type(answer) is not tuple:
+                    future = answer
+                    try:
+                        answer = await future
+                    except BaseException:
+                        frame.pins += caller.leave(future, frame.settled)
+                        raise
+                    if answer is None:
+                        raise controller.why_over()
+                result, busy_ns = answer
+                counts = self._counts
+                counts["copied_bytes"] += layout.input_bytes
+                counts["driver_busy_ns"] += busy_ns
+                if result.status is _NONE:
+                    counts["computed"] += 1
+                    shapes = result.output_shapes
+                    found = None if shapes else arrays.get(layout.outputs_key)
+                    outcome = found or layout.outputs_in(frame, shapes)
+                    if pool.crowded:
+                        outcome = {name: array.copy() for name, array in outcome.items()}
+                    return Outputs(outcome, link.device, result.timing if measure_timing else None)
         finally:
             frame.settled(None)
+        if answer is None:
+            return await self._unusual(inputs, {}, measure_timing, deadline_ns)
         self._connection.count_from_now()  # the next frame needs the wider layout
         call = Call(inputs, {}, measure_timing, deadline_ns, inputs)
         return await Attempt(self._executor, self._connection.route, call).resume(link, layout, result)
 
+    async def _unusual(
+        self, inputs: Mapping[str, Any] | Frame, outputs: Mapping[str, Any], measure_timing: bool, deadline_ns: int | None
+    ) -> Outputs:
+        """Compute all but a stream's usual frame."""
+        if self._recurrent is not None and type(inputs) is dict:
+            step = self._begin_step(self._recurrent, inputs, outputs)
+            if step is not None and (stepped := await self._step(step, inputs, measure_timing, deadline_ns)) is not None:
+                return stepped
+        return await self._attempt(inputs, outputs, measure_timing, deadline_ns)
+
     async def _attempt(
         self, inputs: Mapping[str, Any] | Frame, outputs: Mapping[str, Any], measure_timing: bool, deadline_ns: int | None
     ) -> Outputs:
-        """Compute all but a stream's usual frame: new shapes, frames, arguments that lie elsewhere, a new driver."""
+        """Compute with new shapes, with a frame, with arguments that lie elsewhere, or over a new driver."""
         connection = self._connection
         if isinstance(inputs, Frame):
             own, placed = lease_of(inputs, connection)
