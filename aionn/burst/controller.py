@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import cast
 
 from aionn import trace
 from aionn.burst.packets import (
@@ -39,6 +38,9 @@ _REMEMBERED = 256
 
 Settled = Callable[[Result | None], None]
 """Called with the answer to a request, or with None if it was not sent or will never be answered."""
+
+Sent = tuple[Result, int] | asyncio.Future[tuple[Result, int] | None] | None
+"""What `Caller.send` returns: the answer, a future of it, or None."""
 
 
 class ExecutionBurstController:
@@ -109,9 +111,9 @@ class ExecutionBurstController:
             DeadlineError: the answer did not come by the deadline.
             AionnError: the reason why the burst ended.
         """
-        sent = self.caller.send(body, settled, deadline_ns or 0, trace.active)
-        if type(sent) is tuple:
-            return cast("tuple[Result, int]", sent)
+        sent: Sent = self.caller.send(body, settled, deadline_ns or 0, trace.active)
+        if isinstance(sent, tuple):
+            return sent
         if sent is None:
             if settled is not None:
                 settled(None)
@@ -123,7 +125,7 @@ class ExecutionBurstController:
             raise
         if answer is None:
             raise self.why_over()
-        return cast("tuple[Result, int]", answer)
+        return answer
 
     def _why_not_sent(self, body: bytes) -> BaseException:
         if self.ended_by is None and len(body) + DATUM_BYTES > self._requests.capacity * DATUM_BYTES:

@@ -164,7 +164,7 @@ PyObject *flight_answer(CallerObject *self, const struct request *r, PyObject *v
 void flight_settle(CallerObject *self, struct request *r, PyObject *value, uint64_t service_ns)
 {
     flight_remove(self, r);
-    self->answered++;
+    self->answers++;
     self->last_began_ns = r->began_ns;
     self->last_sleeps = r->sleeps;
     PyObject *answer = flight_answer(self, r, value, service_ns);
@@ -222,7 +222,7 @@ static void send_unsent(CallerObject *self)
  * last answer decides whether to stay awake. `expected`: the queue did not allow this end to sleep, so it has something. */
 void flight_look(CallerObject *self, int64_t now_ns, bool expected)
 {
-    long long before = self->answered;
+    long long before = self->answers;
     uint64_t bytes, all, writable;
     self->woken = 0;
     while (!self->over) {
@@ -237,9 +237,9 @@ void flight_look(CallerObject *self, int64_t now_ns, bool expected)
         Py_DECREF(value);
     }
     struct ring *results = self->over ? NULL : ring_if_usable(self->exchange.results);
-    if (results && (ring_available(results, &all, &writable) != RING_OK || all || (expected && self->answered == before)))
+    if (results && (ring_available(results, &all, &writable) != RING_OK || all || (expected && self->answers == before)))
         flight_call_back(self, GENERAL, NULL);
-    if (now_ns && self->answered != before)
+    if (now_ns && self->answers != before)
         awake_waited(&self->spin, now_ns - self->last_began_ns, self->sleeps != self->last_sleeps);
     if (!self->over)
         send_unsent(self);

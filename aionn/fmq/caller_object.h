@@ -42,7 +42,7 @@ typedef struct {
     bool armed, looking, joined, over;
     long long looking_until_ns, timer_ns;        /* `timer_ns`: when `late` will be called, or 0 */
     long long yield_by_ns, yield_ns, inline_ns;  /* see spin_policy.py */
-    long long sleeps, answered_at_once, answered; /* counts */
+    long long sleeps, answers_at_once, answers; /* counts */
     long long last_began_ns, last_sleeps;        /* of the request answered last */
     PyObject *calls[CALLS], *look_again, *set_result;
     PyObject *reports; /* a list of the answers that a trace wants, or NULL */
@@ -64,5 +64,9 @@ void flight_look(CallerObject *self, int64_t now_ns, bool expected);
 void flight_watch(CallerObject *self);
 PyObject *flight_event(PyObject *object, PyObject *none);
 PyObject *flight_look_again(PyObject *object, PyObject *none);
+
+/* ---- _request.c ---- */
+PyObject *request_send(PyObject *object, PyObject *const *args, Py_ssize_t given);
+PyObject *request_post(PyObject *object, PyObject *const *args, Py_ssize_t given);
 
 #endif

@@ -1,7 +1,7 @@
 /* The Python object `Ring`, as the sources of the extension share it. No other program includes this file.
  *
- * Who calls whom: _module.c makes the types from the tables of the others. _transfer.c, _waiting.c, _exchange.c, _caller.c and
- * _listener.c call _ring.c. The last two call _exchange.c. _ring.c calls none of them. */
+ * Who calls whom: _module.c makes the types from the tables of the others. _transfer.c, _waiting.c and _exchange.c call _ring.c.
+ * _caller.c calls _request.c, which calls _flight.c. These and _listener.c call _exchange.c. _ring.c calls none of them. */
 #ifndef AIONN_FMQ_RING_OBJECT_H
 #define AIONN_FMQ_RING_OBJECT_H
 

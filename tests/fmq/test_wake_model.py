@@ -63,7 +63,7 @@ def in_order(text: str, *parts: str) -> bool:
 
 def test_the_exchange_commits_only_through_ring_h() -> None:
     """So that each of its packets takes the steps W1 to W4, and what it reads is given back as any other element."""
-    assert in_order(body_of("exchange_write", "exchange.h"), "ring_begin_write", "ring_copy_in", "return ring_commit_write(r, bytes)")
+    assert in_order(body_of("exchange_write", "exchange.h"), "ring_begin_write", "exchange_copy_in", "return ring_commit_write(r, bytes)")
     for function, file in (("caller_call", "_caller.c"), ("caller_take", "_caller.c"), ("listener_next", "_listener.c")):
         assert in_order(body_of(function, file), "exchange_peek", "ring_commit_read")
     for file in ("exchange.h", "_exchange.c", "_caller.c", "_listener.c"):

@@ -16,10 +16,13 @@ from types import TracebackType
 from typing import Any
 
 from aionn import trace
+from aionn.burst import ExecutionBurstController
+from aionn.burst.controller import Sent
 from aionn.errors import CallerError, MemoryAllocationError
 from aionn.hal.types import ErrorStatus
+from aionn.memory.pool import Frame as MemoryFrame
 from aionn.memory.pool import FramesInFlightError
-from aionn.runtime.executing.arguments import Outputs, check_mapping
+from aionn.runtime.executing.arguments import FrameLayout, Outputs, check_mapping
 from aionn.runtime.executing.attempt import Attempt, Call
 from aionn.runtime.executing.bodies import plain_body
 from aionn.runtime.executing.frames import LARGE_BYTES, fill_large
@@ -118,27 +121,23 @@ class Burst:
             return await self._attempt(inputs, {}, measure_timing, deadline_ns)
         try:
             arrays = frame.arrays
-            controller = link.controller
-            caller = controller.caller
+            caller = link.controller.caller
             body = frame.bindings.get((layout, measure_timing)) or plain_body(layout, frame, measure_timing)
             if layout.input_bytes < LARGE_BYTES:
                 places = arrays.get(layout) or layout.inputs_in(frame)
                 answer = caller.post(places, inputs, body, deadline_ns or 0, trace.active)
-            elif layout.fits(inputs):
-                fill_large(frame, layout, inputs, controller.soon)
-                answer = caller.send(body, None, deadline_ns or 0, trace.active)
             else:
-                answer = None
+                answer = _post_large(link.controller, layout, frame, inputs, body, deadline_ns)
             if answer is not None:
-                if type(answer) is not tuple:
+                if not isinstance(answer, tuple):
                     future = answer
                     try:
                         answer = await future
                     except BaseException:
-                        frame.pins += caller.leave(future, frame.settled)
+                        frame.pins += caller.leave(future, frame.settled)  # a request in flight takes the pin over
                         raise
                     if answer is None:
-                        raise controller.why_over()
+                        raise link.controller.why_over()
                 result, busy_ns = answer
                 counts = self._counts
                 counts["copied_bytes"] += layout.input_bytes
@@ -146,8 +145,7 @@ class Burst:
                 if result.status is _NONE:
                     counts["computed"] += 1
                     shapes = result.output_shapes
-                    found = None if shapes else arrays.get(layout.outputs_key)
-                    outcome = found or layout.outputs_in(frame, shapes)
+                    outcome = (not shapes and arrays.get(layout.outputs_key)) or layout.outputs_in(frame, shapes)
                     if pool.crowded:
                         outcome = {name: array.copy() for name, array in outcome.items()}
                     return Outputs(outcome, link.device, result.timing if measure_timing else None)
@@ -250,3 +248,18 @@ class Burst:
         link = self._connection.link
         in_flight = link.controller.in_flight if link is not None else 0
         return {**self._counts, "in_flight": in_flight, **self._executor.frames.count()}
+
+
+def _post_large(
+    controller: ExecutionBurstController,
+    layout: FrameLayout,
+    frame: MemoryFrame,
+    inputs: dict[str, Any],
+    body: bytes,
+    deadline_ns: int | None,
+) -> Sent:
+    """Send a usual frame that takes longer to copy than a driver to wake up. As `Caller.post`."""
+    if not layout.fits(inputs):
+        return None
+    fill_large(frame, layout, inputs, controller.soon)
+    return controller.caller.send(body, None, deadline_ns or 0, trace.active)
