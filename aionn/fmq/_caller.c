@@ -68,7 +68,7 @@ static PyObject *caller_begin(PyObject *object, PyObject *args)
     if (!PyArg_ParseTuple(args, "IL(OOOOOO)", &depth, &window_ns, &calls[0], &calls[1], &calls[2], &calls[3], &calls[4], &calls[5]))
         return NULL;
     const struct ring *requests = ring_if_usable(self->exchange.requests), *results = ring_if_usable(self->exchange.results);
-    if (self->set_result || !requests || !results || !requests->control || !results->control) {
+    if (self->set_result || !requests || !results || !ring_can_sleep(requests) || !ring_can_sleep(results)) {
         PyErr_SetString(PyExc_ValueError, "expected a Caller that has not begun, over two open queues of aionn");
         return NULL;
     }

@@ -279,20 +279,12 @@ static void schedule_look(CallerObject *self)
     Py_DECREF(look_again);
 }
 
-/* Return whether the driver was last seen on another CPU than this one. An unknown CPU counts as the same. */
-static bool apart(struct ring *requests, struct ring *results)
-{
-    ring_publish_cpu(&requests->control->writer_cpu);
-    uint32_t peers = atomic_load_explicit(&results->control->writer_cpu, memory_order_relaxed); /* hints, ordered with nothing */
-    return peers && peers != atomic_load_explicit(&requests->control->writer_cpu, memory_order_relaxed);
-}
-
 /* Make sure that the answer to the request that has just been sent will be seen. */
 void flight_watch(CallerObject *self)
 {
     struct ring *requests = ring_if_usable(self->exchange.requests), *results = ring_if_usable(self->exchange.results);
     int64_t budget_ns = awake_budget(&self->spin);
-    if (budget_ns && requests && results && apart(requests, results)) {
+    if (budget_ns && requests && results && ring_apart(requests, results)) {
         if (self->armed) {
             /* This end is awake and needs no event. An event that is already under way comes as a spurious callback. */
             ring_disarm(results, true);
