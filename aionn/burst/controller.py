@@ -14,6 +14,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
 
@@ -31,6 +32,7 @@ from aionn.errors import AionnError, CallerError, DeadlineError, ExecutionError,
 from aionn.fmq import Caller, MessageQueue, QueueClosedError, QueueCorruptedError
 from aionn.hal.types import ErrorStatus, Result
 from aionn.memo import Memo
+from aionn.pages import BurstSlot
 from aionn.tasks import leave_in_child, running_loop, seconds_until
 
 _REMEMBERED = 256
@@ -51,6 +53,7 @@ class ExecutionBurstController:
         results: queue of 24-byte datums that the driver writes.
         depth: how many requests may be in flight. Further ones wait for their turn, in order.
         low_power: never stay awake while waiting.
+        counts: a slot of the statistics page, where requests and their times are counted.
 
     Attributes:
         caller: the native part. A stream's usual frame is sent there directly (`Burst.compute`).
@@ -65,6 +68,7 @@ class ExecutionBurstController:
         *,
         depth: int = 8,
         low_power: bool = False,
+        counts: BurstSlot | None = None,
     ) -> None:
         self._loop = loop = running_loop()
         self._requests = requests
@@ -78,7 +82,8 @@ class ExecutionBurstController:
         caller.inline_ns, caller.yield_ns = INLINE_NS, YIELD_NS
         window_ns = APP_WINDOW_NS if SpinPolicy(APP_WINDOW_NS, low_power=low_power).allowed else 0
         calls = (loop.create_future, loop.call_soon, self._take_unknown, self._cannot_send, self._wake_by, _trace)
-        caller.begin(depth, window_ns, calls)
+        number = os.fstat(requests.descriptor().fds[0]).st_ino  # of this burst, in both processes
+        caller.begin(depth, window_ns, calls, counts, number)
         self._result_fd = results.reader_fd
         loop.add_reader(self._result_fd, caller.event)
         leave_in_child(self)

@@ -39,6 +39,8 @@ static int caller_clear(PyObject *object)
         Py_CLEAR(self->calls[i]);
     Py_CLEAR(self->look_again);
     Py_CLEAR(self->reports);
+    self->slot = NULL;
+    PyBuffer_Release(&self->counts);
     struct request *lists[] = {self->first, self->spare};
     self->first = self->last = self->unsent = self->spare = NULL;
     self->in_flight = 0;
@@ -58,28 +60,43 @@ static void caller_dealloc(PyObject *object)
     exchange_dealloc(object);
 }
 
-/* begin(depth, window_ns, calls) */
+/* begin(depth, window_ns, calls, counts=None, burst=0) */
 static PyObject *caller_begin(PyObject *object, PyObject *args)
 {
     CallerObject *self = (CallerObject *)object;
     unsigned depth;
     long long window_ns;
-    PyObject *calls[CALLS];
-    if (!PyArg_ParseTuple(args, "IL(OOOOOO)", &depth, &window_ns, &calls[0], &calls[1], &calls[2], &calls[3], &calls[4], &calls[5]))
+    unsigned long long burst = 0;
+    PyObject *calls[CALLS], *counts = Py_None;
+    if (!PyArg_ParseTuple(args, "IL(OOOOOO)|OK", &depth, &window_ns, &calls[0], &calls[1], &calls[2], &calls[3], &calls[4], &calls[5],
+                          &counts, &burst))
         return NULL;
     const struct ring *requests = ring_if_usable(self->exchange.requests), *results = ring_if_usable(self->exchange.results);
     if (self->set_result || !requests || !results || !ring_can_sleep(requests) || !ring_can_sleep(results)) {
         PyErr_SetString(PyExc_ValueError, "expected a Caller that has not begun, over two open queues of aionn");
         return NULL;
     }
+    Py_buffer view = {0};
+    if (counts != Py_None && PyObject_GetBuffer(counts, &view, PyBUF_SIMPLE) < 0)
+        return NULL;
+    struct page_slot *slot = page_slot_in(view.buf, (size_t)view.len);
+    if (counts != Py_None && !slot) {
+        PyBuffer_Release(&view);
+        PyErr_SetString(PyExc_TypeError, "expected a slot of a statistics page");
+        return NULL;
+    }
     PyObject *set_result = PyUnicode_InternFromString("set_result"), *look_again = PyObject_GetAttrString(object, "_look_again");
     if (!set_result || !look_again) {
+        PyBuffer_Release(&view);
         Py_XDECREF(set_result);
         Py_XDECREF(look_again);
         return NULL;
     }
     self->set_result = set_result;
     self->look_again = look_again;
+    self->counts = view;
+    self->slot = slot;
+    self->burst = burst;
     self->depth = depth;
     self->spin.window_ns = window_ns;
     self->spin.allowed = self->spin.brisk = window_ns > 0;
@@ -105,6 +122,7 @@ static PyObject *caller_end(PyObject *object, PyObject *Py_UNUSED(none))
     CallerObject *self = (CallerObject *)object;
     struct request *r;
     unsigned lost = self->in_flight;
+    slot_lost(self->slot, lost);
     self->over = true;
     while ((r = self->first)) {
         flight_remove(self, r);
@@ -162,7 +180,7 @@ static PyObject *caller_answered(PyObject *object, PyObject *const *args, Py_ssi
     struct request *r = flight_find(self, identity);
     if (!r)
         Py_RETURN_FALSE;
-    flight_settle(self, r, args[2], service_ns);
+    flight_settle(self, r, args[2], service_ns, ring_now_ns());
     Py_RETURN_TRUE;
 }
 

@@ -137,9 +137,11 @@ void flight_finish(CallerObject *self, struct request *r, PyObject *answer, PyOb
     flight_free(r);
 }
 
-/* Return (value, service time), and note the answer for the trace. NULL sets an exception. */
-PyObject *flight_answer(CallerObject *self, const struct request *r, PyObject *value, uint64_t service_ns)
+/* Count the answer, and return (value, service time). NULL sets an exception. */
+PyObject *flight_answer(CallerObject *self, const struct request *r, PyObject *value, uint64_t service_ns, int64_t now_ns)
 {
+    slot_answered(self->slot, now_ns - r->began_ns, service_ns > INT64_MAX ? -1 : (int64_t)service_ns, 0, 0);
+    slot_trace(self->slot, TRACE_SETTLED, self->burst, r->identity, now_ns, service_ns, 0);
     PyObject *service = PyLong_FromUnsignedLongLong(service_ns), *answer = service ? PyTuple_New(2) : NULL;
     if (!answer) {
         Py_XDECREF(service);
@@ -149,7 +151,7 @@ PyObject *flight_answer(CallerObject *self, const struct request *r, PyObject *v
     PyTuple_SetItem(answer, 0, value); /* these steal, and cannot fail on a new tuple */
     PyTuple_SetItem(answer, 1, service);
     if (r->traced) {
-        PyObject *report = Py_BuildValue("(KLLKO)", (unsigned long long)r->identity, (long long)r->began_ns, (long long)ring_now_ns(),
+        PyObject *report = Py_BuildValue("(KLLKO)", (unsigned long long)r->identity, (long long)r->began_ns, (long long)now_ns,
                                          (unsigned long long)service_ns, value);
         if (!self->reports)
             self->reports = PyList_New(0);
@@ -161,13 +163,13 @@ PyObject *flight_answer(CallerObject *self, const struct request *r, PyObject *v
 }
 
 /* Settle a request of the list with the driver's answer. */
-void flight_settle(CallerObject *self, struct request *r, PyObject *value, uint64_t service_ns)
+void flight_settle(CallerObject *self, struct request *r, PyObject *value, uint64_t service_ns, int64_t now_ns)
 {
     flight_remove(self, r);
     self->answers++;
     self->last_began_ns = r->began_ns;
     self->last_sleeps = r->sleeps;
-    PyObject *answer = flight_answer(self, r, value, service_ns);
+    PyObject *answer = flight_answer(self, r, value, service_ns, now_ns);
     if (!answer)
         PyErr_WriteUnraisable((PyObject *)self);
     flight_finish(self, r, answer ? answer : Py_None, value);
@@ -212,6 +214,7 @@ static void send_unsent(CallerObject *self)
         r->sent = true;
         r->began_ns = ring_now_ns();
         r->sleeps = self->sleeps;
+        flight_note_sent(self, r->identity, r->began_ns, (uint64_t)length);
         PyObject *sent = r->body;
         r->body = NULL;
         Py_DECREF(sent);
@@ -223,6 +226,7 @@ static void send_unsent(CallerObject *self)
 void flight_look(CallerObject *self, int64_t now_ns, bool expected)
 {
     long long before = self->answers;
+    int64_t at_ns = now_ns;
     uint64_t bytes, all, writable;
     self->woken = 0;
     while (!self->over) {
@@ -233,7 +237,8 @@ void flight_look(CallerObject *self, int64_t now_ns, bool expected)
         if (!r || ring_commit_read(results, bytes) != RING_OK)
             break;
         PyObject *value = exchange_value(&self->exchange, known);
-        flight_settle(self, r, value, stamp.second);
+        at_ns = at_ns ? at_ns : ring_now_ns();
+        flight_settle(self, r, value, stamp.second, at_ns);
         Py_DECREF(value);
     }
     struct ring *results = self->over ? NULL : ring_if_usable(self->exchange.results);

@@ -20,7 +20,7 @@ static PyObject *answer_at_once(CallerObject *self, const struct request *r)
     self->answers_at_once++;
     self->woken = 0;
     awake_waited(&self->spin, self->inline_ns, false);
-    PyObject *value = exchange_value(&self->exchange, known), *answer = flight_answer(self, r, value, stamp.second);
+    PyObject *value = exchange_value(&self->exchange, known), *answer = flight_answer(self, r, value, stamp.second, ring_now_ns());
     Py_DECREF(value); /* the table holds it, and no Python code has run */
     return answer;
 }
@@ -62,6 +62,8 @@ static PyObject *request(CallerObject *self, PyObject *body, PyObject *settled, 
     r->deadline_ns = deadline_ns;
     r->sleeps = self->sleeps;
     r->traced = traced;
+    if (sends)
+        flight_note_sent(self, r->identity, now_ns, (uint64_t)length);
     if (alone) {
         PyObject *answer = answer_at_once(self, r);
         if (answer || PyErr_Occurred()) {

@@ -159,6 +159,8 @@ class Caller:
             Callable[[int], None],
             Callable[[list[tuple[int, int, int, int, Any]]], None],
         ],
+        counts: Buffer | None = None,
+        burst: int = 0,
         /,
     ) -> None:
         """Set what this end needs before its first request. Without it every method does nothing.
@@ -170,6 +172,8 @@ class Caller:
                 and calls `answered`. The fourth one is called when a request that waits cannot be sent. The fifth one gets the time at
                 which `late` must be called. The sixth one gets (identity, sent, answered, service time, value) of traced requests.
                 They must not raise.
+            counts: a slot of a statistics page (`aionn.pages.BurstSlot`).
+            burst: names the burst in trace records.
         """
     def remember(self, body: bytes, value: object, /) -> None:
         """Know that answer from now on as `value`, which must not refer back to this object.

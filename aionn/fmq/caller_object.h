@@ -15,6 +15,8 @@
 
 #include <Python.h>
 
+#include "../pages/burst_slot.h"
+#include "../pages/trace_ring.h"
 #include "awake.h"
 #include "exchange_object.h"
 
@@ -45,6 +47,9 @@ typedef struct {
     long long sleeps, answers_at_once, answers; /* counts */
     long long last_began_ns, last_sleeps;        /* of the request answered last */
     PyObject *calls[CALLS], *look_again, *set_result;
+    Py_buffer counts;        /* exports `slot` */
+    struct page_slot *slot;  /* of the app's statistics page, or NULL */
+    unsigned long long burst; /* names the burst in trace records */
     PyObject *reports; /* a list of the answers that a trace wants, or NULL */
 } CallerObject;
 
@@ -55,8 +60,8 @@ void flight_add(CallerObject *self, struct request *r);
 void flight_remove(CallerObject *self, struct request *r);
 struct request *flight_find(CallerObject *self, uint64_t identity);
 void flight_finish(CallerObject *self, struct request *r, PyObject *answer, PyObject *value);
-PyObject *flight_answer(CallerObject *self, const struct request *r, PyObject *value, uint64_t service_ns);
-void flight_settle(CallerObject *self, struct request *r, PyObject *value, uint64_t service_ns);
+PyObject *flight_answer(CallerObject *self, const struct request *r, PyObject *value, uint64_t service_ns, int64_t now_ns);
+void flight_settle(CallerObject *self, struct request *r, PyObject *value, uint64_t service_ns, int64_t now_ns);
 void flight_call(PyObject *callable, PyObject *argument);
 void flight_call_back(CallerObject *self, enum call which, PyObject *argument);
 void flight_report(CallerObject *self);
@@ -64,6 +69,13 @@ void flight_look(CallerObject *self, int64_t now_ns, bool expected);
 void flight_watch(CallerObject *self);
 PyObject *flight_event(PyObject *object, PyObject *none);
 PyObject *flight_look_again(PyObject *object, PyObject *none);
+
+/* Count a request that lies in the queue now. */
+static inline void flight_note_sent(const CallerObject *self, uint64_t identity, int64_t now_ns, uint64_t bytes)
+{
+    slot_sent(self->slot);
+    slot_trace(self->slot, TRACE_SENT, self->burst, identity, now_ns, bytes, 0);
+}
 
 /* ---- _request.c ---- */
 PyObject *request_send(PyObject *object, PyObject *const *args, Py_ssize_t given);
