@@ -56,7 +56,8 @@ static void caller_dealloc(PyObject *object)
 {
     PyObject_GC_UnTrack(object);
     caller_clear(object);
-    Py_CLEAR(((CallerObject *)object)->set_result);
+    for (unsigned i = 0; i < NAMES; i++)
+        Py_CLEAR(((CallerObject *)object)->names[i]);
     exchange_dealloc(object);
 }
 
@@ -72,7 +73,7 @@ static PyObject *caller_begin(PyObject *object, PyObject *args)
                           &counts, &burst))
         return NULL;
     const struct ring *requests = ring_if_usable(self->exchange.requests), *results = ring_if_usable(self->exchange.results);
-    if (self->set_result || !requests || !results || !ring_can_sleep(requests) || !ring_can_sleep(results)) {
+    if (self->names[0] || !requests || !results || !ring_can_sleep(requests) || !ring_can_sleep(results)) {
         PyErr_SetString(PyExc_ValueError, "expected a Caller that has not begun, over two open queues of aionn");
         return NULL;
     }
@@ -85,14 +86,15 @@ static PyObject *caller_begin(PyObject *object, PyObject *args)
         PyErr_SetString(PyExc_TypeError, "expected a slot of a statistics page");
         return NULL;
     }
-    PyObject *set_result = PyUnicode_InternFromString("set_result"), *look_again = PyObject_GetAttrString(object, "_look_again");
-    if (!set_result || !look_again) {
+    static const char *const names[NAMES] = {"set_result", "done", "dtype", "shape"};
+    PyObject *look_again = PyObject_GetAttrString(object, "_look_again");
+    for (unsigned i = 0; look_again && i < NAMES; i++)
+        if (!(self->names[i] = PyUnicode_InternFromString(names[i])))
+            Py_CLEAR(look_again);
+    if (!look_again) {
         PyBuffer_Release(&view);
-        Py_XDECREF(set_result);
-        Py_XDECREF(look_again);
         return NULL;
     }
-    self->set_result = set_result;
     self->look_again = look_again;
     self->counts = view;
     self->slot = slot;

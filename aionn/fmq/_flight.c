@@ -25,25 +25,22 @@ void flight_call_back(CallerObject *self, enum call which, PyObject *argument)
 }
 
 /* Return whether the caller was cancelled or is late, and has not run since. */
-static bool has_left(PyObject *future)
+static bool has_left(const CallerObject *self, PyObject *future)
 {
-    PyObject *done = PyObject_CallMethod(future, "done", NULL);
+    PyObject *done = PyObject_CallMethodObjArgs(future, self->names[DONE], NULL);
     if (!done)
         PyErr_WriteUnraisable(future);
     Py_XDECREF(done);
     return done == Py_True;
 }
 
-static void set_result(CallerObject *self, PyObject *future, PyObject *value)
+static void set_result(const CallerObject *self, PyObject *future, PyObject *value)
 {
-    PyObject *set = self->set_result;
-    Py_INCREF(set);
-    PyObject *returned = PyObject_CallMethodObjArgs(future, set, value, NULL);
-    Py_DECREF(set);
+    PyObject *returned = PyObject_CallMethodObjArgs(future, self->names[SET_RESULT], value, NULL);
     if (!returned) {
         PyObject *type, *error, *traceback;
         PyErr_Fetch(&type, &error, &traceback);
-        bool left = has_left(future);
+        bool left = has_left(self, future);
         PyErr_Restore(type, error, traceback);
         if (left)
             PyErr_Clear();
@@ -191,7 +188,7 @@ static void send_unsent(CallerObject *self)
 {
     struct request *r;
     while ((r = self->unsent) && self->in_flight < self->depth) {
-        if (has_left(r->future)) {
+        if (has_left(self, r->future)) {
             flight_remove(self, r);
             flight_finish(self, r, Py_None, Py_None);
             continue;

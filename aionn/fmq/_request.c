@@ -117,14 +117,13 @@ PyObject *request_send(PyObject *object, PyObject *const *args, Py_ssize_t given
 }
 
 /* Return 1 if `array` has the type, the dtype and the shape of `place`, else 0, or -1 with an exception. */
-static int alike(PyObject *place, PyObject *array)
+static int alike(const CallerObject *self, PyObject *place, PyObject *array)
 {
     int same = 0;
     if (Py_TYPE(array) != Py_TYPE(place))
         return 0;
-    for (unsigned i = 0; i < 2; i++) {
-        static const char *const names[] = {"dtype", "shape"};
-        PyObject *one = PyObject_GetAttrString(place, names[i]), *other = one ? PyObject_GetAttrString(array, names[i]) : NULL;
+    for (enum name name = DTYPE; name <= SHAPE; name++) {
+        PyObject *one = PyObject_GetAttr(place, self->names[name]), *other = one ? PyObject_GetAttr(array, self->names[name]) : NULL;
         same = !other ? -1 : one == other ? 1 : PyObject_RichCompareBool(one, other, Py_EQ);
         Py_XDECREF(one);
         Py_XDECREF(other);
@@ -146,7 +145,7 @@ PyObject *request_post(PyObject *object, PyObject *const *args, Py_ssize_t given
     }
     if (!exchange_numbers(args + 3, 2, number))
         return NULL;
-    if (!PyDict_CheckExact(args[1]) || PyDict_Size(args[0]) != PyDict_Size(args[1]))
+    if (((CallerObject *)object)->over || !PyDict_CheckExact(args[1]) || PyDict_Size(args[0]) != PyDict_Size(args[1]))
         Py_RETURN_NONE;
     while (PyDict_Next(args[0], &at, &name, &place)) {
         PyObject *array = PyDict_GetItemWithError(args[1], name);
@@ -156,7 +155,7 @@ PyObject *request_post(PyObject *object, PyObject *const *args, Py_ssize_t given
             Py_RETURN_NONE;
         }
         Py_INCREF(array); /* a large copy releases the GIL */
-        int fits = alike(place, array);
+        int fits = alike((CallerObject *)object, place, array);
         if (fits > 0 && PyObject_SetItem(place, Py_Ellipsis, array) < 0)
             fits = -1;
         Py_DECREF(array);

@@ -33,6 +33,8 @@ struct request {
 /* What Python does for this object. See `Caller.begin` in _ring.pyi. */
 enum call { CREATE_FUTURE, CALL_SOON, GENERAL, UNSENDABLE, WAKE_BY, REPORT, CALLS };
 
+enum name { SET_RESULT, DONE, DTYPE, SHAPE, NAMES };
+
 typedef struct {
     ExchangeObject exchange; /* first, so that a Caller is one */
     struct awake spin;
@@ -46,7 +48,8 @@ typedef struct {
     long long yield_by_ns, yield_ns, inline_ns;  /* see spin_policy.py */
     long long sleeps, answers_at_once, answers; /* counts */
     long long last_began_ns, last_sleeps;        /* of the request answered last */
-    PyObject *calls[CALLS], *look_again, *set_result;
+    PyObject *calls[CALLS], *look_again;
+    PyObject *names[NAMES]; /* strings; set as soon as `begin` has been called */
     Py_buffer counts;        /* exports `slot` */
     struct page_slot *slot;  /* of the app's statistics page, or NULL */
     unsigned long long burst; /* names the burst in trace records */
