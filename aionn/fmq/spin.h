@@ -17,6 +17,19 @@ static inline void ring_pause(void)
     __builtin_ia32_pause();
 #elif defined(__aarch64__)
     __asm__ __volatile__("yield");
+/* Return whether a side of this queue may arm and sleep. A libfmq queue has no words for that. */
+static inline bool ring_can_sleep(const struct ring *r) { return r->control != NULL; }
+
+/* Publish this CPU as the writer's of `sent`. Return whether the writer of `taken`, the peer, was last seen on another one. An
+ * unknown CPU counts as the same. Both can sleep. */
+static inline bool ring_apart(const struct ring *sent, const struct ring *taken)
+{
+    ring_publish_cpu(&sent->control->writer_cpu);
+    uint32_t own = atomic_load_explicit(&sent->control->writer_cpu, memory_order_relaxed); /* hints, ordered with nothing */
+    uint32_t peers = atomic_load_explicit(&taken->control->writer_cpu, memory_order_relaxed);
+    return peers && peers != own;
+}
+
 #endif
 }
 
@@ -43,37 +56,17 @@ static inline bool ring_spin(const struct ring *r, uint64_t bytes, int64_t deadl
     }
 }
 
-/* The rule for how long an end looks before it sleeps. burst/spin_policy.py has it in Python and explains it. */
-struct spin_policy {
-    int64_t window_ns; /* 0: never look */
-    double average_ns; /* moving average of recent waits */
-    unsigned waits;
-    bool brisk;
-};
+/* Return whether a side of this queue may arm and sleep. A libfmq queue has no words for that. */
+static inline bool ring_can_sleep(const struct ring *r) { return r->control != NULL; }
 
-#define SPIN_PROBE_EVERY 64
-
-static inline void spin_begin(struct spin_policy *p, int64_t window_ns)
+/* Publish this CPU as the writer's of `sent`. Return whether the writer of `taken`, the peer, was last seen on another one. An
+ * unknown CPU counts as the same. Both can sleep. */
+static inline bool ring_apart(const struct ring *sent, const struct ring *taken)
 {
-    *p = (struct spin_policy){.window_ns = window_ns, .brisk = window_ns > 0};
-}
-
-/* Return how long to look, for a wait that begins now. */
-static inline int64_t spin_budget_ns(struct spin_policy *p)
-{
-    if (p->brisk || !p->window_ns)
-        return p->window_ns;
-    return ++p->waits % SPIN_PROBE_EVERY ? 0 : 2 * p->window_ns;
-}
-
-/* Note how long a wait took, and whether this end slept in it. */
-static inline void spin_waited(struct spin_policy *p, int64_t ns, bool slept)
-{
-    double window = (double)p->window_ns, took = (double)ns;
-    if (!slept && took <= window && window < p->average_ns)
-        p->average_ns = window; /* a probe that succeeds counts for all the slept waits before it */
-    p->average_ns += ((took < 4 * window ? took : 4 * window) - p->average_ns) / 8; /* one long pause must not end a brisk stream */
-    p->brisk = p->window_ns > 0 && p->average_ns <= window;
+    ring_publish_cpu(&sent->control->writer_cpu);
+    uint32_t own = atomic_load_explicit(&sent->control->writer_cpu, memory_order_relaxed); /* hints, ordered with nothing */
+    uint32_t peers = atomic_load_explicit(&taken->control->writer_cpu, memory_order_relaxed);
+    return peers && peers != own;
 }
 
 #endif
