@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import time
@@ -50,10 +51,39 @@ def last_cpu(pid: int, thread: int) -> int:
 
 
 def descriptors(pid: int) -> int:
+    """Return the number of a process's descriptors. Collects garbage first, so that those of ended objects do not count."""
+    gc.collect()
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
+def shared_bytes(*pids: int) -> int:
+    """Return the bytes of nameless shared memory that exist because processes hold or map them. Each file counts once.
+
+    Collects garbage first, as `descriptors` does.
+    """
+    gc.collect()
+    found = {}
+    for pid in pids:
+        for directory in (f"/proc/{pid}/fd", f"/proc/{pid}/map_files"):
+            for entry in _entries(directory):
+                try:
+                    if os.readlink(entry).startswith("/memfd:"):
+                        status = os.stat(entry)
+                        found[status.st_dev, status.st_ino] = status.st_blocks * 512
+                except OSError:  # closed meanwhile
+                    continue
+    return sum(found.values())
+
+
+def _entries(directory: str) -> list[str]:
+    """Return the paths in a directory, or nothing where the kernel does not show it to us (`map_files` is for root alone)."""
+    try:
+        return [f"{directory}/{name}" for name in os.listdir(directory)]
+    except PermissionError:
+        return []
+
+
 def memory_bytes(pid: int, *kinds: str) -> int:
-    """Return the sum of a process's figures in `smaps_rollup`, such as "Pss_Shmem" or "Private_Dirty"."""
+    """Return the sum of a process's figures in `smaps_rollup`, such as "Private_Dirty"."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return 1024 * sum(int(line.split()[1]) for line in lines if line.partition(":")[0] in kinds)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from collections.abc import Awaitable, Callable
 
 import uvloop
@@ -45,6 +46,7 @@ GROUPS: tuple[tuple[tuple[str, ...], Callable[[Report, Options], Awaitable[None]
     (("P19",), real_urgent.bounded_threads),
     (("P20",), real_urgent.anticipation),
 )
+INTERRUPTED = 130
 ROWS = sorted((row for rows, _ in GROUPS for row in rows), key=lambda row: int(row[1:]))
 
 
@@ -73,7 +75,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--row", "--rows", type=rows_of, default=frozenset(ROWS), help=f"some of {','.join(ROWS)}")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--frames", type=int, default=150, help="frames per lane and round; more at high rates")
-    parser.add_argument("--pinned", action="store_true", help="the app on the first CPU, all others on the last")
+    parser.add_argument(
+        "--pinned", action="store_true", help="the app on the first CPU, all others on the last; not for P4, P8, P16 to P19"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     options = parser.parse_args(argv)
     usable = sorted(os.sched_getaffinity(0))
@@ -82,8 +86,15 @@ def main(argv: list[str]) -> None:
     head = f"{machine_lines('uvloop', 'numpy', 'onnxruntime')}\n{where}; {options.rounds} rounds of {options.frames} frames"
     report = Report(options.row, quiet=options.json)
     report.say(head)
-    uvloop.run(measure(report, Options(options.rounds, options.frames, cpus)))
+    interrupted = False
+    try:
+        uvloop.run(measure(report, Options(options.rounds, options.frames, cpus)))
+    except KeyboardInterrupt:
+        interrupted = True
+        report.say("\ninterrupted; this is what was measured before")
     if options.json:
         print(json.dumps({"machine": head.splitlines(), **report.plain()}))
     else:
         print(f"\n{report.summary()}")
+    if interrupted:
+        sys.exit(INTERRUPTED)

@@ -131,7 +131,7 @@ class Report:
 
     def lacks(self, row: str, why: str) -> None:
         """Add a row, or a part of one, that cannot be measured here."""
-        if row in self.wanted:
+        if row in self.wanted and (row, why) not in self.absent:
             self.absent.append((row, why))
             self.say(f"{row:4} not available: {why}")
 

@@ -137,8 +137,8 @@ async def anticipation(report: Report, options: Options) -> None:
     async with ticking() as ticks:
         for _ in range(options.rounds):
             async with (
-                _bursts(subject, options, 2, anticipate=True) as (eager, eager_pid),
-                _bursts(subject, options, 2) as (plain, plain_pid),
+                _bursts(subject, options, 1, anticipate=True) as (eager, eager_pid),
+                _bursts(subject, options, 1) as (plain, plain_pid),
                 lanes(subject, options.cpus) as contenders,
             ):
                 (direct,) = [lane for lane in contenders if lane.name == "direct"]
@@ -153,8 +153,9 @@ async def anticipation(report: Report, options: Options) -> None:
                 for name, stream in streams.items():
                     found[name].append(stream.taken())
                 for name, rhythm in rhythms.items():
-                    harm[name].append(await _harm(ticks, subject, rhythm, options.frames, eager[:1], plain[:1]))
-                harm["two streams"].append(await _harm(ticks, subject, steady(SILERO_RATE), options.frames, eager, plain))
+                    harm[name].append(await _harm(ticks, subject, rhythm, count, eager, plain))
+            async with _bursts(subject, options, 2, anticipate=True) as (eager, _), _bursts(subject, options, 2) as (plain, _):
+                harm["two streams"].append(await _harm(ticks, subject, steady(SILERO_RATE), count, eager, plain))
             ours, others = found["anticipating"][-1], found["aionn"][-1]
             extra.append((ours.cpu_s - others.cpu_s) / 10_000 * SILERO_RATE * 100)
     report.show(f"Silero, {SILERO_RATE} frames/s", found)
@@ -166,7 +167,7 @@ async def anticipation(report: Report, options: Options) -> None:
 
 
 async def _harm(ticks: Ticks, subject: Subject, rhythm: Rhythm, count: int, eager: list[aionn.Burst], plain: list[aionn.Burst]) -> float:
-    """Return the p50 with anticipation divided by that without. Two bursts take turns within a stream's period."""
+    """Return the p50 with anticipation divided by that without. Bursts of one kind stream at the same time."""
     p50 = []
     for bursts in (eager, plain):
         async with ticking() as more_ticks, asyncio.TaskGroup() as group:
