@@ -20,6 +20,7 @@ from tests.bench.real_hot import driver_pid
 from tests.bench.real_report import NotAvailableError, Options, Report
 from tests.bench.real_rivals import placed
 from tests.bench.real_subjects import (
+    CPUS,
     Subject,
     classifier_subject,
     detector_subject,
@@ -34,7 +35,7 @@ OPENED = 10
 DEPTHS = (1, 2, 8)
 HELD = 4
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-POOLS = ((1, 2), (2, 1), (2, 2))
+POOLS = ((1, CPUS), (CPUS, 1), (CPUS, CPUS))
 """Sessions and threads of each, of the pools that a batch job could use."""
 
 
