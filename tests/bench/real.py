@@ -26,7 +26,7 @@ from collections.abc import Awaitable, Callable
 import uvloop
 
 from tests.bench import real_hot, real_many, real_paced, real_urgent
-from tests.bench.machine import machine_lines
+from tests.bench.machine import Others, machine_lines
 from tests.bench.real_report import NotAvailableError, Options, Report
 
 GROUPS: tuple[tuple[tuple[str, ...], Callable[[Report, Options], Awaitable[None]]], ...] = (
@@ -86,6 +86,7 @@ def main(argv: list[str]) -> None:
     head = f"{machine_lines('uvloop', 'numpy', 'onnxruntime')}\n{where}; {options.rounds} rounds of {options.frames} frames"
     report = Report(options.row, quiet=options.json)
     report.say(head)
+    others = Others()
     interrupted = False
     try:
         uvloop.run(measure(report, Options(options.rounds, options.frames, cpus)))
@@ -93,8 +94,8 @@ def main(argv: list[str]) -> None:
         interrupted = True
         report.say("\ninterrupted; this is what was measured before")
     if options.json:
-        print(json.dumps({"machine": head.splitlines(), **report.plain()}))
+        print(json.dumps({"machine": head.splitlines(), "others": others.share(), **report.plain()}))
     else:
-        print(f"\n{report.summary()}")
+        print(f"\n{report.summary()}\nother processes used {others.share():.0%} of the CPUs meanwhile")
     if interrupted:
         sys.exit(INTERRUPTED)

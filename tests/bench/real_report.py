@@ -138,8 +138,7 @@ class Report:
     def summary(self) -> str:
         lines = [f"{'row':4} {'what (ratios within one round)':66} {'median':>9} {'of the rounds':20} {'wanted':10}"]
         lines += [check.line() for check in self.checks]
-        lines += [f"{row:4} not available: {why}" for row, why in self.absent]
-        return "\n".join([*lines, f"load average at the end {os.getloadavg()[0]:.2f}"])
+        return "\n".join(lines + [f"{row:4} not available: {why}" for row, why in self.absent])
 
     def plain(self) -> dict[str, Any]:
         """Return everything as values that JSON knows."""
