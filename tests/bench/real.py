@@ -25,7 +25,7 @@ from collections.abc import Awaitable, Callable
 
 import uvloop
 
-from tests.bench import real_hot, real_many, real_paced, real_urgent
+from tests.bench import real_hot, real_lanes, real_many, real_paced, real_urgent
 from tests.bench.machine import Others, machine_lines
 from tests.bench.real_report import NotAvailableError, Options, Report
 
@@ -40,8 +40,8 @@ GROUPS: tuple[tuple[tuple[str, ...], Callable[[Report, Options], Awaitable[None]
     (("P9",), real_hot.one_call),
     (("P10",), real_hot.at_once),
     # P11 to P15 are start-up, cache hits and large models.
-    (("P16",), real_many.instances),
-    (("P17",), real_many.batch),
+    (("P16",), real_lanes.instances),
+    (("P17",), real_lanes.batch),
     (("P18",), real_urgent.priorities),
     (("P19",), real_urgent.bounded_threads),
     (("P20",), real_urgent.anticipation),
