@@ -5,6 +5,8 @@
     memories   the memories of a request as the device sees them
     execution  requests, bound to their bytes, as a lane runs them
     lanes      the threads that wait for requests, and run them
+    instances  the executables of a prepared model, one per instance
+    priority   lets executions of high priority go first
     threads    the threads for compiling and loading
     artifacts  stores what was compiled, and loads it verified
     blobs      the blob cache that a device hands to its engine

@@ -33,6 +33,7 @@ from aionn.remote.service import DeviceService
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _NICEST = 19
+_WHEN_IDLE = "idle"
 _IOPRIO_WHO_PROCESS = 1
 _IOPRIO_CLASS_IDLE = 3
 _IOPRIO_CLASS_SHIFT = 13
@@ -72,6 +73,14 @@ def stay_in_background(threads: int) -> None:
     number = _IOPRIO_SET.get(platform.machine())
     if number is not None:
         ctypes.CDLL(None).syscall(number, _IOPRIO_WHO_PROCESS, 0, _IOPRIO_CLASS_IDLE << _IOPRIO_CLASS_SHIFT)
+
+
+def run_when_idle() -> None:
+    """Use only CPU time that no other process wants, on all CPUs. Threads made later inherit that.
+
+    Under SCHED_IDLE a process that wakes up is never made to wait for this one. With the highest niceness it is.
+    """
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 def raise_file_limit() -> None:
@@ -132,23 +141,26 @@ async def serve(name: str, home: str, sock: socket.socket, state_directory: str 
 
 
 def main(arguments: list[str]) -> int:
-    """Serve the socket that the parent left open: `python -m aionn.driver NAME[=HOME] FD [THREADS [STATE_DIR]]`.
+    """Serve the socket that the parent left open: `python -m aionn.driver NAME[=HOME] FD [SCHEDULE [STATE_DIR]]`.
 
     Args:
-        arguments: NAME of the device, with HOME ("package.module:Class") if the parent has looked it up. FD, the socket. With THREADS
-            above 0 the driver runs in the background, on so many CPUs at most. STATE_DIR is where the device keeps its records, by
-            default the user's state directory.
+        arguments: NAME of the device, with HOME ("package.module:Class") if the parent has looked it up. FD, the socket. SCHEDULE is a
+            number of CPUs for a driver in the background, 0 for the app's own priority, or "idle" for SCHED_IDLE. STATE_DIR is where
+            the device keeps its records, by default the user's state directory.
     """
-    if len(arguments) not in (2, 3, 4) or not all(argument.isdigit() for argument in arguments[1:3]):
-        usage = "python -m aionn.driver ENGINE[=MODULE:CLASS] SOCKET_FD [THREADS [STATE_DIR]]"
+    schedule = arguments[2] if len(arguments) > 2 else "0"
+    if len(arguments) not in (2, 3, 4) or not arguments[1].isdigit() or not (schedule.isdigit() or schedule == _WHEN_IDLE):
+        usage = "python -m aionn.driver ENGINE[=MODULE:CLASS] SOCKET_FD [CPUS|idle [STATE_DIR]]"
         print(f"usage: {usage}  (started by aionn's runtime; see `aionn devices`)", file=sys.stderr)
         return 2
     name, _, home = arguments[0].partition("=")
     fd = int(arguments[1])
     bind_to_parent()
-    threads, state_directory = int(arguments[2]) if len(arguments) > 2 else 0, arguments[3] if len(arguments) > 3 else None
-    if threads:
-        stay_in_background(threads)
+    state_directory = arguments[3] if len(arguments) > 3 else None
+    if schedule == _WHEN_IDLE:
+        run_when_idle()
+    elif int(schedule):
+        stay_in_background(int(schedule))
     name_process(name)
     close_inherited(fd)
     raise_file_limit()

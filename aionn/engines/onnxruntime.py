@@ -14,7 +14,8 @@ What is set, and why (measured on 2 cores, ONNX Runtime 1.31)
                                     ORT sets it for its pool and for one thread per process; `Flushing` for the one that runs.
     intra_op.allow_spinning         on only for SUSTAINED_SPEED: spinning saves up to 0.9 ms when cores are free and doubles
                                     the latency when one is taken.
-    intra_op_num_threads            explicit: ORT's own choice counts the machine's cores, not this process's.
+    intra_op_num_threads            explicit: ORT's own choice counts the machine's cores, not this process's. A session's pool has
+                                    one thread less, because the thread that calls `run` works, too. Lanes share the pool.
     never: prepacked weights in the artifact (one model loads, then dies of SIGSEGV), .ort files (slower or SIGSEGV).
 
 What an executable keeps: the model's pools, or the artifact's buffers. Of arrays given to `run` it keeps weak references only.
@@ -35,7 +36,7 @@ from numpy.typing import NDArray
 
 from aionn.engines.onnxruntime_artifact import ARTIFACT_FORMAT, WEIGHTS_DIRECTORY, WEIGHTS_FILE, WrittenArtifact, without_notes
 from aionn.engines.outputs import deliver
-from aionn.engines.processor import Flushing, instruction_set, usable_cpus
+from aionn.engines.processor import Flushing, instruction_set, run_threads
 from aionn.errors import CallerError, CompilationError, DeviceUnavailableError
 from aionn.graph.arrays import arrays_over, constant_arrays
 from aionn.hal.interfaces import Artifact, CompileOptions, Executable, ExecutionReport
@@ -199,7 +200,10 @@ class OnnxRuntimeEngine:
 
 
 class OnnxRuntimeExecutable:
-    """A session and its bindings. Arrays that come again are not bound again: 6 us a call instead of 19 (one input, one output)."""
+    """A session and its bindings. Arrays that come again are not bound again: 6 us a call instead of 19 (one input, one output).
+
+    Several threads may enter a session at once if each has its own bindings. So the lanes of a model share one session.
+    """
 
     def __init__(self, session: Any, alive: object, artifact: Callable[[], Artifact] | None) -> None:
         self._session = session
@@ -262,6 +266,10 @@ class OnnxRuntimeExecutable:
                 del bindings[old]
         bound = bindings[key] = _Binding(self._session.io_binding(), self._outputs, inputs, outputs)
         return bound
+
+    def lanes(self, count: int) -> list[OnnxRuntimeExecutable]:
+        """Return `count` executables over one session, of which this is the first."""
+        return [self, *(OnnxRuntimeExecutable(self._session, self._alive, None) for _ in range(count - 1))]
 
     def artifact(self) -> Artifact | None:
         """Return what to store, the first time only. Keeping it would cost the weights' size as long as the model lives."""
@@ -332,12 +340,9 @@ def _most_work(input_shapes: Sequence[tuple[int, ...] | None], weights: int) -> 
 
 
 def _threads(options: CompileOptions, work: int) -> int:
-    """Return the caller's number of threads, or 1 for LOW_POWER and for tiny models, or the number of usable CPUs."""
-    if options.threads:
-        return options.threads
-    if options.preference is ExecutionPreference.LOW_POWER:
-        return 1
-    return 1 if 0 <= work <= TINY_WORK else usable_cpus()
+    """Return the app's number of threads, else 1 for a tiny model, else what `run_threads` says."""
+    chosen = options.threads and not options.at_most
+    return 1 if not chosen and 0 <= work <= TINY_WORK else run_threads(options)
 
 
 _NAMES_A_NODE = (

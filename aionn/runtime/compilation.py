@@ -20,7 +20,7 @@ from aionn.runtime.executing.device_roles import DeviceRoles
 from aionn.runtime.parts import CompilationParts
 from aionn.runtime.staging.stage import Stage
 from aionn.runtime.streaming.burst import QUEUE_CAPACITY, Burst
-from aionn.tasks import deadline_of, ending_by
+from aionn.tasks import checked_count, deadline_of, ending_by
 
 
 class Compilation:
@@ -29,13 +29,16 @@ class Compilation:
     Attributes:
         model: what was compiled; after `Runtime.swap` the new model.
         outcomes: one `CacheOutcome` per step of the plan; of the last preparation, if a driver had to be started anew.
-        preference, priority: as they were chosen.
+        preference, priority, threads, instances: as they were chosen. `threads` is None where the engine chooses.
     """
 
     def __init__(self, parts: CompilationParts) -> None:
         self._parts = parts
         self.preference: ExecutionPreference = parts.renewal.options.preference
         self.priority: Priority = parts.renewal.options.priority
+        options = parts.renewal.options
+        self.threads: int | None = None if options.at_most else options.threads
+        self.instances: int = options.instances
 
     def __repr__(self) -> str:
         return f"Compilation(device={self.device!r}, outcomes={self.outcomes!r})"
@@ -130,10 +133,10 @@ class Compilation:
         Raises:
             CallerError: `depth` is not a whole number of at least 1, or `queue_capacity` of at least 8.
         """
-        for name, number, least in (("depth", depth, 1), ("queue_capacity", queue_capacity, 8)):
-            if isinstance(number, bool) or not isinstance(number, int) or number < least:
-                raise CallerError(f"burst: {name}={number!r}; give a whole number, at least {least}")
-        return Burst(self._parts.connection(depth, queue_capacity))
+        connection = self._parts.connection(
+            checked_count("burst: depth", depth, 1), checked_count("burst: queue_capacity", queue_capacity, 8)
+        )
+        return Burst(connection)
 
     async def compute(
         self,

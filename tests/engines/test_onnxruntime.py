@@ -320,7 +320,7 @@ def test_a_reason_is_words_and_not_a_place_in_onnx_runtimes_sources() -> None:
 def test_tiny_models_get_one_thread_and_others_what_the_process_may_use(
     monkeypatch: pytest.MonkeyPatch, options: CompileOptions, shapes: list[tuple[int, ...] | None], weights: int, threads: int
 ) -> None:
-    monkeypatch.setattr(engine_module, "usable_cpus", lambda: 8)
+    monkeypatch.setattr("aionn.engines.processor.usable_cpus", lambda: 8)
     assert engine_module._threads(options, engine_module._most_work(shapes, weights)) == threads
 
 

@@ -34,7 +34,7 @@ from aionn.errors import CallerError, DeadlineError, ExecutionError
 from aionn.hal.types import ErrorStatus
 from aionn.runtime.executing.arguments import Outputs
 from aionn.runtime.streaming.connection import BurstConnection
-from aionn.tasks import Answer, checked_seconds, running_loop
+from aionn.tasks import Answer, checked_count, checked_seconds, running_loop
 
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup
@@ -94,8 +94,7 @@ class Stream:
         policy, depth, deadline_s = options.policy, options.depth, options.deadline_s
         if policy not in ("latest", "block", "reject"):
             raise CallerError(f"policy {policy!r}: it is one of 'latest', 'block', 'reject'")
-        if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
-            raise CallerError(f"depth={depth!r}: give a whole number of frames, at least 1")
+        depth = checked_count("depth", depth, 1)
         deadline_s = checked_seconds("deadline_s", deadline_s)
         if not hasattr(frames, "__aiter__") and not hasattr(frames, "__iter__"):
             raise CallerError(f"frames: expected an iterable or async iterable of inputs by name, got {type(frames).__name__}")
