@@ -10,6 +10,7 @@
     threads    the threads for compiling and loading
     artifacts  stores what was compiled, and loads it verified
     blobs      the blob cache that a device hands to its engine
+    schedule   when a driver process gets CPU time
     process    what `python -m aionn.driver NAME` does: bind its life to its parent's, greet, serve
 
 Engines see arrays, and clients see HAL calls. No module here knows the runtime.

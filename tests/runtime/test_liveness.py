@@ -33,9 +33,9 @@ S = 10**9
 class Case:
     """A driver as a judge is shown it: one tick of the watch after the other."""
 
-    def __init__(self, *, hang_s: float = 10.0, cpu_decides: bool = True) -> None:
+    def __init__(self, *, hang_s: float = 10.0, cpu_decides: bool = True, when_idle: bool = False) -> None:
         self.now_ns = 1000 * S
-        self.judge = Judge(hang_s, cpu_decides, self.now_ns)
+        self.judge = Judge(hang_s, cpu_decides, self.now_ns, when_idle)
         self.executing: tuple[Execution, ...] = ()
         self.finished = 0
         self.ended_ns = 0
