@@ -82,6 +82,9 @@ WORLDS = {
     "Streams",
     "First frame at once, faster frames later",
     "When a driver dies",
+    "How many threads, and how many runs at once",
+    "A bound for the machine",
+    "Priority",
     "Testing your app",
 }
 
@@ -213,6 +216,25 @@ async def test_first_frame_at_once(silero_path: Path) -> None:
         assert outputs.stage == "onnxruntime"
         assert [(stage.name, stage.reason) for stage in world["compilation"].stages] == [("onnxruntime", ""), ("openvino", "")]
         assert isinstance(runtime.stage_policy, aionn.StagePolicy)
+
+
+@pytest.mark.anyio
+async def test_threads_instances_and_priority_as_the_page_says(silero_path: Path) -> None:
+    model = aionn.Model.from_onnx(silero_path)
+    async with aionn.Runtime() as runtime:
+        world: dict[str, Any] = {"runtime": runtime, "model": model}
+        await run_block("How many threads, and how many runs at once", world)
+        await run_block("Priority", world)
+        assert [(world[name].threads, world[name].instances) for name in ("alone", "shared")] == [(2, 1), (1, 2)]
+        answers = [float((await world[name].compute(voice()))["output"].item()) for name in ("alone", "shared", "voice", "archive")]
+        np.testing.assert_allclose(answers, answers[0], rtol=1e-4)
+        device = next(device for device in runtime.devices if device.name == world["archive"].device)
+        assert device.low_priority is not None
+        assert device.low_priority.pid not in (None, device.pid)
+    world = {"aionn": aionn}
+    await run_block("A bound for the machine", world)
+    with pytest.raises(aionn.CallerError, match="not open"):
+        await world["runtime"].compile(model)
 
 
 def driver_of(runtime: aionn.Runtime) -> int:
