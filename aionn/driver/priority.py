@@ -4,7 +4,7 @@ Executions of all models share the CPUs of one process, and a running one cannot
 execution. One of high priority begins at once. Any other waits while an execution of high priority runs, for `MAX_WAIT_S` at most. That
 bound is the ageing: a model of high priority that never pauses slows the others down and never stops them.
 
-A compilation of low priority has a process of its own under SCHED_IDLE, where the kernel decides. Engines do not look at the priority.
+A compilation of low priority lives in another process under SCHED_IDLE, where the kernel decides. Engines do not look at the priority.
 
 Use it from any thread, with `end` in a `finally`. While no execution of high priority runs, a turn of another
 priority costs one comparison.
