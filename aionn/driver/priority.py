@@ -10,7 +10,7 @@ Use it from any thread, with `end` in a `finally`. While no execution of high pr
 priority costs one comparison.
 
 Invariants
-    `_urgent` counts the turns of high priority that have begun and not ended. It changes under `_changed`'s lock.
+    `_urgent` counts the turns of high priority that have begun and not ended. It changes under `_lock`.
     A thread waits only while `_urgent` is above 0. The turn that makes it 0 wakes all that wait.
 """
 
@@ -24,16 +24,19 @@ from aionn.hal.types import Priority
 MAX_WAIT_S = 0.1
 """How long an execution waits for those of high priority. Ten executions a second are what a model keeps beside one that never pauses."""
 
+_HIGH = Priority.HIGH  # each look at the enumeration itself costs as much as the rest of a turn
+
 
 class Turns:
     """The turns of one driver process."""
 
-    __slots__ = ("_changed", "_max_wait_s", "_urgent")
+    __slots__ = ("_changed", "_lock", "_max_wait_s", "_urgent")
 
     def __init__(self, max_wait_s: float = MAX_WAIT_S) -> None:
         self._max_wait_s = max_wait_s
         self._urgent = 0
-        self._changed = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
 
     def begin(self, priority: Priority) -> None:
         """Begin a turn: at once with high priority, else after the turns of high priority or `MAX_WAIT_S`. Blocks the thread.
@@ -41,16 +44,16 @@ class Turns:
         A lane of a model with high priority begins one turn for all requests that wait in its queue, and ends it when the queue is
         empty. So no other execution begins between two of them.
         """
-        if priority is Priority.HIGH:
-            with self._changed:
+        if priority is _HIGH:
+            with self._lock:
                 self._urgent += 1
         elif self._urgent:  # read without the lock: a turn of high priority that begins just now comes a moment too late
             self._wait()
 
     def end(self, priority: Priority) -> None:
         """End a turn."""
-        if priority is Priority.HIGH:
-            with self._changed:
+        if priority is _HIGH:
+            with self._lock:
                 self._urgent -= 1
                 if not self._urgent:
                     self._changed.notify_all()
