@@ -188,6 +188,8 @@ def test_a_runtime_compiles_with_these_options() -> None:
         "*devices": None,
         "*preference": "fast_single_answer",
         "*priority": "medium",
+        "*threads": None,
+        "*instances": 1,
         "*cache_dir": None,
         "*token": None,
         "*mode": "eager",

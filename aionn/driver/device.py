@@ -294,7 +294,7 @@ class EnginePreparedModel:
         number = next(_prepared_numbers)
         self._slots = [device.slot(number) for _ in executables]
         try:
-            lanes = [Lane(executable, slot) for executable, slot in zip(executables, self._slots, strict=True)]
+            lanes = [Lane(*each) for each in zip(executables, self._slots, strict=True)]
             self._lanes = Lanes(f"{device.name} lane", lanes, device.turns, options.priority)
         except BaseException:
             self._free_slots()

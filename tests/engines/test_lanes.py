@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from onnx import helper
 
 from aionn.driver import find_engine
 from aionn.driver.instances import instances_of
@@ -17,7 +21,7 @@ from aionn.hal import CompileOptions, Executable, ExecutionPreference
 from aionn.hal.types import NO_LANES
 from aionn.runtime.model import Model
 from aionn.testing.models import scaled_model
-from tests.engines.onnx_graphs import matmul
+from tests.engines.onnx_graphs import matmul, model_of, value
 from tests.real_models import carried, some_input
 
 
@@ -132,3 +136,45 @@ def test_openvino_has_a_stream_per_lane_and_threads_for_all_of_them(instances: i
         loaded: Any = engine.load(artifact, CompileOptions(threads=1, instances=instances))
         assert loaded._compiled.get_property("NUM_STREAMS") == instances
         assert loaded._compiled.get_property("INFERENCE_NUM_THREADS") <= instances
+
+
+A_SECOND = """if True:
+    import sys
+    import numpy as np
+    from aionn.driver import find_engine
+    from aionn.driver.instances import instances_of
+    from aionn.hal import CompileOptions
+    from aionn.runtime.model import Model
+
+    def private_bytes():
+        with open("/proc/self/smaps_rollup") as lines:
+            sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith("kB\\n")}
+        return sizes["Anonymous"]
+
+    engine, model = find_engine(sys.argv[1]), Model.from_onnx(sys.argv[2])
+    made, sizes = [], []
+    def two():
+        lanes = instances_of(engine.name, engine.compile(model, CompileOptions(threads=1, instances=2, may_export=False)), 2)
+        return lambda: lanes[0], lambda: lanes[1]
+    def one():
+        return engine.compile(model, CompileOptions(threads=1, may_export=False))
+    for make in (*two(), one):
+        made.append(make())
+        made[-1].run({"x": np.zeros((1, 2048), np.float32)}, {}, False)
+        sizes.append(private_bytes())
+    print(sizes[1] - sizes[0], sizes[2] - sizes[1])
+"""
+
+
+@pytest.mark.parametrize("name", ["onnxruntime", "openvino"])
+def test_a_second_lane_costs_a_small_part_of_a_second_session(name: str, tmp_path: Path) -> None:
+    """Row P16: the weights, 16 MB that both libraries lay out anew, are there once."""
+    weights = np.random.default_rng(0).random((2048, 2048)).astype(np.float32)
+    node = helper.make_node("MatMul", ["x", "weights"], ["y"])
+    model = model_of([node], [value("x", [1, 2048])], [value("y", [1, 2048])], {"weights": weights})
+    path = tmp_path / "model.onnx"
+    path.write_bytes(model.SerializeToString())
+    ran = subprocess.run([sys.executable, "-c", A_SECOND, name, path], capture_output=True, text=True, check=True)
+    lane, session = map(int, ran.stdout.split())
+    assert session >= weights.nbytes
+    assert lane < session / 8

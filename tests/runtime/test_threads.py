@@ -229,12 +229,12 @@ async def computing_threads(compilation: aionn.Compilation, pid: int | None, inp
     for _ in range(3):
         await compilation.compute(inputs)
     before, found = cpu_ns(pid), 0
-    with anyio.fail_after(60):  # on a busy machine one thread may do the work of two
+    with anyio.fail_after(100):  # on a busy machine one thread may do nearly all work of two
         while found < expected:
             for _ in range(20):
                 await compilation.compute(inputs)
             spent = [after - before.get(thread, 0) for thread, after in cpu_ns(pid).items() if thread != pid]
-            found = sum(ns > max(spent) / 10 for ns in spent)
+            found = sum(ns > max(spent) / 100 for ns in spent)
     return found
 
 

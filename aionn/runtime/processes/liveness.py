@@ -209,6 +209,15 @@ class Witness:
             return None
 
 
+def waiting_cpu_ns(pid: int) -> int:
+    """Return the CPU time of a process that is ready to run, or waits for a disk. Returns 0 for any other, and if it cannot be seen."""
+    try:
+        seen = Witness(pid, start_time_of(pid)).look()
+    except OSError:
+        return 0
+    return seen.cpu_ns if seen is not None and seen.runnable else 0
+
+
 async def watch(
     device: str,
     page: PageReader,

@@ -25,14 +25,14 @@ import anyio
 from aionn import trace
 from aionn.errors import AionnError, CallerError, DeviceUnavailableError, DriverDiedError, DriverHungError, again
 from aionn.hal.types import DeviceType
-from aionn.pages import Activity, LayoutError, PageReader, start_time_of
+from aionn.pages import Activity, LayoutError, PageReader
 from aionn.remote.channel import Descriptors
 from aionn.remote.connection import Connection
 from aionn.remote.control import PROTOCOL, STACKS_SIGNAL, CallBody, ControlError, Ready, Refused
 from aionn.remote.device import RemoteDevice
 from aionn.remote.failures import error_of
 from aionn.runtime.processes.child import Child
-from aionn.runtime.processes.liveness import DEFAULT_HANG_S, Judge, Witness, watch
+from aionn.runtime.processes.liveness import DEFAULT_HANG_S, Judge, waiting_cpu_ns, watch
 from aionn.runtime.processes.restarts import Life
 from aionn.runtime.processes.spawning import Settings, spawn
 from aionn.tasks import Tasks, bounded_shield
@@ -151,7 +151,7 @@ class DriverProcess:
         seconds, cpu_ns = START_S - (time.monotonic_ns() - self.life.started_ns) / 1e9, 0
         with anyio.move_on_after(max(0.0, seconds)):
             await self._started.wait()
-        while self._when_idle and not self._started.is_set() and (used_ns := self._waits_for_cpu()) > cpu_ns:
+        while self._when_idle and not self._started.is_set() and cpu_ns < (used_ns := waiting_cpu_ns(self.pid)) < START_S * 1e9:
             cpu_ns = used_ns
             with anyio.move_on_after(_CPU_LOOK_S):
                 await self._started.wait()
@@ -164,14 +164,6 @@ class DriverProcess:
             raise again(self._start_error)
         assert self._remote is not None
         return self._remote
-
-    def _waits_for_cpu(self) -> int:
-        """Return the CPU time of a driver that is ready to run and has used less than START_S. Returns 0 for any other."""
-        try:
-            seen = Witness(self.pid, start_time_of(self.pid)).look()
-        except OSError:
-            return 0
-        return seen.cpu_ns if seen is not None and seen.runnable and seen.cpu_ns < START_S * 1e9 else 0
 
     def _start_failed(self, error: AionnError) -> None:
         if not self._started.is_set():
