@@ -27,6 +27,7 @@ GROUND_ORDER = ("lazy", "memo", "errors", "trace", "tasks")
 IO_MODULES = {"anyio", "os", "socket", "mmap", "asyncio", "fcntl", "subprocess", "select", "selectors", "aiofiles"}
 SANS_IO = (
     "pages/layout.py",
+    "pages/app_layout.py",
     "hal",
     "burst/packets.py",
     "remote/control.py",
@@ -123,7 +124,7 @@ def test_each_kind_of_act_has_one_place() -> None:
         "subprocess": {"runtime/processes/spawning.py"},
         "multiprocessing": set(),
         "pickle": set(),
-        "aionn.pages._page": {"pages/page.py"},
+        "aionn.pages._page": {"pages/page.py", "pages/app_page.py", "pages/finding.py"},
         "aionn.fmq._ring": {"fmq/event_flag.py", "fmq/message_queue.py", "fmq/__init__.py"},
     }
     strays = [

@@ -9,7 +9,7 @@
  *
  * Invariants
  *     A record is written only while TRACE_UNTIL of the page is later than its time. A tracer that dies costs nothing after that.
- *     A failure to make the ring is no error. The writer tries again only when TRACE_UNTIL has changed.
+ *     A writer that cannot make its ring writes nothing, and tries again only when TRACE_UNTIL has changed.
  *     written <= intent <= written + 1. Both count records since the ring was made, and never wrap. */
 #ifndef AIONN_PAGES_TRACE_RING_H
 #define AIONN_PAGES_TRACE_RING_H
