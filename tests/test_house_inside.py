@@ -90,7 +90,7 @@ def without_packages(arrows: Mapping[str, Set[str]]) -> dict[str, set[str]]:
 
 def native_graph() -> dict[str, set[str]]:
     """Native files by what they call: a file needs the one that defines a function it names."""
-    files = sorted((HOUSE / "fmq").glob("*.c"))
+    files = sorted(HOUSE.rglob("*.c"))
     texts = {path.name: re.sub(r"/\*.*?\*/", "", path.read_text(encoding="utf-8"), flags=re.DOTALL) for path in files}
     defines = {
         name: set(re.findall(r"^(?!static)[A-Za-z][\w \*]*?\b(\w+)\([^;{]*\)\s*\{", text, re.MULTILINE)) for name, text in texts.items()

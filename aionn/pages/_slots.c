@@ -248,6 +248,8 @@ static PyObject *trace_close(PyObject *object, PyObject *Py_UNUSED(none))
     SlotObject *self = (SlotObject *)object;
     atomic_store_explicit(&self->ring.page, NULL, memory_order_relaxed);
     trace_ring_close(&self->ring);
+    if (self->memory.obj)
+        PyBuffer_Release(&self->memory);
     Py_RETURN_NONE;
 }
 

@@ -8,7 +8,7 @@ They count there all the same, because `Burst.statistics` reads them.
 Invariants
     The holder of the GIL is the page's one writer, and a slot changes hands in one native call.
     `_unseen` has the slots that found no room. The slot "other" has the sum of their counts, as of the last heartbeat.
-    In a child of `os.fork`, native code turns every writer off, and the page is neither mapped for writing nor kept open.
+    In a child of `os.fork`, native code turns every writer off, and the page is not kept open.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class AppPage:
         self._words = memoryview(self._mapping).cast("Q")
         self._words[layout.TIME_NAMESPACE] = time_namespace_of(self._pid)
         at = layout.RELEASE_WORD * 8
-        self._mapping[at : at + layout.RELEASE_BYTES] = release.encode()[: layout.RELEASE_BYTES].ljust(layout.RELEASE_BYTES, b"\0")
+        with memoryview(self._mapping) as content:
+            content[at : at + layout.RELEASE_BYTES] = release.encode()[: layout.RELEASE_BYTES].ljust(layout.RELEASE_BYTES, b"\0")
         self._trace = Trace(self._mapping)
         self._other = self.slot(Kind.OTHER, "other")
 
@@ -120,12 +121,20 @@ class AppPage:
                 self._unseen.remove(slot)
                 self._retired.become_sum_of([self._retired, slot])
 
+    def trace_note(self, kind: int, burst: int, identity: int, at_ns: int, first: int = 0, second: int = 0) -> None:
+        """Write a trace record from Python, if the page is being traced. See `TraceRecord`."""
+        if self._trace is not None:
+            self._trace.note(kind, burst, identity, at_ns, first, second)
+
     def close(self) -> None:
-        """Close the page's descriptor. Its memory goes when the last slot is dropped."""
+        """Close the page's descriptor, after which no process finds it. Its memory goes when the last slot has been released."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             if self._trace is not None:
                 self._trace.close()
+            self._words.release()
+            del self._mapping
+            self._trace = self._other = None
             os.close(fd)
 
     def leave(self) -> None:

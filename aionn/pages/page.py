@@ -10,7 +10,6 @@ Invariants
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 import struct
 import threading
@@ -19,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from aionn.pages import layout
-from aionn.pages._page import Slot, Trace
+from aionn.pages._page import Memory, Slot, Trace
 from aionn.pages.layout import Activity, LayoutError
 
 __all__ = [
@@ -59,7 +58,7 @@ def time_namespace_of(pid: int) -> int:
         return 0
 
 
-def make_page(words: Sequence[int]) -> tuple[int, mmap.mmap]:
+def make_page(words: Sequence[int]) -> tuple[int, Memory]:
     """Make this process's page with these words of a header. Returns its descriptor and its mapping.
 
     Raises:
@@ -71,15 +70,16 @@ def make_page(words: Sequence[int]) -> tuple[int, mmap.mmap]:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | fcntl.F_SEAL_SEAL)
         os.posix_fallocate(fd, 0, layout.SLOT_OFFSET)
         os.lseek(fd, layout.STACK_OFFSET, os.SEEK_SET)
-        mapping = mmap.mmap(fd, layout.PAGE_BYTES, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        mapping = Memory(fd, layout.PAGE_BYTES, True)
     except BaseException:
         os.close(fd)
         raise
-    mapping[: len(words) * 8] = struct.pack(f"={len(words)}Q", *words)
+    with memoryview(mapping) as content:
+        content[: len(words) * 8] = struct.pack(f"={len(words)}Q", *words)
     return fd, mapping
 
 
-def map_sealed(fd: int, size_bytes: int, *, write: bool = False) -> mmap.mmap:
+def map_sealed(fd: int, size_bytes: int, *, write: bool = False) -> Memory:
     """Map a memfd of another process that has this size for good.
 
     Raises:
@@ -94,10 +94,10 @@ def map_sealed(fd: int, size_bytes: int, *, write: bool = False) -> mmap.mmap:
         raise LayoutError(
             f"a statistics page came with another size or without its seals; it has {size_bytes} bytes and seals against any other size"
         )
-    return mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | (mmap.PROT_WRITE if write else 0))
+    return Memory(fd, size_bytes, write)
 
 
-def map_path(path: str, size_bytes: int, *, write: bool = False) -> mmap.mmap:
+def map_path(path: str, size_bytes: int, *, write: bool = False) -> Memory:
     """Map such a memfd by its link in /proc.
 
     Raises:
