@@ -4,13 +4,15 @@
 #include <Python.h>
 
 #include <sched.h>
+#include <time.h>
 
 #include "burst_slot.h"
 #include "sequence.h"
 #include "slot_objects.h"
 #include "trace_ring.h"
 
-enum { ATTEMPTS = 1000, MOST_TAKEN = 1024 };
+/* A writer that lost its CPU within a change gets it back within that many looks, about half a second. A dead writer does not. */
+enum { QUICK_LOOKS = 100, LOOKS = 5000, LOOK_NS = 100000, MOST_TAKEN = 1024 };
 
 static PyObject *page_bucket_of_ns(PyObject *Py_UNUSED(module), PyObject *ns)
 {
@@ -34,14 +36,18 @@ static PyObject *page_snapshot(PyObject *Py_UNUSED(module), PyObject *args)
     copy = PyBytes_FromStringAndSize(NULL, buffer.len);
     uint64_t *words = copy ? (uint64_t *)(void *)PyBytes_AsString(copy) : NULL;
     size_t bytes = 0;
-    for (int attempt = 0; words && !whole && attempt < ATTEMPTS; attempt++) {
+    Py_BEGIN_ALLOW_THREADS
+    for (int look = 0; words && !whole && look < LOOKS; look++) {
         uint64_t before = sequence_now(&page[PAGE_SEQUENCE]), used = page_load(&page[PAGE_SLOTS_USED]);
         bytes = PAGE_HEADER_BYTES + (size_t)(used < most ? used : most) * (size_t)slot_bytes;
         sequence_copy(words, page, bytes / 8);
         whole = sequence_same(&page[PAGE_SEQUENCE], before);
-        if (!whole)
+        if (!whole && look < QUICK_LOOKS)
             sched_yield();
+        else if (!whole)
+            nanosleep(&(struct timespec){0, LOOK_NS}, NULL);
     }
+    Py_END_ALLOW_THREADS
     PyBuffer_Release(&buffer);
     if (!words || whole) {
         PyObject *cut = copy ? PySequence_GetSlice(copy, 0, (Py_ssize_t)bytes) : NULL;

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 
 @contextmanager
@@ -27,22 +27,14 @@ def program(source: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
         process.stdout.close()
 
 
-def memfds() -> set[str]:
-    """Every memory of a page or a ring that some process of this user has open or mapped."""
+def memfds(*pids: int) -> set[str]:
+    """The memory of pages and rings that these processes have open or mapped, or else all processes that this user may see."""
     found = set()
-    for name in os.listdir("/proc"):
-        if not name.isdigit():
-            continue
+    for name in map(str, pids) if pids else filter(str.isdigit, os.listdir("/proc")):
         for folder in ("fd", "map_files"):
-            try:
-                links = os.listdir(f"/proc/{name}/{folder}")
-            except OSError:
-                continue
-            for link in links:
-                try:
-                    target = os.readlink(f"/proc/{name}/{folder}/{link}")
-                    if target.startswith("/memfd:aionn-"):
-                        found.add(f"{os.stat(f'/proc/{name}/{folder}/{link}').st_ino} {target}")
-                except OSError:
-                    continue
+            with suppress(OSError), os.scandir(f"/proc/{name}/{folder}") as links:
+                for link in links:
+                    with suppress(OSError):
+                        if os.readlink(link.path).startswith("/memfd:aionn-"):
+                            found.add(f"{os.stat(link.path).st_ino} {os.readlink(link.path)}")
     return found
