@@ -10,7 +10,7 @@
 static inline void sequence_begin(page_word *sequence)
 {
     page_store(sequence, page_load(sequence) + 1);
-    /* Pairs with the acquire fence in sequence_same: a reader that copies a word of this change sees the odd number. */
+    /* Pairs with the acquire in sequence_copy: a reader that copies a word of this change sees the odd number afterwards. */
     atomic_thread_fence(memory_order_release);
 }
 
@@ -22,14 +22,15 @@ static inline uint64_t sequence_now(const page_word *sequence) { return atomic_l
 /* Whether what was copied since `before` was read is of one moment. */
 static inline bool sequence_same(const page_word *sequence, uint64_t before)
 {
-    atomic_thread_fence(memory_order_acquire);
     return before % 2 == 0 && page_load(sequence) == before;
 }
 
+/* Acquire pairs with sequence_begin. It pairs with page_publish, too: behind a published count, the copy has all that was stored
+ * before it. */
 static inline void sequence_copy(uint64_t *to, const page_word *from, size_t words)
 {
     for (size_t i = 0; i < words; i++)
-        to[i] = page_load(&from[i]);
+        to[i] = atomic_load_explicit(&from[i], memory_order_acquire);
 }
 
 #endif

@@ -49,7 +49,7 @@ static inline void page_publish(page_word *word, uint64_t value) { atomic_store_
 
 static inline page_word *page_words(const struct page_slot *slot)
 {
-    return slot ? atomic_load_explicit(&slot->words, memory_order_relaxed) : NULL;
+    return slot ? (page_word *)(uintptr_t)atomic_load_explicit(&slot->words, memory_order_relaxed) : NULL;
 }
 
 /* Four buckets per octave from 2^-18 s to 2^4 s, in units of 2^-30 s, and one for shorter and one for longer durations. */
