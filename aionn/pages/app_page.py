@@ -35,8 +35,8 @@ class AppPage:
         fd: its descriptor, or -1 if there was no memory for it.
     """
 
-    def __init__(self, release: str) -> None:
-        """Make the page. `release` is the version of aionn."""
+    def __init__(self) -> None:
+        """Make the page."""
         self.users = 0
         self._pid = os.getpid()
         self._numbers = itertools.count(1)
@@ -55,7 +55,7 @@ class AppPage:
         self._words[layout.TIME_NAMESPACE] = time_namespace_of(self._pid)
         at = layout.RELEASE_WORD * 8
         with memoryview(self._mapping) as content:
-            content[at : at + layout.RELEASE_BYTES] = release.encode()[: layout.RELEASE_BYTES].ljust(layout.RELEASE_BYTES, b"\0")
+            content[at : at + layout.RELEASE_BYTES] = layout.RELEASE.encode().ljust(layout.RELEASE_BYTES, b"\0")
         self._trace = Trace(self._mapping)
         self._other = self.slot(Kind.OTHER, "other")
 
@@ -113,10 +113,10 @@ class AppPage:
 
     def free(self, slot: BurstSlot) -> None:
         """Take back a slot. It still has its counts, for its owner."""
+        slot.release()
         if not self._writable():
             return
         with self._changing:
-            slot.release()
             if slot in self._unseen:
                 self._unseen.remove(slot)
                 self._retired.become_sum_of([self._retired, slot])
@@ -147,12 +147,12 @@ _shared: set[AppPage] = set()
 _opening = threading.Lock()
 
 
-def open_page(release: str) -> AppPage:
-    """Return the page of this process; `close_page` must follow. `release` is the version of aionn."""
+def open_page() -> AppPage:
+    """Return the page of this process; `close_page` must follow."""
     with _opening:
         page = next(iter(_shared), None)
         if page is None:
-            page = AppPage(release)
+            page = AppPage()
             _shared.add(page)
             leave_in_child(page)
         page.users += 1

@@ -33,6 +33,9 @@ TIME_NAMESPACE, TRACE_UNTIL, SEQUENCE, SLOTS_LOST = 8, 10, 11, 12
 RELEASE_WORD, RELEASE_BYTES = 16, 32
 """Which release of aionn the process runs, as text."""
 
+RELEASE = "0.1.0"
+"""This release. Asking the package's metadata would take an app longer than all else about its page."""
+
 # Words of the activity, behind room for a longer header.
 HEARTBEAT, LOADS_BEGUN, LOADS_ENDED, LOADING_SINCE, COMPILES_BEGUN, COMPILES_ENDED, COMPILING_SINCE, SLOTS_USED = range(32, 40)
 

@@ -14,6 +14,7 @@ from aionn.caching.outcomes import CacheOutcome
 from aionn.errors import AionnError
 from aionn.hal.model import Model
 from aionn.hal.types import ExecutionPreference
+from aionn.pages import Kind
 from aionn.remote.device import RemotePreparedModel
 from aionn.runtime.executing.arguments import Arguments, Outputs
 from aionn.runtime.executing.attempt import Attempt, Call, Executor
@@ -58,7 +59,8 @@ class CompilationParts:
         # A model whose shapes are all known: its frames have one size.
         self.static = all(operand.size_bytes is not None for operand in (*model.inputs.values(), *model.outputs.values()))
         frames = Frames(exact=self.static, max_frames=_IN_FLIGHT)
-        self.executor = Executor(arguments, frames, self.compiled, copies=True)
+        counts = session.page.slot(Kind.COMPILATION, model.token.hex()[:16], parent=session.slot)
+        self.executor = Executor(arguments, frames, self.compiled, copies=True, counts=counts)
         self._trials = Executor(arguments, frames, None, copies=True)
         self._route = control_route(self.renewal)
         self._bursts: weakref.WeakSet[BurstConnection] = weakref.WeakSet()
@@ -82,7 +84,8 @@ class CompilationParts:
     def connection(self, depth: int, queue_capacity: int) -> BurstConnection:
         """Return the connection of a new burst, not yet open."""
         low_power = self.renewal.options.preference is ExecutionPreference.LOW_POWER
-        executor = Executor(self.executor.arguments, Frames(exact=self.static), self.compiled, copies=False)
+        counts = self.session.page.slot(Kind.BURST, parent=self.executor.counts)
+        executor = Executor(self.executor.arguments, Frames(exact=self.static), self.compiled, copies=False, counts=counts)
         connection = BurstConnection(self.renewal, executor, LinkOptions(depth, queue_capacity, low_power))
         self._bursts.add(connection)
         return connection
@@ -111,13 +114,17 @@ class CompilationParts:
             for burst in bursts:
                 burst.end()
             self.compiled.release()
-            self.executor.frames.close()
+            self._free()
 
     def end(self) -> None:
         """Give the memory back: the runtime has closed, and every driver has ended."""
         for burst in list(self._bursts):
             burst.end()
+        self._free()
+
+    def _free(self) -> None:
         self.executor.frames.close()
+        self.session.page.free(self.executor.counts)
 
     # --- stages and new models -----------------------------------------------------------------------------------------
 

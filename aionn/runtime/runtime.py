@@ -103,7 +103,11 @@ class Runtime:
         self._devices = Devices(self._tasks, self._state_dir, self._hang_s)
         self._session = Session(loop, self._tasks, self._devices)
         self._devices.check_use = self._session.check_open
-        await self._tasks.open()
+        try:
+            await self._tasks.open()
+        except BaseException:
+            self._session.leave_page()
+            raise
 
     async def aclose(self) -> None:
         """Close the runtime: calls that still wait end with `CallerError`, and driver processes end.
@@ -134,6 +138,8 @@ class Runtime:
         finally:
             for parts in list(self._compilations):
                 parts.end()
+            if self._session is not None:
+                self._session.leave_page()
             # Side by side: no store waits for another one's disk before it ends the calls that wait in it.
             with bounded_shield(CLOSE_STORES_S):
                 async with anyio.create_task_group() as closing:

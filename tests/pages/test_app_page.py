@@ -6,6 +6,7 @@ import gc
 import os
 import time
 from collections.abc import Iterator
+from importlib.metadata import version
 
 import pytest
 
@@ -16,7 +17,7 @@ from aionn.pages.app_layout import TraceKind
 
 @pytest.fixture
 def page() -> Iterator[AppPage]:
-    written = open_page("1.2.3")
+    written = open_page()
     yield written
     close_page(written)
 
@@ -48,20 +49,20 @@ def test_the_layout_is_the_native_codes() -> None:
 
 
 def test_a_process_has_one_page_and_the_last_user_closes_it(page: AppPage, found: FoundPage) -> None:
-    assert open_page("9") is page
+    assert open_page() is page
     close_page(page)
     view = look(found)
-    assert (view.pid, view.release, view.slots_lost) == (os.getpid(), "1.2.3", 0)
+    assert (view.pid, view.release, view.slots_lost) == (os.getpid(), version("aionn"), 0)
     assert view.time_namespace == os.stat("/proc/self/ns/time").st_ino
     assert [slot.kind for slot in view.slots] == [Kind.OTHER]
-    other = open_page("9")
+    other = open_page()
     assert other is page
     close_page(page)
     assert os.readlink(f"/proc/self/fd/{page.fd}").startswith("/memfd:aionn-stats")
 
 
 def test_the_end_of_the_last_user_leaves_no_descriptor_and_no_mapping() -> None:
-    written = open_page("1")
+    written = open_page()
     slot = written.slot(Kind.BURST, "left")
     slot.add(app_layout.COMPUTED, 3)
     written.free(slot)
@@ -169,7 +170,7 @@ def test_without_memory_for_the_page_everything_is_counted_and_nothing_raises(mo
         raise OSError(12, "no memory")
 
     monkeypatch.setattr(os, "memfd_create", no_memory)
-    page = AppPage("1")
+    page = AppPage()
     slot = page.slot(Kind.BURST, "unseen")
     slot.add(app_layout.COMPUTED, 1)
     page.rename(slot, "renamed")

@@ -20,7 +20,7 @@ from tests.pages.processes import memfds, program
 WRITER = """
 import sys, threading
 from aionn.pages import Kind, app_layout, open_page
-page = open_page("1")
+page = open_page()
 runtime = page.slot(Kind.RUNTIME, "writer")
 bursts = [page.slot(Kind.BURST, "x" * 60, "y" * 60, parent=runtime) for _ in range(8)]
 print("ready", flush=True)
@@ -45,7 +45,7 @@ sys.stdin.readline()
 IDLE = """
 import sys
 from aionn.pages import Kind, open_page
-page = open_page("1")
+page = open_page()
 burst = page.slot(Kind.BURST, "idle")
 print("ready", flush=True)
 for line in sys.stdin:
@@ -156,7 +156,7 @@ def in_child(body: Callable[[], None]) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 def test_every_writer_is_off_in_a_child_of_fork() -> None:
-    page = open_page("1")
+    page = open_page()
     try:
         runtime, burst = page.slot(Kind.RUNTIME, "parent"), page.slot(Kind.BURST, "parent")
         burst.add(app_layout.COMPUTED, 1)
@@ -178,13 +178,13 @@ def test_every_writer_is_off_in_a_child_of_fork() -> None:
                 page.free(burst)
                 with os.scandir("/proc/self/fd") as links:
                     assert [link for link in links if os.readlink(link.path).startswith("/memfd:aionn-")] == []
-                anew = open_page("2")
+                anew = open_page()
                 assert anew is not page
                 anew.slot(Kind.BURST, "child").add(app_layout.COMPUTED, 9)
                 with _found() as mine:
                     view = mine.read()
                     assert view is not None
-                    assert (view.pid, view.release, view.total("computed")) == (os.getpid(), "2", 0)  # that slot has been dropped
+                    assert (view.pid, view.total("computed")) == (os.getpid(), 0)  # that slot has been dropped
                 close_page(anew)
 
             in_child(child)
@@ -213,7 +213,7 @@ def _found() -> FoundPage:
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 def test_a_child_that_has_inherited_the_descriptor_is_not_shown_as_a_second_app() -> None:
     """A fork in C code, which runs no Python code in the child: only the page's own pid tells."""
-    page = open_page("1")
+    page = open_page()
     try:
         inherited = subprocess.Popen(
             [sys.executable, "-c", "print('ready', flush=True); input()"],
@@ -270,7 +270,7 @@ def test_kill_9_leaves_no_memory_and_disturbs_no_other_process(turn: int) -> Non
 
 
 def test_a_page_whose_writer_died_within_a_change_is_not_read_for_ever() -> None:
-    page = AppPage("1")
+    page = AppPage()
     try:
         with _found() as reader:
             assert reader.read() is not None

@@ -18,7 +18,7 @@ FAR = 3600 * 10**9
 WRITER = """
 import sys, time
 from aionn.pages import open_page
-page = open_page("1")
+page = open_page()
 print("ready", flush=True)
 number = 0
 while True:
@@ -29,7 +29,7 @@ while True:
 
 @pytest.fixture
 def page() -> Iterator[AppPage]:
-    written = open_page("1")
+    written = open_page()
     yield written
     close_page(written)
 

@@ -18,6 +18,7 @@ from typing import Any
 from aionn.errors import CallerError
 from aionn.hal.types import ErrorStatus
 from aionn.memory.pool import FramesInFlightError
+from aionn.pages.app_layout import COMPUTED, CONNECTIONS, COPIED_BYTES, DRIVER_BUSY_NS, DROPPED, FAILED
 from aionn.runtime.executing.arguments import Outputs, check_mapping
 from aionn.runtime.executing.attempt import Attempt, Call
 from aionn.runtime.executing.bodies import plain_body
@@ -30,6 +31,15 @@ from aionn.runtime.streaming.frame import Frame, lease_of
 from aionn.tasks import deadline_of
 
 _NONE = ErrorStatus.NONE  # each look into an enumeration costs as much as a small copy
+
+_STATISTICS = {
+    "computed": COMPUTED,
+    "failed": FAILED,
+    "connections": CONNECTIONS,
+    "dropped": DROPPED,
+    "copied_bytes": COPIED_BYTES,
+    "driver_busy_ns": DRIVER_BUSY_NS,
+}
 
 QUEUE_CAPACITY = 1024
 """Datums per queue, as NNAPI's bursts have: about a hundred requests of a small model."""
@@ -134,10 +144,10 @@ class Burst:
                 answer = await controller.execute(body, frame.settled, deadline_ns, answer)
             result, busy_ns = answer
             counts = self._counts
-            counts["copied_bytes"] += layout.input_bytes
-            counts["driver_busy_ns"] += busy_ns
+            counts.add(COPIED_BYTES, layout.input_bytes)
+            counts.add(DRIVER_BUSY_NS, busy_ns)
             if result.status is _NONE:
-                counts["computed"] += 1
+                counts.add(COMPUTED, 1)
                 shapes = result.output_shapes
                 found = None if shapes else arrays.get(layout.outputs_key)
                 outcome = found or layout.outputs_in(frame, shapes)
@@ -184,14 +194,14 @@ class Burst:
         try:
             result, busy_ns = await step.link.controller.execute(step.body(inputs, measure_timing), step, deadline_ns)
             counts = self._counts
-            counts["copied_bytes"] += step.steps.copied_bytes
-            counts["driver_busy_ns"] += busy_ns
+            counts.add(COPIED_BYTES, step.steps.copied_bytes)
+            counts.add(DRIVER_BUSY_NS, busy_ns)
             if result.status is not _NONE:
                 if step.steps.widened(self._executor.arguments, result):
                     self._recurrent = None
                     return None
                 raise await self._executor.placed_failure(step.link.serving, result, Call(inputs, {}, measure_timing, deadline_ns, inputs))
-            counts["computed"] += 1
+            counts.add(COMPUTED, 1)
             return Outputs(step.steps.outputs_in(step.frame, result), step.link.device, result.timing if measure_timing else None)
         except BaseException as error:
             step.leave(error)
@@ -230,4 +240,5 @@ class Burst:
         """
         link = self._connection.link
         in_flight = link.controller.in_flight if link is not None else 0
-        return {**self._counts, "in_flight": in_flight, **self._executor.frames.count()}
+        counts = {name: self._counts.get(counter) for name, counter in _STATISTICS.items()}
+        return {**counts, "in_flight": in_flight, **self._executor.frames.count()}

@@ -21,6 +21,7 @@ import anyio
 from aionn import trace
 from aionn.errors import CallerError
 from aionn.memory.pool import Frame, FramePool
+from aionn.pages.app_layout import CONNECTIONS
 from aionn.runtime.executing.arguments import FrameLayout, Shapes
 from aionn.runtime.executing.attempt import Executor
 from aionn.runtime.executing.link import Link, LinkOptions, open_link, release
@@ -102,6 +103,7 @@ class BurstConnection:
         self.link = None
         self._finalizer.detach()
         release(self.executor.frames, self._held)
+        self.session.page.free(self.executor.counts)
 
     def _begin_close(self) -> None:
         self._open = False
@@ -181,7 +183,8 @@ class BurstConnection:
         before, self.link = self.link, link
         self._held[:] = [link]
         self.executor.frames.on_gone = link.forget_memory
-        self.executor.counts["connections"] += 1
+        self.executor.counts.add(CONNECTIONS, 1)
+        self.session.page.rename(self.executor.counts, "", link.device, link.serving.stage)
         return before
 
     async def wait_idle(self) -> None:

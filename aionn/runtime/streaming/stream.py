@@ -32,6 +32,7 @@ import anyio.lowlevel
 from aionn import trace
 from aionn.errors import CallerError, DeadlineError, ExecutionError
 from aionn.hal.types import ErrorStatus
+from aionn.pages.app_layout import DROPPED
 from aionn.runtime.executing.arguments import Outputs
 from aionn.runtime.streaming.connection import BurstConnection
 from aionn.tasks import Answer, checked_seconds, running_loop
@@ -243,7 +244,7 @@ class Stream:
             self._place_freed()
 
     def _drop(self, entry: _Entry, why: str) -> None:
-        self._connection.executor.counts["dropped"] += 1
+        self._connection.executor.counts.add(DROPPED, 1)
         if trace.active:
             trace.count("stream.dropped", seq=entry.seq, why=why)
 
