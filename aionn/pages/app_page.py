@@ -140,6 +140,9 @@ class AppPage:
 
     def leave(self) -> None:
         """Close what a child of `os.fork` has of its parent's page."""
+        global _opening
+        # Another thread of the parent may hold the locks.
+        self._changing, _opening = threading.Lock(), threading.Lock()
         self.close()
         _shared.discard(self)
 

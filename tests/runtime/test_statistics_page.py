@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import select
@@ -258,3 +259,12 @@ def test_an_app_that_is_killed_leaves_no_page_and_no_driver() -> None:
 def _parent(pid: int) -> int:
     with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
         return int(file.read().rpartition(")")[2].split()[1])
+
+
+def test_a_loop_that_ends_with_an_open_runtime_leaves_no_page() -> None:
+    async def open_one() -> None:
+        await aionn.Runtime().open()
+        assert len(slots(Kind.RUNTIME)) == 1
+
+    asyncio.run(open_one())
+    assert find_page(os.getpid()) is None
