@@ -32,7 +32,7 @@ class AppPage:
     """The page of this process, an app.
 
     Attributes:
-        fd: its descriptor, or -1 if there was no memory for it.
+        fd: its descriptor, or -1 if the system gave no memory, no descriptor or no /proc for it.
     """
 
     def __init__(self) -> None:
@@ -45,14 +45,15 @@ class AppPage:
         self._retired = BurstSlot()
         self._trace: Trace | None = None
         self._other: BurstSlot | None = None
-        words = layout.header(layout.ROLE_APP, self._pid, start_time_of(self._pid), app_layout.SLOTS, app_layout.SLOT_BYTES)
         try:
+            started, time_namespace = start_time_of(self._pid), time_namespace_of(self._pid)
+            words = layout.header(layout.ROLE_APP, self._pid, started, app_layout.SLOTS, app_layout.SLOT_BYTES)
             self.fd, self._mapping = make_page(words)
         except OSError:
             self.fd = -1
             return
         self._words = memoryview(self._mapping).cast("Q")
-        self._words[layout.TIME_NAMESPACE] = time_namespace_of(self._pid)
+        self._words[layout.TIME_NAMESPACE] = time_namespace
         at = layout.RELEASE_WORD * 8
         with memoryview(self._mapping) as content:
             content[at : at + layout.RELEASE_BYTES] = layout.RELEASE.encode().ljust(layout.RELEASE_BYTES, b"\0")
@@ -139,6 +140,9 @@ class AppPage:
 
     def leave(self) -> None:
         """Close what a child of `os.fork` has of its parent's page."""
+        global _opening
+        # Another thread of the parent may hold the locks.
+        self._changing, _opening = threading.Lock(), threading.Lock()
         self.close()
         _shared.discard(self)
 

@@ -26,7 +26,7 @@ class Session:
         slot: what the page shows of this runtime.
     """
 
-    __slots__ = ("_beat", "_open", "_pid", "devices", "loop", "page", "slot", "tasks")
+    __slots__ = ("_beat", "_open", "_pid", "_shown", "devices", "loop", "page", "slot", "tasks")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, tasks: OwnedTasks, devices: Devices) -> None:
         self.loop = loop
@@ -36,7 +36,7 @@ class Session:
         self._open = True
         self.page = open_page()
         self.slot = self.page.slot(Kind.RUNTIME, os.path.basename(sys.argv[0]) if sys.argv else "")
-        self._beat: asyncio.TimerHandle | None = None
+        self._shown = True
         self._beat_on()
 
     @property
@@ -50,16 +50,16 @@ class Session:
 
     def leave_page(self) -> None:
         """Show nothing of this runtime any longer. Its compilations have ended. Idempotent."""
-        if self._beat is not None:
-            self._beat.cancel()
-            self._beat = None
+        self._beat.cancel()
+        if self._shown:
+            self._shown = False
             self.page.free(self.slot)
             close_page(self.page)
 
     def _beat_on(self) -> None:
         """Write the loop's heartbeat, now and from now on."""
         self.page.beat(self.slot)
-        self._beat = self.loop.call_later(BEAT_S, self._beat_on)
+        self._beat: asyncio.TimerHandle = self.loop.call_later(BEAT_S, self._beat_on)
 
     def check_open(self) -> None:
         """Return if new work may begin.

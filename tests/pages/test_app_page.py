@@ -10,7 +10,21 @@ from importlib.metadata import version
 
 import pytest
 
-from aionn.pages import COUNTERS, AppPage, FoundPage, Kind, PageView, _page, app_layout, close_page, find_page, layout, open_page
+from aionn.pages import (
+    COUNTERS,
+    AppPage,
+    FoundPage,
+    Kind,
+    PageView,
+    Slot,
+    _page,
+    app_layout,
+    close_page,
+    find_page,
+    layout,
+    open_page,
+    private_slot,
+)
 from aionn.pages._page import BurstSlot
 from aionn.pages.app_layout import TraceKind
 
@@ -165,11 +179,12 @@ def test_a_heartbeat_says_when_its_loop_was_last_alive(page: AppPage, found: Fou
     assert {slot.name: slot.beat_ns for slot in look(found).slots}["other"] >= beats["one"]
 
 
-def test_without_memory_for_the_page_everything_is_counted_and_nothing_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_memory(*_: object) -> int:
+@pytest.mark.parametrize("lacking", ["os.memfd_create", "aionn.pages.app_page.start_time_of", "aionn.pages.app_page.time_namespace_of"])
+def test_without_memory_or_proc_everything_is_counted_and_nothing_raises(lacking: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> int:
         raise OSError(12, "no memory")
 
-    monkeypatch.setattr(os, "memfd_create", no_memory)
+    monkeypatch.setattr(lacking, refused)
     page = AppPage()
     slot = page.slot(Kind.BURST, "unseen")
     slot.add(app_layout.COMPUTED, 1)
@@ -217,8 +232,8 @@ def test_a_slot_refuses_what_does_not_fit() -> None:
         slot.add(app_layout.SENT, -1)
 
 
-def test_native_code_gets_a_slot_through_its_buffer() -> None:
-    slot = BurstSlot()
+@pytest.mark.parametrize("slot", [BurstSlot(), private_slot()])
+def test_native_code_gets_a_slot_through_its_buffer(slot: BurstSlot | Slot) -> None:
     with memoryview(slot) as exported:
         assert exported.readonly
         assert exported.nbytes == 24

@@ -236,8 +236,7 @@ def test_a_child_that_has_inherited_the_descriptor_is_not_shown_as_a_second_app(
         close_page(page)
 
 
-@pytest.mark.parametrize("turn", range(3))
-def test_kill_9_leaves_no_memory_and_disturbs_no_other_process(turn: int) -> None:
+def kill_tracer_and_app() -> None:
     with program(IDLE) as app, program(IDLE) as other, program(READER, app.pid) as reader:
         app.stdin.write("for _ in range(100): page.trace_note(1, 2, 3, __import__('time').monotonic_ns())\n")  # type: ignore[union-attr]
         app.stdin.write("print('written', flush=True)\n")  # type: ignore[union-attr]
@@ -267,6 +266,18 @@ def test_kill_9_leaves_no_memory_and_disturbs_no_other_process(turn: int) -> Non
         still.close()
         assert memfds() & (apps | others) == others
     assert memfds() & (apps | others) == set()
+
+
+def test_kill_9_leaves_no_memory_and_disturbs_no_other_process() -> None:
+    for _ in range(3):
+        kill_tracer_and_app()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_kill_9_fifty_times() -> None:
+    for _ in range(50):
+        kill_tracer_and_app()
 
 
 def test_a_page_whose_writer_died_within_a_change_is_not_read_for_ever() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import select
@@ -20,6 +21,7 @@ import aionn
 from aionn.pages import BEAT_S, FoundPage, Kind, PageView, SlotView, find_page, find_pages
 from aionn.testing import FakeDevice, identity_model
 from tests.leaks import driver_pids, leak_check
+from tests.pages.processes import memfds
 
 pytestmark = pytest.mark.anyio
 
@@ -105,6 +107,26 @@ async def test_executions_without_a_burst_are_the_compilations(compilation: aion
     (compiled,) = slots(Kind.COMPILATION)
     assert compiled.counters["computed"] == 3
     assert compiled.parent == slots(Kind.RUNTIME)[0].number
+
+
+async def test_a_driver_that_is_killed_leaves_no_memory_and_the_counts_go_on(compilation: aionn.Compilation) -> None:
+    async with compilation.burst() as burst:
+        for turn in range(3):
+            await burst.compute(frame(turn))
+            (pid,) = driver_pids()
+            (page,) = memfds(pid)
+            assert page in memfds(os.getpid())  # the app reads it
+            os.kill(pid, signal.SIGKILL)
+            with pytest.raises(aionn.DriverDiedError):
+                while True:
+                    await burst.compute(frame(turn))
+            with anyio.fail_after(20):
+                while page in memfds():  # noqa: ASYNC110  (another process's end, and shared memory, have no event)
+                    await anyio.sleep(0.01)
+            await burst.compute(frame(turn))
+        (shown,) = slots(Kind.BURST)
+        assert shown.counters["connections"] == 4
+        assert counted(shown) == {name: burst.statistics()[name] for name in COUNTED}
 
 
 async def test_the_heartbeat_goes_on_while_the_loop_runs(compilation: aionn.Compilation) -> None:
@@ -237,3 +259,12 @@ def test_an_app_that_is_killed_leaves_no_page_and_no_driver() -> None:
 def _parent(pid: int) -> int:
     with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
         return int(file.read().rpartition(")")[2].split()[1])
+
+
+def test_a_loop_that_ends_with_an_open_runtime_leaves_no_page() -> None:
+    async def open_one() -> None:
+        await aionn.Runtime().open()
+        assert len(slots(Kind.RUNTIME)) == 1
+
+    asyncio.run(open_one())
+    assert find_page(os.getpid()) is None
