@@ -76,7 +76,7 @@ async def test_a_compilation_whose_closing_is_cancelled_anywhere_leaves_no_model
             assert await is_released(serving.prepared, compilation)
             with pytest.raises(aionn.CallerError):
                 await bursts[1].compute(INPUTS)
-            assert compilation._parts.executor.frames.count()["shared_bytes"] == bursts[0]._executor.frames.count()["frames"] == 0
+            assert compilation._parts.kept._connections.executor().frames.count()["shared_bytes"] == bursts[0]._executor.frames.count()["frames"] == 0
             assert serving.prepared.device._bursts == {}
     assert any(cancelled)
 

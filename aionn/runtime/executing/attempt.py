@@ -67,19 +67,17 @@ def new_counts() -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Executor:
-    """What the executions of one burst, or of one compilation without a burst, have in common.
+    """What the executions over one burst have in common, or the trials of one compilation.
 
     Attributes:
         arguments, frames: how arguments are laid out, and where.
         compiled: what the app's executions are reported to, or None for trials.
-        copies: whether outputs are copied out of the frame.
         counts: see `Burst.statistics`.
     """
 
     arguments: Arguments
     frames: Frames
     compiled: CompiledModel | None
-    copies: bool
     counts: dict[str, int] = field(default_factory=new_counts)
 
     def failure(self, serving: Serving, result: Result, inputs: Mapping[str, Any] | None) -> AionnError:
@@ -262,7 +260,7 @@ class Attempt:
         executor.counts["computed"] += 1
         serving = channel.serving
         arrays = layout.outputs_in(frame, result.output_shapes, call.outputs)
-        if executor.copies or executor.frames.pool(layout).crowded:
+        if executor.frames.pool(layout).crowded:
             arrays = {name: array.copy() for name, array in arrays.items()}
         outputs = Outputs(arrays, serving.stage, result.timing if call.measure_timing else None)
         if placement is not None:

@@ -123,8 +123,9 @@ class Burst:
             arrays = frame.arrays
             controller = link.controller
             if layout.input_bytes < LARGE_BYTES:
-                for name, place in (arrays.get(layout) or layout.inputs_in(frame)).items():
-                    place[...] = inputs[name]
+                places = arrays.get(layout) or layout.inputs_in(frame)
+                for name in places:  # no variable refers to an array, or the traceback of an error would keep the frame in use
+                    places[name][...] = inputs[name]
             else:
                 fill_large(frame, layout, inputs, controller.soon)
             body = frame.bindings.get((layout, measure_timing)) or plain_body(layout, frame, measure_timing)

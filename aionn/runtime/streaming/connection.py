@@ -13,16 +13,18 @@ Invariants
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import anyio
 
 from aionn import trace
 from aionn.errors import CallerError
-from aionn.memory.pool import Frame, FramePool
-from aionn.runtime.executing.arguments import FrameLayout, Shapes
+from aionn.hal.types import ExecutionPreference
+from aionn.memory.pool import MAX_FRAMES, Frame, FramePool
+from aionn.runtime.executing.arguments import Arguments, FrameLayout, Shapes
 from aionn.runtime.executing.attempt import Executor
+from aionn.runtime.executing.frames import Frames
 from aionn.runtime.executing.link import Link, LinkOptions, open_link, release
 from aionn.runtime.preparing.renewal import Renewal
 from aionn.runtime.serving.serving import Serving
@@ -72,6 +74,11 @@ class BurstConnection:
         except BaseException:
             self._open = False
             raise
+        self._compiled.members.add(self)
+
+    def begin(self) -> None:
+        """Open without waiting. The first request connects."""
+        self._open = True
         self._compiled.members.add(self)
 
     def check_open(self) -> None:
@@ -191,6 +198,38 @@ class BurstConnection:
     def count_from_now(self) -> None:
         """Leave the short way, which counts nothing."""
         self.usual = _NOTHING
+
+
+class Connections:
+    """The connections of all bursts of one compilation, and what they share. It knows them weakly.
+
+    Attributes:
+        renewal: keeps the model prepared.
+        arguments: how arguments are laid out.
+        static: whether all shapes of the model are known, so that its frames have one size.
+    """
+
+    def __init__(self, renewal: Renewal, arguments: Arguments) -> None:
+        self.renewal = renewal
+        self.arguments = arguments
+        model = renewal.model
+        self.static = all(operand.size_bytes is not None for operand in (*model.inputs.values(), *model.outputs.values()))
+        self._all: weakref.WeakSet[BurstConnection] = weakref.WeakSet()
+
+    def __iter__(self) -> Iterator[BurstConnection]:
+        return iter(list(self._all))
+
+    def executor(self, *, max_frames: int = MAX_FRAMES) -> Executor:
+        """Return what the app's executions over one burst have in common. `max_frames`: of each size."""
+        return Executor(self.arguments, Frames(exact=self.static, max_frames=max_frames), self.renewal.compiled)
+
+    def new(self, depth: int, queue_capacity: int, *, max_frames: int = MAX_FRAMES) -> BurstConnection:
+        """Return the connection of a new burst, not yet open."""
+        low_power = self.renewal.options.preference is ExecutionPreference.LOW_POWER
+        executor = self.executor(max_frames=max_frames)
+        connection = BurstConnection(self.renewal, executor, LinkOptions(depth, queue_capacity, low_power))
+        self._all.add(connection)
+        return connection
 
 
 class BurstChange:
