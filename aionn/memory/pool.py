@@ -114,6 +114,10 @@ class Frame:
             self.arrays[key] = group
         return group
 
+    def drop(self) -> None:
+        """Give the memory back now, when the pool is closed and nothing uses the frame. Arrays that the app holds keep it."""
+        self._data = None  # the frame stands in a reference cycle, so the collector might come late
+
     def held(self) -> bool:
         """Return whether the app still holds one of the arrays, or a view of one."""
         for group in self.arrays.values():
@@ -256,6 +260,8 @@ class FramePool:
         for frame in self._frames:
             frame.arrays.clear()
             frame.bindings.clear()
+            if not frame.pins:
+                frame.drop()
         self._frames.clear()
         for region in self._regions:
             region.close()

@@ -19,7 +19,7 @@ from typing import Any
 import anyio
 
 from aionn import trace
-from aionn.errors import CallerError
+from aionn.errors import AionnError, CallerError, DeadlineError, again
 from aionn.hal.types import ExecutionPreference
 from aionn.memory.pool import MAX_FRAMES, Frame, FramePool
 from aionn.runtime.executing.arguments import Arguments, FrameLayout, Shapes
@@ -59,6 +59,8 @@ class BurstConnection:
         self.when_closed: set[Callable[[], None]] = set()
         self._open = False
         self._connecting = anyio.Lock()
+        self._failures = 0
+        self._failure: AionnError | None = None
         self._held: list[Link] = []
         self._finalizer = weakref.finalize(self, call_soon_from_anywhere, self.session.loop, release, executor.frames, self._held)
         self._finalizer.atexit = False
@@ -156,21 +158,36 @@ class BurstConnection:
             self.usual = layout, self.executor.frames.pool(layout), link
 
     async def _connect(self, deadline_ns: int | None) -> Link:
-        """Return the live link. Make one first if the burst has no live link."""
+        """Return the live link. Make one first if the burst has no live link.
+
+        One task connects at a time. The tasks that wait for it share its failure, so a driver that cannot connect is tried once.
+        """
+        failures = self._failures
         async with self._connecting:
-            while True:
-                if not self._open:
-                    raise CallerError(_NOT_OPEN)
-                link = self.link
-                if link is not None and link.alive:
-                    return link
-                serving = await self._renewal.live(deadline_ns)
-                with trace.span("burst.connect", device=serving.device):
-                    link = await self._link_to(serving)
-                if serving is self._compiled.serving and self._open:
-                    self.install(link)
-                    return link
-                await link.aclose(CallerError("another stage has been swapped in"))
+            if self._failures > failures and self._failure is not None:
+                raise again(self._failure)
+            try:
+                return await self._connect_alone(deadline_ns)
+            except DeadlineError:
+                raise  # this caller's own
+            except AionnError as error:
+                self._failures, self._failure = self._failures + 1, again(error)
+                raise
+
+    async def _connect_alone(self, deadline_ns: int | None) -> Link:
+        while True:
+            if not self._open:
+                raise CallerError(_NOT_OPEN)
+            link = self.link
+            if link is not None and link.alive:
+                return link
+            serving = await self._renewal.live(deadline_ns)
+            with trace.span("burst.connect", device=serving.device):
+                link = await self._link_to(serving)
+            if serving is self._compiled.serving and self._open:
+                self.install(link)
+                return link
+            await link.aclose(CallerError("another stage has been swapped in"))
 
     async def _link_to(self, serving: Serving) -> Link:
         return await open_link(serving, self._compiled, self.executor.frames, self._options)

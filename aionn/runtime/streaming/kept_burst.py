@@ -52,6 +52,7 @@ class KeptBurst:
     """The burst behind `Compilation.compute`.
 
     Attributes:
+        connection: of the burst that is open now, or None.
         last_inputs: of the last call before the burst was closed for idleness, or None.
     """
 
@@ -60,7 +61,8 @@ class KeptBurst:
         self._renewal = connections.renewal
         self._compiled = connections.renewal.compiled
         self._loop = connections.renewal.session.loop
-        self._open: tuple[BurstConnection, Burst] | None = None
+        self.connection: BurstConnection | None = None
+        self._burst: Burst | None = None
         self._large: Executor | None = None
         self._places = DEPTH
         self._turns: OrderedDict[asyncio.Future[None], None] = OrderedDict()
@@ -73,7 +75,7 @@ class KeptBurst:
         self, inputs: Mapping[str, Any], outputs: Mapping[str, Any] | None, measure_timing: bool, timeout_s: float | None
     ) -> Outputs:
         """See `Compilation.compute`."""
-        if self._open is None or self._compiled.closed or _get_running_loop() is not self._loop:
+        if self._burst is None or self._compiled.closed or _get_running_loop() is not self._loop:
             self._renewal.check_usable()
         if type(inputs) is not dict:
             check_mapping(inputs)
@@ -86,7 +88,7 @@ class KeptBurst:
             timeout_s = None if deadline_ns is None else max(seconds_until(deadline_ns), 1e-9)
         self._used = True
         try:
-            burst = self._open[1] if self._open is not None else self._begin()
+            burst = self._burst or self._begin()
             call = burst.compute(inputs, outputs=outputs, measure_timing=measure_timing, timeout_s=timeout_s)
             found = await (self._traced(call) if trace.active else call)
         except PacketError:
@@ -145,16 +147,15 @@ class KeptBurst:
         """Open a burst, which connects at its first request."""
         connection = self._connections.new(DEPTH, _capacity(self._renewal.model), max_frames=DEPTH + 1)
         connection.begin()
-        burst = Burst(connection)
-        self._open, self.last_inputs = (connection, burst), None
+        self.connection, self._burst, self.last_inputs = connection, Burst(connection), None
         self._timer = self._loop.call_later(IDLE_S, _look, weakref.ref(self))
-        return burst
+        return self._burst
 
     def close_if_idle(self) -> None:
         """Close the burst if no call has come since the last look, and nothing is under way. Else look again later."""
-        if self._open is None or self._renewal.session.inherited:
+        connection = self.connection
+        if connection is None or self._renewal.session.inherited:
             return
-        connection, _ = self._open
         if self._used or self._places < DEPTH or (connection.link is not None and connection.link.controller.in_flight):
             self._used = False
             self._timer = self._loop.call_later(IDLE_S, _look, weakref.ref(self))
@@ -167,11 +168,11 @@ class KeptBurst:
         """Close for good. Calls that wait end with `CallerError`. Those under way are given `CLOSE_S` to be answered."""
         self.refuse()
         try:
-            if self._open is not None:
-                connection, _ = self._open
+            if self.connection is not None:
                 with bounded_shield(CLOSE_S):
-                    await connection.wait_idle()
-                await connection.aclose()
+                    await self.connection.wait_idle()
+            if self.connection is not None:
+                await self.connection.aclose()
         finally:
             self.end()
 
@@ -194,9 +195,9 @@ class KeptBurst:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._open is not None:
-            (connection, _), self._open = self._open, None
-            connection.end()
+        if self.connection is not None:
+            self.connection.end()
+            self.connection = self._burst = None
 
 
 def _look(kept: weakref.ref[KeptBurst]) -> None:
