@@ -226,7 +226,7 @@ class ExecutionBurstController:
         self._turns[turn] = None
         timer = None
         if deadline_ns is not None:
-            timer = self._loop.call_later(seconds_until(deadline_ns), _fail_late, turn, "a free place in the burst")
+            timer = self._loop.call_later(seconds_until(deadline_ns), _fail_late, turn, "a free place")
         try:
             await turn
         except BaseException:

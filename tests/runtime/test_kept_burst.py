@@ -220,16 +220,26 @@ async def test_a_low_power_compilation_never_stays_awake(fake: FakeDevice) -> No
 # --- many calls at once -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [1000, 3000])
-@pytest.mark.parametrize("device", ["onnxruntime", "reference"])
-async def test_thousands_of_calls_at_once_queue_in_order_and_take_few_frames(device: str, count: int) -> None:
+@pytest.mark.parametrize(("device", "count"), [("onnxruntime", 1000), ("reference", 3000)])
+async def test_thousands_of_calls_at_once_queue_in_order_and_take_few_frames(
+    device: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[int] = []
+    compute = aionn.Burst.compute
+
+    async def begin(burst: aionn.Burst, inputs: Any, **arguments: Any) -> Any:
+        begun.append(int(inputs["x"][0]))
+        return await compute(burst, inputs, **arguments)
+
+    monkeypatch.setattr(aionn.Burst, "compute", begin)
     async with leak_check(), aionn.Runtime() as runtime:
         compilation = await runtime.compile(MODEL, devices=(device,))
         calls = Calls(compilation, count)
         await anyio.lowlevel.checkpoint()
         assert len(kept_of(compilation)._turns) == count - DEPTH
         assert await calls.all_ended() == ["right"] * count
-        assert calls.ended == list(range(count))
+        assert begun == list(range(count))  # of those that are with the driver together, any may end first
+        assert sorted(calls.ended) == begun
         assert connection_of(compilation).executor.frames.count()["frames"] <= DEPTH + 1
         assert at_rest(compilation)
 
