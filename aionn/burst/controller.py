@@ -161,7 +161,7 @@ class ExecutionBurstController:
         self._timer = None
         deadline_ns, late = self.caller.late()
         for future, sent in late:
-            what = "the driver's answer" if sent else "a free place in the burst"
+            what = "the driver's answer" if sent else "a free place"
             if not future.done():
                 future.set_exception(DeadlineError(f"{what} did not come by the deadline; the driver may still be busy with it"))
         if deadline_ns:

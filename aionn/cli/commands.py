@@ -100,7 +100,7 @@ def run(
         input: NAME=FILE.npy, once for each input. An input that is not given gets random numbers (seed 0), its open dimensions 1.
         device: Name of the device. Default: the best one that can run the model.
         repeat: How often to run it.
-        burst: Send the requests through a burst's shared memory queues, not the control socket.
+        burst: Send the requests through one burst, whose outputs are not copied.
         cache_dir: Take the compilation from this cache, or store it there.
         state_dir: Folder of the records that vouch for the cache; it must last as long. Default: $XDG_STATE_HOME/aionn, else
             ~/.local/state/aionn.

@@ -13,8 +13,7 @@ from aionn.caching.outcomes import CacheOutcome
 from aionn.errors import CallerError
 from aionn.hal.model import Model
 from aionn.hal.types import ExecutionPreference, Priority
-from aionn.runtime.executing.arguments import Outputs, check_mapping
-from aionn.runtime.executing.attempt import Call
+from aionn.runtime.executing.arguments import Outputs
 from aionn.runtime.executing.device_memory import DeviceMemory
 from aionn.runtime.executing.device_roles import DeviceRoles
 from aionn.runtime.parts import CompilationParts
@@ -52,6 +51,7 @@ class Compilation:
     async def aclose(self) -> None:
         """Close its bursts and let the driver free the model, which it does once executions in flight are over.
 
+        Calls of `compute` that wait end with `CallerError`. Those that the driver has are given 2 s to be answered.
         A busy driver is given 2 s for each burst and 2 s for the model. It frees the rest later. If the caller is cancelled, the driver is
         asked to free everything, and the call does not wait for that.
         """
@@ -118,7 +118,7 @@ class Compilation:
 
         NNAPI: ANeuralNetworksMemory_createFromDesc.
         """
-        roles = DeviceRoles(self.model, self._parts.executor.arguments.outputs, inputs, outputs, shape)
+        roles = DeviceRoles(self.model, self._parts.arguments.outputs, inputs, outputs, shape)
         deadline_ns = deadline_of(timeout_s)
         with ending_by(deadline_ns, "the device memory was not allocated"):
             return await self._parts.allocate(roles, deadline_ns)
@@ -133,10 +133,8 @@ class Compilation:
         Raises:
             CallerError: `depth` is not a whole number of at least 1, or `queue_capacity` of at least 8.
         """
-        connection = self._parts.connection(
-            checked_count("burst: depth", depth, 1), checked_count("burst: queue_capacity", queue_capacity, 8)
-        )
-        return Burst(connection)
+        depth = checked_count("burst: depth", depth, 1)
+        return Burst(self._parts.bursts.new(depth, checked_count("burst: queue_capacity", queue_capacity, 8)))
 
     async def compute(
         self,
@@ -146,7 +144,10 @@ class Compilation:
         measure_timing: bool = False,
         timeout_s: float | None = None,
     ) -> Outputs:
-        """Run the model once, without a burst: the request goes over the control socket, the arrays through shared memory.
+        """Run the model once. Several tasks may call at once, and requests go in order.
+
+        The first call opens a connection to the driver. It is kept until no call has come for 10 to 20 s. At most 16 calls are with the
+        driver at once. Further calls wait in order and take no shared memory while they wait.
 
         Args:
             inputs: one array per model input, by name. Shapes and dtypes as `Model.inputs` says.
@@ -167,8 +168,7 @@ class Compilation:
 
         NNAPI: ANeuralNetworksExecution_compute.
         """
-        check_mapping(inputs)
-        return await self._parts.compute(Call(inputs, outputs or {}, measure_timing, deadline_of(timeout_s), inputs))
+        return await self._parts.kept.compute(inputs, outputs, measure_timing, timeout_s)
 
 
 def parts_of(compilation: Compilation) -> CompilationParts:

@@ -105,9 +105,10 @@ async def test_a_driver_that_can_receive_memory_and_not_map_it_fails_the_call_fo
     async with leak_check(), aionn.Runtime() as runtime:
         compilation = await runtime.compile(model(), devices=("reference",))
         (pid,) = driver_pids()
-        with no_free_descriptor(pid, but=1):
+        await compilation.compute({"x": x(1)})
+        with no_free_descriptor(pid, but=1), aionn.Memory.allocate(16) as memory:
             with pytest.raises(aionn.ExecutionError, match="cannot be mapped") as caught:
-                await compilation.compute({"x": x(1)})
+                await compilation.compute({"x": memory})
             assert caught.value.status is ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT
             del caught
         check(await compilation.compute({"x": x(2)}), 2)

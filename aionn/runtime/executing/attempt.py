@@ -64,19 +64,17 @@ Route = Callable[[int | None], Awaitable[Channel]]
 
 @dataclass(frozen=True, slots=True)
 class Executor:
-    """What the executions of one burst, or of one compilation without a burst, have in common.
+    """What the executions over one burst have in common, or the trials of one compilation.
 
     Attributes:
         arguments, frames: how arguments are laid out, and where.
         compiled: what the app's executions are reported to, or None for trials.
-        copies: whether outputs are copied out of the frame.
         counts: a slot of the app's statistics page; see `Burst.statistics`.
     """
 
     arguments: Arguments
     frames: Frames
     compiled: CompiledModel | None
-    copies: bool
     counts: BurstSlot = field(default_factory=private_counts)
 
     def failure(self, serving: Serving, result: Result, inputs: Mapping[str, Any] | None) -> AionnError:
@@ -261,7 +259,7 @@ class Attempt:
             executor.frames.outgrown(layout)
         serving = channel.serving
         arrays = layout.outputs_in(frame, result.output_shapes, call.outputs)
-        if executor.copies or executor.frames.pool(layout).crowded:
+        if executor.frames.pool(layout).crowded:
             arrays = {name: array.copy() for name, array in arrays.items()}
         outputs = Outputs(arrays, serving.stage, result.timing if call.measure_timing else None)
         if placement is not None:

@@ -3,5 +3,6 @@
 burst       `Burst`: a stream of executions to one driver
 frame       `Frame`: shared memory for one request's inputs, to be written in place
 stream      `Burst.map`: a source of inputs in, results out, in order
+kept_burst  `KeptBurst`: the burst behind `Compilation.compute`
 connection  what an open burst has in the driver that serves: link, frames, streams
 """
