@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
+from weakref import WeakSet
 
 import numpy as np
 
@@ -74,6 +75,7 @@ class Executor:
         compiled: what the app's executions are reported to, or None for trials.
         copies: whether outputs are copied out of the frame.
         counts: see `Burst.statistics`.
+        failures: errors that are counted as `failed`, as long as they live.
     """
 
     arguments: Arguments
@@ -81,11 +83,11 @@ class Executor:
     compiled: CompiledModel | None
     copies: bool
     counts: dict[str, int] = field(default_factory=new_counts)
+    failures: WeakSet[BaseException] = field(default_factory=WeakSet)
 
     def failure(self, serving: Serving, result: Result, inputs: Mapping[str, Any] | None) -> AionnError:
         """Count an answer that is an error, and report it. Returns what it means to the caller."""
-        self.counts["failed"] += 1
-        error = failure_of(result, serving.model, serving.device)
+        error = self._counted(serving, result)
         if self.compiled is not None and isinstance(error, ExecutionError):
             self.compiled.failed(serving, error, inputs)
         return error
@@ -101,11 +103,16 @@ class Executor:
             try:
                 inputs = await contents_of(model.inputs, {name: call.value(name) for name in model.inputs})
             except ExecutionError:
-                self.counts["failed"] += 1
-                return failure_of(result, model, serving.device)
+                return self._counted(serving, result)
             except AionnError as error:
                 trace.count("execution.inputs_unread", reason=str(error))
         return self.failure(serving, result, inputs)
+
+    def _counted(self, serving: Serving, result: Result) -> AionnError:
+        self.counts["failed"] += 1
+        error = failure_of(result, serving.model, serving.device)
+        self.failures.add(error)
+        return error
 
 
 class Call(NamedTuple):
