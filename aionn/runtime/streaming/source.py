@@ -19,7 +19,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -54,7 +54,7 @@ class SourceThread:
     """The thread of one source. Made in the context of the caller of `Burst.map`."""
 
     def __init__(self, source: Iterable[Any], receiver: Receiver, session: Session, newest_wins: bool) -> None:
-        self._source: Iterable[Any] | None = source
+        self._source = source
         self._name = getattr(source, "__qualname__", type(source).__qualname__)
         self._receiver = receiver
         self._session = session
@@ -109,9 +109,8 @@ class SourceThread:
         finally:
             if not self._ended.is_set():
                 logger.warning(
-                    "the source %r of a stream still blocks, %.1f s after the stream was closed; its thread ends when the source returns",
+                    "the source %r still blocks after its stream was closed; its thread stays behind, and ends when the source returns",
                     self._name,
-                    GRACE_S,
                 )
 
     def _arrive(self) -> None:
@@ -130,7 +129,9 @@ class SourceThread:
         self._ended.set()
 
     def _finish(self, error: BaseException | None) -> None:
-        if not self._done.is_set():
+        if self._stopped and error is not None:
+            logger.warning("the source %r raised an error after its stream was closed", self._name, exc_info=error)
+        elif not self._done.is_set():
             self._error = error
             self._done.set()
 
@@ -138,12 +139,11 @@ class SourceThread:
 
     def _work(self) -> None:
         leases_here.set(self._receiver.arrivals.leases)
-        produced, source = 0, self._source
+        produced = 0
+        iterator: Iterator[Any] | None = None
         error: BaseException | None = None
-        self._source = None
-        assert source is not None
         try:
-            iterator = iter(source)
+            iterator = iter(self._source)
             while (self._newest_wins or self._permits.get()) and not self._stopped:
                 item = next(iterator, _END)
                 arrived_ns = time.monotonic_ns()
@@ -159,7 +159,7 @@ class SourceThread:
             error.__cause__ = raised
         except BaseException as raised:
             error = raised
-        self._close(source)
+        self._close(iterator)
         call_soon_from_anywhere(self._session.loop, self._end, produced, error)
         del error  # or its traceback would hold this call, and this call the error
 
@@ -169,9 +169,9 @@ class SourceThread:
             self._announced = True
             call_soon_from_anywhere(self._session.loop, self._arrive)
 
-    def _close(self, source: Iterable[Any]) -> None:
-        if isinstance(source, Generator):
+    def _close(self, iterator: Iterator[Any] | None) -> None:
+        if isinstance(iterator, Generator):
             try:
-                source.close()
+                iterator.close()
             except BaseException:
                 logger.warning("the source %r of a stream raised an error while it was closed", self._name, exc_info=True)
