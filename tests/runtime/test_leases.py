@@ -334,6 +334,38 @@ async def test_a_lease_that_was_not_awaited_in_a_task_is_one_sentence(burst: aio
     assert await frame is frame
     with pytest.raises(aionn.CallerError, match="leased already"):
         await frame
+    del frame
+    gc.collect()
+    await anyio.lowlevel.checkpoint()
+    assert all_are_back(burst)
+
+
+async def test_two_tasks_that_await_one_lease_get_one_frame(burst: aionn.Burst, fake: FakeDevice) -> None:
+    fake.hang()
+    refused = []
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(burst.compute, {"input": np.zeros((1, 16), np.float32)})
+        await fake.heard("run")
+        leased = [await burst.lease() for _ in range(MAX_FRAMES - 1)]
+        frames = [burst.lease()]
+
+        async def begin() -> None:
+            try:
+                await frames[0]
+            except aionn.CallerError as error:
+                refused.append(str(error))
+
+        tasks.start_soon(begin)  # it waits for a frame that comes back
+        tasks.start_soon(begin)
+        await anyio.wait_all_tasks_blocked()
+        fake.behave()
+    assert len(refused) == 1
+    assert "leased already" in refused[0]
+    assert frames[0]["input"].shape == (1, 16)
+    frames.clear()
+    leased.clear()
+    await anyio.wait_all_tasks_blocked()
+    assert all_are_back(burst)
 
 
 @pytest.mark.parametrize("inputs", [None, 5, np.zeros(3), aionn.Item({})], ids=lambda value: type(value).__name__)

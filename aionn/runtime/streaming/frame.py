@@ -78,6 +78,7 @@ class Frame(Mapping[str, NDArray[Any]]):
         self._views: dict[str, NDArray[Any]] = {}
         self._placed: dict[str, Any] = {}
         self._unusable = _NOT_BEGUN
+        self._beginning = False
 
     def __await__(self) -> Generator[Any, None, Frame]:
         return self._begin().__await__()
@@ -93,9 +94,13 @@ class Frame(Mapping[str, NDArray[Any]]):
             call_soon_from_anywhere(self._connection.session.loop, _give_back, self._lease[1])
 
     async def _begin(self) -> Frame:
-        if self._lease is not None:
+        if self._beginning or self._lease is not None:
             raise CallerError("this frame is leased already; get another one with burst.frame() or burst.lease()")
-        layout, frame = await self._connection.lease(self._shapes)
+        self._beginning = True
+        try:
+            layout, frame = await self._connection.lease(self._shapes)
+        finally:
+            self._beginning = False
         frame.lent = True
         self._hold(layout, frame)
         if self._leases is not None:
