@@ -62,7 +62,8 @@ class Entry:
         """
         inputs = given.inputs if isinstance(given, Item) else given
         self.tag: Any = given.tag if isinstance(given, Item) else None
-        self._leased = take(inputs, connection) if isinstance(inputs, Frame) else None
+        # The first look saves a slow one: the class of frames is an abstract base class's.
+        self._leased = take(inputs, connection) if type(inputs) is not dict and isinstance(inputs, Frame) else None
         self.inputs = inputs if self._leased is None else self._leased
         self.seq = seq
         self.arrived_ns = arrived_ns
@@ -103,11 +104,12 @@ class Arrivals:
     def next(self, given: Mapping[str, Any] | Item) -> Entry:
         """Make and add the next entry, in the loop. See `Entry`."""
         try:
-            entry = self.entry(self._produced, given, time.monotonic_ns())
+            entry = Entry(self._produced, given, time.monotonic_ns(), self._connection)
         except BaseException:
             self.count_up_to(self._produced + 1)
             raise
-        self.add(entry)
+        self._produced += 1
+        self._unanswered.add(entry)
         return entry
 
     def add(self, entry: Entry) -> None:
