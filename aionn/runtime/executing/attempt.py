@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
+from weakref import WeakSet
 
 import numpy as np
 
@@ -70,17 +71,18 @@ class Executor:
         arguments, frames: how arguments are laid out, and where.
         compiled: what the app's executions are reported to, or None for trials.
         counts: a slot of the app's statistics page; see `Burst.statistics`.
+        failures: errors that are counted as `failed`, as long as they live.
     """
 
     arguments: Arguments
     frames: Frames
     compiled: CompiledModel | None
     counts: BurstSlot = field(default_factory=private_counts)
+    failures: WeakSet[BaseException] = field(default_factory=WeakSet)
 
     def failure(self, serving: Serving, result: Result, inputs: Mapping[str, Any] | None) -> AionnError:
         """Count an answer that is an error, and report it. Returns what it means to the caller."""
-        self.counts.add(FAILED, 1)
-        error = failure_of(result, serving.model, serving.device)
+        error = self._counted(serving, result)
         if self.compiled is not None and isinstance(error, ExecutionError):
             self.compiled.failed(serving, error, inputs)
         return error
@@ -96,11 +98,16 @@ class Executor:
             try:
                 inputs = await contents_of(model.inputs, {name: call.value(name) for name in model.inputs})
             except ExecutionError:
-                self.counts.add(FAILED, 1)
-                return failure_of(result, model, serving.device)
+                return self._counted(serving, result)
             except AionnError as error:
                 trace.count("execution.inputs_unread", reason=str(error))
         return self.failure(serving, result, inputs)
+
+    def _counted(self, serving: Serving, result: Result) -> AionnError:
+        self.counts.add(FAILED, 1)
+        error = failure_of(result, serving.model, serving.device)
+        self.failures.add(error)
+        return error
 
 
 class Call(NamedTuple):

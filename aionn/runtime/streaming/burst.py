@@ -31,7 +31,7 @@ from aionn.runtime.executing.link import Link
 from aionn.runtime.executing.recurrent import RecurrentSteps, Step
 from aionn.runtime.streaming import stream
 from aionn.runtime.streaming.connection import BurstConnection
-from aionn.runtime.streaming.frame import Frame, lease_of
+from aionn.runtime.streaming.frame import Frame, begin_from_thread, lease_of, leases_here
 from aionn.tasks import deadline_of
 
 _NONE = ErrorStatus.NONE  # each look into an enumeration costs as much as a small copy
@@ -80,6 +80,25 @@ class Burst:
             CallerError: a shape is missing or does not fit the model.
         """
         return Frame(self._connection, self._executor.arguments.check_shapes(shapes or {}))
+
+    def lease(self, shapes: Mapping[str, Sequence[int]] | None = None) -> Frame:
+        """Return a frame to write in place and to yield to `map`, alone or in an `aionn.Item`.
+
+        Write `frame = await burst.lease()` in a task. In another thread, such as that of a generator, write `frame = burst.lease()`: the
+        call waits until it has a frame. The stream owns a frame that its source has yielded, sends it without a copy and returns it. Do
+        not keep views of it. A frame that is not yielded returns when it is collected, or when the stream of its source ends.
+
+        Args:
+            shapes: of inputs with open dimensions, by name; the others' are known.
+
+        Raises:
+            CallerError: a shape is missing or does not fit the model, the burst is closed, or the app holds too many frames.
+            MemoryAllocationError: there is no memory for frames of these shapes.
+        """
+        frame = Frame(self._connection, self._executor.arguments.check_shapes(shapes or {}), leases_here.get())
+        if _get_running_loop() is None:
+            begin_from_thread(frame)
+        return frame
 
     async def compute(
         self,
@@ -231,12 +250,17 @@ class Burst:
         """Run a stream of inputs through the burst: `async for result in burst.map(camera())`. Results come in order.
 
         Args:
-            frames: an iterable or async iterable of inputs by name, as for `compute`.
+            frames: what yields inputs by name, as for `compute`, or frames from `lease`, or either of them in an `aionn.Item`. An async
+                iterable is iterated in a task. A collection, such as a list or a tuple, is iterated in place. Any other iterable, such as
+                a generator, may block: it is iterated in a daemon thread, in a copy of the caller's context.
             policy: what becomes of a frame for which there is no place. With "block" the source waits. With "latest" the frame
                 replaces the one that waits, which is dropped. With "reject" the stream ends with `ExecutionError`.
             depth: the most frames that may be in flight, or answered and not yet taken, at the same time.
             deadline_s: how old a frame may become, in seconds from its arrival from the source until its answer. An older frame
                 ends the stream with `DeadlineError`. With policy "latest" it is dropped instead.
+
+        A stream that is closed while its source blocks in a thread ends within a second. One WARNING of the logger "aionn.runtime" names
+        the source. Its thread stays until the source returns, closes the generator then, and holds no frame meanwhile.
 
         Raises:
             CallerError: an argument is wrong. While iterating: whatever `compute` or the source raises.
@@ -248,7 +272,8 @@ class Burst:
 
         computed, failed: executions answered well, or with an error.
         connections: drivers that this burst has had.
-        dropped: frames of streams that were never answered (see `map`).
+        dropped: frames that a stream's source has yielded and that were never answered: replaced by a newer one, late, rejected, refused,
+            lost with the driver, or in hand when the stream ended.
         copied_bytes: written into frames by `compute`.
         driver_busy_ns: the driver's time on our requests.
         in_flight: requests unanswered now.

@@ -85,6 +85,11 @@ class BurstConnection:
         self._open = True
         self._compiled.members.add(self)
 
+    @property
+    def closed(self) -> bool:
+        """Whether the burst was closed, or is not open yet."""
+        return not self._open
+
     def check_open(self) -> None:
         """Return if the burst may be used.
 
