@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,38 @@ async def test_a_stage_without_lanes_is_rejected_and_its_cache_entry_stays(tmp_p
                 await compilation.wait_for_stage(best.name, timeout_s=30)
             again = await runtime.compile(MODEL, devices=(best.name,), **cached)
             assert again.outcomes[0].kind.value == "hit"
+
+
+@pytest.mark.parametrize("way", ["compute", "bursts"])
+async def test_instances_execute_beside_each_other(way: str) -> None:
+    """All three hang at once: with one lane, the second would begin when the first is over."""
+    count = 3
+    with FakeDevice(AskedEngine) as fake:
+        async with leak_check(), aionn.Runtime() as runtime, AsyncExitStack() as bursts:
+            compilation = await runtime.compile(MODEL, devices=(fake.name,), instances=count)
+            runners: list[Any] = [compilation] * count
+            if way == "bursts":
+                runners = [await bursts.enter_async_context(compilation.burst()) for _ in range(count)]
+            for runner in runners:
+                for _ in range(3):
+                    await runner.compute(FRAME)
+            fake.hang()
+            answered = 0
+
+            async def call(runner: Any) -> None:
+                nonlocal answered
+                assert (await runner.compute(FRAME))["y"][0, 3] == count
+                answered += 1
+
+            async with anyio.create_task_group() as tasks:
+                for runner in runners:
+                    tasks.start_soon(call, runner)
+                with anyio.fail_after(60):
+                    for _ in range(count):
+                        await fake.heard("run")
+                assert answered == 0
+                fake.behave()
+            assert answered == count
 
 
 # --- how many threads compute ------------------------------------------------------------------------------------------------
