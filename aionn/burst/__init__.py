@@ -2,13 +2,15 @@
 
     packets      the wire format (sans-IO)
     controller   the app's end, with its requests in flight
-    server       the driver's end: an async task that listens, executes and answers
+    executors    what that end needs of a device
+    server       the driver's end: an async task that listens, lends the burst to lanes, and answers the rest
     spin_policy  the rule for how long an end looks for its peer before it sleeps
 
 The app creates both queues, and the driver attaches. Memories are named by slot and fetched once through `IBurstCallback`.
 """
 
 from aionn.burst.controller import ExecutionBurstController
+from aionn.burst.executors import DefaultBurstExecutorWithCache, IBoundExecution, IBurstExecutorWithCache, ILanes, result_of
 from aionn.burst.packets import (
     DATUM_BYTES,
     PacketError,
@@ -21,21 +23,17 @@ from aionn.burst.packets import (
     encode_request_body,
     encode_result,
 )
-from aionn.burst.server import (
-    DefaultBurstExecutorWithCache,
-    ExecutionBurstServer,
-    IBoundExecution,
-    IBurstExecutorWithCache,
-    result_of,
-)
+from aionn.burst.server import CLOSE_S, ExecutionBurstServer
 
 __all__ = [
+    "CLOSE_S",
     "DATUM_BYTES",
     "DefaultBurstExecutorWithCache",
     "ExecutionBurstController",
     "ExecutionBurstServer",
     "IBoundExecution",
     "IBurstExecutorWithCache",
+    "ILanes",
     "PacketError",
     "PoolReference",
     "RequestPacket",

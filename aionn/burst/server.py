@@ -1,138 +1,134 @@
 """The driver's end of a burst: listen, execute, answer (NNAPI's ExecutionBurstServer). The listener is an async task.
 
-Packets that differ only in their identity are decoded, checked and bound to their memories once. `_bound` remembers such a packet until
-one of its slots is freed. `_native` remembers it as long, takes it in one call and answers it in another. Every other packet is read
-and answered in Python. Requests are answered in order. Nothing here outlives `serve`: its `finally` frees the queues, the cached
-memories and the remembered requests, whichever side ended first.
+The task owns the burst. While only known packets come, it lends the burst to the lanes of its executable (`ILanes`): threads that
+take, run and answer them natively. It gets the burst back for every other packet, for `free_memory`, and for the end.
+
+Packets that differ only in their identity are decoded, checked and bound to their memories once. `_native` remembers such a packet
+until one of the burst's slots is freed. Every other packet is read and answered here. Requests are answered in order. Nothing here
+outlives `serve` but a run that a lane has begun: its `finally` frees the queues, the cached memories and the remembered requests,
+whichever side ended first.
 
 Invariants
     A slot that the executor caches came from `callback.get_memories`. If that call fails, the request is answered with the failure
     and not executed.
     A malformed packet costs one answer of GENERAL_FAILURE and nothing else. A request never ends the listener, whatever the executor
     raises, because other bursts run in the same process.
-    `_working` is held wherever a request's memories are looked up, fetched or used across an await. `free_memory` takes it, too. So a
-    memory that was asked for before a slot was freed never ends up in the slot afterwards.
+    `_working` is held while the burst is lent, and wherever a request's memories are looked up, fetched or used across an await.
+    `free_memory` takes it, too. So a memory that was asked for before a slot was freed never ends up in the slot afterwards.
+    A run that a lane has begun holds its memories. They stay mapped until it is over, also after the end of the burst.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any, NamedTuple
 
 import anyio
 
 from aionn import trace
+from aionn.burst.executors import (
+    DefaultBurstExecutorWithCache,
+    IBoundExecution,
+    IBurstExecutorWithCache,
+    IChecksRequests,
+    ILanes,
+    close_memory,
+    result_of,
+)
 from aionn.burst.packets import (
     DATUM_BYTES,
     PacketError,
-    PoolReference,
     decode_request,
+    decode_result,
     encode_result_body,
-    identity_datum,
     is_framed_request,
     read_identity,
     result_identity_datum,
     split_requests,
 )
-from aionn.burst.spin_policy import COMPANY_NS, DRIVER_WINDOW_NS, SOON, YIELD_NS, SpinPolicy
+from aionn.burst.spin_policy import DRIVER_WINDOW_NS, YIELD_NS, SpinPolicy
 from aionn.errors import AionnError, CallerError, ExecutionError
 from aionn.fmq import Listener, MessageQueue
 from aionn.hal.interfaces import IBurstCallback, IPreparedModel
-from aionn.hal.types import ErrorStatus, IMemory, MQDescriptor, MQFlavor, Request, Result
-from aionn.memo import Memo
+from aionn.hal.types import ErrorStatus, MQDescriptor, MQFlavor, Result
 
-_REMEMBERED = 256
-"""How many different requests a burst remembers. A stream of frames has a handful."""
+logger = logging.getLogger("aionn.driver")
 
-
-class IBoundExecution(Protocol):
-    """One request, checked and bound to its memories. It may run again and again."""
-
-    def execute_now(self, measure_timing: bool) -> Result | None:
-        """Run right here, on the loop, if the run is known to be short. Return None if the caller must await `execute` instead."""
-        ...
-
-    async def execute(self, measure_timing: bool, deadline_ns: int | None) -> Result:
-        """Run in a thread, and return the result when the run is over."""
-        ...
+CLOSE_S = 2.0
+"""How long the end of a burst waits for a run in flight."""
 
 
-@runtime_checkable
-class IBurstExecutorWithCache(Protocol):
-    """Executes a burst's requests and caches its memories by slot (NNAPI: IBurstExecutorWithCache). Never called concurrently."""
+class _Bodies:
+    """Framed answers without their identity. Lanes and the listener use it at the same time."""
 
-    def is_cache_entry_present(self, slot: int) -> bool:
-        """Return whether a memory is cached under `slot`."""
-        ...
+    __slots__ = ("_last",)
 
-    def add_cache_entry(self, memory: IMemory, slot: int) -> None:
-        """Cache a memory under `slot`, and own it from now on."""
-        ...
+    def __init__(self) -> None:
+        self._last: tuple[Result | None, bytes] = (None, b"")
 
-    def remove_cache_entry(self, slot: int) -> None:
-        """Free the memory under `slot`. An unknown slot is ignored."""
-        ...
-
-    def bind(self, request: Request, pools: Sequence[PoolReference]) -> IBoundExecution:
-        """Check a request against the model and the cached memories. A buffer that the device owns is checked at each run instead.
-
-        Raises:
-            AionnError: a `CallerError` becomes INVALID_ARGUMENT, an `ExecutionError` keeps its status.
-        """
-        ...
-
-    def close(self) -> None:
-        """Free every memory."""
-        ...
-
-
-@runtime_checkable
-class IChecksRequests(Protocol):
-    """An executor that finds a request's faults before any memory is fetched and mapped for it."""
-
-    def check(self, request: Request, pools: Sequence[PoolReference]) -> None:
-        """Raise `CallerError` for a fault that the memories behind the slots cannot mend."""
-        ...
+    def of(self, result: Result) -> bytes:
+        """Return the encoded answer. The same `Result` mostly comes again."""
+        known, body = self._last
+        if known is result:
+            return body
+        try:
+            body = encode_result_body(result, framed=True)
+        except PacketError as error:
+            body = encode_result_body(Result(ErrorStatus.GENERAL_FAILURE, message=str(error)), framed=True)
+        self._last = result, body
+        return body
 
 
 class _Bound(NamedTuple):
-    """A request bound to its memories. It is remembered by `key`, its packet without identity, unless `key` is empty."""
+    """A request bound to its memories. `_native` remembers it. A lane calls it."""
 
     execution: IBoundExecution
     measure_timing: bool
-    slots: frozenset[int]
-    key: bytes
+    bodies: _Bodies
+
+    def __call__(self, lane: Any) -> bytes:
+        """Run, and return the answer without its identity. Raises nothing."""
+        try:
+            result = self.execution.run(lane, self.measure_timing)
+        except BaseException as error:
+            result = result_of(error)
+        return self.bodies.of(result)
 
 
 class ExecutionBurstServer:
-    """Serves one burst. Satisfies `IBurstContext`. `create` makes it, and `serve` runs it.
-
-    Attributes:
-        answered: how many requests have been answered so far.
-    """
+    """Serves one burst. Satisfies `IBurstContext`. `create` makes it, and `serve` runs it."""
 
     def __init__(
-        self, callback: IBurstCallback, requests: MessageQueue, results: MessageQueue, executor: IBurstExecutorWithCache, low_power: bool
+        self,
+        callback: IBurstCallback,
+        queues: tuple[MessageQueue, MessageQueue],
+        executor: IBurstExecutorWithCache,
+        lanes: ILanes | None,
+        window_ns: int,
     ) -> None:
         self._callback = callback
-        self._requests = requests
-        self._results = results
+        self._requests, self._results = queues
         self._executor = executor
-        self._spin = SpinPolicy(DRIVER_WINDOW_NS, low_power=low_power)
-        # Whole framed requests without their identity. Only what has been decoded and bound is in it.
-        self._bound: Memo[bytes, _Bound] = Memo(_REMEMBERED)
-        self._native = Listener(requests, results)
-        self._bodies: Memo[Result, bytes] = Memo(_REMEMBERED)
-        self._last_result: Result | None = None
-        self._last_body = b""
+        self._lanes = lanes
+        self._native = Listener(*queues, window_ns)
+        self._bodies = _Bodies()
         self._working = asyncio.Lock()
+        self._wanted = 0  # how many tasks want `_working`: the burst is not lent meanwhile
         self._scope = anyio.CancelScope()
         self._ended = anyio.Event()
         self._serving = False
         self._released = False
-        self.answered = 0
+        self._answered = 0  # by the listener
+
+    @property
+    def answered(self) -> int:
+        """How many requests have been answered so far."""
+        return self._answered + self._native.answered
 
     @classmethod
     def create(
@@ -142,6 +138,7 @@ class ExecutionBurstServer:
         result_channel: MQDescriptor | MessageQueue,
         executor: IBurstExecutorWithCache | IPreparedModel,
         *,
+        lanes: ILanes | None = None,
         low_power: bool = False,
     ) -> ExecutionBurstServer:
         """Make a server over two queues of the client. Both channels are taken over, also when this fails.
@@ -151,6 +148,7 @@ class ExecutionBurstServer:
             request_channel: queue of 24-byte datums that the client writes.
             result_channel: queue of 24-byte datums that the client reads.
             executor: caches mappings by slot. A plain prepared model is wrapped, and gets its pools anew each time.
+            lanes: the threads that run what `executor` binds. None: the listener serves every packet itself.
             low_power: never stay awake between requests.
 
         Raises:
@@ -170,7 +168,8 @@ class ExecutionBurstServer:
                 queue.close()
             raise refused
         with_cache = executor if isinstance(executor, IBurstExecutorWithCache) else DefaultBurstExecutorWithCache(executor)
-        return cls(callback, queues[0], queues[1], with_cache, low_power)
+        window_ns = DRIVER_WINDOW_NS if SpinPolicy(DRIVER_WINDOW_NS, low_power=low_power).allowed else 0
+        return cls(callback, (queues[0], queues[1]), with_cache, lanes, window_ns)
 
     async def serve(self) -> None:
         """Answer requests until the client closes the queues, dies, or `aclose` is called."""
@@ -188,10 +187,8 @@ class ExecutionBurstServer:
         if self._released:
             return
         self._released = True
-        _company.forget(self)
         try:
             self._native.forget()
-            self._bound.clear()
             self._requests.close()
             self._results.close()
             self._executor.close()
@@ -199,21 +196,35 @@ class ExecutionBurstServer:
             self._ended.set()
 
     async def aclose(self) -> None:
-        """End the listener after the request that it is executing. Everything is freed when this returns."""
-        if self._serving:
-            async with self._working:
-                self._scope.cancel()
-            await self._ended.wait()
-        else:
+        """End the listener. A run in flight is waited for at most `CLOSE_S`. Everything else is freed when this returns."""
+        if not self._serving:
             self._release()
+            return
+        try:
+            with anyio.move_on_after(CLOSE_S):
+                async with self._owned():
+                    self._scope.cancel()
+        finally:
+            self._scope.cancel()
+        await self._ended.wait()
 
     async def free_memory(self, slot: int) -> None:
-        """Forget the memory cached under `slot`. Waits only for the request that is being executed, because the lock is fair."""
-        async with self._working:
-            self._native.forget()  # the other packets are remembered again when they come again
-            for key in [key for key, entry in self._bound.items() if slot in entry.slots]:
-                del self._bound[key]
+        """Forget the memory cached under `slot`. Waits only for the requests that are being executed, because the lock is fair."""
+        async with self._owned():
+            self._native.forget()  # packets over other slots are remembered again when they come again
             self._executor.remove_cache_entry(slot)
+
+    @asynccontextmanager
+    async def _owned(self) -> AsyncIterator[None]:
+        """Take the burst back from the lanes, and keep it for the body."""
+        self._wanted += 1
+        try:
+            if self._lanes is not None:
+                self._lanes.recall(self._native)
+            async with self._working:
+                yield
+        finally:
+            self._wanted -= 1
 
     # ---- listening ----------------------------------------------------------------------------------------------------
 
@@ -221,77 +232,46 @@ class ExecutionBurstServer:
         requests = self._requests
         yielded_ns = time.monotonic_ns()
         while True:
-            looked_ns = 0
-            if not trace.active:
-                yielded_ns = await self._serve_known(yielded_ns)
-                looked_ns = self._native.looked_ns
+            lanes = None if trace.active else self._lanes
+            if lanes is not None:
+                async with self._working:
+                    if not self._wanted and not await self._lend(lanes):
+                        lanes = None
+                for body, identity, service_ns in self._native.held():
+                    result = decode_result(body + result_identity_datum(identity, service_ns)).result
+                    await self._write(result, identity, service_ns)
             available = requests.available_to_read()
             if not available:
-                if await self._wait_for_request(looked_ns):
-                    yielded_ns = time.monotonic_ns()
+                if lanes is None:
+                    await requests.wait_readable()
+                else:
+                    requests.peek(1)  # raises the reason, if the queue has come to its end
+                    await asyncio.sleep(0)
                 continue
             datums = requests.read(available)
             if datums is None:
                 continue  # a broken client has taken datums back
             for packet in split_requests(datums):
                 await self._answer(packet)
-                now_ns = time.monotonic_ns()
-                if now_ns - yielded_ns > YIELD_NS or not _company.alone(self, now_ns):
+                if time.monotonic_ns() - yielded_ns > YIELD_NS:
                     await asyncio.sleep(0)
                     yielded_ns = time.monotonic_ns()
 
-    async def _serve_known(self, yielded_ns: int) -> int:
-        """Serve known requests while more of them come within the window, if this end may stay awake.
-
-        The caller reads whatever else then lies in the queue. Returns the time when the loop last ran.
-        """
-        native, awake = self._native, self._spin
-        window_ns = awake.window_ns if awake.brisk else 0
-        alone = _company.alone(self, time.monotonic_ns())
-        while (bound := native.next(window_ns if alone else 0)) is not None:
-            try:
-                result = bound.execution.execute_now(bound.measure_timing)
-            except Exception as error:  # as in `_result_of`
-                result = result_of(error)
-            if result is None:
-                await self._answer(bound.key + identity_datum(native.identity, native.deadline_ns))
-                now_ns = time.monotonic_ns()
-            elif now_ns := native.answer(self._last_body if result is self._last_result else self._body(result)):
-                self.answered += 1
-            else:
-                await self._send(result, native.identity, native.began_ns)
-                now_ns = time.monotonic_ns()
-            alone = _company.alone(self, now_ns)
-            if now_ns - yielded_ns > YIELD_NS or not alone:
-                await asyncio.sleep(0)
-                yielded_ns = time.monotonic_ns()
-                if trace.active:
-                    break
-        if native.waits:
-            awake.watched(native.waits, native.waited_ns / native.waits)
-            native.waits = native.waited_ns = 0
-        return yielded_ns
-
-    async def _wait_for_request(self, looked_ns: int) -> bool:
-        """Wait until the client has written a request, or may have. Return whether this task slept.
-
-        Args:
-            looked_ns: since when this end has looked for a request already, or 0.
-        """
-        requests, awake = self._requests, self._spin
-        began_ns = looked_ns or time.monotonic_ns()
-        if not looked_ns and _company.alone(self, began_ns):
-            budget_ns = awake.budget_ns()
-            # The queue knows where both ends run, and does not spin if both run on the same CPU.
-            # A closed queue ends the spin as well. Only elements count as seen, or this task would hold the loop without end.
-            if budget_ns and requests.spin_until_readable(budget_ns) and requests.available_to_read():
-                awake.waited(time.monotonic_ns() - began_ns, slept=False)
+    async def _lend(self, lanes: ILanes) -> bool:
+        """Lend the burst to the lanes until they give it back. Returns False if they cannot serve it."""
+        loop = asyncio.get_running_loop()
+        returned: asyncio.Future[None] = loop.create_future()
+        try:
+            if not lanes.lend(self._native, partial(loop.call_soon_threadsafe, _settle, returned)):
                 return False
-        await requests.wait_readable(or_flag=SOON if awake.allowed else 0)
-        woken_ns = time.monotonic_ns()
-        awake.waited(woken_ns - began_ns, slept=True)
-        if awake.allowed and requests.take_flag(SOON) and _company.alone(self, woken_ns):
-            requests.spin_until_readable(awake.window_ns)
+        except OSError as error:
+            logger.warning("a burst is served without lanes, because the system refused to watch its queue: %s", error)
+            self._lanes = None
+            return False
+        try:
+            await returned
+        finally:
+            lanes.recall(self._native)
         return True
 
     async def _answer(self, packet: bytes) -> None:
@@ -307,17 +287,14 @@ class ExecutionBurstServer:
 
     async def _result_of(self, packet: bytes, key: bytes | None, deadline_ns: int | None) -> Result:
         try:
-            entry = None if key is None else self._bound.get(key)
+            entry: _Bound | None = None if key is None else self._native.find(key)
             if entry is None:
                 entry = await self._bind(packet, key)
-            if key is not None:
-                self._native.remember(key, entry)
             if deadline_ns is not None and time.monotonic_ns() >= deadline_ns:
                 return Result(
                     ErrorStatus.MISSED_DEADLINE_TRANSIENT, message="the deadline had passed before the driver began the execution"
                 )
-            now = entry.execution.execute_now(entry.measure_timing)
-            return now or await entry.execution.execute(entry.measure_timing, deadline_ns)
+            return await entry.execution.execute(entry.measure_timing, deadline_ns)
         except Exception as error:  # every error of an executor fails this request and nothing else
             return result_of(error)
 
@@ -330,11 +307,10 @@ class ExecutionBurstServer:
         decoded = decode_request(packet)
         if isinstance(self._executor, IChecksRequests):
             self._executor.check(decoded.request, decoded.pools)
-        slots = [pool.slot for pool in decoded.pools if not pool.token]
-        await self._ensure_cache_entries(slots)
-        entry = _Bound(self._executor.bind(decoded.request, decoded.pools), decoded.measure_timing, frozenset(slots), key or b"")
+        await self._ensure_cache_entries([pool.slot for pool in decoded.pools if not pool.token])
+        entry = _Bound(self._executor.bind(decoded.request, decoded.pools), decoded.measure_timing, self._bodies)
         if key is not None:
-            self._bound[key] = entry
+            self._native.remember(key, entry, entry.execution.serial)
         return entry
 
     async def _ensure_cache_entries(self, slots: Sequence[int]) -> None:
@@ -345,7 +321,7 @@ class ExecutionBurstServer:
             memories = await self._callback.get_memories(unknown)
         if len(memories) != len(unknown):
             for memory in memories:
-                _close(memory)
+                close_memory(memory)
             raise ExecutionError(
                 f"the driver asked for {len(unknown)} memories of this burst, but the app sent {len(memories)}",
                 status=ErrorStatus.GENERAL_FAILURE,
@@ -355,33 +331,27 @@ class ExecutionBurstServer:
 
     # ---- answering ----------------------------------------------------------------------------------------------------
 
-    def _body(self, result: Result) -> bytes:
-        """Return a framed answer without its identity. The same `Result` comes again and again."""
-        if result is self._last_result:
-            return self._last_body
-        body = self._bodies.get(result)
-        if body is None:
-            try:
-                body = encode_result_body(result, framed=True)
-            except PacketError as error:
-                body = encode_result_body(Result(ErrorStatus.GENERAL_FAILURE, message=str(error)), framed=True)
-            self._bodies[result] = body
-        self._last_result, self._last_body = result, body
-        return body
-
     async def _send(self, result: Result, identity: int | None, began_ns: int) -> None:
+        self._answered += 1
+        await self._write(result, identity, time.monotonic_ns() - began_ns)
+
+    async def _write(self, result: Result, identity: int | None, service_ns: int) -> None:
         capacity = self._results.capacity
         for answer in (result, *_shorter(result, capacity)):
             if identity is None:
                 packet = encode_result_body(answer, framed=False)
             else:
-                packet = self._body(answer) + result_identity_datum(identity, time.monotonic_ns() - began_ns)
+                packet = self._bodies.of(answer) + result_identity_datum(identity, service_ns)
             if len(packet) <= capacity * DATUM_BYTES:
-                self.answered += 1
                 if not self._results.write(packet):
                     await self._results.write_blocking(packet)
                 return
         raise CallerError(f"the result queue has room for {capacity} datums, but not even an error fits; make it larger")
+
+
+def _settle(returned: asyncio.Future[None]) -> None:
+    if not returned.done():
+        returned.set_result(None)
 
 
 def _shorter(result: Result, capacity: int) -> tuple[Result, Result]:
@@ -400,96 +370,3 @@ def _why_unfit(queue: MessageQueue) -> AionnError | None:
 
 def _trace_execution(result: Result, identity: int, began_ns: int) -> None:
     trace.span_at("burst.execute", began_ns, time.monotonic_ns(), identity=identity, status=result.status.name)
-
-
-class _Company:
-    """Knows which bursts of this process have been served lately.
-
-    A burst with company does not look without sleeping, and lets the others run after every answer. An idle burst does not count as
-    company.
-    """
-
-    __slots__ = ("_changed_ns", "_last")
-
-    def __init__(self) -> None:
-        self._last: ExecutionBurstServer | None = None
-        self._changed_ns = 0
-
-    def alone(self, server: ExecutionBurstServer, now_ns: int) -> bool:
-        """Return whether only `server` has been served for `COMPANY_NS`. Asking counts as being served."""
-        if server is not self._last:
-            if self._last is not None:
-                self._changed_ns = now_ns
-            self._last = server
-        return now_ns - self._changed_ns > COMPANY_NS
-
-    def forget(self, server: ExecutionBurstServer) -> None:
-        if self._last is server:
-            self._last = None
-
-
-_company = _Company()
-
-
-def result_of(error: BaseException) -> Result:
-    """Return the answer that stands for an error of this side."""
-    if isinstance(error, ExecutionError):
-        return Result(ErrorStatus(error.status), message=str(error))
-    if isinstance(error, AionnError):
-        status = ErrorStatus.INVALID_ARGUMENT if isinstance(error, CallerError) else ErrorStatus.GENERAL_FAILURE
-        return Result(status, message=str(error))
-    return Result(ErrorStatus.GENERAL_FAILURE, message=f"{type(error).__name__}: {error}")
-
-
-def _close(memory: IMemory | None) -> None:
-    close = getattr(memory, "close", None)
-    if close is not None:
-        close()
-
-
-class DefaultBurstExecutorWithCache:
-    """Makes a burst executor of any prepared model. It keeps the memories and passes them at each execution, which is slower."""
-
-    def __init__(self, prepared: IPreparedModel) -> None:
-        self._prepared = prepared
-        self._memories: dict[int, IMemory] = {}
-
-    def is_cache_entry_present(self, slot: int) -> bool:
-        return slot in self._memories
-
-    def add_cache_entry(self, memory: IMemory, slot: int) -> None:
-        self._memories[slot] = memory
-
-    def remove_cache_entry(self, slot: int) -> None:
-        _close(self._memories.pop(slot, None))
-
-    def bind(self, request: Request, pools: Sequence[PoolReference]) -> IBoundExecution:
-        if any(pool.token for pool in pools):
-            raise CallerError("this device cannot use device memories in a burst; give arrays or aionn.Memory")
-        return _DefaultBoundExecution(self._prepared, request, [self._memories[pool.slot] for pool in pools])
-
-    def close(self) -> None:
-        for slot in list(self._memories):
-            self.remove_cache_entry(slot)
-
-
-class _DefaultBoundExecution:
-    def __init__(self, prepared: IPreparedModel, request: Request, pools: Sequence[IMemory]) -> None:
-        self._prepared = prepared
-        self._request = request
-        self._pools = pools
-
-    def execute_now(self, measure_timing: bool) -> Result | None:
-        return None
-
-    async def execute(self, measure_timing: bool, deadline_ns: int | None) -> Result:
-        return await self._prepared.execute(self._request, self._pools, measure_timing, deadline_ns)
-
-
-__all__ = [
-    "DefaultBurstExecutorWithCache",
-    "ExecutionBurstServer",
-    "IBoundExecution",
-    "IBurstExecutorWithCache",
-    "result_of",
-]

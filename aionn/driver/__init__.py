@@ -3,8 +3,9 @@
     registry   finds engines by name
     device     makes an `IDevice` of any engine
     memories   the memories of a request as the device sees them
-    execution  runs requests: one thread per prepared model, short runs on the loop
-    threads    the threads for executions and for compiling
+    execution  requests, bound to their bytes, as a lane runs them
+    lanes      the threads that wait for requests, and run them
+    threads    the threads for compiling and loading
     artifacts  stores what was compiled, and loads it verified
     blobs      the blob cache that a device hands to its engine
     process    what `python -m aionn.driver NAME` does: bind its life to its parent's, greet, serve

@@ -24,9 +24,10 @@ from aionn.burst import ExecutionBurstServer, PoolReference, result_of
 from aionn.caching.outcomes import MissReason, Refusal
 from aionn.driver.artifacts import Artifacts, LentHandles, Source
 from aionn.driver.blobs import DeviceBlobs
-from aionn.driver.execution import BoundExecution, BoundModel, BoundPool, Pace, bind
+from aionn.driver.execution import BoundExecution, BoundModel, BoundPool, bind
+from aionn.driver.lanes import Lane, Lanes
 from aionn.driver.memories import EngineBuffer, bound_pool, constants_of
-from aionn.driver.threads import SerialThread, Threads
+from aionn.driver.threads import Threads
 from aionn.errors import AionnError, CallerError, CompilationError, DeadlineError, ExecutionError
 from aionn.hal.interfaces import (
     CacheHandles,
@@ -60,6 +61,9 @@ from aionn.tasks import seconds_until
 T = TypeVar("T")
 logger = logging.getLogger("aionn.driver")
 
+LANES = os.environ.get("AIONN_LANES", "1") != "0"
+"""Whether bursts are lent to lanes. For tests: without lanes the listener serves every packet, slower and in the same order."""
+
 _COMPILES_AT_ONCE = 4
 _ANY_SIZE = 2**64
 _prepared_numbers = itertools.count(1)
@@ -85,7 +89,6 @@ class EngineDevice:
         self._artifacts = Artifacts(engine, state_directory)
         self._blobs = DeviceBlobs(engine.name, engine.version, state_directory)
         self.buffers = DeviceBuffers(reserve)
-        self._paces: set[Pace] = set()  # of the models that are prepared now
         self.name = engine.name
         self.version = engine.version
         self.type: DeviceType = getattr(engine, "device_type", DeviceType.CPU)
@@ -220,22 +223,14 @@ class EngineDevice:
         self._blobs.close()
         self._threads.close()
 
-    def enter(self, model: int, pace: Pace) -> Slot:
-        """Count one more prepared model. Return the slot that shows its executions."""
-        self._paces.add(pace)
-        self._note_company()
+    def slot(self, model: int) -> Slot:
+        """Return a slot that shows the executions of one lane of a prepared model."""
         return private_slot() if self._page is None else self._page.slot(model)
 
-    def leave(self, pace: Pace, slot: Slot) -> None:
-        """Count one prepared model less."""
-        self._paces.discard(pace)
-        self._note_company()
+    def free_slot(self, slot: Slot) -> None:
+        """Take back a slot."""
         if self._page is not None:
             self._page.free(slot)
-
-    def _note_company(self) -> None:
-        for pace in self._paces:
-            pace.alone(len(self._paces) == 1)
 
     def serve(self, server: ExecutionBurstServer, ended: Callable[[ExecutionBurstServer], None]) -> None:
         """Run a burst's listener, and call `ended` when it is over. An error of the listener ends that burst and nothing else."""
@@ -270,16 +265,17 @@ class EnginePreparedModel:
         self.outputs = MappingProxyType(dict(outputs))
         self.save_outcome = save_outcome
         number = next(_prepared_numbers)
-        self._thread = SerialThread(f"{device.name} execution")
-        pace = Pace()
-        slot = device.enter(number, pace)
+        self._slots = [device.slot(number)]
+        try:
+            self._lanes = Lanes(f"{device.name} lane", [Lane(executable, slot) for slot in self._slots])
+        except BaseException:
+            self._free_slots()
+            raise
         self._bound = BoundModel(
             number,
             list(inputs.items()),
             list(outputs.items()),
-            self._thread,
-            pace,
-            slot,
+            self._lanes,
             device.buffers,
             constants,
             disproved=set(options.open_outputs),
@@ -311,14 +307,16 @@ class EnginePreparedModel:
         """Check a request and make its arrays; see `execution.bind`."""
         if self._executable is None:
             raise CallerError("the request names a prepared model that has been released; prepare the model again")
-        return bind(self._executable, self._bound, request, pools)
+        return bind(self._bound, request, pools)
 
     async def configure_execution_burst(
         self, callback: IBurstCallback, request_channel: MQDescriptor, result_channel: MQDescriptor
     ) -> ExecutionBurstServer:
         low_power = self._options.preference is ExecutionPreference.LOW_POWER
         executor = EngineBurstExecutor(self)
-        server = ExecutionBurstServer.create(callback, request_channel, result_channel, executor, low_power=low_power)
+        server = ExecutionBurstServer.create(
+            callback, request_channel, result_channel, executor, lanes=self._lanes if LANES else None, low_power=low_power
+        )
         self._bursts.add(server)
         self.device.serve(server, self._bursts.discard)
         return server
@@ -326,9 +324,14 @@ class EnginePreparedModel:
     async def aclose(self) -> None:
         for burst in list(self._bursts):
             await burst.aclose()
-        self._thread.close()
+        await self._lanes.aclose()
         self._executable = None
-        self.device.leave(self._bound.pace, self._bound.slot)
+        self._free_slots()
+
+    def _free_slots(self) -> None:
+        for slot in self._slots:
+            self.device.free_slot(slot)
+        self._slots.clear()
 
 
 class EngineBurstExecutor:

@@ -1,18 +1,16 @@
-"""Requests on an engine. Each is bound to its bytes once. It runs on the prepared model's one thread, or on the loop when it is short.
+"""Requests on an engine. Each is bound to its bytes once, and runs on a lane of the prepared model.
 
 Invariants
-    `Executable.run` is never entered twice at once. The thread takes one run after the other. A run on the loop happens only while the
-    thread has none (`SerialThread.idle`), and the loop can submit none meanwhile.
+    `Executable.run` is never entered twice at once, because each lane has an executable.
     A bound execution holds views of its memories. They stay mapped until the run is over, even when their owners have dropped them.
     The engine gets no array for an output in `BoundModel.disproved`, because a run has shown that the model declares a wrong shape.
     Such an output is open: its shape stands in each answer, and its bytes are copied to their place.
-    Every run begins and ends in its model's slot of the statistics page, also a run that fails.
+    Every run begins and ends in its lane's slot of the statistics page, also a run that fails.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,52 +20,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aionn.burst import result_of
-from aionn.driver.threads import SerialThread
+from aionn.driver.lanes import Lane, Lanes
 from aionn.errors import AionnError, CallerError
 from aionn.hal.interfaces import Executable, ExecutionReport
 from aionn.hal.types import ErrorStatus, Operand, OutputShape, Request, RequestArgument, Result, Timing
 from aionn.memory.device_buffers import BufferRequest, DeviceBuffers
 from aionn.memory.region import Region
 from aionn.memory.requests import Extent, check_homes, check_request, input_shape, output_shape
-from aionn.pages import Slot
 
 logger = logging.getLogger("aionn.driver")
 
-INLINE_RUN_NS = 500_000
-"""A model whose runs are shorter than this may run on the loop. A thread's two wake-ups cost 30 to 60 us here, and such a run
-delays the driver's other work by no more than this."""
-
-_QUALIFYING_RUNS = 8
-"""Short runs in a row that a model needs before the loop may run it. After one long run it must qualify again."""
-
 _DONE = Result(ErrorStatus.NONE)
-
-
-class Pace:
-    """Decides whether a model's runs are short enough for the loop.
-
-    Past runs do not bound the next one, and a long run on the loop stalls all that the loop serves. So a model runs
-    there only while no other model is prepared in this process.
-    """
-
-    __slots__ = ("_needed", "_short_runs")
-
-    def __init__(self) -> None:
-        self._short_runs = 0
-        self._needed: float = _QUALIFYING_RUNS
-
-    def alone(self, alone: bool) -> None:
-        """Note whether its model is the only one of the process."""
-        self._needed = _QUALIFYING_RUNS if alone else math.inf
-
-    @property
-    def inline(self) -> bool:
-        """Whether the loop may run the model now."""
-        return self._short_runs >= self._needed
-
-    def ran(self, nanoseconds: int) -> None:
-        """Note how long a run took."""
-        self._short_runs = self._short_runs + 1 if nanoseconds < INLINE_RUN_NS else 0
 
 
 class BoundExecution:
@@ -75,7 +38,6 @@ class BoundExecution:
 
     def __init__(
         self,
-        executable: Executable,
         inputs: Mapping[str, NDArray[Any]],
         outputs: Mapping[str, NDArray[Any]],
         places: Mapping[str, NDArray[np.uint8]],
@@ -93,7 +55,7 @@ class BoundExecution:
             files: memories that are files and may be cut off.
             written: those files that get outputs.
         """
-        self._executable = executable
+        self.serial = domain is not None
         self._domain = domain
         self._files = files
         self._written = written
@@ -106,27 +68,19 @@ class BoundExecution:
         self._model = model
         self._disproved = model.disproved
         self._seen = len(model.disproved)
-        self._thread = model.thread
-        self._pace = model.pace
-        self._slot = model.slot
-
-    def execute_now(self, measure_timing: bool) -> Result | None:
-        if not self._pace.inline or self._written or not self._thread.idle:
-            return None
-        return self._run(measure_timing)
 
     async def execute(self, measure_timing: bool, deadline_ns: int | None) -> Result:
-        def job() -> Result:
+        def job(lane: Lane) -> Result:
             if deadline_ns is not None and time.monotonic_ns() >= deadline_ns:
                 return Result(
                     ErrorStatus.MISSED_DEADLINE_TRANSIENT, message="the deadline had passed before the device began the execution"
                 )
-            return self._run(measure_timing)
+            return self.run(lane, measure_timing)
 
-        return await self._thread.run(job)
+        return await self._model.lanes.run(job)
 
-    def _run(self, measure_timing: bool) -> Result:
-        slot = self._slot
+    def run(self, lane: Lane, measure_timing: bool) -> Result:
+        slot = lane.slot
         began_ns, took_ns = slot.begin(), -1
         try:
             for region in self._files:
@@ -134,14 +88,14 @@ class BoundExecution:
             if len(self._disproved) != self._seen:
                 self._open_disproved()
             if self._domain is None:
-                report = self._executable.run(self._inputs, self._outputs, measure_timing)
+                report = lane.executable.run(self._inputs, self._outputs, measure_timing)
                 if self._is_open or (report.outputs and not self._omitted.issuperset(report.outputs)):
                     self._learn(report.outputs, self._outputs)
                     shapes, insufficient = self._place(report.outputs, {})
                 else:
                     shapes, insufficient = (), ""
             else:
-                report, shapes, insufficient = self._run_in_domain(self._domain, measure_timing)
+                report, shapes, insufficient = self._run_in_domain(lane.executable, self._domain, measure_timing)
             for region in self._written:
                 region.flush()
             took_ns = slot.end(began_ns)
@@ -154,7 +108,6 @@ class BoundExecution:
         finally:
             if took_ns < 0:
                 slot.end(began_ns)
-        self._pace.ran(took_ns)
         if insufficient:
             return Result(ErrorStatus.OUTPUT_INSUFFICIENT_SIZE, shapes, message=insufficient)
         if not measure_timing:
@@ -178,7 +131,9 @@ class BoundExecution:
                 self._model.disproved.add(name)
                 logger.info("output %r has shape %s, but the model declares %s", name, made[name].shape, array.shape)
 
-    def _run_in_domain(self, domain: DomainUse, measure_timing: bool) -> tuple[ExecutionReport, tuple[OutputShape, ...], str]:
+    def _run_in_domain(
+        self, executable: Executable, domain: DomainUse, measure_timing: bool
+    ) -> tuple[ExecutionReport, tuple[OutputShape, ...], str]:
         """Run with buffers that the device owns. Hold them until the run is over, and set their state by its outcome."""
         with domain.request.use() as use:
             if use.arguments is None or use.arguments[0] != self._seen:
@@ -192,7 +147,7 @@ class BoundExecution:
                         outputs[self._names[index]] = place
                 use.arguments = (self._seen, inputs, outputs)
             _, inputs, outputs = use.arguments
-            report = self._executable.run(inputs, outputs, measure_timing)
+            report = executable.run(inputs, outputs, measure_timing)
             if use.closed and not self._is_open and self._omitted.issuperset(report.outputs):
                 use.succeed()
                 return report, (), ""
@@ -253,12 +208,7 @@ class BoundPool:
     home: Extent | None = None
 
 
-def bind(
-    executable: Executable,
-    model: BoundModel,
-    request: Request,
-    pools: Sequence[BoundPool],
-) -> BoundExecution:
+def bind(model: BoundModel, request: Request, pools: Sequence[BoundPool]) -> BoundExecution:
     """Check `request` against the model and the pools' sizes, and make its arrays.
 
     Raises:
@@ -302,7 +252,7 @@ def bind(
         domain = DomainUse(held, tuple(name for name, _ in model.inputs))
     files = tuple(pool.file for pool in pools if pool.file is not None)
     omitted = frozenset(name for (name, _), argument in zip(model.outputs, request.outputs, strict=True) if argument.has_no_value)
-    return BoundExecution(executable, given, wanted, places, model, omitted, domain, files, tuple(written.values()))
+    return BoundExecution(given, wanted, places, model, omitted, domain, files, tuple(written.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,9 +268,7 @@ class BoundModel:
     id: int
     inputs: Sequence[tuple[str, Operand]]
     outputs: Sequence[tuple[str, Operand]]
-    thread: SerialThread
-    pace: Pace
-    slot: Slot
+    lanes: Lanes
     buffers: DeviceBuffers
     constants: Sequence[Extent] = ()
     disproved: set[str] = field(default_factory=set)

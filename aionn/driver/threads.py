@@ -1,4 +1,4 @@
-"""Threads for blocking work in a driver: a model's executions in their order, compiling and loading side by side.
+"""Threads for compiling and loading in a driver, side by side. `lanes` has the threads for executions.
 
 anyio's worker threads do not fit. A job there passes the loop three times before it begins and once when it is done. That takes
 0.2 ms, which is too long for a verified hit of a small model. The end of the process also waits for those threads, and an engine may
@@ -14,7 +14,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import anyio
 
@@ -23,7 +23,44 @@ from aionn.tasks import Answer
 logger = logging.getLogger("aionn.driver")
 
 T = TypeVar("T")
-_Job = tuple[Callable[[], Any], Answer[Any], Callable[[], object] | None, asyncio.AbstractEventLoop]
+
+
+class Job(Generic[T]):
+    """One call for a thread. The loop that made it gets the answer."""
+
+    __slots__ = ("_answer", "_call", "_done", "_loop")
+
+    def __init__(self, call: Callable[..., T], answer: Answer[T], done: Callable[[], object] | None = None) -> None:
+        """`done` is called by the loop when the call is over, however it ended."""
+        self._call: Callable[..., T] | None = call
+        self._answer = answer
+        self._done = done
+        self._loop = asyncio.get_running_loop()
+
+    def do(self, *arguments: Any) -> None:
+        """Make the call in this thread, once, and send its result or its error to the loop."""
+        call, self._call = self._call, None
+        assert call is not None
+        result: Any = None
+        error: BaseException | None = None
+        try:
+            result = call(*arguments)
+        except BaseException as raised:
+            error = raised
+        del call, arguments  # before the answer, so that a caller with the answer can rely on nothing of the request being held here
+        try:
+            self._loop.call_soon_threadsafe(self._settle, result, error)
+        except RuntimeError:
+            return  # the loop is closed, because the process ends
+
+    def _settle(self, result: Any, error: BaseException | None) -> None:
+        if self._done is not None:
+            self._done()
+        if error is None:
+            self._answer.set(result)
+        else:
+            # A future refuses StopIteration, which would silently end the task that awaits it.
+            self._answer.fail(RuntimeError(f"a blocking call raised {error!r}") if isinstance(error, StopIteration) else error)
 
 
 class SerialThread:
@@ -31,56 +68,23 @@ class SerialThread:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Job[Any] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._pending = 0
-
-    @property
-    def idle(self) -> bool:
-        """Whether every submitted job has been answered. Ask on the loop."""
-        return self._pending == 0
-
-    async def run(self, job: Callable[[], T]) -> T:
-        """Run `job` and return its result, or raise its error. A cancelled caller leaves, and the job runs on."""
-        return await self.submit(job).wait()
 
     def submit(self, job: Callable[[], T], done: Callable[[], object] | None = None) -> Answer[T]:
         """Submit a job and return its answer without waiting. The loop calls `done` when the job is over, however it ended."""
-        loop = asyncio.get_running_loop()
-        answer: Answer[T] = Answer(loop)
+        answer: Answer[T] = Answer(asyncio.get_running_loop())
         if self._thread is None:
             thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             thread.start()  # raises where the system allows no more threads; the next caller tries again
             self._thread = thread
-        self._pending += 1
-        self._jobs.put((job, answer, done, loop))
+        self._jobs.put(Job(job, answer, done))
         return answer
 
     def _work(self) -> None:
-        while (item := self._jobs.get()) is not None:
-            job, answer, done, loop = item
-            result: Any = None
-            error: BaseException | None = None
-            try:
-                result = job()
-            except BaseException as raised:
-                error = raised
-            del item, job  # before the answer, so that a caller with the answer can rely on nothing of the request being held here
-            try:
-                loop.call_soon_threadsafe(self._settle, answer, done, result, error)
-            except RuntimeError:
-                return  # the loop is closed, because the process ends
-            del answer, done, loop, result, error  # now, and not only at the next request
-
-    def _settle(self, answer: Answer[Any], done: Callable[[], object] | None, result: Any, error: BaseException | None) -> None:
-        self._pending -= 1
-        if done is not None:
-            done()
-        if error is None:
-            answer.set(result)
-        else:
-            # A future refuses StopIteration, which would silently end the task that awaits it.
-            answer.fail(RuntimeError(f"a blocking call raised {error!r}") if isinstance(error, StopIteration) else error)
+        while (job := self._jobs.get()) is not None:
+            job.do()
+            del job  # now, and not only at the next request
 
     def close(self) -> None:
         """Let the thread end when it has done all submitted jobs."""

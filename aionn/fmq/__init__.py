@@ -11,10 +11,12 @@ The design on one page
         `_transfer.c`    elements in and out
         `_waiting.c`     sleeping and waking
         `_exchange.c`    what `Caller` and `Listener` share: exchange.h for Python
-        `_flight.c`      the app's requests in flight: sent in order, watched, settled (caller_object.h, awake.h)
+        `_flight.c`      the app's requests in flight: sent in order, watched, settled (caller_object.h)
         `_request.c`     sending one of them
         `_caller.c`      `Caller`, the app's end of a burst
-        `_listener.c`    `Listener`, the driver's end
+        `_listener.c`    `Listener`, the driver's end of one burst
+        `_lanes.c`       `Lanes`: which bursts are lent to the threads of one executable
+        `_lane.c`        `Lane`: one of these threads, which takes, answers and waits
     `message_queue`  `MessageQueue(Ring)`: making, attaching, waiting, ending, closing
     `waiting`        the tasks that wait on one side of one queue; one persistent `add_reader` for all of them
     `event_flag`     `EventFlag`: 32 bits with libfmq's semantics, for threads, libfmq peers and tasks
@@ -29,7 +31,7 @@ the proof, and a model checker runs it in tests/fmq/test_weak_memory.py.
 What exists for parity with the reference: the unsynchronized flavour, libfmq's layout, and waiting by futex.
 """
 
-from aionn.fmq._ring import Caller, Listener
+from aionn.fmq._ring import Caller, Lane, Lanes, Listener
 from aionn.fmq.errors import QueueClosedError, QueueCorruptedError
 from aionn.fmq.event_flag import EventFlag
 from aionn.fmq.layout import NOT_EMPTY, NOT_FULL
@@ -41,6 +43,8 @@ __all__ = [
     "NOT_FULL",
     "Caller",
     "EventFlag",
+    "Lane",
+    "Lanes",
     "Listener",
     "MQDescriptor",
     "MQFlavor",

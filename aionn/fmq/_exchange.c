@@ -64,16 +64,19 @@ PyObject *exchange_forget(PyObject *object, PyObject *Py_UNUSED(none))
     Py_RETURN_NONE;
 }
 
-/* remember(body, value) */
+/* remember(body, value, serial=False) */
 PyObject *exchange_remember(PyObject *object, PyObject *const *args, Py_ssize_t given)
 {
     ExchangeObject *self = (ExchangeObject *)object;
     char *bytes;
     Py_ssize_t length;
-    if (given != 2) {
-        PyErr_SetString(PyExc_TypeError, "remember(body, value)");
+    if (given != 2 && given != 3) {
+        PyErr_SetString(PyExc_TypeError, "remember(body, value, serial=False)");
         return NULL;
     }
+    int serial = given == 3 ? PyObject_IsTrue(args[2]) : 0;
+    if (serial < 0)
+        return NULL;
     if (PyBytes_AsStringAndSize(args[0], &bytes, &length) < 0)
         return NULL;
     int known = exchange_find(&self->table, (const uint8_t *)bytes, (uint64_t)length);
@@ -81,10 +84,11 @@ PyObject *exchange_remember(PyObject *object, PyObject *const *args, Py_ssize_t 
         PyObject *before = self->table.known[known].value;
         Py_INCREF(args[1]);
         self->table.known[known].value = args[1];
+        self->table.known[known].serial = serial;
         Py_DECREF(before);
         Py_RETURN_NONE;
     }
-    struct exchange_body body = {(const uint8_t *)bytes, (uint64_t)length, args[0], args[1]};
+    struct exchange_body body = {(const uint8_t *)bytes, (uint64_t)length, args[0], args[1], serial};
     if (exchange_add(&self->table, body) < 0) {
         forget(self); /* the table is full; bodies that still come are added again */
         if (exchange_add(&self->table, body) < 0)

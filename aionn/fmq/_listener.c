@@ -1,75 +1,86 @@
-/* `Listener`: the driver's end of a burst. See exchange_object.h. */
+/* `Listener`: one burst, as its task has it. See lanes_object.h. */
 #define _GNU_SOURCE
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <structmember.h>
 
-#include "exchange_object.h"
+#include "lanes_object.h"
 
-/* next(budget_ns) */
-static PyObject *listener_next(PyObject *object, PyObject *number)
+/* (requests, results, window_ns) */
+static PyObject *listener_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    ExchangeObject *self = (ExchangeObject *)object;
-    uint64_t bytes, all, writable;
-    long long budget_ns = PyLong_AsLongLong(number); /* first, because its __index__ may close the queue */
-    if (budget_ns == -1 && PyErr_Occurred())
+    long long window_ns;
+    if (PyTuple_Size(args) != 3) {
+        PyErr_SetString(PyExc_TypeError, "(requests, results, window_ns)");
         return NULL;
-    struct ring *requests = ring_if_usable(self->requests);
-    self->looked_ns = 0;
-    if (!requests || ring_available(requests, &all, &writable) != RING_OK)
-        Py_RETURN_NONE;
-    bool waits = !all && budget_ns > 0;
-    self->looked_ns = waits ? ring_now_ns() : 0;
-    if (waits && !exchange_look(self, self->requests, self->looked_ns, budget_ns))
-        Py_RETURN_NONE;
-    int known = exchange_peek(requests, &self->table, &EXCHANGE_REQUEST, &self->stamp, &bytes, &all);
-    self->began_ns = ring_now_ns();
-    if (waits && known >= 0) {
-        self->waits++;
-        self->waited_ns += self->began_ns - self->looked_ns;
     }
-    /* The general path answers a request that is too late. */
-    if (known < 0 || (self->stamp.second && (uint64_t)self->began_ns >= self->stamp.second) || ring_commit_read(requests, bytes) != RING_OK)
-        Py_RETURN_NONE;
-    return exchange_value(self, known);
+    if (!exchange_numbers((PyObject *[]){PyTuple_GetItem(args, 2)}, 1, &window_ns))
+        return NULL;
+    PyObject *queues = PyTuple_GetSlice(args, 0, 2);
+    if (!queues)
+        return NULL;
+    PyObject *self = exchange_new(type, queues, kwargs);
+    Py_DECREF(queues);
+    if (self)
+        spin_begin(&((ListenerObject *)self)->spin, window_ns < 0 ? 0 : window_ns);
+    return self;
 }
 
-/* answer(body) */
-static PyObject *listener_answer(PyObject *object, PyObject *body)
+static void listener_dealloc(PyObject *object)
+{
+    ListenerObject *self = (ListenerObject *)object;
+    for (unsigned i = 0; i < AHEAD; i++)
+        Py_CLEAR(self->held[i].body);
+    exchange_dealloc(object); /* it is not lent, because `seats` would hold it */
+}
+
+/* held(): [(body, identity, service_ns)] of the answers that had no room, in order */
+static PyObject *listener_held(PyObject *object, PyObject *Py_UNUSED(none))
+{
+    ListenerObject *self = (ListenerObject *)object;
+    PyObject *answers = PyList_New(0);
+    while (answers && !self->lent && !self->running && self->answered < self->taken) {
+        struct held *next = &self->held[self->answered++ % AHEAD];
+        PyObject *answer = next->body ? Py_BuildValue("OKK", next->body, next->stamp.first, next->stamp.second) : NULL;
+        if (next->body && (!answer || PyList_Append(answers, answer) < 0))
+            Py_CLEAR(answers);
+        Py_XDECREF(answer);
+        Py_CLEAR(next->body);
+    }
+    return answers;
+}
+
+static PyObject *listener_find(PyObject *object, PyObject *body)
 {
     ExchangeObject *self = (ExchangeObject *)object;
-    struct ring *results = ring_if_usable(self->results);
     char *bytes;
     Py_ssize_t length;
     if (PyBytes_AsStringAndSize(body, &bytes, &length) < 0)
         return NULL;
-    int64_t now_ns = ring_now_ns();
-    struct exchange_stamp stamp = {self->stamp.first, (uint64_t)(now_ns - self->began_ns)};
-    bool written = results && exchange_write(results, (const uint8_t *)bytes, (uint64_t)length, &EXCHANGE_RESULT, &stamp) == RING_OK;
-    return PyLong_FromLongLong(written ? now_ns : 0);
+    int known = exchange_find(&self->table, (const uint8_t *)bytes, (uint64_t)length);
+    if (known < 0)
+        Py_RETURN_NONE;
+    return exchange_value(self, known);
 }
 
-static PyMethodDef listener_methods[] = {
+static PyMethodDef listener_methods[] = { /* documented in _ring.pyi */
     {"remember", FAST(exchange_remember)},
+    {"find", listener_find, METH_O, NULL},
     {"forget", exchange_forget, METH_NOARGS, NULL},
-    {"next", listener_next, METH_O, NULL},
-    {"answer", listener_answer, METH_O, NULL},
+    {"held", listener_held, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
-
 static PyMemberDef listener_members[] = {
-    {"waits", T_LONGLONG, offsetof(ExchangeObject, waits), 0, NULL},
-    {"waited_ns", T_LONGLONG, offsetof(ExchangeObject, waited_ns), 0, NULL},
-    {"identity", T_ULONGLONG, offsetof(ExchangeObject, stamp.first), READONLY, NULL},
-    {"deadline_ns", T_ULONGLONG, offsetof(ExchangeObject, stamp.second), READONLY, NULL},
-    {"looked_ns", T_LONGLONG, offsetof(ExchangeObject, looked_ns), READONLY, NULL},
-    {"began_ns", T_LONGLONG, offsetof(ExchangeObject, began_ns), READONLY, NULL},
+    {"lent", T_BOOL, offsetof(ListenerObject, lent), READONLY, NULL},
+    {"running", T_UINT, offsetof(ListenerObject, running), READONLY, NULL},
+    {"taken", T_ULONGLONG, offsetof(ListenerObject, taken), READONLY, NULL},
+    {"answered", T_ULONGLONG, offsetof(ListenerObject, answered), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
 };
-
 static PyType_Slot listener_slots[] = {
-    {Py_tp_new, exchange_new},           {Py_tp_dealloc, exchange_dealloc}, {Py_tp_methods, listener_methods},
+    {Py_tp_new, listener_new},         {Py_tp_dealloc, listener_dealloc}, {Py_tp_methods, listener_methods},
     {Py_tp_members, listener_members}, {0, NULL},
 };
 PyType_Spec listener_spec = {
-    .name = "aionn.fmq._ring.Listener", .basicsize = sizeof(ExchangeObject), .flags = Py_TPFLAGS_DEFAULT, .slots = listener_slots};
+    .name = "aionn.fmq._ring.Listener", .basicsize = sizeof(ListenerObject), .flags = Py_TPFLAGS_DEFAULT, .slots = listener_slots};
+

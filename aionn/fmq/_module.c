@@ -37,12 +37,13 @@ static PyType_Spec ring_spec = {
     .slots = ring_slots,
 };
 
-static int add_type(PyObject *module, const char *name, PyType_Spec *spec)
+/* Return the new type, which the module also has under `name`, or NULL. */
+static PyObject *add_type(PyObject *module, const char *name, PyType_Spec *spec)
 {
     PyObject *type = PyType_FromModuleAndSpec(module, spec, NULL);
-    int added = type ? PyModule_AddObjectRef(module, name, type) : -1;
-    Py_XDECREF(type);
-    return added;
+    if (type && PyModule_AddObjectRef(module, name, type) < 0)
+        Py_CLEAR(type);
+    return type;
 }
 
 static int module_exec(PyObject *module)
@@ -57,22 +58,32 @@ static int module_exec(PyObject *module)
         return -1;
     }
     struct module_state *state = PyModule_GetState(module);
-    state->ring = PyType_FromSpec(&ring_spec);
-    if (!state->ring || PyModule_AddObjectRef(module, "Ring", state->ring) < 0 || add_type(module, "Caller", &caller_spec) < 0 ||
-        add_type(module, "Listener", &listener_spec) < 0)
+    if (!(state->ring = add_type(module, "Ring", &ring_spec)) || !(state->listener = add_type(module, "Listener", &listener_spec)) ||
+        !(state->lanes = add_type(module, "Lanes", &lanes_spec)))
+        return -1;
+    PyObject *caller = add_type(module, "Caller", &caller_spec), *lane = caller ? add_type(module, "Lane", &lane_spec) : NULL;
+    Py_XDECREF(caller);
+    Py_XDECREF(lane);
+    if (!lane)
         return -1;
     return PyModule_AddIntConstant(module, "CONTROL_BYTES", sizeof(struct ring_control));
 }
 
 static int module_traverse(PyObject *module, visitproc visit, void *arg)
 {
-    Py_VISIT(((struct module_state *)PyModule_GetState(module))->ring);
+    struct module_state *state = PyModule_GetState(module);
+    Py_VISIT(state->ring);
+    Py_VISIT(state->listener);
+    Py_VISIT(state->lanes);
     return 0;
 }
 
 static int module_clear(PyObject *module)
 {
-    Py_CLEAR(((struct module_state *)PyModule_GetState(module))->ring);
+    struct module_state *state = PyModule_GetState(module);
+    Py_CLEAR(state->ring);
+    Py_CLEAR(state->listener);
+    Py_CLEAR(state->lanes);
     return 0;
 }
 

@@ -123,7 +123,7 @@ class Caller:
     in the thread of its loop. It keeps the queues alive, and their owner closes them. The garbage collector visits it.
 
     Attributes:
-        allowed: whether this end may stay awake. brisk: whether it does, because recent waits were short.
+        brisk: whether this end stays awake while it waits, because recent waits were short.
         in_flight: requests sent and not answered.
         answers, answers_at_once: requests that a look has settled, and that were answered in the call that sent them.
         sleeps: how often this end has armed its queue.
@@ -134,8 +134,6 @@ class Caller:
     inline_ns: int
     yield_ns: int
     yield_by_ns: int
-    @property
-    def allowed(self) -> bool: ...
     @property
     def brisk(self) -> bool: ...
     @property
@@ -222,36 +220,87 @@ class Caller:
         """Settle all requests without an answer, and do nothing from then on. Returns how many of them were in flight."""
 
 class Listener:
-    """The driver's end of an exchange, as `Caller`. It reads requests and writes answers.
+    """The driver's end of an exchange, as `Caller`. Lanes read its requests and write its answers while it is lent to them.
 
     Attributes:
-        waits, waited_ns: looks that ended with a known request, and the time they took in all. Their reader sets them back to 0.
-        looked_ns: when the last `next` began to look for a request. 0 if a request was there at once.
-        identity, deadline_ns: of the request that `next` took last. A deadline of 0 means no deadline.
-        began_ns: when `next` took it.
+        lent: whether it is lent now.
+        running: requests that lanes run now.
+        taken, answered: how many requests lanes have taken and answered so far.
     """
 
-    waits: int
-    waited_ns: int
+    @property
+    def lent(self) -> bool: ...
+    @property
+    def running(self) -> int: ...
+    @property
+    def taken(self) -> int: ...
+    @property
+    def answered(self) -> int: ...
+    def __init__(self, requests: Ring, results: Ring, window_ns: int, /) -> None:
+        """`window_ns`: how long a lane looks for the next request before it sleeps, if recent waits were shorter. 0: it never looks."""
+    def remember(self, body: bytes, value: object, serial: bool = False, /) -> None:
+        """Know that request from now on as `value`, which must not refer back to this object.
+
+        Args:
+            serial: such a request never runs beside another one of this burst.
+        """
+    def find(self, body: bytes, /) -> Any:
+        """Return the value of a body, or None if it is not known."""
+    def forget(self) -> None:
+        """Forget all bodies."""
+    def held(self) -> list[tuple[bytes, int, int]]:
+        """Return the answers for which the queue had no room, in order, once: body, identity, service time. Call it when it is returned."""
+
+class Lanes:
+    """Bursts that are served by the threads of one executable; see _lanes.c. Every method returns at once.
+
+    Attributes:
+        stopped: whether `stop` was called.
+        sleeping: how many lanes wait without looking.
+        lent: how many bursts are lent.
+    """
+
+    @property
+    def stopped(self) -> bool: ...
+    @property
+    def sleeping(self) -> int: ...
+    @property
+    def lent(self) -> int: ...
+    def __init__(self) -> None:
+        """Raises `OSError` without a free descriptor."""
+    def lend(self, listener: Listener, returned: Callable[[], object], /) -> bool:
+        """Serve the known packets of a burst from now on. Returns False if its queue is closed, or the lanes are stopped.
+
+        `returned` is called once, by any thread that holds the GIL, when the burst is not lent any more and no lane runs a request of it.
+
+        Raises:
+            OSError: the system cannot watch one more queue.
+        """
+    def recall(self, listener: Listener, /) -> None:
+        """Take no more requests of a burst. Does nothing if it is not lent."""
+    def announce(self) -> None:
+        """Make one call of `Lane.next` return None, for a job that its thread takes elsewhere."""
+    def stop(self) -> None:
+        """Give every burst back, and let every `Lane.next` return None."""
+
+class Lane:
+    """One thread of `Lanes`. Only that thread uses it.
+
+    Attributes:
+        identity, deadline_ns: of the request that `next` returned last. A deadline of 0 means no deadline.
+    """
+
     @property
     def identity(self) -> int: ...
     @property
     def deadline_ns(self) -> int: ...
-    @property
-    def looked_ns(self) -> int: ...
-    @property
-    def began_ns(self) -> int: ...
-    def __init__(self, requests: Ring, results: Ring, /) -> None: ...
-    def remember(self, body: bytes, value: object, /) -> None: ...
-    def forget(self) -> None: ...
-    def next(self, budget_ns: int, /) -> Any:
-        """Take the next request if its body is known and its deadline has not passed. Returns the body's value.
+    def __init__(self, lanes: Lanes, /) -> None: ...
+    def next(self, answer: bytes | None, /) -> Any:
+        """Answer the request that the call before has returned, wait for the next one, and return the value of its body.
 
-        Look for at most `budget_ns`, at most a second, while the queue is empty. The GIL is released after the first microseconds.
-        Returns None if nothing was taken. Either nothing came, or `Ring.read` has to take it.
-        """
-    def answer(self, body: bytes, /) -> int:
-        """Answer the request that `next` took last. Returns the time now (CLOCK_MONOTONIC).
+        Args:
+            answer: the body of the answer. None after None.
 
-        Returns 0 if the answer was not written. `Ring.write` finds out why.
+        Returns:
+            None if a job waits, or the lanes are stopped.
         """

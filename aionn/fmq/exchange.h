@@ -27,6 +27,7 @@ struct exchange_body {
     const uint8_t *bytes; /* borrowed; the code that fills the table keeps it alive */
     uint64_t length;
     void *owner, *value; /* of the code that fills the table */
+    bool serial;         /* listener: such a request runs while no other request of its burst does */
 };
 
 /* Grows with what is in use. `index` is a hash table of open addresses, twice as large as `room`: 0 is free, else entry + 1. */

@@ -25,10 +25,7 @@ typedef struct {
     PyObject_HEAD
     RingObject *requests, *results;
     struct exchange_table table;
-    struct exchange_stamp stamp; /* listener: stamp of the request taken last */
-    long long began_ns;          /* listener: when it was taken */
-    long long looked_ns;         /* listener: when the last `next` began to look; 0 if a request was there at once */
-    long long waits, waited_ns;  /* looks that ended with a packet, and how long they took in all */
+    long long waits; /* caller: calls that were answered at once */
 } ExchangeObject;
 
 /* ---- _exchange.c ---- */

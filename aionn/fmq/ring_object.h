@@ -1,7 +1,8 @@
 /* The Python object `Ring`, as the sources of the extension share it. No other program includes this file.
  *
- * Who calls whom: _module.c makes the types from the tables of the others. _transfer.c, _waiting.c and _exchange.c call _ring.c.
- * _caller.c calls _request.c, which calls _flight.c. These and _listener.c call _exchange.c. _ring.c calls none of them. */
+ * Who calls whom: _module.c makes the types from the tables of the others. All others call _ring.c, which calls none of
+ * them. _flight.c, _request.c, _caller.c, _listener.c and _lane.c call _exchange.c. _caller.c calls _request.c, which calls
+ * _flight.c. _lane.c calls _lanes.c. */
 #ifndef AIONN_FMQ_RING_OBJECT_H
 #define AIONN_FMQ_RING_OBJECT_H
 
@@ -25,7 +26,7 @@ typedef struct {
 } RingObject;
 
 struct module_state {
-    PyObject *ring; /* the type `Ring`, also if its name in the module is bound to something else */
+    PyObject *ring, *listener, *lanes; /* these types, also if their names in the module are bound to something else */
 };
 
 /* ---- _ring.c ---- */
@@ -54,7 +55,7 @@ void ring_dealloc(PyObject *self);
 
 /* ---- tables, each ended by a row of zeros; the methods are documented in _ring.pyi ---- */
 extern PyMethodDef ring_life_methods[], ring_transfer_methods[], ring_waiting_methods[];
-extern PyType_Spec caller_spec, listener_spec;
+extern PyType_Spec caller_spec, listener_spec, lanes_spec, lane_spec;
 
 /* Two casts: the compiler is right that the types differ, and METH_FASTCALL says which one it is. */
 #define FAST(function) (PyCFunction)(void (*)(void))function, METH_FASTCALL, NULL

@@ -22,13 +22,10 @@ import argparse
 import asyncio
 import math
 import os
-import platform
 import statistics
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
-from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,7 +33,8 @@ import uvloop
 
 import aionn
 from aionn.testing.models import identity_model
-from tests.bench.fmq import cpu_name, run_lane
+from tests.bench.fmq import run_lane
+from tests.bench.machine import machine_lines
 from tests.bench.rivals import RIVALS, ROOT, cpu_seconds
 from tests.real_models import carried
 
@@ -204,9 +202,7 @@ def main(argv: list[str]) -> None:
     options = parser.parse_args(argv)
     usable = sorted(os.sched_getaffinity(0))
     cpus = (usable[0], usable[-1])
-    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("uvloop", "numpy", "onnxruntime"))
-    print(f"{platform.machine()}, {cpu_name()}, {len(usable)} usable CPUs, Linux {platform.release()}")
-    print(f"Python {platform.python_version()}, {versions}; load average {Path('/proc/loadavg').read_text().split()[0]}")
+    print(machine_lines("uvloop", "numpy", "onnxruntime"))
     print(f"app on CPU {cpus[0]}, driver on CPU {cpus[1]}, empty engine; {options.rounds} rounds of {options.trips} trips")
     os.environ["PYTHONPATH"] = str(ROOT)  # where the driver finds the empty engine
     os.sched_setaffinity(0, {cpus[0]})

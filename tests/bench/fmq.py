@@ -15,7 +15,6 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import select
 import socket
 import statistics
@@ -24,7 +23,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +31,7 @@ import uvloop
 from aionn.fmq import MessageQueue, MQDescriptor, MQFlavor
 from aionn.hal.types import GrantorDescriptor, MemoryDescription, MemoryKind
 from aionn.memory.region import Region
+from tests.bench.machine import machine_lines
 
 ELEMENT_BYTES = 64
 SPIN_NS = 50_000
@@ -234,13 +233,6 @@ def run_lane(kind: str, loop: str, cores: list[int], trips: int) -> tuple[list[i
     return taken, cpu
 
 
-def cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return "CPU not named"
-
-
 LANES = [("asleep", "aionn asleep"), ("spinning", "aionn spinning"), ("python", "python"), ("to_thread", "to_thread")]
 
 
@@ -253,9 +245,8 @@ def main(argv: list[str]) -> None:
     options = parser.parse_args(argv)
     usable = sorted(os.sched_getaffinity(0))
     cores = [usable[0], usable[0] if options.same_core or len(usable) == 1 else usable[1]]
+    print(machine_lines("uvloop"))
     os.sched_setaffinity(0, {cores[0]})
-    versions = f"Linux {platform.release()}, Python {platform.python_version()}, uvloop {metadata.version('uvloop')}"
-    print(f"{platform.machine()}, {cpu_name()}, {len(usable)} usable CPUs, {versions}")
     print(f"client on CPU {cores[0]}, worker on CPU {cores[1]}, to_thread on all of them")
     print(f"{options.rounds} rounds of {options.trips} round trips of {ELEMENT_BYTES} bytes, one in flight")
     results: dict[tuple[str, str], list[tuple[float, float, float]]] = {}

@@ -38,7 +38,7 @@ from aionn.burst.packets import (
 )
 from aionn.burst.spin_policy import APP_WINDOW_NS, SOON
 from aionn.errors import DeadlineError, ExecutionError
-from aionn.fmq import Caller, Listener, MessageQueue
+from aionn.fmq import Caller, Lane, Lanes, Listener, MessageQueue
 from aionn.hal.types import ErrorStatus, OutputShape, Result
 from tests.burst.ends import Gate, RawDriver, packet, raw_client, raw_driver, request
 from tests.fmq.queues import duplicated
@@ -58,6 +58,31 @@ BODY = REQUESTS[0]
 U63 = 2**63 - 1
 
 
+class Taker:
+    """A listener and one lane, which takes and answers in this thread, and never waits."""
+
+    def __init__(self, requests: MessageQueue, results: MessageQueue) -> None:
+        self._requests = requests
+        self._lanes = Lanes()
+        self.lane = Lane(self._lanes)
+        self.listener = Listener(requests, results, 0)
+        self.remember, self.forget, self.held = self.listener.remember, self.listener.forget, self.listener.held
+
+    def next(self) -> Any:
+        """The value of the next request, or None if it is not known, or there is none."""
+        if not self.listener.lent and not self._lanes.lend(self.listener, self._lanes.announce):
+            return None
+        if not self._requests.available_to_read():
+            return None
+        return self.lane.next(None)
+
+    def answer(self, body: bytes) -> bool:
+        """Answer the request taken last. Whether there was room."""
+        self._lanes.announce()
+        assert self.lane.next(body) is None
+        return self.listener.lent
+
+
 class Ends(NamedTuple):
     """Both ends of both queues of a burst, in this process."""
 
@@ -66,7 +91,7 @@ class Ends(NamedTuple):
     caller: Caller
     requests_read: MessageQueue
     results_written: MessageQueue
-    listener: Listener
+    listener: Taker
 
 
 @contextmanager
@@ -77,7 +102,7 @@ def exchange(capacity: int = 128) -> Iterator[Ends]:
         for queue in queues:
             stack.callback(queue.close)
         requests, results, requests_read, results_written = queues
-        yield Ends(requests, results, Caller(requests, results), requests_read, results_written, Listener(requests_read, results_written))
+        yield Ends(requests, results, Caller(requests, results), requests_read, results_written, Taker(requests_read, results_written))
 
 
 class Future:
@@ -148,8 +173,9 @@ def test_the_listener_takes_the_requests_that_python_would_take(written: list[by
                 framed = is_framed_request(one) and one[:-DATUM_BYTES] in REQUESTS[:known]
                 passed = framed and 0 < (read_identity(one)[1] or 0) <= time.monotonic_ns()
                 expected.append((one[:-DATUM_BYTES], read_identity(one)) if framed and not passed else (one, None))
-            while (value := ends.listener.next(0)) is not None:
-                found.append((value[0], (ends.listener.identity, ends.listener.deadline_ns or None)))
+            while (value := ends.listener.next()) is not None:
+                found.append((value[0], (ends.listener.lane.identity, ends.listener.lane.deadline_ns or None)))
+                ends.listener.answer(RESULTS[0])
             rest = ends.requests_read.read(ends.requests_read.available_to_read())
             for one in split_requests(rest or b""):  # as the server does: once it goes the general way, all that lies there does
                 framed = is_framed_request(one) and one[:-DATUM_BYTES] in REQUESTS[:known]
@@ -202,11 +228,15 @@ def test_what_is_written_is_what_python_writes(body: bytes, identity: int, deadl
             if number < identity:
                 assert ends.requests_read.read(ends.requests_read.available_to_read())
         ends.listener.remember(body, "known")
-        assert ends.listener.next(0) == ("known" if not deadline_ns or deadline_ns > time.monotonic_ns() else None)
+        began_ns = time.monotonic_ns()
+        assert ends.listener.next() == ("known" if not deadline_ns or deadline_ns > time.monotonic_ns() else None)
         if deadline_ns == 0:
-            now_ns = ends.listener.answer(RESULTS[0])
+            assert ends.listener.answer(RESULTS[0])
             answer = ends.results.read(ends.results.available_to_read())
-            assert answer == RESULTS[0] + result_identity_datum(identity, now_ns - ends.listener.began_ns)
+            assert answer is not None
+            found, service_ns = read_result_identity(answer)
+            assert (found, answer) == (identity, RESULTS[0] + result_identity_datum(identity, service_ns))
+            assert 0 < service_ns <= time.monotonic_ns() - began_ns
 
 
 @pytest.mark.parametrize(
@@ -253,21 +283,26 @@ def test_what_cannot_be_written_is_not_sent() -> None:
         ends.listener.remember(BODY, "known")
         ends.caller.remember(RESULTS[0], "fine")
         for identity in (1, 2):
-            assert ends.listener.next(0) == "known"
-            assert ends.listener.identity == identity
-            assert ends.listener.answer(RESULTS[0]) > 0
+            assert ends.listener.next() == "known"
+            assert ends.listener.answer(RESULTS[0])
             ends.caller.event()
+            assert ends.caller.answers == identity
         assert [first.answer[0][0], second.answer[0][0], ends.caller.in_flight] == ["fine", "fine", 0]
-        for _ in range(4):
-            assert ends.listener.answer(RESULTS[0]) > 0
-        assert ends.listener.answer(RESULTS[0]) == 0
+        for identity in range(3, 8):  # the results queue has room for four
+            assert ends.requests.write(BODY + identity_datum(identity, None))
+            assert ends.listener.next() == "known"
+            assert ends.listener.answer(RESULTS[0]) == (identity < 7)
+        ((body, identity, service_ns),) = ends.listener.held()
+        assert (body, identity) == (RESULTS[0], 7)
+        assert service_ns > 0
+        assert ends.listener.held() == []
         ends.caller.event()  # answers to nothing stay where they are
         assert (ends.caller.answers, calls.general) == (2, 1)
         ends.results.close()
         assert ends.caller.send(BODY, None, 0, False) is None
         ends.caller.event()
         ends.requests_read.close()
-        assert ends.listener.next(1000) is None
+        assert ends.listener.next() is None
         assert ends.caller.end() == 0
 
 
@@ -437,10 +472,10 @@ def test_a_child_of_fork_writes_and_takes_nothing() -> None:
         if child == 0:
             caller, listener = ends.caller, ends.listener
             caller.event()
-            done = (caller.send(BODY, None, 0, False), caller.answers, listener.next(0), listener.answer(RESULTS[0]))
-            os._exit(0 if done == (None, 0, None, 0) else 1)
+            done = (caller.send(BODY, None, 0, False), caller.answers, listener.next())
+            os._exit(0 if done == (None, 0, None) else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert ends.listener.next(0) == "known"
+        assert ends.listener.next() == "known"
         ends.caller.event()
         assert ends.caller.answers == 1
 
@@ -462,15 +497,18 @@ def test_a_cycle_of_many_bodies_is_known_as_a_whole_and_released_at_the_bound() 
         for turn in range(2):
             for body, reference in zip(bodies[:300], gone, strict=False):
                 assert ends.requests.write(body + identity_datum(turn + 1, None))
-                assert ends.listener.next(0) is reference()
+                assert ends.listener.next() is reference()
+                assert ends.listener.answer(RESULTS[0])
+                assert ends.results.read(ends.results.available_to_read())
         assert None not in [reference() for reference in gone]
         ends.listener.remember(bodies[most], most)
         gc.collect()
         assert [reference() for reference in gone] == [None] * most
         assert ends.requests.write(bodies[most] + identity_datum(1, None))
-        assert ends.listener.next(0) == most
+        assert ends.listener.next() == most
+        assert ends.listener.answer(RESULTS[0])
         assert ends.requests.write(bodies[0] + identity_datum(1, None))
-        assert ends.listener.next(0) is None
+        assert ends.listener.next() is None
 
 
 def test_a_value_that_lets_go_of_the_exchange_is_no_danger() -> None:
@@ -485,21 +523,22 @@ def test_a_value_that_lets_go_of_the_exchange_is_no_danger() -> None:
     with exchange() as ends:
         ends.listener.remember(BODY, Closes(ends))
         ends.listener.remember(BODY, None)
-        assert ends.listener.next(0) is None
+        assert ends.listener.next() is None
         assert ends.requests_read.closed
 
 
 def test_an_exchange_takes_two_open_queues_of_datums_and_nothing_else() -> None:
     queues = [MessageQueue.create(DATUM_BYTES, 8), MessageQueue.create(DATUM_BYTES, 8), MessageQueue.create(8, 8)]
-    for kind in (Caller, Listener):
+    kinds: list[Any] = [Caller, lambda *queues: Listener(*queues, 0)]  # type: ignore[call-arg]
+    for kind in kinds:
         for pair in ((queues[0], queues[2]), (queues[2], queues[0]), (queues[0], 5), (None, queues[0])):
             with pytest.raises(ValueError, match="24-byte elements"):
                 kind(*pair)
         with pytest.raises(TypeError):
-            kind(queues[0])  # type: ignore[call-arg]
+            kind(queues[0])
         made = kind(queues[0], queues[1])
         with pytest.raises(TypeError):
-            made.remember("text", 1)  # type: ignore[arg-type]
+            made.remember("text", 1)
     caller = Caller(queues[0], queues[1])
     with pytest.raises(OverflowError):
         caller.send(BODY, None, 2**64, False)

@@ -45,7 +45,7 @@ async def test_free_memory_before_burst() -> None:
         await client.server.free_memory(0)
         client.slots.regions[0].close()
         await client.server.aclose()
-        assert client.server.answered == 1
+        assert client.engine.runs == 1
 
 
 async def test_free_burst_before_memory() -> None:
@@ -148,7 +148,7 @@ async def test_a_free_waits_for_the_execution_in_flight_and_for_no_other() -> No
         gate.open()
         with anyio.fail_after(20):
             await freed.wait()
-        assert client.server.answered <= 2
+        assert client.engine.runs <= 2
         gate.open(10)
         for _ in range(5):
             assert (await client.receive()).result.status is ErrorStatus.NONE
@@ -223,7 +223,7 @@ async def test_closing_does_not_wait_for_room_for_an_answer(identity: int | None
                 await client.send(packet(identity=identity and number))
                 while client.engine.runs < number or (number <= fit and client.results.available_to_read() < number * datums):
                     await anyio.lowlevel.checkpoint()
-            while client.server.answered <= fit:
+            while client.engine.runs <= fit:
                 await anyio.lowlevel.checkpoint()
             await anyio.wait_all_tasks_blocked()
             assert client.results.available_to_read() == fit * datums  # one more answer waits for room

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from aionn.driver.execution import BoundExecution, BoundModel, BoundPool, Pace, bind
-from aionn.driver.threads import SerialThread
+from aionn.driver.execution import BoundExecution, BoundModel, BoundPool, bind
+from aionn.driver.lanes import Lane, Lanes
 from aionn.hal import ErrorStatus, ExecutionReport, Operand, OperandType, Request, RequestArgument
 from aionn.hal.types import BufferDesc, BufferRole, DataLocation
 from aionn.memory import DeviceBuffers, ModelInfo
@@ -46,7 +46,8 @@ class Driver:
         self.truth = truth
         self.buffers = DeviceBuffers()
         x = Operand(FLOAT, (0, 2))
-        self.model = BoundModel(1, [("x", x)], [("y", DECLARED)], SerialThread("test"), Pace(), private_slot(), self.buffers)
+        self.lane = Lane(truth, private_slot())
+        self.model = BoundModel(1, [("x", x)], [("y", DECLARED)], Lanes("test", []), self.buffers)
         self.info = ModelInfo(1, (x,), (DECLARED,))
         self.pool = np.full(512, 7, np.uint8)
         self.given_bytes = given_bytes
@@ -54,7 +55,7 @@ class Driver:
 
     def bind(self, output: RequestArgument | None = None, *more: BoundPool) -> BoundExecution:
         output = output or RequestArgument(DataLocation(0, 0, self.given_bytes), (4, 2))
-        return bind(self.truth, self.model, Request((self.input,), (output,)), [BoundPool(self.pool), *more])
+        return bind(self.model, Request((self.input,), (output,)), [BoundPool(self.pool), *more])
 
     def floats(self, count: int) -> list[float]:
         return [float(number) for number in self.pool[: 4 * count].view(np.float32)]
@@ -69,7 +70,7 @@ def test_an_output_that_is_smaller_than_declared_is_told_and_open_for_all_execut
     driver = Driver(Truth((3, 2)))
     first, bound_before = driver.bind(), driver.bind()
     for execution in (first, first, bound_before, driver.bind()):
-        result = execution._run(False)
+        result = execution.run(driver.lane, False)
         assert result.status is ErrorStatus.NONE
         assert [(shape.dimensions, shape.is_sufficient) for shape in result.output_shapes] == [((3, 2), True)]
         assert driver.floats(6) == [1, 2, 3, 4, 5, 6]
@@ -80,11 +81,11 @@ def test_an_output_that_is_smaller_than_declared_is_told_and_open_for_all_execut
 def test_an_output_that_is_as_declared_after_it_was_not_is_right_too() -> None:
     driver = Driver(Truth((4, 2)))
     execution = driver.bind()
-    assert execution._run(False).output_shapes == ()
+    assert execution.run(driver.lane, False).output_shapes == ()
     driver.truth.shape = (2, 2)
-    assert [shape.dimensions for shape in execution._run(False).output_shapes] == [(2, 2)]
+    assert [shape.dimensions for shape in execution.run(driver.lane, False).output_shapes] == [(2, 2)]
     driver.truth.shape = (4, 2)
-    assert [shape.dimensions for shape in execution._run(False).output_shapes] == [(4, 2)]
+    assert [shape.dimensions for shape in execution.run(driver.lane, False).output_shapes] == [(4, 2)]
     assert driver.floats(8) == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
@@ -92,7 +93,7 @@ def test_an_output_that_is_as_declared_after_it_was_not_is_right_too() -> None:
 def test_an_output_that_is_larger_than_declared_takes_the_room_that_it_was_given(room: int, fits: bool) -> None:
     driver = Driver(Truth((6, 2)), room)
     for execution in (driver.bind(), driver.bind()):
-        result = execution._run(False)
+        result = execution.run(driver.lane, False)
         assert result.status is (ErrorStatus.NONE if fits else ErrorStatus.OUTPUT_INSUFFICIENT_SIZE)
         assert [(shape.dimensions, shape.is_sufficient) for shape in result.output_shapes] == [((6, 2), fits)]
         assert driver.pool[room if not fits else 48 :][:8].tolist() == [7] * 8
@@ -102,7 +103,7 @@ def test_an_output_that_is_larger_than_declared_takes_the_room_that_it_was_given
 
 def test_an_output_that_a_request_leaves_out_is_not_told() -> None:
     driver = Driver(Truth((6, 2)))
-    assert driver.bind(RequestArgument(DataLocation(0, 0, 0), (), has_no_value=True))._run(False).output_shapes == ()
+    assert driver.bind(RequestArgument(DataLocation(0, 0, 0), (), has_no_value=True)).run(driver.lane, False).output_shapes == ()
     assert driver.model.disproved == set()
 
 
@@ -113,7 +114,7 @@ def test_a_device_buffer_takes_the_true_shape_unless_an_input_role_says_another(
     execution = driver.bind(in_buffer, BoundPool(None, buffer.token))
     for shape in ((4, 2), (4, 2), (6, 2), (6, 2), (1, 2), (4, 2), (8,)):
         driver.truth.shape = shape
-        result = execution._run(False)
+        result = execution.run(driver.lane, False)
         assert result.status is ErrorStatus.NONE, result.message
         assert buffer.dimensions == shape
         out = bytearray(4 * int(np.prod(shape)))
@@ -130,10 +131,10 @@ def test_a_device_buffer_that_an_input_reads_refuses_a_shape_that_this_cannot_ha
     buffer.copy_from(bytes(32))
     execution = driver.bind(in_buffer, BoundPool(None, buffer.token))
     for _ in range(2):
-        result = execution._run(False)
+        result = execution.run(driver.lane, False)
         assert result.status is ErrorStatus.GENERAL_FAILURE
         assert "(6, 2)" in result.message
         assert not buffer.is_initialized
     driver.truth.shape = (4, 2)
-    assert execution._run(False).status is ErrorStatus.NONE
+    assert execution.run(driver.lane, False).status is ErrorStatus.NONE
     assert buffer.is_initialized

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import sys
 import threading
@@ -118,20 +117,6 @@ async def test_what_fails_behind_an_answer_is_logged(monkeypatch: pytest.MonkeyP
     threads.close()
 
 
-async def test_a_thread_that_could_not_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    thread = SerialThread("test")
-    with monkeypatch.context() as limits:
-        limits.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(RuntimeError, match="can't start new thread"):
-            await thread.run(lambda: 1)
-    assert thread.idle
-    assert await thread.run(lambda: 2) == 2
-    thread.close()
-
-
 async def test_threads_end_when_they_are_closed_those_at_work_when_they_are_done() -> None:
     threads = Threads("test", 2)
     begun, go = threading.Event(), threading.Event()
@@ -156,30 +141,6 @@ async def test_threads_end_when_they_are_closed_those_at_work_when_they_are_done
     for thread in (idle, *busy):
         await anyio.to_thread.run_sync(thread.join, 10)
         assert not thread.is_alive()
-
-
-async def test_jobs_of_one_thread_keep_their_order_also_when_their_callers_leave() -> None:
-    thread = SerialThread("test")
-    seen: list[int] = []
-    go = threading.Event()
-    idle = [thread.idle]
-
-    async def call(number: int) -> None:
-        def job() -> None:
-            go.wait(10)
-            seen.append(number)
-
-        await thread.run(job)
-
-    tasks = [asyncio.get_running_loop().create_task(call(number)) for number in range(4)]
-    await anyio.wait_all_tasks_blocked()
-    idle.append(thread.idle)
-    tasks[1].cancel()
-    go.set()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    assert seen == [0, 1, 2, 3]
-    assert [*idle, thread.idle] == [True, False, True]
-    thread.close()
 
 
 async def test_nothing_of_a_job_is_kept_once_it_is_answered() -> None:

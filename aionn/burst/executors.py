@@ -1,0 +1,141 @@
+"""What a burst's listener needs of a device: something that binds requests, and threads that run them (NNAPI: IBurstExecutorWithCache)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from aionn.burst.packets import PoolReference
+from aionn.errors import AionnError, CallerError, ExecutionError
+from aionn.fmq import Listener
+from aionn.hal.interfaces import IPreparedModel
+from aionn.hal.types import ErrorStatus, IMemory, Request, Result
+
+
+class ILanes(Protocol):
+    """The threads of one executable; see `fmq._ring.Lanes`."""
+
+    def lend(self, listener: Listener, returned: Callable[[], object], /) -> bool:
+        """Serve the known packets of a burst from now on. Returns False, and does nothing, if it cannot be served.
+
+        `returned` is called once, from any thread: the burst has been given back or recalled, and no run of it is in flight.
+        """
+        ...
+
+    def recall(self, listener: Listener, /) -> None:
+        """Take no more requests of a burst. Does nothing if it is not lent."""
+        ...
+
+
+class IBoundExecution(Protocol):
+    """One request, checked and bound to its memories. It may run again and again.
+
+    Attributes:
+        serial: whether it must not overlap with other requests of its burst, because it uses memory of the device.
+    """
+
+    serial: bool
+
+    def run(self, lane: Any, measure_timing: bool) -> Result:
+        """Run in the thread of a lane. Raises nothing: every failure is a result."""
+        ...
+
+    async def execute(self, measure_timing: bool, deadline_ns: int | None) -> Result:
+        """Run in a thread, and return the result when the run is over."""
+        ...
+
+
+@runtime_checkable
+class IBurstExecutorWithCache(Protocol):
+    """Executes a burst's requests and caches its memories by slot (NNAPI: IBurstExecutorWithCache). Never called concurrently."""
+
+    def is_cache_entry_present(self, slot: int) -> bool:
+        """Return whether a memory is cached under `slot`."""
+        ...
+
+    def add_cache_entry(self, memory: IMemory, slot: int) -> None:
+        """Cache a memory under `slot`, and own it from now on."""
+        ...
+
+    def remove_cache_entry(self, slot: int) -> None:
+        """Free the memory under `slot`. An unknown slot is ignored."""
+        ...
+
+    def bind(self, request: Request, pools: Sequence[PoolReference]) -> IBoundExecution:
+        """Check a request against the model and the cached memories. A buffer that the device owns is checked at each run instead.
+
+        Raises:
+            AionnError: a `CallerError` becomes INVALID_ARGUMENT, an `ExecutionError` keeps its status.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free every memory."""
+        ...
+
+
+@runtime_checkable
+class IChecksRequests(Protocol):
+    """An executor that finds a request's faults before any memory is fetched and mapped for it."""
+
+    def check(self, request: Request, pools: Sequence[PoolReference]) -> None:
+        """Raise `CallerError` for a fault that the memories behind the slots cannot mend."""
+        ...
+
+
+def result_of(error: BaseException) -> Result:
+    """Return the answer that stands for an error of this side."""
+    if isinstance(error, ExecutionError):
+        return Result(ErrorStatus(error.status), message=str(error))
+    if isinstance(error, AionnError):
+        status = ErrorStatus.INVALID_ARGUMENT if isinstance(error, CallerError) else ErrorStatus.GENERAL_FAILURE
+        return Result(status, message=str(error))
+    return Result(ErrorStatus.GENERAL_FAILURE, message=f"{type(error).__name__}: {error}")
+
+
+def close_memory(memory: IMemory | None) -> None:
+    """Close a memory that can be closed."""
+    close = getattr(memory, "close", None)
+    if close is not None:
+        close()
+
+
+class DefaultBurstExecutorWithCache:
+    """Makes a burst executor of any prepared model. It keeps the memories and passes them at each execution, which is slower."""
+
+    def __init__(self, prepared: IPreparedModel) -> None:
+        self._prepared = prepared
+        self._memories: dict[int, IMemory] = {}
+
+    def is_cache_entry_present(self, slot: int) -> bool:
+        return slot in self._memories
+
+    def add_cache_entry(self, memory: IMemory, slot: int) -> None:
+        self._memories[slot] = memory
+
+    def remove_cache_entry(self, slot: int) -> None:
+        close_memory(self._memories.pop(slot, None))
+
+    def bind(self, request: Request, pools: Sequence[PoolReference]) -> IBoundExecution:
+        if any(pool.token for pool in pools):
+            raise CallerError("this device cannot use device memories in a burst; give arrays or aionn.Memory")
+        return _DefaultBoundExecution(self._prepared, request, [self._memories[pool.slot] for pool in pools])
+
+    def close(self) -> None:
+        for slot in list(self._memories):
+            self.remove_cache_entry(slot)
+
+
+class _DefaultBoundExecution:
+    serial = True
+
+    def __init__(self, prepared: IPreparedModel, request: Request, pools: Sequence[IMemory]) -> None:
+        self._prepared = prepared
+        self._request = request
+        self._pools = pools
+
+    def run(self, lane: Any, measure_timing: bool) -> Result:
+        return Result(ErrorStatus.GENERAL_FAILURE, message="a prepared model of another kind has no lanes")
+
+    async def execute(self, measure_timing: bool, deadline_ns: int | None) -> Result:
+        return await self._prepared.execute(self._request, self._pools, measure_timing, deadline_ns)

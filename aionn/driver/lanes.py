@@ -1,0 +1,122 @@
+"""Lanes: the threads that run one executable. Each waits natively for the requests of the bursts that are lent to it.
+
+A lane runs two kinds of work: the known requests of bursts (`lend`), and jobs (`run`): everything that the loop submits. Each
+lane has one executable, so lanes may run beside each other over one copy of the weights.
+
+Invariants
+    An executable is run by its lane only.
+    A lane that waits holds nothing of the work it did last.
+    Every job that was submitted is run, also after `aclose`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import anyio
+
+from aionn.burst import CLOSE_S
+from aionn.driver.threads import Job
+from aionn.errors import ExecutionError
+from aionn.fmq import Lane as NativeLane
+from aionn.fmq import Lanes as NativeLanes
+from aionn.hal.interfaces import Executable
+from aionn.hal.types import ErrorStatus
+from aionn.pages import Slot
+from aionn.tasks import Answer
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """What a run needs of its lane: an executable that no other thread runs, and the slot that shows its executions."""
+
+    executable: Executable
+    slot: Slot
+
+
+class Lanes:
+    """The lanes of one prepared model. Satisfies `burst.ILanes`. Use it from the loop.
+
+    Args:
+        name: of the threads.
+        lanes: one for each thread.
+    """
+
+    def __init__(self, name: str, lanes: Sequence[Lane]) -> None:
+        """Start the threads.
+
+        Raises:
+            ExecutionError: RESOURCE_EXHAUSTED_TRANSIENT, because the system refused a thread or a descriptor.
+        """
+        self._jobs: deque[Job[Any]] = deque()
+        self._threads = len(lanes)
+        self._closed: Job[None] | None = None
+        try:
+            self._native = NativeLanes()
+            for number, lane in enumerate(lanes):
+                work = threading.Thread(target=self._serve, args=(lane,), name=f"{name} {number}", daemon=True)
+                work.start()
+        except (OSError, RuntimeError) as error:
+            with contextlib.suppress(AttributeError):
+                self._native.stop()
+            raise ExecutionError(
+                f"the driver cannot start the {len(lanes)} threads of a model: {error}; raise its limits of processes, memory or files",
+                status=ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT,
+            ) from error
+        self.lend = self._native.lend
+        self.recall = self._native.recall
+
+    async def run(self, job: Callable[[Lane], T]) -> T:
+        """Run `job` on a free lane and return its result, or raise its error. A cancelled caller leaves, and the job runs on."""
+        answer: Answer[T] = Answer(asyncio.get_running_loop())
+        self._jobs.append(Job(job, answer))
+        self._native.announce()
+        return await answer.wait()
+
+    async def aclose(self) -> None:
+        """End the threads, once they have done what was submitted. Wait at most `CLOSE_S` for that; they end later then."""
+        ended: Answer[None] = Answer(asyncio.get_running_loop())
+        if self._closed is None and self._threads:
+            self._closed = Job(_nothing, ended)
+            self._native.stop()
+            with anyio.move_on_after(CLOSE_S):
+                await ended.wait()
+
+    def _serve(self, lane: Lane) -> None:
+        try:
+            self._work(lane)
+        finally:
+            self._threads -= 1
+            if not self._threads and self._closed is not None:
+                self._closed.do()
+
+    def _work(self, lane: Lane) -> None:
+        native, jobs = NativeLane(self._native), self._jobs
+        answer: bytes | None = None
+        while True:
+            work = native.next(answer)
+            if work is not None:
+                answer = work(lane)
+                del work  # before the next wait, so that a closed memory is not kept mapped
+                continue
+            answer = None
+            try:
+                job = jobs.popleft()
+            except IndexError:
+                if self._native.stopped:
+                    return
+                continue
+            job.do(lane)
+            del job
+
+
+def _nothing() -> None:
+    """The call of the job that reports the end."""

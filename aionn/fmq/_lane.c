@@ -1,0 +1,299 @@
+/* `Lane`: a thread that takes known requests, and answers them. See lanes_object.h. */
+#define _GNU_SOURCE
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <structmember.h>
+
+#include "lanes_object.h"
+
+/* Which lanes of this process were served last, and since when it has been those alone. Guarded by the GIL. */
+static LanesObject *last_served;
+static int64_t served_since_ns;
+
+static bool alone(LanesObject *lanes, int64_t now_ns)
+{
+    if (last_served != lanes) {
+        served_since_ns = last_served ? now_ns : 0;
+        last_served = lanes;
+    }
+    return now_ns - served_since_ns > COMPANY_NS;
+}
+
+/* Write the answers that are next. Return false if one of them has no room. */
+static bool write_held(ListenerObject *listener)
+{
+    for (;;) {
+        struct held *next = &listener->held[listener->answered % AHEAD];
+        if (!next->body)
+            return true;
+        struct ring *results = ring_if_usable(listener->exchange.results);
+        char *bytes;
+        Py_ssize_t length;
+        PyBytes_AsStringAndSize(next->body, &bytes, &length); /* checked when it came */
+        if (results && exchange_write(results, (const uint8_t *)bytes, (uint64_t)length, &EXCHANGE_RESULT, &next->stamp) != RING_OK)
+            return false;
+        Py_CLEAR(next->body); /* a closed queue needs no answer */
+        listener->answered++;
+    }
+}
+
+/* End the run of this lane's request with its answer. Returns its burst, still held, or NULL with an exception. */
+static ListenerObject *finish(LaneObject *lane, PyObject *answer)
+{
+    ListenerObject *listener = lane->serves;
+    char *bytes;
+    Py_ssize_t length;
+    if (PyBytes_AsStringAndSize(answer, &bytes, &length) < 0)
+        return NULL;
+    struct exchange_stamp stamp = {lane->stamp.first, (uint64_t)(ring_now_ns() - lane->began_ns)};
+    struct ring *results = ring_if_usable(listener->exchange.results);
+    bool first = lane->number == listener->answered;
+    lane->serves = NULL;
+    if (first && results && exchange_write(results, (const uint8_t *)bytes, (uint64_t)length, &EXCHANGE_RESULT, &stamp) == RING_OK) {
+        listener->answered++;
+    } else {
+        Py_INCREF(answer);
+        listener->held[lane->number % AHEAD] = (struct held){answer, stamp};
+    }
+    listener->running--;
+    listener->exclusive = false;
+    if (!write_held(listener))
+        lanes_give_back(listener); /* the task waits for room */
+    if (!listener->lent && !listener->running)
+        lanes_tell_returned(listener);
+    return listener;
+}
+
+enum taken { TAKEN, EMPTY, LATER, RETURNED };
+
+/* Take the next request of a burst, if it is known. */
+static enum taken take(LaneObject *lane, ListenerObject *listener, int *known)
+{
+    struct exchange_table *table = &listener->exchange.table;
+    struct ring *requests = ring_if_usable(listener->exchange.requests);
+    struct exchange_stamp stamp;
+    uint64_t bytes, all = 0;
+    if (requests && (listener->exclusive || listener->taken - listener->answered >= AHEAD))
+        return LATER; /* the lane that runs the request before looks again */
+    *known = requests ? exchange_peek(requests, table, &EXCHANGE_REQUEST, &stamp, &bytes, &all) : -1;
+    if (requests && *known < 0 && !all && !ring_is_closed(requests))
+        return EMPTY; /* or corrupt, which `ring_arm` finds */
+    int64_t now_ns = ring_now_ns();
+    bool serves = *known >= 0 && !(stamp.second && (uint64_t)now_ns >= stamp.second);
+    if (serves && table->known[*known].serial && listener->running)
+        return LATER;
+    if (!serves || ring_commit_read(requests, bytes) != RING_OK) {
+        lanes_give_back(listener);
+        return RETURNED;
+    }
+    if (lane->since_ns)
+        spin_waited(&listener->spin, now_ns - lane->since_ns, lane->slept);
+    listener->running++;
+    listener->exclusive = table->known[*known].serial;
+    lane->number = listener->taken++;
+    lane->stamp = stamp;
+    lane->began_ns = now_ns;
+    Py_INCREF((PyObject *)listener);
+    lane->serves = listener;
+    return TAKEN;
+}
+
+enum armed { ARMED, THERE, ANNOUNCED };
+
+/* Make sure that the next request of this burst wakes a lane. THERE: it has come. ANNOUNCED: the app says that it comes soon. */
+static enum armed arm(ListenerObject *listener)
+{
+    struct ring *requests = ring_if_usable(listener->exchange.requests);
+    uint64_t readable, writable;
+    uint32_t soon = listener->spin.window_ns && requests && requests->flag ? SOON : 0;
+    if (!listener->lent)
+        return ARMED;
+    if (requests && ring_arm(requests, true, EXCHANGE_ELEMENT, soon))
+        return ARMED;
+    if (requests && ring_available(requests, &readable, &writable) == RING_OK && readable)
+        return THERE;
+    if (requests && soon && (atomic_fetch_and(requests->flag, ~soon) & soon))
+        return ANNOUNCED;
+    lanes_give_back(listener); /* closed or corrupt: the task finds out */
+    return ARMED;
+}
+
+/* Let another lane take the next request of this burst, which overlaps with the one that this lane runs. */
+static void share(LanesObject *lanes, ListenerObject *listener)
+{
+    if (lanes->lanes > 1 && !listener->exclusive && arm(listener) != ARMED) {
+        lanes_enqueue(lanes, listener);
+        lanes_wake_one(lanes);
+    }
+}
+
+/* Return the burst to look at next, held, or NULL. A lane goes round all bursts that may have a request. */
+static ListenerObject *choose(LanesObject *lanes, ListenerObject *last)
+{
+    if (last && last->lent && lanes->lent == 1 && !last->queued)
+        return last;
+    if (lanes->lent > 1) {
+        struct epoll_event events[EVENTS];
+        lanes_collect(lanes, events, epoll_wait(lanes->epoll_fd, events, EVENTS, 0));
+    }
+    if (last && last->lent)
+        lanes_enqueue(lanes, last);
+    Py_XDECREF((PyObject *)last);
+    ListenerObject *listener = lanes_dequeue(lanes);
+    Py_XINCREF((PyObject *)listener);
+    if (lanes->ready_count)
+        lanes_wake_one(lanes);
+    return listener;
+}
+
+/* Look for a request for a while without sleeping. `listener` had none. */
+static void look(LaneObject *lane, ListenerObject *listener, int64_t budget_ns)
+{
+    LanesObject *lanes = lane->lanes;
+    int64_t now_ns = ring_now_ns();
+    if (lanes->lent == 1) {
+        /* Not armed, so that the app makes no system call. */
+        lanes->looking = true;
+        exchange_look(&listener->exchange, listener->exchange.requests, now_ns, budget_ns);
+        lanes->looking = false;
+        if (listener->lent)
+            lanes_enqueue(lanes, listener);
+    } else if (arm(listener) != ARMED) {
+        lanes_enqueue(lanes, listener);
+    } else {
+        struct epoll_event events[EVENTS];
+        int count;
+        lanes->looking = true;
+        Py_BEGIN_ALLOW_THREADS
+        do
+            count = epoll_wait(lanes->epoll_fd, events, EVENTS, 0);
+        while (!count && ring_now_ns() < now_ns + budget_ns);
+        Py_END_ALLOW_THREADS
+        lanes->looking = false;
+        lanes_collect(lanes, events, count);
+    }
+}
+
+/* A burst had no request: look for one, or arm it. */
+static void idle(LaneObject *lane, ListenerObject *listener)
+{
+    LanesObject *lanes = lane->lanes;
+    if (!lane->since_ns) {
+        lane->since_ns = ring_now_ns();
+        lane->slept = false;
+        int64_t budget_ns = lanes->looking || !alone(lanes, lane->since_ns) ? 0 : spin_budget_ns(&listener->spin);
+        if (budget_ns) {
+            look(lane, listener, budget_ns);
+            return;
+        }
+    }
+    enum armed armed = arm(listener);
+    if (armed == THERE)
+        lanes_enqueue(lanes, listener);
+    if (armed == ANNOUNCED) {
+        spin_waited(&listener->spin, ring_now_ns() - lane->since_ns, true);
+        lane->since_ns = -1; /* such a look says nothing about the next one, so it does not count */
+        look(lane, listener, listener->spin.window_ns);
+    }
+}
+
+static void sleep_for_events(LaneObject *lane)
+{
+    LanesObject *lanes = lane->lanes;
+    struct epoll_event events[EVENTS];
+    int most = lanes->lanes > 1 ? 1 : EVENTS, count; /* what this lane does not take wakes another one */
+    lane->slept = true;
+    lanes->sleeping++;
+    Py_BEGIN_ALLOW_THREADS
+    count = epoll_wait(lanes->epoll_fd, events, most, -1);
+    Py_END_ALLOW_THREADS
+    lanes->sleeping--;
+    lanes_collect(lanes, events, count);
+}
+
+/* next(answer): answer the request that this lane has run, and take the next one. Returns the value of its body. None: a job waits, or
+ * the lanes are stopped. */
+static PyObject *lane_next(PyObject *object, PyObject *answer)
+{
+    LaneObject *lane = (LaneObject *)object;
+    LanesObject *lanes = lane->lanes;
+    ListenerObject *last = NULL;
+    if (lane->serves) {
+        last = finish(lane, answer);
+        if (!last)
+            return NULL;
+    }
+    lane->since_ns = 0;
+    for (;;) {
+        if (lanes->stopped || lanes->jobs) {
+            if (last && last->lent)
+                lanes_enqueue(lanes, last);
+            Py_XDECREF((PyObject *)last);
+            lanes->jobs -= lanes->jobs > 0;
+            if (lanes->stopped || lanes->jobs || lanes->ready_count)
+                lanes_wake_one(lanes);
+            Py_RETURN_NONE;
+        }
+        ListenerObject *listener = choose(lanes, last);
+        last = NULL;
+        if (!listener) {
+            if (!lane->since_ns)
+                lane->since_ns = -1;
+            sleep_for_events(lane);
+            continue;
+        }
+        int known;
+        enum taken taken = take(lane, listener, &known);
+        PyObject *value = taken == TAKEN ? exchange_value(&listener->exchange, known) : NULL;
+        if (taken == TAKEN)
+            share(lanes, listener);
+        else if (taken == EMPTY)
+            idle(lane, listener);
+        Py_DECREF((PyObject *)listener);
+        if (value)
+            return value;
+    }
+}
+
+static PyObject *lane_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    struct module_state *module = PyType_GetModuleState(type);
+    PyObject *lanes;
+    if ((kwargs && PyDict_Size(kwargs)) || !module || !PyArg_ParseTuple(args, "O!", (PyTypeObject *)module->lanes, &lanes)) {
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_TypeError, "Lane(lanes)");
+        return NULL;
+    }
+    LaneObject *self = (LaneObject *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    if (!self)
+        return NULL;
+    Py_INCREF(lanes);
+    self->lanes = (LanesObject *)lanes;
+    self->lanes->lanes++;
+    return (PyObject *)self;
+}
+
+static void lane_dealloc(PyObject *object)
+{
+    LaneObject *self = (LaneObject *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    self->lanes->lanes--;
+    lanes_close_when_over(self->lanes);
+    Py_XDECREF((PyObject *)self->serves);
+    Py_DECREF((PyObject *)self->lanes);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
+    Py_DECREF(type);
+}
+
+static PyMethodDef lane_methods[] = {{"next", lane_next, METH_O, NULL}, {NULL, NULL, 0, NULL}};
+static PyMemberDef lane_members[] = {
+    {"identity", T_ULONGLONG, offsetof(LaneObject, stamp.first), READONLY, NULL},
+    {"deadline_ns", T_ULONGLONG, offsetof(LaneObject, stamp.second), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+static PyType_Slot lane_slots[] = {
+    {Py_tp_new, lane_new},         {Py_tp_dealloc, lane_dealloc}, {Py_tp_methods, lane_methods},
+    {Py_tp_members, lane_members}, {0, NULL},
+};
+PyType_Spec lane_spec = {
+    .name = "aionn.fmq._ring.Lane", .basicsize = sizeof(LaneObject), .flags = Py_TPFLAGS_DEFAULT, .slots = lane_slots};

@@ -1,0 +1,84 @@
+/* `Listener`, `Lanes` and `Lane` (_listener.c, _lanes.c, _lane.c): the driver's end of bursts. A lane is a thread that waits natively for the known requests of all
+ * bursts that are lent to its `Lanes`. It takes one, runs it in Python, and answers it by its next call.
+ *
+ *     listener task                          lane
+ *     lend -> lent                           event -> take -> run -> answer
+ *     recall, or the lane gives back         a packet that is not known, is late, or the end: give back
+ *     `returned` is called                   ... when no lane runs a request of this burst any more
+ *
+ * Invariants
+ *     Everything here is changed with the GIL held. A lane without the GIL waits on `epoll`, or looks at a ring that it holds.
+ *     A burst's requests are taken in order and answered in order. An answer that comes early is held until those before it are there.
+ *     While a burst is lent, one of these holds: its queue is armed, or it stands in `ready`, or a lane is about to look at it. A lane
+ *     that has run a request of a burst looks at it again before it sleeps.
+ *     `returned` is called once for each `lend`, when the burst is not lent and no lane runs a request of it.
+ *     A lane that sleeps is counted in `sleeping` before it releases the GIL, so a signal written after that wakes it. */
+#ifndef AIONN_FMQ_LANES_OBJECT_H
+#define AIONN_FMQ_LANES_OBJECT_H
+
+#include <Python.h>
+#include <sys/epoll.h>
+
+#include "exchange_object.h"
+
+#define AHEAD 64u                   /* requests of one burst that may be taken and not answered */
+#define SOON 0x4u                   /* spin_policy.py: a bit of the event flag; a request is about to come */
+#define COMPANY_NS INT64_C(1000000) /* another model that was served this lately counts as company */
+#define EVENTS 8                    /* that one look at epoll takes */
+#define SIGNAL UINT64_MAX           /* epoll data of `signal_fd`; else the place of a burst in `seats` and its generation */
+
+typedef struct LanesObject LanesObject;
+
+struct held { /* an answer */
+    PyObject *body;
+    struct exchange_stamp stamp;
+};
+
+typedef struct {
+    ExchangeObject exchange;
+    LanesObject *lanes; /* held while `returned` is */
+    PyObject *returned;
+    uint32_t seat;
+    unsigned running;         /* requests that lanes run now */
+    uint64_t taken, answered; /* numbers of the next request to be taken, and of the next to be answered */
+    struct held held[AHEAD];  /* by number; answers that cannot be written yet */
+    struct spin_policy spin;
+    bool lent, exclusive, queued;
+} ListenerObject;
+
+struct seat {
+    ListenerObject *listener; /* held while lent */
+    uint32_t generation;
+};
+
+struct LanesObject {
+    PyObject_HEAD
+    int epoll_fd, signal_fd;
+    struct seat *seats;
+    uint64_t *ready; /* a ring of places with generations, in order of arrival; as large as `seats` */
+    uint32_t room, lent, ready_first, ready_count;
+    unsigned lanes, sleeping, jobs;
+    bool looking, stopped;
+};
+
+typedef struct {
+    PyObject_HEAD
+    LanesObject *lanes;
+    ListenerObject *serves; /* the burst whose request the lane runs now; held */
+    uint64_t number;
+    struct exchange_stamp stamp;
+    int64_t began_ns;
+    int64_t since_ns; /* since when the lane has had nothing to do, or 0 */
+    bool slept;
+} LaneObject;
+
+/* ---- _lanes.c ---- */
+void lanes_wake_one(LanesObject *lanes);
+void lanes_close_when_over(LanesObject *lanes);
+void lanes_enqueue(LanesObject *lanes, ListenerObject *listener);
+ListenerObject *lanes_dequeue(LanesObject *lanes);
+void lanes_collect(LanesObject *lanes, const struct epoll_event *events, int count);
+void lanes_give_back(ListenerObject *listener);
+void lanes_tell_returned(ListenerObject *listener);
+
+#endif

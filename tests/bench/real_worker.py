@@ -1,0 +1,60 @@
+"""The simplest rival's other process: it blocks in `eventfd_read`, runs ONNX Runtime over shared memory, and answers by an eventfd.
+
+It is what an engineer writes in an hour: no asyncio, no queue, one request in flight. Its session has the settings that aionn's
+engine gives the model, so the transport alone is different. The app's side is `tests.bench.real_rivals`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import signal
+import sys
+from typing import Any
+
+import numpy as np
+import onnxruntime
+
+PR_SET_PDEATHSIG = 1
+
+
+def session_of(path: str, threads: int, spinning: bool = False) -> Any:
+    """Return a session with the settings of aionn's engine. See `aionn.engines.onnxruntime`."""
+    settings = onnxruntime.SessionOptions()
+    settings.log_severity_level = 4
+    settings.intra_op_num_threads = threads
+    settings.inter_op_num_threads = 1
+    settings.add_session_config_entry("session.intra_op.allow_spinning", "1" if spinning and threads > 1 else "0")
+    settings.add_session_config_entry("session.set_denormal_as_zero", "1")
+    return onnxruntime.InferenceSession(path, settings, providers=["CPUExecutionProvider"])
+
+
+def views(memory: mmap.mmap, places: list[tuple[str, str, list[int], int]]) -> dict[str, np.ndarray[Any, Any]]:
+    """Return an array over the shared memory for each (name, dtype, shape, offset)."""
+    found = {}
+    for name, dtype, shape, offset in places:
+        count = int(np.prod(shape, dtype=np.int64))
+        found[name] = np.frombuffer(memory, dtype, count, offset).reshape(shape)
+    return found
+
+
+def serve(given: dict[str, Any]) -> None:
+    memory = mmap.mmap(given["memory"], given["size_bytes"])
+    inputs, outputs = views(memory, given["inputs"]), views(memory, given["outputs"])
+    session = session_of(given["model"], given["threads"])
+    names = list(outputs)
+    asked, answered = given["asked"], given["answered"]
+    os.eventfd_write(answered, 1)  # it is ready
+    while True:
+        os.eventfd_read(asked)
+        for name, value in zip(names, session.run(names, inputs), strict=True):
+            outputs[name][...] = value
+        os.eventfd_write(answered, 1)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # its parent ends it
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    serve(json.loads(sys.argv[1]))
