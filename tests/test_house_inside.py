@@ -26,8 +26,6 @@ MOST_PARAMETERS = 8
 MOST_ATTRIBUTES = 15
 MOST_METHODS = 20
 
-REBUILT = "the issue after this one rebuilds burst/ and driver/ (one lane, one owner); cut them once, there"
-
 # place: reason. A place is a module, or "module: name" for a class or a function.
 LONGER_MODULES: Mapping[str, str] = {
     "fmq/message_queue.py": "half of it is the reference of one public class; to be rebuilt together with its waiting",

@@ -80,7 +80,8 @@ class ExecutionBurstController:
         self.lost = 0
         self.caller = caller = Caller(requests, results)
         caller.inline_ns, caller.yield_ns = INLINE_NS, YIELD_NS
-        window_ns = APP_WINDOW_NS if SpinPolicy(APP_WINDOW_NS, low_power=low_power).allowed else 0
+        self._may_look = SpinPolicy(APP_WINDOW_NS, low_power=low_power).allowed
+        window_ns = APP_WINDOW_NS if self._may_look else 0
         calls = (loop.create_future, loop.call_soon, self._take_unknown, self._cannot_send, self._wake_by, _trace)
         number = os.fstat(requests.descriptor().fds[0]).st_ino  # of this burst, in both processes
         caller.begin(depth, window_ns, calls, counts, number)
@@ -95,7 +96,7 @@ class ExecutionBurstController:
 
     def soon(self) -> None:
         """Announce a request, so that a sleeping driver wakes up meanwhile. The caller has let the loop run just before."""
-        if self.caller.allowed:
+        if self._may_look:
             self.caller.nudge(SOON)
             self.caller.yield_by_ns = time.monotonic_ns() + 2 * YIELD_NS  # what is left to copy takes that long at most
 

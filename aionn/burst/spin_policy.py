@@ -68,7 +68,7 @@ def usable_cpus() -> int:
 
 
 class SpinPolicy:
-    """The rule for one end of one burst. The app's end follows it in C (aionn/fmq/awake.h).
+    """The rule for one end of one burst. The app's end follows it in C (aionn/fmq/spin.h).
 
     Attributes:
         brisk: recent waits were shorter than the window, so the next one is watched: `budget_ns` is `window_ns`.

@@ -100,8 +100,7 @@ static PyObject *caller_begin(PyObject *object, PyObject *args)
     self->slot = slot;
     self->burst = burst;
     self->depth = depth;
-    self->spin.window_ns = window_ns;
-    self->spin.allowed = self->spin.brisk = window_ns > 0;
+    spin_begin(&self->spin, window_ns);
     for (unsigned i = 0; i < CALLS; i++) {
         Py_INCREF(calls[i]);
         self->calls[i] = calls[i];
@@ -260,7 +259,6 @@ static PyMethodDef caller_methods[] = { /* documented in _ring.pyi */
 };
 
 static PyMemberDef caller_members[] = {
-    {"allowed", T_BOOL, offsetof(CallerObject, spin.allowed), READONLY, NULL},
     {"brisk", T_BOOL, offsetof(CallerObject, spin.brisk), READONLY, NULL},
     {"in_flight", T_UINT, offsetof(CallerObject, in_flight), READONLY, NULL},
     {"answers", T_LONGLONG, offsetof(CallerObject, answers), READONLY, NULL},

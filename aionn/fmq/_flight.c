@@ -242,7 +242,7 @@ void flight_look(CallerObject *self, int64_t now_ns, bool expected)
     if (results && (ring_available(results, &all, &writable) != RING_OK || all || (expected && self->answers == before)))
         flight_call_back(self, GENERAL, NULL);
     if (now_ns && self->answers != before)
-        awake_waited(&self->spin, now_ns - self->last_began_ns, self->sleeps != self->last_sleeps);
+        spin_waited(&self->spin, now_ns - self->last_began_ns, self->sleeps != self->last_sleeps);
     if (!self->over)
         send_unsent(self);
     flight_report(self);
@@ -285,7 +285,7 @@ static void schedule_look(CallerObject *self)
 void flight_watch(CallerObject *self)
 {
     struct ring *requests = ring_if_usable(self->exchange.requests), *results = ring_if_usable(self->exchange.results);
-    int64_t budget_ns = awake_budget(&self->spin);
+    int64_t budget_ns = spin_budget_ns(&self->spin);
     if (budget_ns && requests && results && ring_apart(requests, results)) {
         if (self->armed) {
             /* This end is awake and needs no event. An event that is already under way comes as a spurious callback. */
@@ -310,7 +310,7 @@ PyObject *flight_look_again(PyObject *object, PyObject *Py_UNUSED(none))
     self->looking = false;
     if (self->joined) {
         self->joined = false;
-        self->looking_until_ns = now_ns + awake_budget(&self->spin);
+        self->looking_until_ns = now_ns + spin_budget_ns(&self->spin);
     }
     if (!self->over && self->in_flight && now_ns < self->looking_until_ns)
         schedule_look(self);

@@ -87,7 +87,7 @@ static enum taken take(LaneObject *lane, ListenerObject *listener, int *known)
         return RETURNED;
     }
     if (lane->since_ns)
-        awake_waited(&listener->awake, now_ns - lane->since_ns, lane->slept);
+        spin_waited(&listener->spin, now_ns - lane->since_ns, lane->slept);
     listener->running++;
     listener->exclusive = table->known[*known].serial;
     lane->number = listener->taken++;
@@ -105,7 +105,7 @@ static enum armed arm(ListenerObject *listener)
 {
     struct ring *requests = ring_if_usable(listener->exchange.requests);
     uint64_t readable, writable;
-    uint32_t soon = listener->awake.window_ns && requests && requests->flag ? SOON : 0;
+    uint32_t soon = listener->spin.window_ns && requests && requests->flag ? SOON : 0;
     if (!listener->lent)
         return ARMED;
     if (requests && ring_arm(requests, true, EXCHANGE_ELEMENT, soon))
@@ -181,7 +181,7 @@ static void idle(LaneObject *lane, ListenerObject *listener)
     if (!lane->since_ns) {
         lane->since_ns = ring_now_ns();
         lane->slept = false;
-        int64_t budget_ns = lanes->looking || !alone(lanes, lane->since_ns) ? 0 : awake_budget(&listener->awake);
+        int64_t budget_ns = lanes->looking || !alone(lanes, lane->since_ns) ? 0 : spin_budget_ns(&listener->spin);
         if (budget_ns) {
             look(lane, listener, budget_ns);
             return;
@@ -191,9 +191,9 @@ static void idle(LaneObject *lane, ListenerObject *listener)
     if (armed == THERE)
         lanes_enqueue(lanes, listener);
     if (armed == ANNOUNCED) {
-        awake_waited(&listener->awake, ring_now_ns() - lane->since_ns, true);
+        spin_waited(&listener->spin, ring_now_ns() - lane->since_ns, true);
         lane->since_ns = -1; /* such a look says nothing about the next one, so it does not count */
-        look(lane, listener, listener->awake.window_ns);
+        look(lane, listener, listener->spin.window_ns);
     }
 }
 

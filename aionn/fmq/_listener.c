@@ -22,7 +22,7 @@ static PyObject *listener_new(PyTypeObject *type, PyObject *args, PyObject *kwar
     PyObject *self = exchange_new(type, queues, kwargs);
     Py_DECREF(queues);
     if (self)
-        ((ListenerObject *)self)->awake = (struct awake){.window_ns = window_ns, .allowed = window_ns > 0, .brisk = window_ns > 0};
+        spin_begin(&((ListenerObject *)self)->spin, window_ns < 0 ? 0 : window_ns);
     return self;
 }
 

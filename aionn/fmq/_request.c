@@ -19,7 +19,7 @@ static PyObject *answer_at_once(CallerObject *self, const struct request *r)
         return NULL;
     self->answers_at_once++;
     self->woken = 0;
-    awake_waited(&self->spin, self->inline_ns, false);
+    spin_waited(&self->spin, self->inline_ns, false);
     PyObject *value = exchange_value(&self->exchange, known), *answer = flight_answer(self, r, value, stamp.second, ring_now_ns());
     Py_DECREF(value); /* the table holds it, and no Python code has run */
     return answer;

@@ -123,7 +123,7 @@ class Caller:
     in the thread of its loop. It keeps the queues alive, and their owner closes them. The garbage collector visits it.
 
     Attributes:
-        allowed: whether this end may stay awake. brisk: whether it does, because recent waits were short.
+        brisk: whether this end stays awake while it waits, because recent waits were short.
         in_flight: requests sent and not answered.
         answers, answers_at_once: requests that a look has settled, and that were answered in the call that sent them.
         sleeps: how often this end has armed its queue.
@@ -134,8 +134,6 @@ class Caller:
     inline_ns: int
     yield_ns: int
     yield_by_ns: int
-    @property
-    def allowed(self) -> bool: ...
     @property
     def brisk(self) -> bool: ...
     @property

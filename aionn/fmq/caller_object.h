@@ -17,7 +17,6 @@
 
 #include "../pages/burst_slot.h"
 #include "../pages/trace_ring.h"
-#include "awake.h"
 #include "exchange_object.h"
 
 struct request {
@@ -37,7 +36,7 @@ enum name { SET_RESULT, DONE, DTYPE, SHAPE, NAMES };
 
 typedef struct {
     ExchangeObject exchange; /* first, so that a Caller is one */
-    struct awake spin;
+    struct spin_policy spin;
     struct request *first, *last, *unsent;
     struct request *spare; /* with a future, so that nothing can fail once a packet is written */
     unsigned long long last_identity;

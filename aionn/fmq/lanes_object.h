@@ -19,7 +19,6 @@
 #include <Python.h>
 #include <sys/epoll.h>
 
-#include "awake.h"
 #include "exchange_object.h"
 
 #define AHEAD 64u                   /* requests of one burst that may be taken and not answered */
@@ -43,7 +42,7 @@ typedef struct {
     unsigned running;         /* requests that lanes run now */
     uint64_t taken, answered; /* numbers of the next request to be taken, and of the next to be answered */
     struct held held[AHEAD];  /* by number; answers that cannot be written yet */
-    struct awake awake;
+    struct spin_policy spin;
     bool lent, exclusive, queued;
 } ListenerObject;
 

@@ -69,4 +69,37 @@ static inline bool ring_apart(const struct ring *sent, const struct ring *taken)
     return peers && peers != own;
 }
 
+/* The rule for how long an end looks before it sleeps. burst/spin_policy.py has it in Python and explains it. */
+struct spin_policy {
+    int64_t window_ns; /* 0: never look */
+    double average_ns; /* moving average of recent waits */
+    unsigned waits;
+    bool brisk;
+};
+
+#define SPIN_PROBE_EVERY 64
+
+static inline void spin_begin(struct spin_policy *p, int64_t window_ns)
+{
+    *p = (struct spin_policy){.window_ns = window_ns, .brisk = window_ns > 0};
+}
+
+/* Return how long to look, for a wait that begins now. */
+static inline int64_t spin_budget_ns(struct spin_policy *p)
+{
+    if (p->brisk || !p->window_ns)
+        return p->window_ns;
+    return ++p->waits % SPIN_PROBE_EVERY ? 0 : 2 * p->window_ns;
+}
+
+/* Note how long a wait took, and whether this end slept in it. */
+static inline void spin_waited(struct spin_policy *p, int64_t ns, bool slept)
+{
+    double window = (double)p->window_ns, took = (double)ns;
+    if (!slept && took <= window && window < p->average_ns)
+        p->average_ns = window; /* a probe that succeeds counts for all the slept waits before it */
+    p->average_ns += ((took < 4 * window ? took : 4 * window) - p->average_ns) / 8; /* one long pause must not end a brisk stream */
+    p->brisk = p->window_ns > 0 && p->average_ns <= window;
+}
+
 #endif

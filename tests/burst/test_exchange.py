@@ -287,8 +287,9 @@ def test_what_cannot_be_written_is_not_sent() -> None:
             assert ends.listener.lane.identity == identity
             assert ends.listener.answer(RESULTS[0])
             ends.caller.event()
+            assert ends.caller.answers == identity
         assert [first.answer[0][0], second.answer[0][0], ends.caller.in_flight] == ["fine", "fine", 0]
-        for identity in range(3, 8):
+        for identity in range(3, 8):  # the results queue has room for four
             assert ends.requests.write(BODY + identity_datum(identity, None))
             assert ends.listener.next() == "known"
             assert ends.listener.answer(RESULTS[0]) == (identity < 7)

@@ -1,4 +1,4 @@
-"""The app's end stays awake by the same rule in C (awake.h) as `SpinPolicy` says in Python."""
+"""The app's end stays awake by the same rule in C (spin.h) as `SpinPolicy` says in Python."""
 
 from __future__ import annotations
 
