@@ -27,6 +27,7 @@ import re
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -55,9 +56,6 @@ TABLE_BYTES = 1 << 20
 OUTSIDE_BYTES = 64 << 10
 """In an artifact, weights from this size on are used where they lie. The others are parts of the graph. Handing one over costs 20 us,
 as much as ORT's copies of so many bytes. In models at hand a fifth of the weights are larger, and have 19 of 20 bytes."""
-
-_REMEMBERED_BINDINGS = 16
-"""Remembered sets of arrays: the frames of a burst take turns, and each may have a state that changes between two places."""
 
 
 _FATAL_ONLY = 4  # every error is raised as well, and a driver's stderr is for messages that have no other way
@@ -255,12 +253,8 @@ class OnnxRuntimeExecutable:
         return ExecutionReport(made, report.on_device_ns)
 
     def _bind(self, key: tuple[object, ...], inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]]) -> _Binding:
-        bindings = self._bindings
-        bindings.pop(key, None)  # its arrays are gone, and other arrays have their ids now
-        if len(bindings) >= _REMEMBERED_BINDINGS:
-            for old in [known for known, bound in bindings.items() if not bound.lives()] or [next(iter(bindings))]:
-                del bindings[old]
-        bound = bindings[key] = _Binding(self._session.io_binding(), self._outputs, inputs, outputs)
+        binding = self._session.io_binding()
+        bound = self._bindings[key] = _Binding(binding, self._outputs, inputs, outputs, partial(_forget, weakref.ref(self), key))
         return bound
 
     def artifact(self) -> Artifact | None:
@@ -273,18 +267,25 @@ class _Binding:
     """A set of arrays bound to a session by their addresses.
 
     Invariants
-        A binding keeps no array alive. It is used only while the very arrays it was made for are all alive. So an address never
-        belongs to memory that is gone, or to another array that got the same `id`.
+        A binding keeps no array alive, and is forgotten with the first of its arrays (`gone`). It is used only while the very arrays
+        it was made for are all alive. So an address never belongs to memory that is gone, or to another array that got the same `id`.
         Between runs, an output that ORT itself allocates has no memory. ORT would take the memory of the last run for the caller's.
     """
 
     __slots__ = ("_arrays", "_names", "binding", "made")
 
-    def __init__(self, binding: Any, names: Sequence[str], inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]]) -> None:
+    def __init__(
+        self,
+        binding: Any,
+        names: Sequence[str],
+        inputs: Mapping[str, NDArray[Any]],
+        outputs: Mapping[str, NDArray[Any]],
+        gone: Callable[[object], None],
+    ) -> None:
         self.binding = binding
         self._names = names
         self.made = [name for name in names if name not in outputs]
-        self._arrays = [weakref.ref(array) for array in (*inputs.values(), *outputs.values())]
+        self._arrays = [weakref.ref(array, gone) for array in (*inputs.values(), *outputs.values())]
         for name in names:  # bind all, so that an output's place in the binding is its index
             binding.bind_output(name)
         for name, array in inputs.items():
@@ -303,10 +304,6 @@ class _Binding:
                 return False
         return True
 
-    def lives(self) -> bool:
-        """Return whether all its arrays are alive."""
-        return all(array() is not None for array in self._arrays)
-
     def take_made(self) -> dict[str, NDArray[Any]]:
         """Return the outputs that ORT has allocated, by name."""
         values = zip(self._names, self.binding.get_outputs(), strict=True)
@@ -314,6 +311,13 @@ class _Binding:
         for name in self.made:
             self.binding.bind_output(name)
         return found
+
+
+def _forget(executable: weakref.ref[OnnxRuntimeExecutable], key: tuple[object, ...], _: object) -> None:
+    """Forget a binding, because one of its arrays is gone. This may happen in any thread."""
+    owner = executable()
+    if owner is not None:
+        owner._bindings.pop(key, None)
 
 
 def _address(array: NDArray[Any]) -> int:

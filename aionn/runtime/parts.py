@@ -57,7 +57,7 @@ class CompilationParts:
         self.renewal.disproved = lambda: arguments.disproved
         # A model whose shapes are all known: its frames have one size.
         self.static = all(operand.size_bytes is not None for operand in (*model.inputs.values(), *model.outputs.values()))
-        frames = Frames(exact=self.static, max_frames=_IN_FLIGHT)
+        frames = Frames(_IN_FLIGHT)
         self.executor = Executor(arguments, frames, self.compiled, copies=True)
         self._trials = Executor(arguments, frames, None, copies=True)
         self._route = control_route(self.renewal)
@@ -82,7 +82,7 @@ class CompilationParts:
     def connection(self, depth: int, queue_capacity: int) -> BurstConnection:
         """Return the connection of a new burst, not yet open."""
         low_power = self.renewal.options.preference is ExecutionPreference.LOW_POWER
-        executor = Executor(self.executor.arguments, Frames(exact=self.static), self.compiled, copies=False)
+        executor = Executor(self.executor.arguments, Frames(depth + 1), self.compiled, copies=False)
         connection = BurstConnection(self.renewal, executor, LinkOptions(depth, queue_capacity, low_power))
         self._bursts.add(connection)
         return connection

@@ -140,8 +140,8 @@ class Attempt:
     """One execution. Made for one `run`.
 
     Attributes:
-        layout: of the frame that was used last. channel: that it was sent over. placing: whether some arguments did not lie in the frame.
-            All are known after `run`.
+        layout: for the next frame of these shapes. channel: that it was sent over. placing: whether some arguments did not lie in the
+            frame. All are known after `run`.
     """
 
     __slots__ = ("_call", "_executor", "_route", "_wider", "channel", "layout", "placing")
@@ -260,6 +260,9 @@ class Attempt:
             self._widen_or_raise(channel, layout, placement, result)
             return None
         executor.counts["computed"] += 1
+        self.layout = executor.arguments.fit(layout, result.output_shapes)
+        if self.layout is not layout:
+            executor.frames.outgrown(layout)
         serving = channel.serving
         arrays = layout.outputs_in(frame, result.output_shapes, call.outputs)
         if executor.copies or executor.frames.pool(layout).crowded:
