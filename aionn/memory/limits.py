@@ -27,10 +27,10 @@ import functools
 import os
 import resource
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic_ns
 
 from aionn.errors import MemoryAllocationError
 
@@ -97,7 +97,7 @@ class _Reading:
     def spend(self, needed_bytes: int) -> bool:
         """Return whether the reading still serves for a reservation, and count it."""
         with self._lock:
-            if needed_bytes > self._left_bytes or time.monotonic_ns() >= self._until_ns:
+            if needed_bytes > self._left_bytes or monotonic_ns() >= self._until_ns:
                 return False
             self._left_bytes -= needed_bytes
             return True
@@ -106,7 +106,7 @@ class _Reading:
         """Note what the limits leave now."""
         with self._lock:
             self._left_bytes = available_bytes // _REMEMBERED_PART
-            self._until_ns = time.monotonic_ns() + round(REMEMBERED_S * 1e9)
+            self._until_ns = monotonic_ns() + round(REMEMBERED_S * 1e9)
 
 
 @functools.lru_cache(maxsize=4)

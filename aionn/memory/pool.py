@@ -24,7 +24,7 @@ Invariants
 from __future__ import annotations
 
 import mmap
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from ctypes import c_ubyte
 from dataclasses import dataclass
@@ -256,12 +256,17 @@ class FramePool:
             frame = self._free.pop() if self._free else next(self._uncut)
         return frame
 
+    def _look(self) -> None:
+        """Look at all held frames, and move those to the free ones that the app does not hold any more."""
+        still = deque[Frame]()
+        for frame in self._held:
+            (still if frame.held() else self._free).append(frame)
+        self._held = still
+
     def _refill(self) -> None:
         """Look at all held frames, and grow unless enough of them are free now. Then there is a free frame, or one to be cut."""
-        free, still = self._free, deque[Frame]()
-        for frame in self._held:
-            (still if frame.held() else free).append(frame)
-        self._held = still
+        self._look()
+        free, still = self._free, self._held
         if free and len(free) * _LOOKS_PER_FRAME >= len(still):
             return
         spare = self._in_flight - self.pinned_frames - len(free)
@@ -293,6 +298,24 @@ class FramePool:
             region, slot = self._allocate(self, _whole_pages(self.frame_bytes))
         self.regions[slot] = region
         self._uncut = self._cut(region, slot)
+
+    def trim(self) -> list[int]:
+        """Free regions that are superfluous because the app has dropped outputs since they were allocated. Returns their slots."""
+        self._look()
+        used = [frame for frame in self._frames if frame.pins or frame.held()]
+        surplus = len(self._frames) - self._in_flight - sum(frame.pins == 0 for frame in used)
+        frames = Counter(frame.slot for frame in self._frames)
+        gone: list[int] = []
+        for slot in sorted(self.regions.keys() - {frame.slot for frame in used})[:-1]:  # the newest one may have frames to be cut
+            if frames[slot] <= surplus:
+                surplus -= frames[slot]
+                gone.append(slot)
+        for slot in gone:
+            self.regions.pop(slot).close()
+        self._frames = [frame for frame in self._frames if frame.slot in self.regions]
+        self._free = [frame for frame in self._free if frame.slot in self.regions]
+        self._held = deque(frame for frame in self._held if frame.slot in self.regions)
+        return gone
 
     def _cut(self, region: Region, slot: int) -> Iterator[Frame]:
         """Make the frames of a region when they are needed. A frame that the driver does not know yet is slower, so few are in use."""

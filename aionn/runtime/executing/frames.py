@@ -6,7 +6,8 @@ A frame has the size that its layout needs. A model with open dimensions may see
     Before a pool grows, others are released, the least recently used first, until all memory together is that of `in_flight` of its
     frames, or 1 MiB. A pool stays if one of its frames is pinned, or if it was used since the growth before.
 
-The driver unmaps the memory of a pool that is released (`on_gone`). Arrays that the app still holds keep their bytes.
+A pool that has grown beyond `in_flight` frames, because the app holds outputs, is trimmed within `TRIM_S` seconds of their end. The
+driver unmaps memory that is released (`on_gone`). Arrays that the app still holds keep their bytes.
 
 When requests in flight hold all frames that can be had, `Frames.lease` waits for one. Each frame that comes back goes to the
 caller who has waited longest.
@@ -34,6 +35,8 @@ from aionn.memory.region import Region
 from aionn.runtime.executing.arguments import FrameLayout
 from aionn.tasks import seconds_until
 
+TRIM_S = 2.0
+
 _KEPT_BYTES = 2**20
 """Pools of small frames with less memory than this together are kept: a model of short texts sees hundreds of sizes."""
 
@@ -53,6 +56,7 @@ class Frames:
         self._undo: dict[int, Callable[[], None]] = {}
         self._last: FrameLayout | None = None
         self.on_gone: Callable[[int], None] | None = None
+        self._trimming: asyncio.TimerHandle | None = None
         self._closed = False
 
     def pool(self, layout: FrameLayout) -> FramePool:
@@ -93,7 +97,24 @@ class Frames:
             if not released:
                 raise
             region = Region.allocate(size_bytes)
+        if growing.frames >= self._in_flight and self._trimming is None:
+            self._trimming = asyncio.get_running_loop().call_later(TRIM_S, self._trim)
         return region, self._add(region)
+
+    def _trim(self) -> None:
+        """Release memory that was needed for outputs which the app has dropped. Look again later if it holds some still."""
+        self._trimming = None
+        for pool in self._pools.values():
+            for slot in pool.trim():
+                self._forget(slot)
+        if any(pool.frames > self._in_flight and len(pool.regions) > 1 for pool in self._pools.values()):
+            self._trimming = asyncio.get_running_loop().call_later(TRIM_S, self._trim)
+
+    def _forget(self, slot: int) -> None:
+        """Forget a region. The driver need not keep it mapped."""
+        self._regions.pop(slot, None)
+        if self.on_gone is not None:
+            self.on_gone(slot)
 
     def _release(self, size: int) -> bool:
         """Release the pool of that size if no frame of it is in use. Returns whether it did so."""
@@ -104,9 +125,7 @@ class Frames:
         del self._pools[size]
         self._used.discard(pool)
         for slot in slots:
-            del self._regions[slot]
-            if self.on_gone is not None:
-                self.on_gone(slot)
+            self._forget(slot)
         return True
 
     def outgrown(self, layout: FrameLayout) -> None:
@@ -190,9 +209,7 @@ class Frames:
         """Forget an app's memory that has been closed, in whatever thread. The driver need not keep it mapped."""
         self._foreign.pop(region, None)
         self._undo.pop(slot, None)
-        self._regions.pop(slot, None)
-        if self.on_gone is not None:
-            self.on_gone(slot)
+        self._forget(slot)
 
     async def get_memories(self, slots: Sequence[int]) -> Sequence[IMemory]:
         try:
@@ -221,6 +238,8 @@ class Frames:
 
     def close(self) -> None:
         self._closed = True
+        if self._trimming is not None:
+            self._trimming.cancel()
         for undo in list(self._undo.values()):
             undo()
         self._undo.clear()
