@@ -136,6 +136,16 @@ class Frame:
         self.arrays.clear()
         self._cut.clear()
 
+    def end(self) -> None:
+        """Leave the pool. Without a reference to itself, the frame and its mapping go with their last holder."""
+        self.forget()
+        self.bindings.clear()
+        self.settled = _ignore
+
+
+def _ignore(_answer: object) -> None:
+    """Stand for `settled` of a frame whose pool has ended."""
+
 
 def _measure_held_above() -> int:
     """Count the references that `held` sees on an array without other holders, on this interpreter."""
@@ -312,6 +322,9 @@ class FramePool:
                 gone.append(slot)
         for slot in gone:
             self.regions.pop(slot).close()
+        for frame in self._frames:
+            if frame.slot not in self.regions:
+                frame.end()
         self._frames = [frame for frame in self._frames if frame.slot in self.regions]
         self._free = [frame for frame in self._free if frame.slot in self.regions]
         self._held = deque(frame for frame in self._held if frame.slot in self.regions)
@@ -329,8 +342,8 @@ class FramePool:
         if not self._frames:
             return error
         return MemoryAllocationError(
-            f"the app leases, or holds the outputs of, all {len(self._frames)} frames of this burst, and one more cannot be had: {error}; "
-            "drop outputs that are not needed any more, or copy those that must live long",
+            f"all {len(self._frames)} frames of this burst are leased, or the app holds their outputs, and no memory is left for "
+            f"another one ({error}). Drop outputs that are not needed any more, or copy those that must live long",
             needed_bytes=error.needed_bytes,
             available_bytes=error.available_bytes,
         )
@@ -355,8 +368,7 @@ class FramePool:
         self._held.clear()
         self._uncut = iter(())
         for frame in self._frames:
-            frame.forget()
-            frame.bindings.clear()
+            frame.end()
         self._frames.clear()
         for region in self.regions.values():
             region.close()
