@@ -1,6 +1,6 @@
 """Frames: equal pieces of shared regions, where an app's inputs are written and a driver's outputs appear.
 
-`lease` hands out a frame, and `pin` keeps it from being handed out again. An app's lease is one pin. A request in flight is
+`lease` hands out a frame, and a pin keeps it from being handed out again. An app's lease is one pin. A request in flight is
 another, which ends with the driver's answer or its death. So a cancelled caller can leave at once while the driver may
 still be writing. Nothing here waits for a driver. A frame whose arrays the app still holds is not handed out either, so
 no later request overwrites results that the app still holds. The pool grows instead, as long as there is memory.
@@ -23,7 +23,6 @@ Invariants
 
 from __future__ import annotations
 
-import mmap
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from ctypes import c_ubyte
@@ -36,7 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aionn.errors import CallerError, MemoryAllocationError
-from aionn.memory.region import Region
+from aionn.memory.region import PAGE_BYTES, Region
 
 ALIGNMENT_BYTES = 64
 """Each argument begins on another cache line (AIDL NNAPI: preferred alignment)."""
@@ -238,9 +237,6 @@ class FramePool:
         frame.pins = 1
         return frame
 
-    def pin(self, frame: Frame) -> None:
-        frame.pins += 1
-
     def unpin(self, frame: Frame, _answer: object = None) -> None:
         """Give one pin back. A request that is settled passes its answer, which does not matter here."""
         frame.pins -= 1
@@ -381,7 +377,7 @@ def aligned(size_bytes: int) -> int:
 
 
 def _whole_pages(size_bytes: int) -> int:
-    return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 __all__ = ["ALIGNMENT_BYTES", "Frame", "FramePool", "FramesInFlightError", "Layout", "aligned"]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -392,6 +394,39 @@ def test_sets_of_arrays_that_take_turns_are_bound_once_each() -> None:
         bound.append(set(executable._bindings.values()))
     assert len(bound[-1]) == 2
     assert bound[1] == bound[-1]
+
+
+def test_hundreds_of_sets_of_arrays_that_take_turns_stay_bound_until_they_are_gone() -> None:
+    executable = OnnxRuntimeEngine().compile(scaling(), CompileOptions())
+    sets = [[np.full((2, 3), number, np.float32), *(np.empty((2, 3), np.float32) for _ in range(2))] for number in range(300)]
+    bound = []
+    for _ in range(3):
+        for number, (x, y, z) in enumerate(sets):
+            executable.run({"x": x}, {"y": y, "z": z}, False)
+            assert (y == 2 * number).all()
+        bound.append(set(executable._bindings.values()))
+    assert len(bound[0]) == 300
+    assert bound[0] == bound[1] == bound[2]
+    del x, y, z, sets[100:]
+    assert len(executable._bindings) == 100
+    dropped = threading.Thread(target=sets.clear)  # a burst's memories may end in any thread
+    dropped.start()
+    dropped.join()
+    assert executable._bindings == {}
+
+
+def test_an_executable_goes_with_its_last_holder_and_not_with_the_next_collection() -> None:
+    executable = OnnxRuntimeEngine().compile(scaling(), CompileOptions())
+    x, y = np.ones((2, 3), np.float32), np.empty((2, 3), np.float32)
+    executable.run({"x": x}, {"y": y}, False)
+    gone = weakref.ref(executable)
+    gc.disable()
+    try:
+        del executable
+        assert gone() is None
+    finally:
+        gc.enable()
+    del x  # its binding went before it
 
 
 def test_arrays_that_are_gone_are_never_bound_to_again_whoever_has_their_numbers() -> None:

@@ -108,7 +108,7 @@ async def test_a_burst_of_a_detector_has_frames_of_its_true_size() -> None:
         async with compilation.burst() as burst:
             await burst.compute(picture)
             assert shared(burst) == true  # the size of its outputs is known now
-        del compilation  # it holds the model
+        del burst, compilation  # they hold the model
 
 
 async def test_hundreds_of_held_outputs_of_small_frames_need_few_descriptors() -> None:

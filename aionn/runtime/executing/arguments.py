@@ -20,13 +20,11 @@ from aionn.hal.types import DataLocation, ErrorStatus, Operand, OutputShape, Req
 from aionn.memo import Memo
 from aionn.memory.memory import extents_of
 from aionn.memory.pool import Frame, Layout
+from aionn.memory.region import PAGE_BYTES
 
 _REMEMBERED = 64
 _FIRST_GUESS_BYTES = 4096
 """Room for an output of unknown shape before the model has run once with these input shapes, at least."""
-
-_PAGE_BYTES = 4096
-"""An open output's room is whole pages, so that small ones whose size varies seldom need a second run."""
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -300,8 +298,8 @@ class Arguments:
         input_shapes = tuple(shape for _, _, shape, _ in layout.inputs)
         if layout.known or layout.answered or not answered or self._layouts.get(input_shapes) is not layout:
             return layout
-        room = [
-            -(-max(1, prod(shape.dimensions) * dtype.itemsize) // _PAGE_BYTES) * _PAGE_BYTES
+        room = [  # whole pages, so that small outputs whose size varies seldom need a second run
+            -(-max(1, prod(shape.dimensions) * dtype.itemsize) // PAGE_BYTES) * PAGE_BYTES
             for (_, dtype, _, _, _), shape in zip(layout.outputs, answered, strict=True)
         ]
         return self._make(input_shapes, room, answered=True)

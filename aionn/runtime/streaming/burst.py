@@ -89,14 +89,15 @@ class Burst:
 
         Returns:
             One array per output, by name: views of the burst's memory. They keep their values as long as the app holds them. A second
-            `compute` with the same `Frame` overwrites its outputs. A burst has 256 frames of a size, so copy what must live long. While
-            other calls wait for a free frame, the outputs are copies, and the frame goes to those calls.
+            `compute` with the same `Frame` overwrites its outputs. Outputs that are held take memory, each as much as a whole frame with
+            its inputs, so copy what must live long. While other calls wait for a free frame, the outputs are copies, and the frame goes
+            to those calls.
 
         Raises:
             CallerError: a name, shape or dtype does not fit; nothing was sent.
             DeadlineError: no answer in time.
             ExecutionError: the driver answered that it failed.
-            MemoryAllocationError: there is no memory for frames of these shapes.
+            MemoryAllocationError: there is no memory for a frame of these shapes. The app may hold the outputs of many others.
             DriverDiedError, DriverHungError: the driver is gone; the next call starts a new one. `DeviceMemoryLostError` where a
                 `DeviceMemory` among the arguments went with it.
         """
@@ -226,7 +227,9 @@ class Burst:
         copied_bytes: written into frames by `compute`.
         driver_busy_ns: the driver's time on our requests.
         in_flight: requests unanswered now.
-        frames, free_frames, pinned_frames, shared_bytes: of the burst's memory.
+        frames, free_frames, pinned_frames: pieces of shared memory for one request each. A pinned one is leased or in flight.
+        shared_bytes: the burst's memory for them: that of depth + 1 frames at most, and of one for each leased or whose outputs the app
+            holds.
         """
         link = self._connection.link
         in_flight = link.controller.in_flight if link is not None else 0
