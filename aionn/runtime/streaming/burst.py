@@ -124,8 +124,10 @@ class Burst:
             arrays = frame.arrays
             controller = link.controller
             if layout.input_bytes < LARGE_BYTES:
+                place: Any
                 for name, place in (arrays.get(layout) or layout.inputs_in(frame)).items():
                     place[...] = inputs[name]
+                place = None  # or the frame would count as held when it goes to another caller below
             else:
                 fill_large(frame, layout, inputs, controller.soon)
             body = frame.bindings.get((layout, measure_timing)) or plain_body(layout, frame, measure_timing)
