@@ -128,9 +128,7 @@ def test_an_app_that_holds_all_memory_gets_one_sentence_that_says_so(memory: Mem
     pool = memory.pool(PAGE)
     memory.room = 20 * PAGE
     held = [computed(pool) for _ in range(20)]
-    with pytest.raises(
-        MemoryAllocationError, match=r"^all 20 frames of this burst are leased, .*\(there is no memory\)\. Drop outputs"
-    ) as caught:
+    with pytest.raises(MemoryAllocationError, match=r"^all 20 frames of this burst .*\(there is no memory\)\. Drop outputs") as caught:
         pool.lease()
     assert (caught.value.needed_bytes, caught.value.available_bytes) == (PAGE, 0)
     memory.room = 0

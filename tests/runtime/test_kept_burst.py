@@ -216,7 +216,7 @@ async def test_a_low_power_compilation_never_stays_awake(fake: FakeDevice) -> No
             await compilation.compute({"x": x(1)})
             link = connection_of(compilation).link
             assert link is not None
-            assert link.controller.caller.allowed is allowed
+            assert link.controller.caller.brisk is allowed
 
 
 # --- many calls at once -----------------------------------------------------------------------------------------------
