@@ -224,12 +224,15 @@ class Listener:
 
     Attributes:
         lent: whether it is lent now.
+        blocked: whether an answer had no room in the queue; see `held`.
         running: requests that lanes run now.
         taken, answered: how many requests lanes have taken and answered so far.
     """
 
     @property
     def lent(self) -> bool: ...
+    @property
+    def blocked(self) -> bool: ...
     @property
     def running(self) -> int: ...
     @property
@@ -249,7 +252,14 @@ class Listener:
     def forget(self) -> None:
         """Forget all bodies."""
     def held(self) -> list[tuple[bytes, int, int]]:
-        """Return the answers for which the queue had no room, in order, once: body, identity, service time. Call it when it is returned."""
+        """Return the answers for which the queue had no room, in order, once: body, identity, service time. Call it when no lane runs
+        a request of this burst.
+        """
+    def when_idle(self, callback: Callable[[], object], /) -> bool:
+        """Return True if no lane runs a request of this burst. Else call back once when that is so, from any thread.
+
+        Call it while the burst is not lent. A second callback replaces the first.
+        """
 
 class Lanes:
     """Bursts that are served by the threads of one executable; see _lanes.c. Every method returns at once.
@@ -271,7 +281,7 @@ class Lanes:
     def lend(self, listener: Listener, returned: Callable[[], object], /) -> bool:
         """Serve the known packets of a burst from now on. Returns False if its queue is closed, or the lanes are stopped.
 
-        `returned` is called once, by any thread that holds the GIL, when the burst is not lent any more and no lane runs a request of it.
+        `returned` is called once, by any thread that holds the GIL, when the burst is not lent any more. Lanes may still run requests.
 
         Raises:
             OSError: the system cannot watch one more queue.
