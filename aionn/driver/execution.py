@@ -5,7 +5,7 @@ Invariants
     A bound execution holds views of its memories. They stay mapped until the run is over, even when their owners have dropped them.
     The engine gets no array for an output in `BoundModel.disproved`, because a run has shown that the model declares a wrong shape.
     Such an output is open: its shape stands in each answer, and its bytes are copied to their place.
-    Every run begins and ends in its lane's slot of the statistics page, also a run that fails.
+    Every run begins and ends in its lane's slot of the statistics page, also a run that fails. `lanes` sees to that.
 """
 
 from __future__ import annotations
@@ -80,8 +80,7 @@ class BoundExecution:
         return await self._model.lanes.run(job)
 
     def run(self, lane: Lane, measure_timing: bool) -> Result:
-        slot = lane.slot
-        began_ns, took_ns = slot.begin(), -1
+        began_ns = time.monotonic_ns() if measure_timing else 0
         try:
             for region in self._files:
                 region.check_backing()
@@ -98,21 +97,17 @@ class BoundExecution:
                 report, shapes, insufficient = self._run_in_domain(lane.executable, self._domain, measure_timing)
             for region in self._written:
                 region.flush()
-            took_ns = slot.end(began_ns)
         except AionnError as error:
             return result_of(error)
         except MemoryError as error:
             return Result(ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT, message=f"the engine ran out of memory: {error}")
         except (Exception, SystemExit) as error:  # every error of an engine fails this execution and nothing else
             return Result(ErrorStatus.GENERAL_FAILURE, message=f"{type(error).__name__}: {' '.join(str(error).split())}")
-        finally:
-            if took_ns < 0:
-                slot.end(began_ns)
         if insufficient:
             return Result(ErrorStatus.OUTPUT_INSUFFICIENT_SIZE, shapes, message=insufficient)
         if not measure_timing:
             return Result(ErrorStatus.NONE, shapes) if shapes else _DONE
-        in_driver_us = took_ns // 1000
+        in_driver_us = (time.monotonic_ns() - began_ns) // 1000
         timing = Timing(in_driver_us=in_driver_us)
         if report.on_device_ns is not None:
             timing = Timing(min(report.on_device_ns // 1000, in_driver_us), in_driver_us)

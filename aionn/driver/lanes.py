@@ -80,8 +80,16 @@ class Lanes:
 
     async def run(self, job: Callable[[Lane], T]) -> T:
         """Run `job` on a free lane and return its result, or raise its error. A cancelled caller leaves, and the job runs on."""
+
+        def shown(lane: Lane) -> T:
+            began_ns = lane.slot.begin()
+            try:
+                return job(lane)
+            finally:
+                lane.slot.end(began_ns)
+
         answer: Answer[T] = Answer(asyncio.get_running_loop())
-        self._jobs.append(Job(job, answer))
+        self._jobs.append(Job(shown, answer))
         self._native.announce()
         return await answer.wait()
 
@@ -103,7 +111,7 @@ class Lanes:
                 self._closed.do()
 
     def _work(self, lane: Lane) -> None:
-        native, jobs, turns, priority = NativeLane(self._native), self._jobs, self._turns, self._priority
+        native, jobs, turns, priority = NativeLane(self._native, lane.slot), self._jobs, self._turns, self._priority
         high = priority is Priority.HIGH
         answer: bytes | None = None
         while True:

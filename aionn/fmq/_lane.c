@@ -45,7 +45,9 @@ static ListenerObject *finish(LaneObject *lane, PyObject *answer)
     Py_ssize_t length;
     if (PyBytes_AsStringAndSize(answer, &bytes, &length) < 0)
         return NULL;
-    struct exchange_stamp stamp = {lane->stamp.first, (uint64_t)(ring_now_ns() - lane->began_ns)};
+    int64_t now_ns = ring_now_ns();
+    struct exchange_stamp stamp = {lane->stamp.first, (uint64_t)model_slot_end(lane->slot, lane->began_ns, now_ns)};
+    slot_trace(lane->slot, TRACE_ANSWERED, listener->burst, stamp.first, now_ns, stamp.second, 0);
     struct ring *results = ring_if_usable(listener->exchange.results);
     bool first = lane->number == listener->answered;
     lane->serves = NULL;
@@ -94,6 +96,8 @@ static enum taken take(LaneObject *lane, ListenerObject *listener, int *known)
     lane->number = listener->taken++;
     lane->stamp = stamp;
     lane->began_ns = now_ns;
+    model_slot_begin(lane->slot, now_ns);
+    slot_trace(lane->slot, TRACE_TAKEN, listener->burst, stamp.first, now_ns, stamp.second, 0);
     Py_INCREF((PyObject *)listener);
     lane->serves = listener;
     return TAKEN;
@@ -259,15 +263,28 @@ static PyObject *lane_next(PyObject *object, PyObject *answer)
 static PyObject *lane_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     struct module_state *module = PyType_GetModuleState(type);
-    PyObject *lanes;
-    if ((kwargs && PyDict_Size(kwargs)) || !module || !PyArg_ParseTuple(args, "O!", (PyTypeObject *)module->lanes, &lanes)) {
+    PyObject *lanes, *shown = Py_None;
+    Py_buffer page = {0};
+    if ((kwargs && PyDict_Size(kwargs)) || !module || !PyArg_ParseTuple(args, "O!|O", (PyTypeObject *)module->lanes, &lanes, &shown)) {
         if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_TypeError, "Lane(lanes)");
+            PyErr_SetString(PyExc_TypeError, "Lane(lanes, slot=None)");
         return NULL;
     }
-    LaneObject *self = (LaneObject *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
-    if (!self)
+    if (shown != Py_None && PyObject_GetBuffer(shown, &page, PyBUF_SIMPLE) < 0)
         return NULL;
+    struct page_slot *slot = page.obj ? page_slot_in(page.buf, (size_t)page.len) : NULL;
+    LaneObject *self = NULL;
+    if (page.obj && !slot)
+        PyErr_SetString(PyExc_TypeError, "a lane is shown in a slot of a statistics page");
+    else
+        self = (LaneObject *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    if (!self) {
+        if (page.obj)
+            PyBuffer_Release(&page);
+        return NULL;
+    }
+    self->page = page;
+    self->slot = slot;
     Py_INCREF(lanes);
     self->lanes = (LanesObject *)lanes;
     self->lanes->lanes++;
@@ -281,6 +298,8 @@ static void lane_dealloc(PyObject *object)
     self->lanes->lanes--;
     lanes_close_when_over(self->lanes);
     Py_XDECREF((PyObject *)self->serves);
+    if (self->page.obj)
+        PyBuffer_Release(&self->page);
     Py_DECREF((PyObject *)self->lanes);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
     Py_DECREF(type);

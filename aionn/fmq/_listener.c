@@ -6,23 +6,29 @@
 
 #include "lanes_object.h"
 
-/* (requests, results, window_ns) */
+/* (requests, results, window_ns, burst=0) */
 static PyObject *listener_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    long long window_ns;
-    if (PyTuple_Size(args) != 3) {
-        PyErr_SetString(PyExc_TypeError, "(requests, results, window_ns)");
+    long long number[2] = {0, 0}; /* the window, the burst */
+    Py_ssize_t given = PyTuple_Size(args);
+    if (given != 3 && given != 4) {
+        PyErr_SetString(PyExc_TypeError, "(requests, results, window_ns, burst=0)");
         return NULL;
     }
-    if (!exchange_numbers((PyObject *[]){PyTuple_GetItem(args, 2)}, 1, &window_ns))
-        return NULL;
+    for (Py_ssize_t i = 2; i < given; i++) {
+        PyObject *argument = PyTuple_GetItem(args, i);
+        if (!exchange_numbers(&argument, 1, &number[i - 2]))
+            return NULL;
+    }
     PyObject *queues = PyTuple_GetSlice(args, 0, 2);
     if (!queues)
         return NULL;
     PyObject *self = exchange_new(type, queues, kwargs);
     Py_DECREF(queues);
-    if (self)
-        spin_begin(&((ListenerObject *)self)->spin, window_ns < 0 ? 0 : window_ns);
+    if (self) {
+        spin_begin(&((ListenerObject *)self)->spin, number[0] < 0 ? 0 : number[0]);
+        ((ListenerObject *)self)->burst = (uint64_t)number[1];
+    }
     return self;
 }
 

@@ -10,6 +10,8 @@ from typing import Any, SupportsIndex, TypeAlias
 from numpy.typing import NDArray
 from typing_extensions import Buffer
 
+from aionn.pages import Slot
+
 Data: TypeAlias = Buffer | NDArray[Any]
 """Contiguous bytes. Arrays are named apart, because NumPy declares them as buffers only from Python 3.12 on."""
 
@@ -239,8 +241,12 @@ class Listener:
     def taken(self) -> int: ...
     @property
     def answered(self) -> int: ...
-    def __init__(self, requests: Ring, results: Ring, window_ns: int, /) -> None:
-        """`window_ns`: how long a lane looks for the next request before it sleeps, if recent waits were shorter. 0: it never looks."""
+    def __init__(self, requests: Ring, results: Ring, window_ns: int, burst: int = 0, /) -> None:
+        """
+        Args:
+            window_ns: how long a lane looks for the next request before it sleeps, if recent waits were shorter. 0: it never looks.
+            burst: the number of this burst in traces.
+        """
     def remember(self, body: bytes, value: object, serial: bool = False, /) -> None:
         """Know that request from now on as `value`, which must not refer back to this object.
 
@@ -304,7 +310,8 @@ class Lane:
     def identity(self) -> int: ...
     @property
     def deadline_ns(self) -> int: ...
-    def __init__(self, lanes: Lanes, /) -> None: ...
+    def __init__(self, lanes: Lanes, slot: Slot | None = None, /) -> None:
+        """`slot`: of the statistics page, which shows each request from `next` to `next`."""
     def next(self, answer: bytes | None, /) -> Any:
         """Answer the request that the call before has returned, wait for the next one, and return the value of its body.
 

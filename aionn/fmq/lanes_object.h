@@ -22,6 +22,8 @@
 #include <Python.h>
 #include <sys/epoll.h>
 
+#include "../pages/model_slot.h"
+#include "../pages/trace_ring.h"
 #include "exchange_object.h"
 
 #define AHEAD 64u                   /* requests of one burst that may be taken and not answered */
@@ -46,6 +48,7 @@ typedef struct {
     uint64_t taken, answered; /* numbers of the next request to be taken, and of the next to be answered */
     struct held held[AHEAD];  /* by number; answers that cannot be written yet */
     struct spin_policy spin;
+    uint64_t burst; /* the number of this burst in traces */
     bool lent, exclusive, queued;
     bool blocked; /* an answer had no room, and waits in `held` */
 } ListenerObject;
@@ -74,6 +77,8 @@ typedef struct {
     int64_t began_ns;
     int64_t since_ns; /* since when the lane has had nothing to do, or 0 */
     bool slept;
+    Py_buffer page; /* the memory of `slot`, or empty */
+    struct page_slot *slot; /* shows the runs of this lane, or NULL */
 } LaneObject;
 
 /* ---- _lanes.c ---- */
