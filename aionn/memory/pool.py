@@ -23,6 +23,7 @@ Invariants
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from ctypes import c_ubyte
@@ -94,7 +95,7 @@ class Frame:
         settled: gives one pin back. A request over this frame calls it when the request is settled.
     """
 
-    __slots__ = ("_cut", "_data", "arrays", "bindings", "lent", "offset", "pins", "region", "settled", "slot")
+    __slots__ = ("__weakref__", "_cut", "_data", "arrays", "bindings", "lent", "offset", "pins", "region", "settled", "slot")
 
     def __init__(self, region: Region, slot: int, offset: int, frame_bytes: int, unpin: Callable[[Frame, object], None]) -> None:
         self.region = region
@@ -136,14 +137,24 @@ class Frame:
         self._cut.clear()
 
     def end(self) -> None:
-        """Leave the pool. Without a reference to itself, the frame and its mapping go with their last holder."""
+        """Leave the pool. The frame gives its memory back when its last pin goes. Arrays that the app holds keep it.
+
+        An error's traceback may hold the frame for long, so its memory must not wait for its last holder.
+        """
         self.forget()
         self.bindings.clear()
-        self.settled = _ignore
+        self.settled = partial(_unpin_ended, weakref.ref(self))  # no reference to itself, or only the collector would free it
+        if not self.pins:
+            self._data = None
 
 
-def _ignore(_answer: object) -> None:
+def _unpin_ended(ended: weakref.ref[Frame], _answer: object) -> None:
     """Stand for `settled` of a frame whose pool has ended."""
+    frame = ended()
+    if frame is not None:
+        frame.pins -= 1
+        if not frame.pins:
+            frame.end()
 
 
 def _measure_held_above() -> int:

@@ -80,6 +80,7 @@ static PyObject *page_take_records(PyObject *Py_UNUSED(module), PyObject *args)
 
 static PyMethodDef page_functions[] = { /* documented in _page.pyi */
     {"bucket_of", page_bucket_of_ns, METH_O, NULL},
+    {"leave_page", slots_leave_page, METH_NOARGS, NULL},
     {"snapshot", page_snapshot, METH_VARARGS, NULL},
     {"take_records", page_take_records, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},

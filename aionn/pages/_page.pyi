@@ -91,6 +91,9 @@ class BurstSlot:
 def bucket_of(ns: int, /) -> int:
     """Return the histogram's bucket for a duration."""
 
+def leave_page() -> None:
+    """Release every `BurstSlot` that is on the app's page."""
+
 def snapshot(page: Buffer, slot_bytes: int, /) -> bytes | None:
     """Return header and used slots of one moment, or None if the page kept changing."""
 

@@ -103,6 +103,13 @@ static void leave_page(SlotObject *self)
     PyBuffer_Release(&self->memory); /* its writers hold the GIL, so none is inside */
 }
 
+PyObject *slots_leave_page(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none))
+{
+    for (SlotObject *object = live; object; object = object->next)
+        leave_page(object);
+    Py_RETURN_NONE;
+}
+
 static void slot_dealloc(PyObject *object)
 {
     SlotObject *self = (SlotObject *)object;

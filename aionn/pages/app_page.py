@@ -20,7 +20,7 @@ import threading
 import time
 
 from aionn.pages import app_layout, layout
-from aionn.pages._page import BurstSlot, Trace
+from aionn.pages._page import BurstSlot, Trace, leave_page
 from aionn.pages.app_layout import Kind
 from aionn.pages.page import make_page, start_time_of, time_namespace_of
 from aionn.tasks import leave_in_child
@@ -128,9 +128,10 @@ class AppPage:
             self._trace.note(kind, burst, identity, at_ns, first, second)
 
     def close(self) -> None:
-        """Close the page's descriptor, after which no process finds it. Its memory goes when the last slot has been released."""
+        """Close the page's descriptor, after which no process finds it, and release all slots. So an error's traceback keeps no memory."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
+            leave_page()
             if self._trace is not None:
                 self._trace.close()
             self._words.release()

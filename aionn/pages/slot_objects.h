@@ -7,6 +7,7 @@
 
 #include <stdbool.h>
 
+PyObject *slots_leave_page(PyObject *module, PyObject *none); /* all that are on the app's page */
 bool slots_watch_forks(void); /* false if the C library refused */
 
 /* Take a buffer of whole, aligned words that has at least `bytes` from `offset` on. Sets an exception and returns NULL if it has not. */

@@ -101,11 +101,13 @@ async def test_a_burst_that_the_app_drops_leaves_the_page(compilation: aionn.Com
     assert slots(Kind.COMPILATION)[0].counters["computed"] == 1
 
 
-async def test_executions_without_a_burst_are_the_compilations(compilation: aionn.Compilation) -> None:
+async def test_executions_without_a_burst_are_counted_in_the_burst_that_the_compilation_keeps(compilation: aionn.Compilation) -> None:
     for number in range(3):
         await compilation.compute(frame(number))
     (compiled,) = slots(Kind.COMPILATION)
-    assert compiled.counters["computed"] == 3
+    (kept,) = slots(Kind.BURST)
+    assert (kept.counters["computed"], kept.parent) == (3, compiled.number)
+    assert compiled.counters["computed"] == 0  # what its bursts count becomes its own when they end
     assert compiled.parent == slots(Kind.RUNTIME)[0].number
 
 
@@ -147,7 +149,8 @@ async def test_two_runtimes_of_a_process_share_a_page_and_the_last_one_closes_it
                     runtimes, compilations = slots(Kind.RUNTIME), slots(Kind.COMPILATION)
                     assert len(runtimes) == 2
                     assert [slot.parent for slot in compilations] == [slot.number for slot in runtimes]
-                    assert [slot.counters["computed"] for slot in compilations] == [0, 1]
+                    (burst,) = slots(Kind.BURST)
+                    assert (burst.counters["computed"], burst.parent) == (1, compilations[1].number)
                     pages = find_pages()
                     assert {page.pid for page in pages if page.role == "driver"} >= set(driver_pids())
                     assert [page.pid for page in pages].count(os.getpid()) == 1
