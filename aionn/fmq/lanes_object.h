@@ -69,7 +69,7 @@ typedef struct {
     struct exchange_stamp stamp;
     int64_t began_ns;
     int64_t since_ns; /* since when the lane has had nothing to do, or 0 */
-    bool slept;
+    bool slept, after_job;
 } LaneObject;
 
 /* ---- _lanes.c ---- */
