@@ -14,7 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from aionn.driver.lanes import Lane, Lanes
-from aionn.errors import ExecutionError
+from aionn.errors import CallerError, ExecutionError
 from aionn.hal import ErrorStatus, ExecutionReport
 from aionn.pages import private_slot
 from tests.descriptors import free_descriptors
@@ -172,4 +172,12 @@ async def test_lanes_without_descriptors_are_one_sentence() -> None:
         made(1)
     lanes, _ = made(1)
     assert await lanes.run(lambda lane: 1) == 1
+    await lanes.aclose()
+
+
+async def test_a_job_after_the_end_is_refused_and_waits_for_nothing() -> None:
+    lanes, _ = made(2)
+    await lanes.aclose()
+    with anyio.fail_after(10), pytest.raises(CallerError, match="released; prepare the model again"):
+        await lanes.run(lambda lane: 1)
     await lanes.aclose()
