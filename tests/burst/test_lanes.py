@@ -5,7 +5,7 @@ tests/driver/test_lanes.py has the lanes without bursts, tests/fmq/lane_model.py
 
 from __future__ import annotations
 
-import asyncio
+import dataclasses
 import random
 import resource
 import threading
@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from aionn.burst import PoolReference, RequestPacket, ResultPacket, encode_request
+from aionn.burst import PoolReference, RequestPacket, encode_request
 from aionn.hal.types import BufferDesc, BufferRole, DataLocation, ErrorStatus, Request, RequestArgument
 from tests.burst.ends import ARGUMENT_BYTES, ELEMENTS, Gate, RawClient, RawModel, nothing_computed, packet, raw_model, request
 from tests.fmq.queues import open_fds
@@ -374,61 +374,60 @@ async def test_closing_waits_for_a_hanging_run_for_a_bounded_time_and_the_run_ke
 @pytest.mark.parametrize("phase", ["idle", "running", "running, and more wait", "an answer waits for room", "fetching", "a held answer"])
 @pytest.mark.parametrize("end", ["client closes", "server closes", "requests close"])
 async def test_the_end_comes_in_each_phase(phase: str, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with leak_check():
-        async with raw_model(lanes=2) as raw:
-            client = await raw.burst(result_capacity=6)
-            await warm(client, 2)
-            native = client.server._native
-            gates = Gates(1)
-            sent = {"idle": 0, "running": 1, "running, and more wait": 3, "an answer waits for room": 4, "fetching": 1}.get(phase, 2)
-            raw.engine.see = gates
-            mark(client, 1, 1)
-            fetching, release = anyio.Event(), anyio.Event()
+    async with leak_check(), raw_model(lanes=2) as raw:
+        client = await raw.burst(result_capacity=6)
+        await warm(client, 2)
+        native = client.server._native
+        gates = Gates(1)
+        sent = {"idle": 0, "running": 1, "running, and more wait": 3, "an answer waits for room": 4, "fetching": 1}.get(phase, 2)
+        raw.engine.see = gates
+        mark(client, 1, 1)
+        fetching, release = anyio.Event(), anyio.Event()
 
-            async def wait_here() -> None:
-                fetching.set()
-                await release.wait()
+        async def wait_here() -> None:
+            fetching.set()
+            await release.wait()
 
-            if phase == "fetching":
-                client.slots.add(1)
-                client.slots.before_answer = wait_here
-                await client.send(packet(1, identity=1))
-                await fetching.wait()
-            elif phase == "an answer waits for room":
-                for identity in range(4):
-                    await client.send(numbered(0, identity))
-                await until(lambda: client.results.available_to_write() == 0 and not native.lent)
-            elif phase != "idle":
-                await client.send(numbered(1, 1))
-                await gates[1].entered()
-                if phase == "running, and more wait":
-                    await client.send(packet(identity=9, deadline_ns=1))
-                    await client.send(numbered(0, 2))
-                elif phase == "a held answer":
-                    await client.send(numbered(0, 2))
-                    await until(lambda: native.taken == 2 and native.running == 1)
-                assert native.running == 1
-            async with anyio.create_task_group() as app:
-                if end == "server closes":
-                    app.start_soon(client.server.aclose)
-                else:
-                    client.requests.close()
-                    if end == "client closes":
-                        client.results.close()
-                await anyio.wait_all_tasks_blocked()
-                release.set()
-                gates[1].open()
-                if end == "requests close":
-                    for _ in range(sent):
-                        await client.receive()  # these answers are still wanted
-                with anyio.fail_after(20):
-                    await client.server._ended.wait()
-            assert (native.lent, native.running) == (False, 0)
-            assert raw.prepared._lanes._native.lent == 0
-            raw.engine.see = None
-            other = await raw.burst()  # the model serves on
-            await warm(other)
-            assert (await other.answer_to(numbered(0, 4))).identity == 4
+        if phase == "fetching":
+            client.slots.add(1)
+            client.slots.before_answer = wait_here
+            await client.send(packet(1, identity=1))
+            await fetching.wait()
+        elif phase == "an answer waits for room":
+            for identity in range(4):
+                await client.send(numbered(0, identity))
+            await until(lambda: client.results.available_to_write() == 0 and not native.lent)
+        elif phase != "idle":
+            await client.send(numbered(1, 1))
+            await gates[1].entered()
+            if phase == "running, and more wait":
+                await client.send(packet(identity=9, deadline_ns=1))
+                await client.send(numbered(0, 2))
+            elif phase == "a held answer":
+                await client.send(numbered(0, 2))
+                await until(lambda: native.taken == 2 and native.running == 1)
+            assert native.running == 1
+        async with anyio.create_task_group() as app:
+            if end == "server closes":
+                app.start_soon(client.server.aclose)
+            else:
+                client.requests.close()
+                if end == "client closes":
+                    client.results.close()
+            await anyio.wait_all_tasks_blocked()
+            release.set()
+            gates[1].open()
+            if end == "requests close":
+                for _ in range(sent):
+                    await client.receive()  # these answers are still wanted
+            with anyio.fail_after(20):
+                await client.server._ended.wait()
+        assert (native.lent, native.running) == (False, 0)
+        assert raw.prepared._lanes._native.lent == 0
+        raw.engine.see = None
+        other = await raw.burst()  # the model serves on
+        await warm(other)
+        assert (await other.answer_to(numbered(0, 4))).identity == 4
 
 
 async def test_answers_that_have_no_room_are_sent_in_order_once_there_is_some() -> None:
@@ -579,3 +578,86 @@ async def test_bursts_come_and_go_while_others_are_served() -> None:
         assert answered > 60
         assert raw.prepared._lanes._native.lent == 2
         assert all(client.server._native.taken > 10 for client in clients)
+
+
+# ---- a storm ------------------------------------------------------------------------------------------------------------------------
+
+
+class Storm:
+    """Three apps that send, free, close and come back as they like, on one model with two lanes. Every answer must come, in order."""
+
+    def __init__(self, raw: RawModel, seed: int) -> None:
+        self.raw = raw
+        self.seed = seed
+        self.steps: Counter[str] = Counter()
+        self.by_lanes = 0
+
+    def see(self, array: NDArray[Any]) -> None:
+        if random.random() < 0.2:
+            time.sleep(random.choice((0, 0, 1e-5, 1e-4)))  # runs of one burst overlap and overtake each other
+
+    async def app(self, number: int) -> None:
+        draw = random.Random(100 * self.seed + number)
+        for _ in range(3):
+            client = await self.raw.burst(capacity=120, result_capacity=draw.choice([9, 30, 120]))
+            await self.life(client, draw)
+            self.by_lanes += client.server._native.taken
+
+    async def life(self, client: RawClient, draw: random.Random) -> None:
+        sent: list[tuple[int, bool]] = []  # and not answered: the identity, and whether it is computed
+        taken = anyio.Semaphore(0)
+
+        async def take() -> None:
+            while True:
+                await taken.acquire()
+                identity, is_good = sent[0]
+                answer = await client.receive()
+                assert (answer.identity, answer.result.status is ErrorStatus.NONE) == (identity, is_good), (answer, sent)
+                del sent[0]
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(take)
+            for identity in range(draw.randrange(10, 60)):
+                step = draw.choices(["known", "new", "late", "gone", "free", "job", "wait", "pause"], [30, 3, 2, 1, 2, 2, 5, 2])[0]
+                self.steps[step] += 1
+                if step in ("known", "new", "late", "gone"):
+                    place = 0 if step == "known" else 1 + identity % (PLACES - 1)
+                    one = packet(5, identity=identity) if step == "gone" else numbered(place, identity)
+                    await client.send(dataclasses.replace(one, deadline_ns=1) if step == "late" else one)
+                    sent.append((identity, step in ("known", "new")))
+                    taken.release()
+                elif step == "free":
+                    tasks.start_soon(client.server.free_memory, draw.choice([0, 3]))
+                elif step == "job":
+                    region = client.slots.regions[0]
+                    assert (await self.raw.prepared.execute(request(), [region])).status is ErrorStatus.NONE
+                elif step == "wait":
+                    await until(lambda: not sent)
+                else:
+                    await anyio.lowlevel.checkpoint()
+            end = draw.choice(["server", "app", "both", "all answered"])
+            self.steps[f"end: {end}"] += 1
+            if end == "all answered":
+                await until(lambda: not sent)
+            tasks.cancel_scope.cancel()
+        async with anyio.create_task_group() as tasks:
+            if end != "app":
+                tasks.start_soon(client.server.aclose)
+            if end in ("app", "both"):
+                client.requests.close()
+                client.results.close()
+        with anyio.fail_after(30):
+            await client.server._ended.wait()
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_a_storm_of_requests_frees_and_closes_loses_no_answer(seed: int) -> None:
+    async with leak_check(), raw_model(lanes=2) as raw:
+        storm = Storm(raw, seed)
+        raw.engine.see = storm.see
+        async with anyio.create_task_group() as apps:
+            for number in range(3):
+                apps.start_soon(storm.app, number)
+        assert storm.by_lanes > 50
+        assert raw.prepared._lanes._native.lent == 0
+        assert {"known", "new", "late", "gone", "free", "job"} <= storm.steps.keys()
