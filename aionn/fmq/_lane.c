@@ -141,7 +141,7 @@ static ListenerObject *choose(LanesObject *lanes, ListenerObject *last, bool aft
     Py_XDECREF((PyObject *)last); /* not the last reference, because it is lent */
     ListenerObject *listener = lanes_dequeue(lanes);
     Py_XINCREF((PyObject *)listener);
-    if (lanes->ready_count)
+    if (lanes->ready_count || lanes->jobs) /* this lane may have taken another one's signal from epoll */
         lanes_wake_one(lanes);
     return listener;
 }

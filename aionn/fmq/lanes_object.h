@@ -11,8 +11,11 @@
  *     A burst's requests are taken in order and answered in order. An answer that comes early is held until those before it are there.
  *     While a burst is lent, one of these holds: its queue is armed, or it stands in `ready`, or a lane is about to look at it. A lane
  *     that has run a request of a burst looks at it again before it sleeps.
+ *     After a job, a lane looks at the bursts before it takes the next job. So neither keeps the other waiting.
  *     `returned` is called once for each `lend`, when the burst is not lent and no lane runs a request of it.
- *     A lane that sleeps is counted in `sleeping` before it releases the GIL, so a signal written after that wakes it. */
+ *     A lane that sleeps is counted in `sleeping` before it releases the GIL, so a signal written after that wakes it.
+ *
+ * tests/fmq/lane_model.py searches this protocol in all interleavings. */
 #ifndef AIONN_FMQ_LANES_OBJECT_H
 #define AIONN_FMQ_LANES_OBJECT_H
 

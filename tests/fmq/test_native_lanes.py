@@ -154,7 +154,7 @@ def test_what_returned_raises_ends_nothing() -> None:
             lanes.recall(burst.listener)
         lanes.announce()
         assert lane.next(ANSWER) is None
-        assert sum((burst.answers() for burst in lent), []) == [3]
+        assert [answer for burst in lent for answer in burst.answers()] == [3]
 
 
 def test_a_queue_that_is_closed_while_it_is_lent_goes_back() -> None:
