@@ -67,7 +67,7 @@ class ScriptedEngine:
 
     def __init__(self) -> None:
         self.act: Callable[[], None] | None = None
-        self.see: Callable[[NDArray[Any]], None] | None = None
+        self.see: Callable[[NDArray[Any]], object] | None = None
         self.runs = 0
 
     def supported_operations(self, model: Model) -> Sequence[bool]:

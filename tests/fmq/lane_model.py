@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tests.fmq.wake_model import explore
 
@@ -110,13 +110,13 @@ def start(p: Protocol) -> State:
 # ---- what several steps do ------------------------------------------------------------------------------------------------------
 
 
-def _burst(s: State, which: int, /, **changes: object) -> State:
+def _burst(s: State, which: int, /, **changes: Any) -> State:
     bursts = list(s.bursts)
     bursts[which] = bursts[which]._replace(**changes)
     return s._replace(bursts=tuple(bursts))
 
 
-def _lane(s: State, which: int, /, **changes: object) -> State:
+def _lane(s: State, which: int, /, **changes: Any) -> State:
     lanes = list(s.lanes)
     lanes[which] = lanes[which]._replace(**changes)
     return s._replace(lanes=tuple(lanes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 
@@ -56,7 +57,8 @@ WITHOUT = {
 def test_without_one_of_its_ingredients_the_protocol_fails(ingredient: str) -> None:
     protocol = WITHOUT[ingredient]
     assert search(protocol)[0] is None
-    way, _ = search(replace(protocol, **{ingredient: False}))
+    without: dict[str, Any] = {ingredient: False}
+    way, _ = search(replace(protocol, **without))
     assert way is not None
 
 
