@@ -69,6 +69,7 @@ async def test_burst_compute_different_compilations() -> None:
         assert (await one.compute(frame))["input_out"][0, 0] == 3
 
 
+@pytest.mark.usefixtures("both_ways")
 async def test_burst_compute_concurrent() -> None:
     """NNAPI lets one of two concurrent calls fail; here both are answered, each with its own."""
     async with compiled() as (_, compilation), compilation.burst(depth=2) as burst:
@@ -120,6 +121,7 @@ async def test_a_stream_that_holds_nothing_needs_two_frames() -> None:
         assert burst.statistics()["frames"] == 4  # one region
 
 
+@pytest.mark.usefixtures("both_ways")
 async def test_a_cancelled_request_keeps_its_frame_until_the_driver_has_answered() -> None:
     async with compiled() as (fake, compilation), compilation.burst() as burst:
         fake.hang()
@@ -134,6 +136,7 @@ async def test_a_cancelled_request_keeps_its_frame_until_the_driver_has_answered
         assert burst.statistics()["pinned_frames"] == 0
 
 
+@pytest.mark.usefixtures("both_ways")
 async def test_every_caller_of_a_killed_driver_is_told_and_the_next_call_starts_another() -> None:
     async with compiled() as (fake, compilation), compilation.burst() as burst:
         await burst.compute(numbered(0))
@@ -189,6 +192,7 @@ async def test_a_driver_that_does_not_answer_is_declared_hung_killed_and_replace
         assert (await burst.compute(numbered(7)))["input_out"][0, 0] == 7
 
 
+@pytest.mark.usefixtures("both_ways")
 async def test_another_burst_loses_nothing_when_a_request_of_one_fails() -> None:
     async with compiled() as (fake, compilation), compilation.burst() as one, compilation.burst() as other:
         await other.compute(numbered(1))
