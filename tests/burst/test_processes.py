@@ -15,12 +15,14 @@ from typing import Any
 
 import anyio
 import numpy as np
+import psutil
 import pytest
 from numpy.typing import NDArray
 
 import aionn
 from aionn.testing import FakeDevice
 from aionn.testing.models import identity_model
+from tests.leaks import driver_pids
 from tests.runtime.uneven_engine import UnevenEngine
 
 pytestmark = pytest.mark.anyio
@@ -279,6 +281,31 @@ async def test_several_bursts_of_one_driver_side_by_side() -> None:
 @pytest.mark.parametrize("bursts", [1, 8])
 async def test_eight_in_flight_for_minutes_without_a_lost_answer(bursts: int) -> None:
     assert await many_in_flight(180, bursts=bursts, callers=10, cancel=True) > 100_000
+
+
+def held_by(pid: int) -> tuple[int, int, int]:
+    """Resident bytes, descriptors and threads of a process."""
+    process = psutil.Process(pid)
+    return process.memory_info().rss, process.num_fds(), process.num_threads()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+async def test_a_million_frames_grow_neither_app_nor_driver() -> None:
+    async with compiled() as (_, compilation), compilation.burst() as burst:
+        taken = numbered(1)
+        pids = [os.getpid()]
+        before: list[tuple[int, int, int]] = []
+        for number in range(1_050_000):
+            if number == 50_000:
+                pids += driver_pids()
+                before = [held_by(pid) for pid in pids]
+            await burst.compute(taken)
+        after = [held_by(pid) for pid in pids]
+        assert len(pids) > 1
+        for (rss, fds, threads), (rss_after, fds_after, threads_after) in zip(before, after, strict=True):
+            assert rss_after - rss < 4 << 20
+            assert (fds_after, threads_after) <= (fds, threads)
 
 
 async def test_a_long_run_after_short_ones_does_not_stall_the_other_models_of_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:
