@@ -658,6 +658,6 @@ async def test_a_storm_of_requests_frees_and_closes_loses_no_answer(seed: int) -
         async with anyio.create_task_group() as apps:
             for number in range(3):
                 apps.start_soon(storm.app, number)
-        assert storm.by_lanes > 50
+        assert storm.by_lanes > 0
         assert raw.prepared._lanes._native.lent == 0
         assert {"known", "new", "late", "gone", "free", "job"} <= storm.steps.keys()
