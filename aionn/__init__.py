@@ -60,6 +60,7 @@ if _typing.TYPE_CHECKING:
     from aionn.runtime.staging.stage import StagePolicy as StagePolicy
     from aionn.runtime.streaming.burst import Burst as Burst
     from aionn.runtime.streaming.frame import Frame as Frame
+    from aionn.runtime.streaming.item import Item as Item
     from aionn.runtime.streaming.stream import StreamResult as StreamResult
 
     __all__: list[str]
@@ -81,6 +82,7 @@ else:
         "aionn.runtime.staging.stage": "Stage StagePolicy",
         "aionn.runtime.streaming.burst": "Burst",
         "aionn.runtime.streaming.frame": "Frame",
+        "aionn.runtime.streaming.item": "Item",
         "aionn.runtime.streaming.stream": "StreamResult",
     }
     _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}

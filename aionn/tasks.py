@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import operator
 import os
 import select
 import time
@@ -107,6 +108,22 @@ def checked_seconds(name: str, value: float | None) -> float | None:
     if not seconds > 0:
         raise CallerError(f"{name} is {value!r}; give a number of seconds above 0, or None for no limit")
     return None if math.isinf(seconds) else seconds
+
+
+def checked_count(name: str, value: object, least: int, most: int | None = None) -> int:
+    """Return the whole number that an argument gives, which may be a NumPy integer.
+
+    Raises:
+        CallerError: the argument is not a whole number from `least` to `most`.
+    """
+    try:
+        number = least - 1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = least - 1
+    if number < least or (most is not None and number > most):
+        allowed = f"at least {least}" if most is None else f"from {least} to {most}"
+        raise CallerError(f"{name}={value!r}; give a whole number, {allowed}")
+    return number
 
 
 @overload

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import uuid
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,17 @@ import onnxruntime
 import pytest
 import soundfile
 from numpy.typing import NDArray
+from PIL import Image
 
+import aionn
+from aionn.testing import FakeDevice, identity_model
 from tests.leaks import leak_check, processes_with
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
+import cameras  # noqa: E402
 import carriers  # noqa: E402
 import frame_orientation  # noqa: E402
 import voice_activity  # noqa: E402
@@ -291,6 +296,59 @@ def test_frame_orientation_prints_one_line_a_frame_and_one_that_sums_up() -> Non
         "frame   1: turned by  90, found 270  wrong",
         "2 frames, accuracy 0.500; p50 2000.0 us, p99 2980.0 us per frame",
     ]
+
+
+# --- cameras ---------------------------------------------------------------------------------------------------------
+
+
+def test_three_cameras_share_a_compilation_and_no_frame_is_copied(tmp_path: Path) -> None:
+    with leak_check():
+        ran = example("cameras.py", "--results", "20", "--json", "--pictures", str(tmp_path))
+    assert (ran.returncode, ran.stderr) == (0, "")
+    found = json.loads(ran.stdout)
+    assert {name: camera["turned"] for name, camera in found.items()} == cameras.CAMERAS
+    for name, camera in found.items():
+        assert camera["results"] == 20
+        assert camera["copied_bytes"] == 0
+        assert camera["accuracy"] == 1.0
+        assert 0 < camera["age_p50_ms"] <= camera["age_p99_ms"]
+        assert camera["fps"] > 0
+        upright = np.rot90(np.asarray(Image.open(tmp_path / f"{name}.png")), camera["turned"] // 90)
+        assert (upright[: cameras.BAR_PX] == np.array(cameras.BAR_COLOUR)).all()
+
+
+def test_a_slow_model_drops_frames_of_a_camera_and_still_draws_on_the_right_picture(tmp_path: Path) -> None:
+    """A fake engine answers with what it was sent, so each answer shows its picture."""
+    cameras.make_video(tmp_path / "page.mp4", 0, 0)
+    outcome = []
+
+    async def watch() -> None:
+        with FakeDevice() as fake:
+            fake.delay(0.03)
+            async with aionn.Runtime() as runtime:
+                compilation = await runtime.compile(aionn.Model.from_onnx(identity_model({"x": cameras.SHAPE})), devices=(fake.name,))
+                async with compilation.burst() as burst:
+                    source = cameras.camera(tmp_path / "page.mp4", 200.0, burst)
+                    async with aclosing(burst.map(source, policy="latest")) as results:
+                        async for result in results:
+                            (sent,) = result.outputs.values()
+                            expected = result.tag.transpose(2, 0, 1) * cameras.SCALE - cameras.SHIFT
+                            outcome.append(float(np.abs(sent[0] - expected).max()))
+                            if len(outcome) == 10:
+                                break
+                    statistics = burst.statistics()
+                    assert statistics["dropped"] > 0
+                    assert statistics["copied_bytes"] == 0
+
+    aionn.run(watch)
+    assert max(outcome) < 1e-5
+
+
+@pytest.mark.parametrize("arguments", [("--results", "0"), ("--fps", "nan"), ("--pictures", "/no/such/place")])
+def test_cameras_refuses_what_cannot_be(arguments: tuple[str, str]) -> None:
+    ran = example("cameras.py", *arguments)
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert arguments[0] in ran.stderr
 
 
 # --- the carriers ----------------------------------------------------------------------------------------------------

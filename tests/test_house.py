@@ -27,6 +27,7 @@ GROUND_ORDER = ("lazy", "memo", "errors", "trace", "tasks")
 IO_MODULES = {"anyio", "os", "socket", "mmap", "asyncio", "fcntl", "subprocess", "select", "selectors", "aiofiles"}
 SANS_IO = (
     "pages/layout.py",
+    "pages/app_layout.py",
     "hal",
     "burst/packets.py",
     "remote/control.py",
@@ -85,6 +86,16 @@ def test_nobody_calls_upstairs() -> None:
     assert upward == []
 
 
+def test_native_code_includes_from_lower_floors_only() -> None:
+    includes = [
+        (path, room)
+        for ending in ("*.c", "*.h")
+        for path in sorted(HOUSE.rglob(ending))
+        for room in re.findall(r'#include "\.\./(\w+)/', path.read_text(encoding="utf-8"))
+    ]
+    assert [f"{path.relative_to(HOUSE)} includes {room}" for path, room in includes if FLOOR_OF[room] >= FLOOR_OF[room_of(path)]] == []
+
+
 def test_the_two_wings_do_not_know_each_other() -> None:
     across = [
         str(path.relative_to(HOUSE))
@@ -119,11 +130,12 @@ def test_the_borders_are_sans_io() -> None:
 def test_each_kind_of_act_has_one_place() -> None:
     """Only memory/region and pages map; only fmq imports the ring; only runtime/processes/spawning starts processes."""
     only = {
-        "mmap": {"memory/region.py", "pages/page.py"},
+        "mmap": {"memory/region.py"},
+        "aionn.pages._page.Memory": {"pages/page.py"},
         "subprocess": {"runtime/processes/spawning.py"},
         "multiprocessing": set(),
         "pickle": set(),
-        "aionn.pages._page": {"pages/page.py"},
+        "aionn.pages._page": {"pages/page.py", "pages/app_page.py", "pages/finding.py"},
         "aionn.fmq._ring": {"fmq/event_flag.py", "fmq/message_queue.py", "fmq/__init__.py"},
     }
     strays = [

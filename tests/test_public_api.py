@@ -42,6 +42,7 @@ FACE = {
     "ExecutionError",
     "Frame",
     "HardwareBuffer",
+    "Item",
     "Memory",
     "MemoryAllocationError",
     "MissReason",
@@ -188,6 +189,8 @@ def test_a_runtime_compiles_with_these_options() -> None:
         "*devices": None,
         "*preference": "fast_single_answer",
         "*priority": "medium",
+        "*threads": None,
+        "*instances": 1,
         "*cache_dir": None,
         "*token": None,
         "*mode": "eager",
@@ -213,8 +216,10 @@ def test_a_burst_computes_frames() -> None:
     assert inspect.iscoroutinefunction(aionn.Burst.compute)
     assert parameters_of(aionn.Burst.compute) == parameters_of(aionn.Compilation.compute)
     assert parameters_of(aionn.Burst.frame) == {"shapes": None}
+    assert parameters_of(aionn.Burst.lease) == {"shapes": None}
     assert parameters_of(aionn.Burst.map) == {"frames": EMPTY, "*policy": "block", "*depth": 2, "*deadline_s": None}
-    assert {"compute", "frame", "map", "statistics"} <= set(dir(aionn.Burst))
+    assert {"compute", "frame", "lease", "map", "statistics"} <= set(dir(aionn.Burst))
+    assert parameters_of(aionn.Item) == {"inputs": EMPTY, "tag": None}
 
 
 def test_outputs_are_a_dict_that_tells_more() -> None:

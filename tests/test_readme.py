@@ -13,6 +13,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -80,8 +81,12 @@ WORLDS = {
     "A cache that can be trusted",
     "State that stays in the driver",
     "Streams",
+    "Cameras",
     "First frame at once, faster frames later",
     "When a driver dies",
+    "How many threads, and how many runs at once",
+    "A bound for the machine",
+    "Priority",
     "Testing your app",
 }
 
@@ -205,6 +210,42 @@ async def test_a_stream_comes_in_order_and_what_was_dropped_is_counted(silero_pa
 
 
 @pytest.mark.anyio
+async def test_a_camera_that_blocks_leases_frames_and_its_tags_come_back(orientation_path: Path) -> None:
+    class Camera:
+        """Each picture is another shade of grey. The next one comes when the one before has been drawn."""
+
+        def __init__(self) -> None:
+            self.pictures = [np.full((224, 224, 3), 10 * number, np.uint8) for number in range(FRAMES)]
+            self.shot = 0
+            self.drawn = threading.Semaphore(1)
+
+        def read(self) -> np.ndarray[Any, Any] | None:
+            assert threading.current_thread() is not threading.main_thread()
+            assert self.drawn.acquire(timeout=30)
+            self.shot += 1
+            return self.pictures[self.shot - 1] if self.shot <= FRAMES else None
+
+    camera = Camera()
+    drawn = []
+
+    def draw(picture: np.ndarray[Any, Any], outputs: aionn.Outputs) -> None:
+        (scores,) = outputs.values()
+        drawn.append((picture, scores.copy()))
+        camera.drawn.release()
+
+    async with aionn.Runtime() as runtime:
+        compilation = await runtime.compile(aionn.Model.from_onnx(orientation_path), devices=("onnxruntime",))
+        async with compilation.burst() as burst:
+            await run_block("Cameras", {"burst": burst, "camera": camera, "draw": draw, "np": np, "aionn": aionn})
+            assert burst.statistics()["copied_bytes"] == 0
+        assert [picture is shot for (picture, _), shot in zip(drawn, camera.pictures, strict=True)] == [True] * FRAMES
+        for picture, scores in drawn:
+            pixels = (picture.transpose(2, 0, 1)[np.newaxis] / 255).astype(np.float32)
+            (expected,) = (await compilation.compute({"x": pixels})).values()
+            np.testing.assert_allclose(scores, expected, atol=1e-6)
+
+
+@pytest.mark.anyio
 async def test_first_frame_at_once(silero_path: Path) -> None:
     async with aionn.Runtime() as runtime:
         world: dict[str, Any] = {"runtime": runtime, "model": aionn.Model.from_onnx(silero_path)}
@@ -213,6 +254,25 @@ async def test_first_frame_at_once(silero_path: Path) -> None:
         assert outputs.stage == "onnxruntime"
         assert [(stage.name, stage.reason) for stage in world["compilation"].stages] == [("onnxruntime", ""), ("openvino", "")]
         assert isinstance(runtime.stage_policy, aionn.StagePolicy)
+
+
+@pytest.mark.anyio
+async def test_threads_instances_and_priority_as_the_page_says(silero_path: Path) -> None:
+    model = aionn.Model.from_onnx(silero_path)
+    async with aionn.Runtime() as runtime:
+        world: dict[str, Any] = {"runtime": runtime, "model": model}
+        await run_block("How many threads, and how many runs at once", world)
+        await run_block("Priority", world)
+        assert [(world[name].threads, world[name].instances) for name in ("alone", "shared")] == [(2, 1), (1, 2)]
+        answers = [float((await world[name].compute(voice()))["output"].item()) for name in ("alone", "shared", "voice", "archive")]
+        np.testing.assert_allclose(answers, answers[0], rtol=1e-4)
+        device = next(device for device in runtime.devices if device.name == world["archive"].device)
+        assert device.low_priority is not None
+        assert device.low_priority.pid not in (None, device.pid)
+    world = {"aionn": aionn}
+    await run_block("A bound for the machine", world)
+    with pytest.raises(aionn.CallerError, match="not open"):
+        await world["runtime"].compile(model)
 
 
 def driver_of(runtime: aionn.Runtime) -> int:

@@ -18,7 +18,7 @@ class ILanes(Protocol):
     def lend(self, listener: Listener, returned: Callable[[], object], /) -> bool:
         """Serve the known packets of a burst from now on. Returns False, and does nothing, if it cannot be served.
 
-        `returned` is called once, from any thread: the burst has been given back or recalled, and no run of it is in flight.
+        `returned` is called once, from any thread, when the burst has been given back or recalled. Runs may still be in flight.
         """
         ...
 

@@ -113,9 +113,7 @@ def encode_request_body(request: Request, pools: Sequence[PoolReference], measur
             place = argument.location
             fields = (place.pool_index, place.offset, place.length, *argument.dimensions)
             if min(fields) < 0 or max(fields) > _U32_MAX:
-                raise PacketError(
-                    f"{argument} does not fit the 32 bits that a burst carries; use compute without a burst for larger memories"
-                )
+                raise PacketError(f"{argument} does not fit the 32 bits that a burst carries; use compilation.compute for larger memories")
             rank = len(argument.dimensions)
             datums.append(_OPERAND.pack(kind, argument.has_no_value, place.pool_index, place.offset, place.length, rank))
             datums.extend(_DIMENSION.pack(kind + 1, extent) for extent in argument.dimensions)

@@ -59,6 +59,9 @@ from aionn.hal.types import ErrorStatus, MQDescriptor, MQFlavor, Result
 
 logger = logging.getLogger("aionn.driver")
 
+LONGEST_KNOWN = 4032
+"""Bytes of the longest packet that lanes recognise (EXCHANGE_MOST in exchange.h)."""
+
 CLOSE_S = 2.0
 """How long the end of a burst waits for a run in flight."""
 
@@ -222,9 +225,16 @@ class ExecutionBurstServer:
             if self._lanes is not None:
                 self._lanes.recall(self._native)
             async with self._working:
+                await self._idle()
                 yield
         finally:
             self._wanted -= 1
+
+    async def _idle(self) -> None:
+        """Wait until no lane runs a request of this burst. It is not lent."""
+        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if not self._native.when_idle(partial(over.get_loop().call_soon_threadsafe, _settle, over)):
+            await over
 
     # ---- listening ----------------------------------------------------------------------------------------------------
 
@@ -237,9 +247,11 @@ class ExecutionBurstServer:
                 async with self._working:
                     if not self._wanted and not await self._lend(lanes):
                         lanes = None
-                for body, identity, service_ns in self._native.held():
-                    result = decode_result(body + result_identity_datum(identity, service_ns)).result
-                    await self._write(result, identity, service_ns)
+                if self._native.blocked:
+                    await self._idle()
+                    for body, identity, service_ns in self._native.held():
+                        result = decode_result(body + result_identity_datum(identity, service_ns)).result
+                        await self._write(result, identity, service_ns)
             available = requests.available_to_read()
             if not available:
                 if lanes is None:
@@ -248,14 +260,39 @@ class ExecutionBurstServer:
                     requests.peek(1)  # raises the reason, if the queue has come to its end
                     await asyncio.sleep(0)
                 continue
-            datums = requests.read(available)
-            if datums is None:
-                continue  # a broken client has taken datums back
-            for packet in split_requests(datums):
+            if lanes is not None:
+                await self._serve_first(requests.peek(available) or b"")
+                continue
+            for packet in split_requests(requests.read(available) or b""):  # a broken client may have taken datums back
                 await self._answer(packet)
                 if time.monotonic_ns() - yielded_ns > YIELD_NS:
                     await asyncio.sleep(0)
                     yielded_ns = time.monotonic_ns()
+
+    async def _serve_first(self, datums: bytes) -> None:
+        """Bind the packets that lanes do not know yet, so that lanes take them. Or answer the first packet, if they cannot."""
+        packets = split_requests(datums)
+        for number, packet in enumerate(packets):
+            framed = is_framed_request(packet) and len(packet) <= LONGEST_KNOWN
+            key = packet[:-DATUM_BYTES] if framed else None
+            if key is None or (number == 0 and self._native.find(key) is not None):
+                break  # lanes have given a known packet back because it is late, for instance
+            if self._native.find(key) is None:
+                try:
+                    async with self._working:
+                        await self._bind(packet, key)
+                except Exception as error:  # as in `_result_of`
+                    if number == 0:
+                        await self._idle()
+                        self._requests.read(len(packet) // DATUM_BYTES)
+                        await self._send(result_of(error), read_identity(packet)[0], time.monotonic_ns())
+                    return
+        else:
+            return
+        if number == 0:
+            await self._idle()
+            if self._requests.read(len(packet) // DATUM_BYTES) is not None:
+                await self._answer(packet)
 
     async def _lend(self, lanes: ILanes) -> bool:
         """Lend the burst to the lanes until they give it back. Returns False if they cannot serve it."""

@@ -68,7 +68,7 @@ def usable_cpus() -> int:
 
 
 class SpinPolicy:
-    """The rule for one end of one burst.
+    """The rule for one end of one burst. The app's end follows it in C (aionn/fmq/spin.h).
 
     Attributes:
         brisk: recent waits were shorter than the window, so the next one is watched: `budget_ns` is `window_ns`.
@@ -108,8 +108,3 @@ class SpinPolicy:
         average = min(self._average_ns, float(self.window_ns))
         self._average_ns = mean_ns + (1 - _WEIGHT) ** waits * (average - mean_ns)
         self.brisk = self.allowed
-
-
-def apart(own_cpu: int | None, peer_cpu: int | None) -> bool:
-    """Return whether the peer was last seen on another CPU than this one. An unknown CPU counts as the same."""
-    return peer_cpu is not None and own_cpu != peer_cpu

@@ -18,6 +18,8 @@ INTERRUPTED = 130
 
 Json = Annotated[bool, Parameter(name="--json", negative="", show_default=False, help="Print one JSON value instead of a table.")]
 StateDir = Annotated[str | None, Parameter(name="--state-dir")]
+Threads = Annotated[int | None, Parameter(name="--threads", help="Engine threads for one run. Default: the engine chooses.")]
+Instances = Annotated[int, Parameter(name="--instances", help="How many runs may go on beside each other, over one copy of the weights.")]
 DeviceNames = Annotated[list[str] | None, Parameter(name="--device", negative="")]
 
 app = App(
@@ -46,6 +48,8 @@ def compile_(
     cache_dir: Annotated[str, Parameter(name="--cache-dir")],
     device: DeviceNames = None,
     stages: Annotated[str | None, Parameter(name="--stages")] = None,
+    threads: Threads = None,
+    instances: Instances = 1,
     state_dir: StateDir = None,
     json: Json = False,
 ) -> None:
@@ -61,7 +65,7 @@ def compile_(
         state_dir: Folder of the records that vouch for the cache; it must last as long. Default: $XDG_STATE_HOME/aionn, else
             ~/.local/state/aionn.
     """
-    from aionn.cli.compiling import compile_model
+    from aionn.cli.compiling import CompileOptions, compile_model
 
     if stages is not None:
         if device:
@@ -69,7 +73,8 @@ def compile_(
         device = [name.strip() for name in stages.split(",")]
         if not all(device) or len(set(device)) < len(device):
             raise UsageError(f"--stages {stages!r}: give names of devices with commas between, each once, as in onnxruntime,openvino")
-    compile_model(model, cache_dir, device, as_json=json, staged=stages is not None, state_dir=state_dir)
+    options = CompileOptions(cache_dir, device, stages is not None, state_dir, {"threads": threads, "instances": instances})
+    compile_model(model, options, as_json=json)
 
 
 @app.command
@@ -81,6 +86,8 @@ def run(
     device: str | None = None,
     repeat: int = 1,
     burst: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+    threads: Threads = None,
+    instances: Instances = 1,
     cache_dir: Annotated[str | None, Parameter(name="--cache-dir")] = None,
     state_dir: StateDir = None,
     json: Json = False,
@@ -93,7 +100,7 @@ def run(
         input: NAME=FILE.npy, once for each input. An input that is not given gets random numbers (seed 0), its open dimensions 1.
         device: Name of the device. Default: the best one that can run the model.
         repeat: How often to run it.
-        burst: Send the requests through a burst's shared memory queues, not the control socket.
+        burst: Send the requests through one burst, whose outputs are not copied.
         cache_dir: Take the compilation from this cache, or store it there.
         state_dir: Folder of the records that vouch for the cache; it must last as long. Default: $XDG_STATE_HOME/aionn, else
             ~/.local/state/aionn.
@@ -101,7 +108,7 @@ def run(
     """
     from aionn.cli.running import RunOptions, run_model
 
-    run_model(model, RunOptions(input or (), device, repeat, burst, cache_dir, state_dir, trace), json)
+    run_model(model, RunOptions(input or (), device, repeat, burst, cache_dir, state_dir, trace, threads, instances), json)
 
 
 @app.command

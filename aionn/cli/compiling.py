@@ -8,8 +8,9 @@ inputs.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from aionn.caching.outcomes import CacheOutcome, Refusal
 from aionn.caching.store import CacheStore
 from aionn.cli.printing import NotDoneError, digest, duration, error_console, print_json, print_table, size
 
-__all__ = ["compile_model", "describe", "progress"]
+__all__ = ["CompileOptions", "compile_model", "describe", "progress"]
 
 # A call to a device shows which step begins.
 _CALLS = {
@@ -85,16 +86,31 @@ def describe(outcome: CacheOutcome) -> dict[str, Any]:
     }
 
 
-def compile_model(path: str, cache_dir: str, devices: Sequence[str] | None, *, as_json: bool, staged: bool, state_dir: str | None) -> None:
-    """Compile, and print what was stored.
+@dataclass(frozen=True, slots=True)
+class CompileOptions:
+    """How `aionn compile` compiles a model. The command line describes each option.
 
-    Args:
+    Attributes:
+        devices: None means the best device that can run the model.
         staged: compare the devices as stages, from quick to best, and print which one is to serve.
+        of_engine: the options that `Runtime.compile` takes as they are.
+    """
+
+    cache_dir: str
+    devices: Sequence[str] | None
+    staged: bool
+    state_dir: str | None
+    of_engine: Mapping[str, Any]
+
+
+def compile_model(path: str, options: CompileOptions, *, as_json: bool) -> None:
+    """Compile, and print what was stored.
 
     Raises:
         NotDoneError: nothing is stored for one of the devices.
     """
-    done = aionn.run(_compile, path, cache_dir, devices, staged, state_dir)
+    cache_dir, staged = options.cache_dir, options.staged
+    done = aionn.run(_compile, path, options)
     if as_json:
         print_json({"model": path, "cache_dir": cache_dir, "compilations": done})
     else:
@@ -126,31 +142,36 @@ def _differing(parts: Sequence[str]) -> str:
     return "" if "device" in parts else "".join(f", other {part}" for part in parts)
 
 
-async def _compile(path: str, cache_dir: str, devices: Sequence[str] | None, staged: bool, state_dir: str | None) -> list[dict[str, Any]]:
+async def _compile(path: str, options: CompileOptions) -> list[dict[str, Any]]:
+    cache_dir, devices = options.cache_dir, options.devices
     model = aionn.Model.from_onnx(path)
     done = []
     names: Sequence[str | None] = devices or [None]
-    async with aionn.Runtime(state_dir=state_dir) as runtime:
+    async with aionn.Runtime(state_dir=options.state_dir) as runtime:
         for name in names:
             began = time.monotonic()
             with progress(f"{Path(path).name} for {name or 'the best device'}"):
                 compilation = await runtime.compile(
-                    model, devices=None if name is None else (name,), cache_dir=cache_dir, token=model.token
+                    model, devices=None if name is None else (name,), cache_dir=cache_dir, token=model.token, **options.of_engine
                 )
             took_s = time.monotonic() - began
             (outcome,) = compilation.outcomes
             done.append({"device": compilation.device, "took_s": took_s, **describe(outcome), **await _stored(cache_dir, outcome)})
             await compilation.aclose()
-        if staged and devices:
-            for one, stage in zip(done, await _stages(runtime, model, path, cache_dir, devices), strict=True):
+        if options.staged and devices:
+            for one, stage in zip(done, await _stages(runtime, model, path, options, devices), strict=True):
                 one["stage"] = stage
     return done
 
 
-async def _stages(runtime: aionn.Runtime, model: aionn.Model, path: str, cache_dir: str, names: Sequence[str]) -> list[dict[str, Any]]:
+async def _stages(
+    runtime: aionn.Runtime, model: aionn.Model, path: str, options: CompileOptions, names: Sequence[str]
+) -> list[dict[str, Any]]:
     """Return the outcome of each stage as JSON values."""
     with progress(f"{Path(path).name} in stages"):
-        compilation = await runtime.compile(model, mode="staged", stages=names, cache_dir=cache_dir, token=model.token)
+        compilation = await runtime.compile(
+            model, mode="staged", stages=names, cache_dir=options.cache_dir, token=model.token, **options.of_engine
+        )
         for name in names:
             with suppress(aionn.StageRejected):  # the table shows its reason
                 await compilation.wait_for_stage(name)

@@ -33,6 +33,7 @@ class RunOptions:
         inputs: "NAME=FILE.npy" per given input.
         device: None means the best device that can run the model.
         trace: the file for the trace, or None.
+        threads: None means that the engine chooses.
     """
 
     inputs: Sequence[str] = ()
@@ -42,6 +43,8 @@ class RunOptions:
     cache_dir: str | None = None
     state_dir: str | None = None
     trace: str | None = None
+    threads: int | None = None
+    instances: int = 1
 
 
 def run_model(path: str, options: RunOptions, as_json: bool) -> None:
@@ -118,6 +121,8 @@ async def _run(path: str, given: Arrays, options: RunOptions) -> dict[str, Any]:
             compilation = await runtime.compile(
                 model,
                 devices=None if device is None else (device,),
+                threads=options.threads,
+                instances=options.instances,
                 cache_dir=cache_dir,
                 token=None if cache_dir is None else model.token,
             )

@@ -15,6 +15,9 @@ if __name__ == "__main__":
         # NumPy's BLAS keeps its idle threads spinning for 2^26 cycles after it is loaded. At each start that takes 60 ms of CPU time
         # from other processes that are starting. So the threads sleep at once, unless the app says otherwise. (2^4 is OpenBLAS's least.)
         os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
+        from aionn.driver.schedule import schedule_of, take_up
+
+        take_up(schedule_of(sys.argv[1:]))
         gc.disable()  # everything imported here stays, so looking for garbage in it is a waste of time
         from aionn.driver.process import main
 

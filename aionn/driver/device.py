@@ -25,8 +25,10 @@ from aionn.caching.outcomes import MissReason, Refusal
 from aionn.driver.artifacts import Artifacts, LentHandles, Source
 from aionn.driver.blobs import DeviceBlobs
 from aionn.driver.execution import BoundExecution, BoundModel, BoundPool, bind
+from aionn.driver.instances import instances_of
 from aionn.driver.lanes import Lane, Lanes
 from aionn.driver.memories import EngineBuffer, bound_pool, constants_of
+from aionn.driver.priority import Turns
 from aionn.driver.threads import Threads
 from aionn.errors import AionnError, CallerError, CompilationError, DeadlineError, ExecutionError
 from aionn.hal.interfaces import (
@@ -77,6 +79,9 @@ class EngineDevice:
         tasks: where burst listeners run. They end with it.
         state_directory: where digests and the blob cache are kept. None means the user's state directory.
         page: the statistics page that shows what the device does, or None.
+
+    Attributes:
+        turns: lets runs of high priority go first. Every prepared model of the process shares them.
     """
 
     def __init__(
@@ -89,6 +94,7 @@ class EngineDevice:
         self._artifacts = Artifacts(engine, state_directory)
         self._blobs = DeviceBlobs(engine.name, engine.version, state_directory)
         self.buffers = DeviceBuffers(reserve)
+        self.turns = Turns()
         self.name = engine.name
         self.version = engine.version
         self.type: DeviceType = getattr(engine, "device_type", DeviceType.CPU)
@@ -120,15 +126,35 @@ class EngineDevice:
             source: Source | None = None
             if may_export and any(map(may_change, model.pools)):
                 source = await self._blocking(lambda: Source.of(model), flag, options.deadline_ns)
-            compile_options = CompileOptions(options.preference, options.priority, options.threads, flag, may_export, self._blobs)
+            compile_options = dataclasses.replace(self._compile_options(options, flag), may_export=may_export)
             with trace.span("driver.compile", device=self.name):
                 executable, outcome = await self._blocking(lambda: self._compile(model, compile_options), flag, options.deadline_ns)
+            executables = await self._instances(executable, options, flag)  # before it is stored, since it may be refused
             if lent is not None and not outcome:
                 outcome = await self._save(executable, model, source, lent, flag, options.deadline_ns)
         finally:
             if lent is not None:
                 lent.give_up()
-        return EnginePreparedModel(self, executable, model.inputs, model.outputs, options, outcome, constants_of(model))
+        return EnginePreparedModel(self, executables, model.inputs, model.outputs, options, outcome, constants_of(model))
+
+    def _compile_options(self, options: PrepareOptions, flag: CancelFlag) -> CompileOptions:
+        return CompileOptions(
+            options.preference,
+            options.priority,
+            options.threads,
+            flag,
+            blob_cache=self._blobs,
+            at_most=options.at_most,
+            instances=options.instances,
+        )
+
+    async def _instances(self, executable: Executable, options: PrepareOptions, flag: CancelFlag) -> Sequence[Executable]:
+        if options.instances == 1:
+            return (executable,)
+        try:
+            return await self._blocking(lambda: instances_of(self.name, executable, options.instances), flag, options.deadline_ns)
+        except Exception as error:  # an engine's own exception types end here
+            raise self._compilation_error(error) from error
 
     def _compile(self, model: Model, options: CompileOptions) -> tuple[Executable, str]:
         """Compile. Return also why the model cannot be saved, where compiling worked only without preparing the export, or ""."""
@@ -166,7 +192,7 @@ class EngineDevice:
 
     async def prepare_model_from_cache(self, options: PrepareOptions, cache: CacheHandles) -> EnginePreparedModel:
         flag = CancelFlag()
-        compile_options = CompileOptions(options.preference, options.priority, options.threads, flag, blob_cache=self._blobs)
+        compile_options = self._compile_options(options, flag)
         lent = LentHandles(cache)
         try:
             with trace.span("driver.load", device=self.name):
@@ -176,10 +202,11 @@ class EngineDevice:
                     options.deadline_ns,
                     loading=True,
                 )
+            executables = await self._instances(executable, options, flag)
         finally:
             lent.give_up()
         self._threads.behind(self._artifacts.note_uses)  # the answer does not wait for this work
-        return EnginePreparedModel(self, executable, dict(stored.inputs), dict(stored.outputs), options)
+        return EnginePreparedModel(self, executables, dict(stored.inputs), dict(stored.outputs), options)
 
     async def allocate(
         self,
@@ -251,7 +278,7 @@ class EnginePreparedModel:
     def __init__(
         self,
         device: EngineDevice,
-        executable: Executable,
+        executables: Sequence[Executable],
         inputs: Mapping[str, Operand],
         outputs: Mapping[str, Operand],
         options: PrepareOptions,
@@ -259,15 +286,16 @@ class EnginePreparedModel:
         constants: Sequence[Extent] = (),
     ) -> None:
         self.device = device
-        self._executable: Executable | None = executable
+        self._executables = executables  # one per instance; empty once the model has been released
         self._options = options
         self.inputs = MappingProxyType(dict(inputs))
         self.outputs = MappingProxyType(dict(outputs))
         self.save_outcome = save_outcome
         number = next(_prepared_numbers)
-        self._slots = [device.slot(number)]
+        self._slots = [device.slot(number) for _ in executables]
         try:
-            self._lanes = Lanes(f"{device.name} lane", [Lane(executable, slot) for slot in self._slots])
+            lanes = [Lane(*each) for each in zip(executables, self._slots, strict=True)]
+            self._lanes = Lanes(f"{device.name} lane", lanes, device.turns, options.priority)
         except BaseException:
             self._free_slots()
             raise
@@ -305,7 +333,7 @@ class EnginePreparedModel:
 
     def bind(self, request: Request, pools: Sequence[BoundPool]) -> BoundExecution:
         """Check a request and make its arrays; see `execution.bind`."""
-        if self._executable is None:
+        if not self._executables:
             raise CallerError("the request names a prepared model that has been released; prepare the model again")
         return bind(self._bound, request, pools)
 
@@ -325,7 +353,7 @@ class EnginePreparedModel:
         for burst in list(self._bursts):
             await burst.aclose()
         await self._lanes.aclose()
-        self._executable = None
+        self._executables = ()
         self._free_slots()
 
     def _free_slots(self) -> None:

@@ -22,12 +22,13 @@ from typing import Any, TypeVar
 import anyio
 
 from aionn.burst import CLOSE_S
+from aionn.driver.priority import Turns
 from aionn.driver.threads import Job
 from aionn.errors import CallerError, ExecutionError
 from aionn.fmq import Lane as NativeLane
 from aionn.fmq import Lanes as NativeLanes
 from aionn.hal.interfaces import Executable
-from aionn.hal.types import ErrorStatus
+from aionn.hal.types import ErrorStatus, Priority
 from aionn.pages import Slot
 from aionn.tasks import Answer
 
@@ -48,9 +49,10 @@ class Lanes:
     Args:
         name: of the threads.
         lanes: one for each thread.
+        turns, priority: what decides when a run of this model may begin beside runs of other models.
     """
 
-    def __init__(self, name: str, lanes: Sequence[Lane]) -> None:
+    def __init__(self, name: str, lanes: Sequence[Lane], turns: Turns | None = None, priority: Priority = Priority.MEDIUM) -> None:
         """Start the threads.
 
         Raises:
@@ -58,6 +60,8 @@ class Lanes:
         """
         self._jobs: deque[Job[Any]] = deque()
         self._threads = len(lanes)
+        self._turns = turns or Turns()
+        self._priority = priority
         self._closed: Job[None] | None = None
         try:
             self._native = NativeLanes()
@@ -105,23 +109,29 @@ class Lanes:
                 self._closed.do()
 
     def _work(self, lane: Lane) -> None:
-        native, jobs = NativeLane(self._native), self._jobs
+        native, jobs, turns, priority = NativeLane(self._native), self._jobs, self._turns, self._priority
+        high = priority is Priority.HIGH
         answer: bytes | None = None
         while True:
             work = native.next(answer)
-            if work is not None:
+            job = None
+            if work is None:
+                answer = None
+                try:
+                    job = jobs.popleft()
+                except IndexError:
+                    if self._native.stopped:
+                        return
+                    continue
+            if high or turns.urgent:
+                turns.begin(priority)
+            if job is None:
                 answer = work(lane)
-                del work  # before the next wait, so that a closed memory is not kept mapped
-                continue
-            answer = None
-            try:
-                job = jobs.popleft()
-            except IndexError:
-                if self._native.stopped:
-                    return
-                continue
-            job.do(lane)
-            del job
+            else:
+                job.do(lane)
+            del work, job  # before the next wait, so that a closed memory is not kept mapped
+            if high:
+                turns.end(priority)
 
 
 def _nothing() -> None:

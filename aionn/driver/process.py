@@ -13,7 +13,6 @@ import ctypes
 import faulthandler
 import gc
 import os
-import platform
 import resource
 import signal
 import socket
@@ -24,6 +23,7 @@ import anyio.to_thread
 
 from aionn.driver.device import EngineDevice
 from aionn.driver.registry import find_engine
+from aionn.driver.schedule import is_schedule, schedule_of
 from aionn.errors import AionnError, DeviceUnavailableError
 from aionn.pages import BEAT_S, DriverPage
 from aionn.remote.control import STACKS_SIGNAL, Refused, encode
@@ -32,13 +32,6 @@ from aionn.remote.service import DeviceService
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
-_NICEST = 19
-_IOPRIO_WHO_PROCESS = 1
-_IOPRIO_CLASS_IDLE = 3
-_IOPRIO_CLASS_SHIFT = 13
-_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
-"""The kernel's number of ioprio_set by architecture, because glibc has no such function. Elsewhere the niceness alone decides."""
-
 CLEAN_UP_S = 2.0
 """How long a driver may take to free what its client left. Then it ends anyway."""
 
@@ -61,17 +54,6 @@ def bind_to_parent() -> None:
     for number in GROUP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-
-
-def stay_in_background(threads: int) -> None:
-    """Use only idle CPU and disk time from now on, on `threads` CPUs at most. Threads made later inherit that."""
-    os.nice(_NICEST)
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    # Take the last CPUs, because many programs take the first. An engine that counts its CPUs then counts these.
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-threads:])
-    number = _IOPRIO_SET.get(platform.machine())
-    if number is not None:
-        ctypes.CDLL(None).syscall(number, _IOPRIO_WHO_PROCESS, 0, _IOPRIO_CLASS_IDLE << _IOPRIO_CLASS_SHIFT)
 
 
 def raise_file_limit() -> None:
@@ -132,23 +114,21 @@ async def serve(name: str, home: str, sock: socket.socket, state_directory: str 
 
 
 def main(arguments: list[str]) -> int:
-    """Serve the socket that the parent left open: `python -m aionn.driver NAME[=HOME] FD [THREADS [STATE_DIR]]`.
+    """Serve the socket that the parent left open: `python -m aionn.driver NAME[=HOME] FD [SCHEDULE [STATE_DIR]]`.
 
     Args:
-        arguments: NAME of the device, with HOME ("package.module:Class") if the parent has looked it up. FD, the socket. With THREADS
-            above 0 the driver runs in the background, on so many CPUs at most. STATE_DIR is where the device keeps its records, by
-            default the user's state directory.
+        arguments: NAME of the device, with HOME ("package.module:Class") if the parent has looked it up. FD, the socket. SCHEDULE is a
+            number of CPUs for a driver in the background, 0 for the app's own priority, or "idle" for SCHED_IDLE. `__main__` has
+            taken it up. STATE_DIR is where the device keeps its records, by default the user's state directory.
     """
-    if len(arguments) not in (2, 3, 4) or not all(argument.isdigit() for argument in arguments[1:3]):
-        usage = "python -m aionn.driver ENGINE[=MODULE:CLASS] SOCKET_FD [THREADS [STATE_DIR]]"
+    if len(arguments) not in (2, 3, 4) or not arguments[1].isdigit() or not is_schedule(schedule_of(arguments)):
+        usage = "python -m aionn.driver ENGINE[=MODULE:CLASS] SOCKET_FD [CPUS|idle [STATE_DIR]]"
         print(f"usage: {usage}  (started by aionn's runtime; see `aionn devices`)", file=sys.stderr)
         return 2
     name, _, home = arguments[0].partition("=")
     fd = int(arguments[1])
     bind_to_parent()
-    threads, state_directory = int(arguments[2]) if len(arguments) > 2 else 0, arguments[3] if len(arguments) > 3 else None
-    if threads:
-        stay_in_background(threads)
+    state_directory = arguments[3] if len(arguments) > 3 else None
     name_process(name)
     close_inherited(fd)
     raise_file_limit()

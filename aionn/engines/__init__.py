@@ -12,7 +12,7 @@ domains and a process. Making an engine imports its library; importing the engin
     onnxruntime_artifact  the files that ONNX Runtime writes while it compiles
     openvino              slower to compile, 1.3 to 4.7 times quicker on convolutions (x86): the second stage
     outputs               moves outputs that an engine has made into the arrays given for them
-    processor             what this machine's CPU offers: usable cores, instruction set, flushing of denormals
+    processor             what this machine's CPU offers: usable cores, threads for a run, instruction set, flushing of denormals
     installed             which engines there are, by their entry points
 
 What all engines keep to
@@ -20,5 +20,6 @@ What all engines keep to
     that an app has freed. Each engine says what it keeps.
     An output with another shape than the array given for it goes back in the report (`outputs.deliver`).
     Accuracy is float32 as the model says it. An engine that would lower the precision by itself is set not to.
-    The number of threads is always explicit. It comes from the CPUs that this process may use, not from those of the machine.
+    The number of threads is always explicit. It comes from the app, or from the CPUs that this process may use. It never comes from the
+    CPUs of the machine. No artifact depends on it, or on the number of instances. Engines do not look at the priority.
 """

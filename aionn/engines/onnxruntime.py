@@ -14,7 +14,8 @@ What is set, and why (measured on 2 cores, ONNX Runtime 1.31)
                                     ORT sets it for its pool and for one thread per process; `Flushing` for the one that runs.
     intra_op.allow_spinning         on only for SUSTAINED_SPEED: spinning saves up to 0.9 ms when cores are free and doubles
                                     the latency when one is taken.
-    intra_op_num_threads            explicit: ORT's own choice counts the machine's cores, not this process's.
+    intra_op_num_threads            explicit: ORT's own choice counts the machine's cores, not this process's. A session's pool has
+                                    one thread less, because the thread that calls `run` works, too. Lanes share the pool.
     never: prepacked weights in the artifact (one model loads, then dies of SIGSEGV), .ort files (slower or SIGSEGV).
 
 What an executable keeps: the model's pools, or the artifact's buffers. Of arrays given to `run` it keeps weak references only.
@@ -27,6 +28,7 @@ import re
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -35,7 +37,7 @@ from numpy.typing import NDArray
 
 from aionn.engines.onnxruntime_artifact import ARTIFACT_FORMAT, WEIGHTS_DIRECTORY, WEIGHTS_FILE, WrittenArtifact, without_notes
 from aionn.engines.outputs import deliver
-from aionn.engines.processor import Flushing, instruction_set, usable_cpus
+from aionn.engines.processor import Flushing, instruction_set, run_threads
 from aionn.errors import CallerError, CompilationError, DeviceUnavailableError
 from aionn.graph.arrays import arrays_over, constant_arrays
 from aionn.hal.interfaces import Artifact, CompileOptions, Executable, ExecutionReport
@@ -55,9 +57,6 @@ TABLE_BYTES = 1 << 20
 OUTSIDE_BYTES = 64 << 10
 """In an artifact, weights from this size on are used where they lie. The others are parts of the graph. Handing one over costs 20 us,
 as much as ORT's copies of so many bytes. In models at hand a fifth of the weights are larger, and have 19 of 20 bytes."""
-
-_REMEMBERED_BINDINGS = 16
-"""Remembered sets of arrays: the frames of a burst take turns, and each may have a state that changes between two places."""
 
 
 _FATAL_ONLY = 4  # every error is raised as well, and a driver's stderr is for messages that have no other way
@@ -199,7 +198,10 @@ class OnnxRuntimeEngine:
 
 
 class OnnxRuntimeExecutable:
-    """A session and its bindings. Arrays that come again are not bound again: 6 us a call instead of 19 (one input, one output)."""
+    """A session and its bindings. Arrays that come again are not bound again: 6 us a call instead of 19 (one input, one output).
+
+    Several threads may enter a session at once if each has its own bindings. So the lanes of a model share one session.
+    """
 
     def __init__(self, session: Any, alive: object, artifact: Callable[[], Artifact] | None) -> None:
         self._session = session
@@ -255,13 +257,13 @@ class OnnxRuntimeExecutable:
         return ExecutionReport(made, report.on_device_ns)
 
     def _bind(self, key: tuple[object, ...], inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]]) -> _Binding:
-        bindings = self._bindings
-        bindings.pop(key, None)  # its arrays are gone, and other arrays have their ids now
-        if len(bindings) >= _REMEMBERED_BINDINGS:
-            for old in [known for known, bound in bindings.items() if not bound.lives()] or [next(iter(bindings))]:
-                del bindings[old]
-        bound = bindings[key] = _Binding(self._session.io_binding(), self._outputs, inputs, outputs)
+        binding = self._session.io_binding()
+        bound = self._bindings[key] = _Binding(binding, self._outputs, inputs, outputs, partial(_forget, weakref.ref(self), key))
         return bound
+
+    def lanes(self, count: int) -> list[OnnxRuntimeExecutable]:
+        """Return `count` executables over one session, of which this is the first."""
+        return [self, *(OnnxRuntimeExecutable(self._session, self._alive, None) for _ in range(count - 1))]
 
     def artifact(self) -> Artifact | None:
         """Return what to store, the first time only. Keeping it would cost the weights' size as long as the model lives."""
@@ -273,18 +275,25 @@ class _Binding:
     """A set of arrays bound to a session by their addresses.
 
     Invariants
-        A binding keeps no array alive. It is used only while the very arrays it was made for are all alive. So an address never
-        belongs to memory that is gone, or to another array that got the same `id`.
+        A binding keeps no array alive, and is forgotten with the first of its arrays (`gone`). It is used only while the very arrays
+        it was made for are all alive. So an address never belongs to memory that is gone, or to another array that got the same `id`.
         Between runs, an output that ORT itself allocates has no memory. ORT would take the memory of the last run for the caller's.
     """
 
     __slots__ = ("_arrays", "_names", "binding", "made")
 
-    def __init__(self, binding: Any, names: Sequence[str], inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]]) -> None:
+    def __init__(
+        self,
+        binding: Any,
+        names: Sequence[str],
+        inputs: Mapping[str, NDArray[Any]],
+        outputs: Mapping[str, NDArray[Any]],
+        gone: Callable[[object], None],
+    ) -> None:
         self.binding = binding
         self._names = names
         self.made = [name for name in names if name not in outputs]
-        self._arrays = [weakref.ref(array) for array in (*inputs.values(), *outputs.values())]
+        self._arrays = [weakref.ref(array, gone) for array in (*inputs.values(), *outputs.values())]
         for name in names:  # bind all, so that an output's place in the binding is its index
             binding.bind_output(name)
         for name, array in inputs.items():
@@ -303,10 +312,6 @@ class _Binding:
                 return False
         return True
 
-    def lives(self) -> bool:
-        """Return whether all its arrays are alive."""
-        return all(array() is not None for array in self._arrays)
-
     def take_made(self) -> dict[str, NDArray[Any]]:
         """Return the outputs that ORT has allocated, by name."""
         values = zip(self._names, self.binding.get_outputs(), strict=True)
@@ -314,6 +319,13 @@ class _Binding:
         for name in self.made:
             self.binding.bind_output(name)
         return found
+
+
+def _forget(executable: weakref.ref[OnnxRuntimeExecutable], key: tuple[object, ...], _: object) -> None:
+    """Forget a binding, because one of its arrays is gone. This may happen in any thread."""
+    owner = executable()
+    if owner is not None:
+        owner._bindings.pop(key, None)
 
 
 def _address(array: NDArray[Any]) -> int:
@@ -332,12 +344,9 @@ def _most_work(input_shapes: Sequence[tuple[int, ...] | None], weights: int) -> 
 
 
 def _threads(options: CompileOptions, work: int) -> int:
-    """Return the caller's number of threads, or 1 for LOW_POWER and for tiny models, or the number of usable CPUs."""
-    if options.threads:
-        return options.threads
-    if options.preference is ExecutionPreference.LOW_POWER:
-        return 1
-    return 1 if 0 <= work <= TINY_WORK else usable_cpus()
+    """Return the app's number of threads, else 1 for a tiny model, else what `run_threads` says."""
+    chosen = options.threads and not options.at_most
+    return 1 if not chosen and 0 <= work <= TINY_WORK else run_threads(options)
 
 
 _NAMES_A_NODE = (

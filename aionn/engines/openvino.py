@@ -7,8 +7,9 @@ OpenVINO takes a graph only whole, so compiling costs a temporary copy of the co
 
 What is set, and why
     INFERENCE_PRECISION_HINT        f32, always: left alone it takes bf16 where the CPU has it, and text recognition drifts by 0.12.
-    PERFORMANCE_HINT                LATENCY: one request at a time is what a prepared model has.
-    INFERENCE_NUM_THREADS           explicit: usable CPUs, not cores of the machine.
+    PERFORMANCE_HINT                LATENCY: a lane has one request at a time.
+    NUM_STREAMS                     one per lane, where there are several. A stream runs one request.
+    INFERENCE_NUM_THREADS           explicit: for all streams together. OpenVINO itself uses at most the usable CPUs.
     ENABLE_CPU_PINNING              off: each driver process would pin its threads to the same first cores.
     CPU_DENORMALS_OPTIMIZATION      on, as for ONNX Runtime.
 
@@ -30,11 +31,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aionn.engines.outputs import deliver
-from aionn.engines.processor import Flushing, instruction_set, usable_cpus
+from aionn.engines.processor import Flushing, instruction_set, run_threads
 from aionn.errors import CallerError, CompilationError, DeviceUnavailableError
 from aionn.hal.interfaces import Artifact, CompileOptions, Executable, ExecutionReport
 from aionn.hal.model import Model, Operation
-from aionn.hal.types import CacheFiles, ExecutionPreference
+from aionn.hal.types import CacheFiles
 
 __all__ = ["OpenVINOEngine", "OpenVINOExecutable"]
 
@@ -232,6 +233,10 @@ class OpenVINOExecutable:
         deliver(made, outputs)
         return ExecutionReport(made, report.on_device_ns)
 
+    def lanes(self, count: int) -> list[OpenVINOExecutable]:
+        """Return `count` executables with one infer request each over one compiled model, of which this is the first."""
+        return [self, *(OpenVINOExecutable(self._ov, self._compiled, self._names, self._artifact) for _ in range(count - 1))]
+
     def artifact(self) -> Artifact:
         """Return what to store: the artifact it was loaded from, or a new one."""
         if self._artifact is not None:
@@ -278,14 +283,14 @@ def _writable(array: NDArray[Any]) -> NDArray[Any] | None:
 
 
 def _settings(options: CompileOptions) -> dict[str, Any]:
-    chosen = 1 if options.preference is ExecutionPreference.LOW_POWER else usable_cpus()
-    return {
+    settings = {
         "INFERENCE_PRECISION_HINT": "f32",
         "PERFORMANCE_HINT": "LATENCY",
-        "INFERENCE_NUM_THREADS": options.threads or chosen,
+        "INFERENCE_NUM_THREADS": run_threads(options) * options.instances,
         "ENABLE_CPU_PINNING": False,
         "CPU_DENORMALS_OPTIMIZATION": True,
     }
+    return settings if options.instances == 1 else {**settings, "NUM_STREAMS": options.instances}
 
 
 def _check_wanted(options: CompileOptions) -> None:

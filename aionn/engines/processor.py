@@ -20,6 +20,9 @@ from typing import Any
 
 import blake3
 
+from aionn.hal.interfaces import CompileOptions, PrepareOptions
+from aionn.hal.types import ExecutionPreference
+
 _FENV_BYTES = 64  # more than any libc's fenv_t
 # Where fenv_t holds the control word, and the bits that flush denormals (glibc and musl agree).
 _CONTROL = {
@@ -41,6 +44,16 @@ def usable_cpus(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
         if quota > 0 and period > 0:
             cpus = min(cpus, max(1, -(-quota // period)))
     return cpus
+
+
+def run_threads(options: CompileOptions | PrepareOptions) -> int:
+    """Return how many threads a run may use: the app's number, else 1 for LOW_POWER, else an instance's share of the usable CPUs."""
+    if options.threads and not options.at_most:
+        return options.threads
+    if options.preference is ExecutionPreference.LOW_POWER:
+        return 1
+    share = max(1, usable_cpus() // options.instances)
+    return min(share, options.threads) if options.threads else share
 
 
 def instruction_set(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:

@@ -26,7 +26,7 @@ __all__ = ["ReferenceEngine", "ReferenceExecutable"]
 
 
 class ReferenceEngine:
-    """`hal.Engine` over `onnx.reference`. Ignores preference, priority and threads, which NumPy chooses itself."""
+    """`hal.Engine` over `onnx.reference`. Ignores preference, priority and threads. `Runtime(threads=)` bounds NumPy's own threads."""
 
     name = "reference"
     cache_files = CacheFiles()
@@ -90,6 +90,10 @@ class ReferenceExecutable:
     def __init__(self, evaluator: Any, dtypes: Mapping[str, np.dtype[Any]]) -> None:
         self._evaluator = evaluator
         self._dtypes = dict(dtypes)
+
+    def lanes(self, count: int) -> list[ReferenceExecutable]:
+        """Return this executable `count` times, because a run of the evaluator changes nothing in it."""
+        return [self] * count
 
     def run(self, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]], timing: bool) -> ExecutionReport:
         """Compute the outputs, and copy each into the array given for it if the shapes are the same."""

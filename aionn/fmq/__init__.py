@@ -11,6 +11,8 @@ The design on one page
         `_transfer.c`    elements in and out
         `_waiting.c`     sleeping and waking
         `_exchange.c`    what `Caller` and `Listener` share: exchange.h for Python
+        `_flight.c`      the app's requests in flight: sent in order, watched, settled (caller_object.h)
+        `_request.c`     sending one of them
         `_caller.c`      `Caller`, the app's end of a burst
         `_listener.c`    `Listener`, the driver's end of one burst
         `_lanes.c`       `Lanes`: which bursts are lent to the threads of one executable

@@ -1,96 +1,232 @@
-/* `Caller`: the app's end of a burst. See exchange_object.h. */
+/* `Caller`: the app's end of a burst. See caller_object.h and exchange_object.h. */
 #define _GNU_SOURCE
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <structmember.h>
 
-#include "exchange_object.h"
+#include "caller_object.h"
 
-static PyObject *answer_of(ExchangeObject *self, int known, const struct exchange_stamp *stamp, bool with_identity)
+#define EARLY_NS 1000000 /* a loop's timer may come so much too early */
+
+/* ---- life ---------------------------------------------------------------------------------------------------------- */
+
+static int caller_traverse(PyObject *object, visitproc visit, void *arg)
 {
-    PyObject *value = exchange_value(self, known); /* first, because making an object may run any Python code, and that may forget the value */
-    PyObject *answer = PyTuple_New(with_identity ? 3 : 2), *service = PyLong_FromUnsignedLongLong(stamp->second);
-    PyObject *identity = with_identity ? PyLong_FromUnsignedLongLong(stamp->first) : NULL;
-    if (!answer || !service || (with_identity && !identity)) {
-        Py_DECREF(value);
-        Py_XDECREF(answer);
-        Py_XDECREF(service);
-        Py_XDECREF(identity);
-        return NULL;
-    }
-    PyTuple_SetItem(answer, 0, value); /* these steal, and cannot fail on a new tuple */
-    PyTuple_SetItem(answer, 1, service);
-    if (identity)
-        PyTuple_SetItem(answer, 2, identity);
-    return answer;
+    CallerObject *self = (CallerObject *)object;
+    Py_VISIT(Py_TYPE(object));
+    Py_VISIT((PyObject *)self->exchange.requests);
+    Py_VISIT((PyObject *)self->exchange.results);
+    for (unsigned i = 0; i < CALLS; i++)
+        Py_VISIT(self->calls[i]);
+    Py_VISIT(self->look_again);
+    Py_VISIT(self->reports);
+    const struct request *lists[] = {self->first, self->spare};
+    for (unsigned i = 0; i < 2; i++)
+        for (const struct request *r = lists[i]; r; r = r->next) {
+            Py_VISIT(r->future);
+            Py_VISIT(r->settled);
+            Py_VISIT(r->idle);
+        }
+    return 0;
 }
 
-/* call(body, identity, deadline_ns, not_after_ns, budget_ns) */
-static PyObject *caller_call(PyObject *object, PyObject *const *args, Py_ssize_t given)
+/* Drop all that may refer back to this object. From then on it does nothing. */
+static int caller_clear(PyObject *object)
 {
-    ExchangeObject *self = (ExchangeObject *)object;
-    char *body;
-    Py_ssize_t length;
-    long long number[4];
-    if (given != 5) {
-        PyErr_SetString(PyExc_TypeError, "call(body, identity, deadline_ns, not_after_ns, budget_ns)");
+    CallerObject *self = (CallerObject *)object;
+    self->over = true;
+    for (unsigned i = 0; i < CALLS; i++)
+        Py_CLEAR(self->calls[i]);
+    Py_CLEAR(self->look_again);
+    Py_CLEAR(self->reports);
+    self->slot = NULL;
+    PyBuffer_Release(&self->counts);
+    struct request *lists[] = {self->first, self->spare};
+    self->first = self->last = self->unsent = self->spare = NULL;
+    self->in_flight = 0;
+    for (unsigned i = 0; i < 2; i++)
+        for (struct request *r = lists[i], *next; r; r = next) {
+            next = r->next;
+            flight_free(r);
+        }
+    return 0;
+}
+
+static void caller_dealloc(PyObject *object)
+{
+    PyObject_GC_UnTrack(object);
+    caller_clear(object);
+    for (unsigned i = 0; i < NAMES; i++)
+        Py_CLEAR(((CallerObject *)object)->names[i]);
+    exchange_dealloc(object);
+}
+
+/* begin(depth, window_ns, calls, counts=None, burst=0) */
+static PyObject *caller_begin(PyObject *object, PyObject *args)
+{
+    CallerObject *self = (CallerObject *)object;
+    unsigned depth;
+    long long window_ns;
+    unsigned long long burst = 0;
+    PyObject *calls[CALLS], *counts = Py_None;
+    if (!PyArg_ParseTuple(args, "IL(OOOOOO)|OK", &depth, &window_ns, &calls[0], &calls[1], &calls[2], &calls[3], &calls[4], &calls[5],
+                          &counts, &burst))
+        return NULL;
+    const struct ring *requests = ring_if_usable(self->exchange.requests), *results = ring_if_usable(self->exchange.results);
+    if (self->names[0] || !requests || !results || !ring_can_sleep(requests) || !ring_can_sleep(results)) {
+        PyErr_SetString(PyExc_ValueError, "expected a Caller that has not begun, over two open queues of aionn");
         return NULL;
     }
-    if (PyBytes_AsStringAndSize(args[0], &body, &length) < 0 || !exchange_numbers(args + 1, 4, number))
+    Py_buffer view = {0};
+    if (counts != Py_None && PyObject_GetBuffer(counts, &view, PyBUF_SIMPLE) < 0)
         return NULL;
-    struct ring *requests = ring_if_usable(self->requests), *results = ring_if_usable(self->results);
-    int64_t began_ns = ring_now_ns();
-    struct exchange_stamp stamp = {(uint64_t)number[0], (uint64_t)number[1]};
-    if (!requests || !results || began_ns >= number[2] ||
-        exchange_write(requests, (const uint8_t *)body, (uint64_t)length, &EXCHANGE_REQUEST, &stamp) != RING_OK)
+    struct page_slot *slot = page_slot_in(view.buf, (size_t)view.len);
+    if (counts != Py_None && !slot) {
+        PyBuffer_Release(&view);
+        PyErr_SetString(PyExc_TypeError, "expected a slot of a statistics page");
+        return NULL;
+    }
+    static const char *const names[NAMES] = {"set_result", "done", "dtype", "shape"};
+    PyObject *look_again = PyObject_GetAttrString(object, "_look_again");
+    for (unsigned i = 0; look_again && i < NAMES; i++)
+        if (!(self->names[i] = PyUnicode_InternFromString(names[i])))
+            Py_CLEAR(look_again);
+    if (!look_again) {
+        PyBuffer_Release(&view);
+        return NULL;
+    }
+    self->look_again = look_again;
+    self->counts = view;
+    self->slot = slot;
+    self->burst = burst;
+    self->depth = depth;
+    spin_begin(&self->spin, window_ns);
+    for (unsigned i = 0; i < CALLS; i++) {
+        Py_INCREF(calls[i]);
+        self->calls[i] = calls[i];
+    }
+    self->over = false;
+    Py_RETURN_NONE;
+}
+
+static PyObject *caller_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    PyObject *object = exchange_new(type, args, kwargs);
+    if (object)
+        ((CallerObject *)object)->over = true; /* until `begin` */
+    return object;
+}
+
+/* end() */
+static PyObject *caller_end(PyObject *object, PyObject *Py_UNUSED(none))
+{
+    CallerObject *self = (CallerObject *)object;
+    struct request *r;
+    unsigned lost = self->in_flight;
+    slot_lost(self->slot, lost);
+    self->over = true;
+    while ((r = self->first)) {
+        flight_remove(self, r);
+        flight_finish(self, r, Py_None, Py_None);
+    }
+    flight_report(self);
+    caller_clear(object);
+    return PyLong_FromUnsignedLong(lost);
+}
+
+/* ---- requests ------------------------------------------------------------------------------------------------------ */
+
+/* leave(future, settled) */
+static PyObject *caller_leave(PyObject *object, PyObject *const *args, Py_ssize_t given)
+{
+    CallerObject *self = (CallerObject *)object;
+    if (given != 2) {
+        PyErr_SetString(PyExc_TypeError, "leave(future, settled)");
+        return NULL;
+    }
+    struct request *r = self->first;
+    while (r && r->future != args[0])
+        r = r->next;
+    if (!r)
         Py_RETURN_FALSE;
-    if (!exchange_look(self, self->results, began_ns, number[3]))
-        Py_RETURN_NONE;
-    uint64_t bytes, all;
-    int known = exchange_peek(results, &self->table, &EXCHANGE_RESULT, &stamp, &bytes, &all);
-    /* Only one request was in flight. The general path judges anything else that the driver says. */
-    if (known < 0 || bytes != all || stamp.first != (uint64_t)number[0] || ring_commit_read(results, bytes) != RING_OK)
-        Py_RETURN_NONE;
-    self->waits++;
-    return answer_of(self, known, &stamp, false);
+    if (r->sent) {
+        PyObject *future = r->future;
+        r->future = NULL;
+        r->deadline_ns = 0;
+        if (!r->settled && args[1] != Py_None) {
+            Py_INCREF(args[1]);
+            r->settled = args[1];
+        }
+        Py_DECREF(future);
+        Py_RETURN_TRUE;
+    }
+    flight_remove(self, r);
+    Py_CLEAR(r->future);
+    flight_finish(self, r, Py_None, Py_None);
+    Py_RETURN_FALSE;
 }
 
-/* send(body, identity, deadline_ns) */
-static PyObject *caller_send(PyObject *object, PyObject *const *args, Py_ssize_t given)
+/* answered(identity, service_ns, value) */
+static PyObject *caller_answered(PyObject *object, PyObject *const *args, Py_ssize_t given)
 {
-    ExchangeObject *self = (ExchangeObject *)object;
-    char *body;
-    Py_ssize_t length;
-    long long number[2];
+    CallerObject *self = (CallerObject *)object;
     if (given != 3) {
-        PyErr_SetString(PyExc_TypeError, "send(body, identity, deadline_ns)");
+        PyErr_SetString(PyExc_TypeError, "answered(identity, service_ns, value)");
         return NULL;
     }
-    if (PyBytes_AsStringAndSize(args[0], &body, &length) < 0 || !exchange_numbers(args + 1, 2, number))
+    unsigned long long identity = PyLong_AsUnsignedLongLong(args[0]);
+    unsigned long long service_ns = PyErr_Occurred() ? 0 : PyLong_AsUnsignedLongLong(args[1]);
+    if (PyErr_Occurred())
         return NULL;
-    struct ring *requests = ring_if_usable(self->requests);
-    struct exchange_stamp stamp = {(uint64_t)number[0], (uint64_t)number[1]};
-    return PyBool_FromLong(
-        requests && exchange_write(requests, (const uint8_t *)body, (uint64_t)length, &EXCHANGE_REQUEST, &stamp) == RING_OK);
+    struct request *r = flight_find(self, identity);
+    if (!r)
+        Py_RETURN_FALSE;
+    flight_settle(self, r, args[2], service_ns, ring_now_ns());
+    Py_RETURN_TRUE;
 }
 
-static PyObject *caller_take(PyObject *object, PyObject *Py_UNUSED(none))
+/* late() */
+static PyObject *caller_late(PyObject *object, PyObject *Py_UNUSED(none))
 {
-    ExchangeObject *self = (ExchangeObject *)object;
-    PyObject *answers = PyList_New(0);
-    while (answers) {
-        struct ring *results = ring_if_usable(self->results); /* each time, because making an object may run any Python code */
-        struct exchange_stamp stamp;
-        uint64_t bytes, all;
-        int known = results ? exchange_peek(results, &self->table, &EXCHANGE_RESULT, &stamp, &bytes, &all) : -1;
-        if (known < 0 || ring_commit_read(results, bytes) != RING_OK)
-            break;
-        PyObject *answer = answer_of(self, known, &stamp, true);
-        if (!answer || PyList_Append(answers, answer) < 0)
-            Py_CLEAR(answers); /* out of memory: the taken answers are lost, and with them the burst */
-        Py_XDECREF(answer);
+    CallerObject *self = (CallerObject *)object;
+    PyObject *late = PyList_New(0);
+    if (!self->over)
+        flight_look(self, 0, false); /* an answer that lies in the queue counts */
+    int64_t by_ns = ring_now_ns() + EARLY_NS;
+    struct request *r = self->first;
+    self->timer_ns = 0;
+    while (late && r) {
+        if (!r->deadline_ns || r->deadline_ns > by_ns) {
+            if (r->deadline_ns && (!self->timer_ns || r->deadline_ns < self->timer_ns))
+                self->timer_ns = r->deadline_ns;
+            r = r->next;
+            continue;
+        }
+        r->deadline_ns = 0;
+        PyObject *one = Py_BuildValue("(OO)", r->future, r->sent ? Py_True : Py_False);
+        if (!one || PyList_Append(late, one) < 0)
+            Py_CLEAR(late);
+        Py_XDECREF(one);
+        r = r->next;
     }
-    return answers;
+    PyObject *found = late ? Py_BuildValue("(LN)", self->timer_ns, late) : NULL;
+    return found;
+}
+
+/* idle() */
+static PyObject *caller_idle(PyObject *object, PyObject *Py_UNUSED(none))
+{
+    CallerObject *self = (CallerObject *)object;
+    if (!self->last)
+        Py_RETURN_NONE;
+    if (!self->last->idle) {
+        PyObject *idle = PyObject_CallNoArgs(self->calls[CREATE_FUTURE]);
+        if (!idle || !self->last || self->last->idle) /* a burst that has ended meanwhile is idle */
+            return idle;
+        self->last->idle = idle;
+    }
+    Py_INCREF(self->last->idle);
+    return self->last->idle;
 }
 
 /* nudge(mask) */
@@ -108,21 +244,38 @@ static PyObject *caller_nudge(PyObject *object, PyObject *number)
 static PyMethodDef caller_methods[] = { /* documented in _ring.pyi */
     {"remember", FAST(exchange_remember)},
     {"forget", exchange_forget, METH_NOARGS, NULL},
-    {"call", FAST(caller_call)},
-    {"send", FAST(caller_send)},
-    {"take", caller_take, METH_NOARGS, NULL},
+    {"begin", caller_begin, METH_VARARGS, NULL},
+    {"post", FAST(request_post)},
+    {"send", FAST(request_send)},
+    {"leave", FAST(caller_leave)},
+    {"answered", FAST(caller_answered)},
+    {"late", caller_late, METH_NOARGS, NULL},
+    {"idle", caller_idle, METH_NOARGS, NULL},
+    {"event", flight_event, METH_NOARGS, NULL},
+    {"_look_again", flight_look_again, METH_NOARGS, NULL},
     {"nudge", caller_nudge, METH_O, NULL},
+    {"end", caller_end, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
 static PyMemberDef caller_members[] = {
-    {"waits", T_LONGLONG, offsetof(ExchangeObject, waits), 0, NULL},
+    {"brisk", T_BOOL, offsetof(CallerObject, spin.brisk), READONLY, NULL},
+    {"in_flight", T_UINT, offsetof(CallerObject, in_flight), READONLY, NULL},
+    {"answers", T_LONGLONG, offsetof(CallerObject, answers), READONLY, NULL},
+    {"answers_at_once", T_LONGLONG, offsetof(CallerObject, answers_at_once), READONLY, NULL},
+    {"sleeps", T_LONGLONG, offsetof(CallerObject, sleeps), READONLY, NULL},
+    {"yield_by_ns", T_LONGLONG, offsetof(CallerObject, yield_by_ns), 0, NULL},
+    {"yield_ns", T_LONGLONG, offsetof(CallerObject, yield_ns), 0, NULL},
+    {"inline_ns", T_LONGLONG, offsetof(CallerObject, inline_ns), 0, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 
 static PyType_Slot caller_slots[] = {
-    {Py_tp_new, exchange_new},         {Py_tp_dealloc, exchange_dealloc}, {Py_tp_methods, caller_methods},
-    {Py_tp_members, caller_members}, {0, NULL},
+    {Py_tp_new, caller_new},           {Py_tp_dealloc, caller_dealloc}, {Py_tp_traverse, caller_traverse},
+    {Py_tp_clear, caller_clear},       {Py_tp_methods, caller_methods}, {Py_tp_members, caller_members},
+    {0, NULL},
 };
-PyType_Spec caller_spec = {
-    .name = "aionn.fmq._ring.Caller", .basicsize = sizeof(ExchangeObject), .flags = Py_TPFLAGS_DEFAULT, .slots = caller_slots};
+PyType_Spec caller_spec = {.name = "aionn.fmq._ring.Caller",
+                           .basicsize = sizeof(CallerObject),
+                           .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+                           .slots = caller_slots};

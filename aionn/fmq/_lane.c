@@ -57,10 +57,11 @@ static ListenerObject *finish(LaneObject *lane, PyObject *answer)
     }
     listener->running--;
     listener->exclusive = false;
-    if (!write_held(listener))
+    listener->blocked = !write_held(listener);
+    if (listener->blocked)
         lanes_give_back(listener); /* the task waits for room */
-    if (!listener->lent && !listener->running)
-        lanes_tell_returned(listener);
+    if (!listener->running)
+        lanes_call_once(&listener->idle);
     return listener;
 }
 

@@ -64,24 +64,20 @@ void lanes_collect(LanesObject *lanes, const struct epoll_event *events, int cou
 
 /* ---- lending and giving back ----------------------------------------------------------------------------------------- */
 
-/* Call `returned`, and end what `lend` began. It may run any Python code. */
-void lanes_tell_returned(ListenerObject *listener)
+/* Call a callback and forget it, if there is one. It may run any Python code. */
+void lanes_call_once(PyObject **callback)
 {
-    PyObject *returned = listener->returned;
-    LanesObject *lanes = listener->lanes;
-    listener->returned = NULL;
-    listener->lanes = NULL;
-    if (returned) {
-        PyObject *type, *value, *trace;
-        PyErr_Fetch(&type, &value, &trace);
-        PyObject *done = PyObject_CallNoArgs(returned);
-        if (!done)
-            PyErr_Clear(); /* the loop is closed, because the process ends */
-        Py_XDECREF(done);
-        PyErr_Restore(type, value, trace);
-        Py_DECREF(returned);
-    }
-    Py_XDECREF((PyObject *)lanes);
+    PyObject *call = *callback, *type, *value, *trace;
+    if (!call)
+        return;
+    *callback = NULL;
+    PyErr_Fetch(&type, &value, &trace);
+    PyObject *done = PyObject_CallNoArgs(call);
+    if (!done)
+        PyErr_Clear(); /* the loop is closed, because the process ends */
+    Py_XDECREF(done);
+    PyErr_Restore(type, value, trace);
+    Py_DECREF(call);
 }
 
 /* Take the burst out of `ready`. */
@@ -99,7 +95,7 @@ static void unqueue(LanesObject *lanes, ListenerObject *listener)
     }
 }
 
-/* Stop taking requests of this burst. Its task goes on when no lane runs one any more. */
+/* Stop taking requests of this burst, and tell its task. Lanes may still run requests of it. */
 void lanes_give_back(ListenerObject *listener)
 {
     LanesObject *lanes = listener->lanes;
@@ -114,9 +110,10 @@ void lanes_give_back(ListenerObject *listener)
     seat->listener = NULL;
     seat->generation++;
     lanes->lent--;
-    if (!listener->running)
-        lanes_tell_returned(listener);
+    listener->lanes = NULL;
+    lanes_call_once(&listener->returned);
     Py_DECREF((PyObject *)listener);
+    Py_DECREF((PyObject *)lanes);
 }
 
 static bool grow(LanesObject *lanes)
@@ -151,7 +148,7 @@ static PyObject *lanes_lend(PyObject *object, PyObject *const *args, Py_ssize_t 
     ListenerObject *listener = (ListenerObject *)args[0];
     struct ring *requests = ring_if_usable(listener->exchange.requests);
     /* A closed queue or closed lanes: the task finds out why. */
-    if (!requests || self->stopped || listener->returned || requests->reader_fd < 0 || !requests->control)
+    if (!requests || self->stopped || listener->lent || requests->reader_fd < 0 || !requests->control)
         Py_RETURN_FALSE;
     uint32_t seat = 0;
     while (seat < self->room && self->seats[seat].listener)
@@ -171,7 +168,10 @@ static PyObject *lanes_lend(PyObject *object, PyObject *const *args, Py_ssize_t 
     listener->lanes = self;
     listener->lent = true;
     lanes_enqueue(self, listener); /* a lane looks at it once, and arms it */
-    lanes_wake_one(self);
+    if (listener->blocked)
+        lanes_give_back(listener);
+    else
+        lanes_wake_one(self);
     Py_RETURN_TRUE;
 }
 

@@ -31,6 +31,7 @@ static void listener_dealloc(PyObject *object)
     ListenerObject *self = (ListenerObject *)object;
     for (unsigned i = 0; i < AHEAD; i++)
         Py_CLEAR(self->held[i].body);
+    Py_CLEAR(self->idle);
     exchange_dealloc(object); /* it is not lent, because `seats` would hold it */
 }
 
@@ -46,8 +47,22 @@ static PyObject *listener_held(PyObject *object, PyObject *Py_UNUSED(none))
             Py_CLEAR(answers);
         Py_XDECREF(answer);
         Py_CLEAR(next->body);
+        self->blocked = false;
     }
     return answers;
+}
+
+/* when_idle(callback) */
+static PyObject *listener_when_idle(PyObject *object, PyObject *callback)
+{
+    ListenerObject *self = (ListenerObject *)object;
+    PyObject *before = self->idle;
+    if (!self->running)
+        Py_RETURN_TRUE;
+    Py_INCREF(callback);
+    self->idle = callback;
+    Py_XDECREF(before);
+    Py_RETURN_FALSE;
 }
 
 static PyObject *listener_find(PyObject *object, PyObject *body)
@@ -68,10 +83,12 @@ static PyMethodDef listener_methods[] = { /* documented in _ring.pyi */
     {"find", listener_find, METH_O, NULL},
     {"forget", exchange_forget, METH_NOARGS, NULL},
     {"held", listener_held, METH_NOARGS, NULL},
+    {"when_idle", listener_when_idle, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
 static PyMemberDef listener_members[] = {
     {"lent", T_BOOL, offsetof(ListenerObject, lent), READONLY, NULL},
+    {"blocked", T_BOOL, offsetof(ListenerObject, blocked), READONLY, NULL},
     {"running", T_UINT, offsetof(ListenerObject, running), READONLY, NULL},
     {"taken", T_ULONGLONG, offsetof(ListenerObject, taken), READONLY, NULL},
     {"answered", T_ULONGLONG, offsetof(ListenerObject, answered), READONLY, NULL},

@@ -3,8 +3,9 @@
 Every method of `Ring` raises through the subclass's `_refuse(code)`, for a closed, corrupted, forked or foreign queue.
 """
 
-from collections.abc import Callable
-from typing import Any, Literal, SupportsIndex, TypeAlias
+from asyncio import Future
+from collections.abc import Callable, Mapping
+from typing import Any, SupportsIndex, TypeAlias
 
 from numpy.typing import NDArray
 from typing_extensions import Buffer
@@ -112,22 +113,66 @@ class Ring:
     def _release(self) -> None: ...
 
 class Caller:
-    """The app's end of an exchange over two queues of 24-byte elements: packets that come again with another last element.
+    """The app's end of an exchange over two queues of 24-byte elements, and its requests in flight.
 
     A packet is a body and a stamp. The body's header says how many elements the packet has. The stamp is the last element.
     It holds the request's identity and deadline, or the answer's identity and the time it took. aionn/burst/packets.py has
-    the layout. Any packet that is not a remembered body with its stamp stays in the queue.
+    the layout. An answer that is not a remembered body with the stamp of a request in flight stays in the queue.
 
     No method here raises for a queue that cannot be used. It does nothing then, and `Ring`'s methods raise the reason. Use it
-    in one thread. It keeps the queues alive, and their owner closes them.
+    in the thread of its loop. It keeps the queues alive, and their owner closes them. The garbage collector visits it.
 
     Attributes:
-        waits: calls that were answered at once, counted up. Its reader sets it back to 0.
+        brisk: whether this end stays awake while it waits, because recent waits were short.
+        in_flight: requests sent and not answered.
+        answers, answers_at_once: requests that a look has settled, and that were answered in the call that sent them.
+        sleeps: how often this end has armed its queue.
+        yield_by_ns: from then on the loop must run before a call looks for its answer.
+        yield_ns, inline_ns: how long after the loop has run that is, and how long such a call looks.
     """
 
-    waits: int
-
+    inline_ns: int
+    yield_ns: int
+    yield_by_ns: int
+    @property
+    def brisk(self) -> bool: ...
+    @property
+    def in_flight(self) -> int: ...
+    @property
+    def answers(self) -> int: ...
+    @property
+    def answers_at_once(self) -> int: ...
+    @property
+    def sleeps(self) -> int: ...
     def __init__(self, requests: Ring, results: Ring, /) -> None: ...
+    def begin(
+        self,
+        depth: int,
+        window_ns: int,
+        calls: tuple[
+            Callable[[], Future[Any]],
+            Callable[[Callable[[], None]], object],
+            Callable[[], None],
+            Callable[[], None],
+            Callable[[int], None],
+            Callable[[list[tuple[int, int, int, int, Any]]], None],
+        ],
+        counts: Buffer | None = None,
+        burst: int = 0,
+        /,
+    ) -> None:
+        """Set what this end needs before its first request. Without it every method does nothing.
+
+        Args:
+            depth: how many requests may be in flight. Further ones wait here, in order.
+            window_ns: how long this end may stay awake. 0 means never.
+            calls: the loop's `create_future` and `call_soon`, and four functions. The third one takes everything out of the result queue,
+                and calls `answered`. The fourth one is called when a request that waits cannot be sent. The fifth one gets the time at
+                which `late` must be called. The sixth one gets (identity, sent, answered, service time, value) of traced requests.
+                They must not raise.
+            counts: a slot of a statistics page (`aionn.pages.BurstSlot`).
+            burst: names the burst in trace records.
+        """
     def remember(self, body: bytes, value: object, /) -> None:
         """Know that answer from now on as `value`, which must not refer back to this object.
 
@@ -135,36 +180,59 @@ class Caller:
         """
     def forget(self) -> None:
         """Forget all bodies."""
-    def call(
-        self, body: bytes, identity: int, deadline_ns: int, not_after_ns: int, budget_ns: int, /
-    ) -> tuple[Any, int] | Literal[False] | None:
-        """Write a request and look for its answer for at most `budget_ns`, at most a second.
+    def post(
+        self, places: dict[str, NDArray[Any]], inputs: Mapping[str, Any], body: bytes, deadline_ns: int, traced: bool, /
+    ) -> tuple[Any, int] | Future[tuple[Any, int] | None] | None:
+        """Copy each input into its place, and send the request as `send` does.
+
+        Returns None, with nothing sent, also if the inputs are not a dictionary of exactly these names, with arrays of exactly the
+        places' dtypes and shapes.
+        """
+    def send(
+        self, body: bytes, settled: Callable[[Any], object] | None, deadline_ns: int, traced: bool, /
+    ) -> tuple[Any, int] | Future[tuple[Any, int] | None] | None:
+        """Send a request, or let it wait for its turn.
 
         Args:
-            not_after_ns: CLOCK_MONOTONIC. From then on the call does nothing.
+            settled: called once, with the value of the answer, or with None if there will be none. Not called if nothing is sent.
+            deadline_ns: CLOCK_MONOTONIC. 0 means no deadline.
 
         Returns:
-            The value of the answer's body, and its service time. None if the request was written, but the queue does not
-            hold exactly one known answer to it. False if the request was not written.
+            The value of the answer's body, and its service time. Or a future of them, whose result is None if the burst ends. A caller
+            that stops waiting for the future calls `leave`. Or None if the request cannot be sent.
         """
-    def send(self, body: bytes, identity: int, deadline_ns: int, /) -> bool:
-        """Write a request, all or nothing. Returns False if it was not written. `Ring.write` finds out why."""
-    def take(self) -> list[tuple[Any, int, int]]:
-        """Take every known answer up to the first other packet. Returns (value, service time, identity) of each."""
+    def leave(self, future: Future[Any], settled: Callable[[Any], object] | None, /) -> bool:
+        """Stop waiting for an answer. A request that has not been sent is dropped.
+
+        Returns True if it is in flight. Then `settled` is called when it is settled, unless `send` got one.
+        """
+    def answered(self, identity: int, service_ns: int, value: object, /) -> bool:
+        """Settle a request with an answer that was not known. Returns False if no such request is in flight."""
+    def late(self) -> tuple[int, list[tuple[Future[Any], bool]]]:
+        """Return the next deadline or 0, and each future whose deadline has passed, with whether its request was sent."""
+    def idle(self) -> Future[None] | None:
+        """Return a future that is done when the newest request is settled. Returns None if there is no request."""
+    def event(self) -> None:
+        """Settle all answers that have come. To be called when the result queue's descriptor can be read."""
     def nudge(self, mask: int, /) -> None:
         """Set these event flag bits of the request queue if its reader sleeps and awaits one of them. The hint may be lost."""
+    def end(self) -> int:
+        """Settle all requests without an answer, and do nothing from then on. Returns how many of them were in flight."""
 
 class Listener:
     """The driver's end of an exchange, as `Caller`. Lanes read its requests and write its answers while it is lent to them.
 
     Attributes:
         lent: whether it is lent now.
+        blocked: whether an answer had no room in the queue; see `held`.
         running: requests that lanes run now.
         taken, answered: how many requests lanes have taken and answered so far.
     """
 
     @property
     def lent(self) -> bool: ...
+    @property
+    def blocked(self) -> bool: ...
     @property
     def running(self) -> int: ...
     @property
@@ -184,7 +252,14 @@ class Listener:
     def forget(self) -> None:
         """Forget all bodies."""
     def held(self) -> list[tuple[bytes, int, int]]:
-        """Return the answers for which the queue had no room, in order, once: body, identity, service time. Call it when it is returned."""
+        """Return the answers for which the queue had no room, in order, once: body, identity, service time. Call it when no lane runs
+        a request of this burst.
+        """
+    def when_idle(self, callback: Callable[[], object], /) -> bool:
+        """Return True if no lane runs a request of this burst. Else call back once when that is so, from any thread.
+
+        Call it while the burst is not lent. A second callback replaces the first.
+        """
 
 class Lanes:
     """Bursts that are served by the threads of one executable; see _lanes.c. Every method returns at once.
@@ -206,7 +281,7 @@ class Lanes:
     def lend(self, listener: Listener, returned: Callable[[], object], /) -> bool:
         """Serve the known packets of a burst from now on. Returns False if its queue is closed, or the lanes are stopped.
 
-        `returned` is called once, by any thread that holds the GIL, when the burst is not lent any more and no lane runs a request of it.
+        `returned` is called once, by any thread that holds the GIL, when the burst is not lent any more. Lanes may still run requests.
 
         Raises:
             OSError: the system cannot watch one more queue.

@@ -143,25 +143,32 @@ static inline int exchange_peek(struct ring *r, struct exchange_table *t, const 
     return exchange_find(t, packet, length);
 }
 
-/* Write a body and its stamp, all or nothing, and wake the peer if it sleeps. Return RING_LESS if there is less room, or if
- * the packet is longer than EXCHANGE_MOST. */
+/* Copy bytes to their place in a span that begins `at` bytes before it. */
+static inline void exchange_copy_in(const struct ring_span *span, uint64_t at, const uint8_t *from, uint64_t bytes)
+{
+    uint64_t room = at < span->first_bytes ? span->first_bytes - at : 0, first = bytes < room ? bytes : room;
+    if (first)
+        memcpy(span->first + at, from, first);
+    if (bytes > first)
+        memcpy(span->second + (at + first - span->first_bytes), from + first, bytes - first);
+}
+
+/* Write a body and its stamp, all or nothing, and wake the peer if it sleeps. Return RING_LESS if there is less room. */
 static inline enum ring_status exchange_write(struct ring *r, const uint8_t *body, uint64_t length, const struct exchange_form *form,
                                               const struct exchange_stamp *stamp)
 {
-    uint8_t packet[EXCHANGE_MOST];
+    uint8_t last[EXCHANGE_ELEMENT] = {form->kind}; /* zeros in the padding, so that no byte of this stack leaves */
     struct ring_span span;
     uint64_t bytes = length + EXCHANGE_ELEMENT;
-    if (length % EXCHANGE_ELEMENT || length > EXCHANGE_MOST - EXCHANGE_ELEMENT)
+    if (length % EXCHANGE_ELEMENT || length > r->capacity)
         return RING_LESS;
     enum ring_status status = ring_begin_write(r, bytes, &span);
     if (status != RING_OK)
         return status;
-    memcpy(packet, body, length);
-    memset(packet + length, 0, EXCHANGE_ELEMENT); /* so that no byte of this stack leaves in the padding */
-    packet[length] = form->kind;
-    memcpy(packet + length + form->first_at, &stamp->first, sizeof stamp->first);
-    memcpy(packet + length + form->second_at, &stamp->second, sizeof stamp->second);
-    ring_copy_in(r, &span, packet);
+    memcpy(last + form->first_at, &stamp->first, sizeof stamp->first);
+    memcpy(last + form->second_at, &stamp->second, sizeof stamp->second);
+    exchange_copy_in(&span, 0, body, length);
+    exchange_copy_in(&span, length, last, sizeof last);
     return ring_commit_write(r, bytes);
 }
 

@@ -25,7 +25,6 @@ typedef struct {
     PyObject_HEAD
     RingObject *requests, *results;
     struct exchange_table table;
-    long long waits; /* caller: calls that were answered at once */
 } ExchangeObject;
 
 /* ---- _exchange.c ---- */

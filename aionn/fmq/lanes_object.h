@@ -1,10 +1,12 @@
-/* `Listener`, `Lanes` and `Lane` (_listener.c, _lanes.c, _lane.c): the driver's end of bursts. A lane is a thread that waits natively for the known requests of all
- * bursts that are lent to its `Lanes`. It takes one, runs it in Python, and answers it by its next call.
+/* `Listener`, `Lanes` and `Lane` (_listener.c, _lanes.c, _lane.c): the driver's end of bursts. A lane is a thread that waits
+ * natively for the known requests of all bursts that are lent to its `Lanes`. It takes one, runs it in Python, and answers it by
+ * its next call.
  *
  *     listener task                          lane
  *     lend -> lent                           event -> take -> run -> answer
  *     recall, or the lane gives back         a packet that is not known, is late, or the end: give back
- *     `returned` is called                   ... when no lane runs a request of this burst any more
+ *     `returned` is called                   runs that have begun go on
+ *     `idle` is called, if asked for         no lane runs a request of this burst any more
  *
  * Invariants
  *     Everything here is changed with the GIL held. A lane without the GIL waits on `epoll`, or looks at a ring that it holds.
@@ -12,7 +14,8 @@
  *     While a burst is lent, one of these holds: its queue is armed, or it stands in `ready`, or a lane is about to look at it. A lane
  *     that has run a request of a burst looks at it again before it sleeps.
  *     After a job, a lane looks at the bursts before it takes the next job. So neither keeps the other waiting.
- *     `returned` is called once for each `lend`, when the burst is not lent and no lane runs a request of it.
+ *     `returned` is called once for each `lend`, when the burst is not lent any more.
+ *     A burst with an answer that has no room (`blocked`) is not lent. Its task writes that answer when no lane runs a request of it.
  *     A lane that sleeps is counted in `sleeping` before it releases the GIL, so a signal written after that wakes it.
  *
  * tests/fmq/lane_model.py searches this protocol in all interleavings. */
@@ -40,13 +43,14 @@ struct held { /* an answer */
 typedef struct {
     ExchangeObject exchange;
     LanesObject *lanes; /* held while `returned` is */
-    PyObject *returned;
+    PyObject *returned, *idle; /* called once: when it is not lent any more, and when no lane runs a request of it */
     uint32_t seat;
     unsigned running;         /* requests that lanes run now */
     uint64_t taken, answered; /* numbers of the next request to be taken, and of the next to be answered */
     struct held held[AHEAD];  /* by number; answers that cannot be written yet */
     struct spin_policy spin;
     bool lent, exclusive, queued;
+    bool blocked; /* an answer had no room, and waits in `held` */
 } ListenerObject;
 
 struct seat {
@@ -82,6 +86,6 @@ void lanes_enqueue(LanesObject *lanes, ListenerObject *listener);
 ListenerObject *lanes_dequeue(LanesObject *lanes);
 void lanes_collect(LanesObject *lanes, const struct epoll_event *events, int count);
 void lanes_give_back(ListenerObject *listener);
-void lanes_tell_returned(ListenerObject *listener);
+void lanes_call_once(PyObject **callback);
 
 #endif

@@ -17,6 +17,19 @@ static inline void ring_pause(void)
     __builtin_ia32_pause();
 #elif defined(__aarch64__)
     __asm__ __volatile__("yield");
+/* Return whether a side of this queue may arm and sleep. A libfmq queue has no words for that. */
+static inline bool ring_can_sleep(const struct ring *r) { return r->control != NULL; }
+
+/* Publish this CPU as the writer's of `sent`. Return whether the writer of `taken`, the peer, was last seen on another one. An
+ * unknown CPU counts as the same. Both can sleep. */
+static inline bool ring_apart(const struct ring *sent, const struct ring *taken)
+{
+    ring_publish_cpu(&sent->control->writer_cpu);
+    uint32_t own = atomic_load_explicit(&sent->control->writer_cpu, memory_order_relaxed); /* hints, ordered with nothing */
+    uint32_t peers = atomic_load_explicit(&taken->control->writer_cpu, memory_order_relaxed);
+    return peers && peers != own;
+}
+
 #endif
 }
 
@@ -41,6 +54,19 @@ static inline bool ring_spin(const struct ring *r, uint64_t bytes, int64_t deadl
         }
         ring_pause();
     }
+}
+
+/* Return whether a side of this queue may arm and sleep. A libfmq queue has no words for that. */
+static inline bool ring_can_sleep(const struct ring *r) { return r->control != NULL; }
+
+/* Publish this CPU as the writer's of `sent`. Return whether the writer of `taken`, the peer, was last seen on another one. An
+ * unknown CPU counts as the same. Both can sleep. */
+static inline bool ring_apart(const struct ring *sent, const struct ring *taken)
+{
+    ring_publish_cpu(&sent->control->writer_cpu);
+    uint32_t own = atomic_load_explicit(&sent->control->writer_cpu, memory_order_relaxed); /* hints, ordered with nothing */
+    uint32_t peers = atomic_load_explicit(&taken->control->writer_cpu, memory_order_relaxed);
+    return peers && peers != own;
 }
 
 /* The rule for how long an end looks before it sleeps. burst/spin_policy.py has it in Python and explains it. */

@@ -16,8 +16,11 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
+from aionn.errors import CallerError
 from aionn.hal.model import Model
 from aionn.hal.types import (
+    MAX_INSTANCES,
+    MAX_THREADS,
     BufferDesc,
     BufferRole,
     CacheFiles,
@@ -55,8 +58,12 @@ class PrepareOptions:
         preference: HAL 1.1.
         priority: HAL 1.3.
         deadline_ns: when the call fails with `DeadlineError`, in CLOCK_MONOTONIC, or None.
-        threads: how many threads the engine may use. 0 leaves the choice to the engine.
+        threads, at_most: as in `CompileOptions`.
         open_outputs: names of outputs whose declared shape has proven wrong before. A device also finds them itself.
+        instances: how many executions of the model may run beside each other.
+
+    Raises:
+        CallerError: `threads` is not from 0 to `MAX_THREADS`, or `instances` is not from 1 to `MAX_INSTANCES`.
     """
 
     preference: ExecutionPreference = ExecutionPreference.FAST_SINGLE_ANSWER
@@ -64,6 +71,14 @@ class PrepareOptions:
     deadline_ns: int | None = None
     threads: int = 0
     open_outputs: tuple[str, ...] = ()
+    at_most: bool = False
+    instances: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.threads <= MAX_THREADS:
+            raise CallerError(f"threads={self.threads}: a run has 1 to {MAX_THREADS} threads, or 0 for the engine's own choice")
+        if not 1 <= self.instances <= MAX_INSTANCES:
+            raise CallerError(f"instances={self.instances}: a prepared model has 1 to {MAX_INSTANCES} instances")
 
 
 class IBuffer(Protocol):
@@ -261,12 +276,14 @@ class CompileOptions:
     Attributes:
         preference: what the app prefers.
         priority: how urgent the app's executions are.
-        threads: how many threads the engine may use. 0 leaves the choice to the engine.
+        threads: how many threads one run may use. 0 leaves the choice to the engine.
         cancelled: set when the caller no longer waits for the result.
         may_export: whether `export` may be called on the result. Without it, an engine that can write its artifact only while it
             compiles may leave the artifact out, and `export` then declines.
         blob_cache: keeps small data of the engine, such as kernels and tunings. It is opened at its first use. None if no driver runs
             the engine.
+        at_most: whether fewer than `threads` are as good. Then the engine chooses, up to that number.
+        instances: how many executables `Executable.lanes` will be asked for.
     """
 
     preference: ExecutionPreference = ExecutionPreference.FAST_SINGLE_ANSWER
@@ -275,6 +292,8 @@ class CompileOptions:
     cancelled: CancelFlag = field(default_factory=CancelFlag)
     may_export: bool = True
     blob_cache: IBlobCache | None = None
+    at_most: bool = False
+    instances: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +327,10 @@ class Executable(Protocol):
     """A model that is ready to run in this process.
 
     One thread at a time calls `run`, which releases the GIL while it computes.
+
+    One method is optional: `lanes(count: int) -> Sequence[Executable]`. It returns `count` executables over one copy of the weights, and a
+    thread may run each of them beside the others. This executable may be one of them. `lanes` is called once, before the first run, with
+    `CompileOptions.instances`. A model whose executable has no `lanes` can only be prepared with one instance.
     """
 
     def run(self, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]], timing: bool) -> ExecutionReport:
@@ -364,5 +387,12 @@ class Engine(Protocol):
         ...
 
     def load(self, artifact: Artifact, options: CompileOptions) -> Executable:
-        """Make an executable of an artifact. Its bytes are always verified, and stay alive as long as the executable."""
+        """Make an executable of an artifact. Its bytes are always verified, and stay alive as long as the executable.
+
+        `options.threads` and `options.instances` may differ from those of the compilation. An engine whose artifact fixes one of them
+        refuses an artifact that was made for another number. Then the model is compiled again.
+
+        Raises:
+            CompilationError: the artifact cannot be loaded under these options.
+        """
         ...

@@ -27,6 +27,15 @@ MAX_CACHE_FILES = 32
 CACHE_TOKEN_BYTES = 32
 """HAL 1.2: Constant.BYTE_SIZE_OF_CACHE_TOKEN."""
 
+MAX_THREADS = 1024
+"""The most threads that a run of an engine may be given."""
+
+MAX_INSTANCES = 256
+"""The most executions of one prepared model that may run beside each other."""
+
+NO_LANES = "its engine runs one execution of a model at a time"
+"""The `reason` of the `CompilationError` for several instances of a model whose executable has no `lanes`."""
+
 
 class OperandType(enum.Enum):
     """Element type of a tensor. The value is NumPy's name of the same type."""

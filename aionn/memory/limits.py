@@ -12,18 +12,25 @@ Used memory that the kernel can take back counts as free, since a container whos
 full. As in the kernel's MemAvailable, half of the active file pages are taken to be needed (mm/page_alloc.c,
 si_mem_available). Swap is not counted, because a frame that has to be paged in is late.
 
-Every question reads everything anew, because a process can be moved and limits change. `root` is the directory of /proc
-and the cgroup mounts, so that tests can lay out another machine.
+`limits` reads everything anew, because a process can be moved and limits change. Only the places of the cgroup's files are remembered, as
+long as /proc/self/cgroup stays the same. `root` is the directory of /proc and the cgroup mounts, so that tests can lay out another machine.
+
+Reading costs more than a small reservation. So `require` may use what it read in the last `REMEMBERED_S` seconds, but only to allow, and
+only for an eighth of what was left then, with all reservations since. It refuses only by values that it has just read. The
+limits of the process itself are read at each call.
 """
 
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import resource
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic_ns
 
 from aionn.errors import MemoryAllocationError
 
@@ -31,6 +38,11 @@ __all__ = ["NO_DESCRIPTOR_LEFT", "Limit", "allocation_error", "limits", "require
 
 NO_DESCRIPTOR_LEFT = (errno.EMFILE, errno.ENFILE)
 _ROOT = Path("/")
+
+REMEMBERED_S = 0.1
+"""How long a reading serves. Other processes of the container reserve memory, too."""
+
+_REMEMBERED_PART = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +56,12 @@ class Limit:
 def limits(root: Path = _ROOT) -> Iterator[Limit]:
     """Yield every limit that is set for this process. A file that cannot be read is left out."""
     yield from _resource_limits(root)
-    yield from _cgroup_limits(root)
-    for line in _lines(root / "proc/meminfo"):
-        if line.startswith("MemAvailable:"):
-            yield Limit("MemAvailable of the machine", int(line.split()[1]) * 1024)
+    yield from _shared_limits(root)
 
 
 def tightest(root: Path = _ROOT) -> Limit | None:
     """Return the limit that leaves least, or None if no limit can be read."""
-    return min(limits(root), key=lambda limit: limit.available_bytes, default=None)
+    return min(limits(root), key=_available, default=None)
 
 
 def require(needed_bytes: int, root: Path = _ROOT) -> None:
@@ -61,7 +70,13 @@ def require(needed_bytes: int, root: Path = _ROOT) -> None:
     Raises:
         MemoryAllocationError: a limit leaves less. The error names both sizes and the limit.
     """
-    limit = tightest(root)
+    found = list(_resource_limits(root))
+    reading = _readings(root)
+    if not reading.spend(needed_bytes):
+        shared = list(_shared_limits(root))
+        reading.renew(min(map(_available, shared), default=2**63) - needed_bytes)
+        found += shared
+    limit = min(found, key=_available, default=None)
     if limit is not None and limit.available_bytes < needed_bytes:
         raise MemoryAllocationError(
             f"{needed_bytes} bytes of shared memory are needed and {limit.name} leaves {limit.available_bytes}; "
@@ -69,6 +84,38 @@ def require(needed_bytes: int, root: Path = _ROOT) -> None:
             needed_bytes=needed_bytes,
             available_bytes=limit.available_bytes,
         )
+
+
+class _Reading:
+    """What may still be reserved without reading the limits again."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._left_bytes = 0
+        self._until_ns = 0
+
+    def spend(self, needed_bytes: int) -> bool:
+        """Return whether the reading still serves for a reservation, and count it."""
+        with self._lock:
+            if needed_bytes > self._left_bytes or monotonic_ns() >= self._until_ns:
+                return False
+            self._left_bytes -= needed_bytes
+            return True
+
+    def renew(self, available_bytes: int) -> None:
+        """Note what the limits leave now."""
+        with self._lock:
+            self._left_bytes = available_bytes // _REMEMBERED_PART
+            self._until_ns = monotonic_ns() + round(REMEMBERED_S * 1e9)
+
+
+@functools.lru_cache(maxsize=4)
+def _readings(root: Path) -> _Reading:
+    return _Reading()
+
+
+def _available(limit: Limit) -> int:
+    return limit.available_bytes
 
 
 def allocation_error(needed_bytes: int, error: OSError, root: Path = _ROOT) -> MemoryAllocationError:
@@ -101,9 +148,38 @@ def _resource_limits(root: Path) -> Iterator[Limit]:
             yield Limit("RLIMIT_AS of the process", max(0, address_bytes - used_bytes))
 
 
-def _cgroup_limits(root: Path) -> Iterator[Limit]:
-    """Yield the limits of the process's cgroup and of those above it, as far up as this container can see."""
-    own = {controllers: path for line in _lines(root / "proc/self/cgroup") for _, controllers, path in [line.split(":", 2)]}
+def _shared_limits(root: Path) -> Iterator[Limit]:
+    """Yield the limits that this process shares with others: of its cgroup, of those above it that it can see, and of the machine."""
+    for place in _places(root, _text(root / "proc/self/cgroup")):
+        limit_bytes, usage_bytes = _number(place.limit_file), _number(place.usage_file)
+        # v1 writes "no limit" as the largest number of whole pages, and no machine has 2^60 bytes.
+        if limit_bytes is None or limit_bytes >= 2**60 or usage_bytes is None:
+            continue
+        counts = {words[0]: int(words[1]) for line in _lines(place.stat_file) if len(words := line.split()) == 2}
+        reclaimable = counts.get(f"{place.prefix}inactive_file", 0) + counts.get(f"{place.prefix}active_file", 0) // 2
+        yield Limit(place.name, max(0, limit_bytes - usage_bytes + min(reclaimable, usage_bytes)))
+    for line in _lines(root / "proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            yield Limit("MemAvailable of the machine", int(line.split()[1]) * 1024)
+            return
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """The files of one cgroup. `prefix` stands before the names in its memory.stat."""
+
+    name: str
+    limit_file: str
+    usage_file: str
+    stat_file: str
+    prefix: str
+
+
+@functools.lru_cache(maxsize=4)
+def _places(root: Path, cgroup: str) -> tuple[_Place, ...]:
+    """Return the files of the process's cgroup and of those above it, as far up as this container can see."""
+    own = {controllers: path for line in cgroup.splitlines() for _, controllers, path in [line.split(":", 2)]}
+    found: list[_Place] = []
     for line in _lines(root / "proc/self/mountinfo"):
         place, _, rest = line.partition(" - ")
         fields, kind = place.split(), rest.split()
@@ -111,43 +187,44 @@ def _cgroup_limits(root: Path) -> Iterator[Limit]:
             continue
         mount_root, mount_point = _unescaped(fields[3]), root / _unescaped(fields[4]).lstrip("/")
         if kind[0] == "cgroup2" and "" in own:
-            yield from _hierarchy(mount_point, mount_root, own[""], "memory.max", "memory.current", "")
+            found += _hierarchy(mount_point, mount_root, own[""], ("memory.max", "memory.current", ""))
         elif kind[0] == "cgroup" and "memory" in kind[2].split(","):
             path = next((path for controllers, path in own.items() if "memory" in controllers.split(",")), None)
             if path is not None:
-                yield from _hierarchy(mount_point, mount_root, path, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+                found += _hierarchy(mount_point, mount_root, path, ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"))
+    return tuple(found)
 
 
-def _hierarchy(mount_point: Path, mount_root: str, path: str, limit_file: str, usage_file: str, prefix: str) -> Iterator[Limit]:
+def _hierarchy(mount_point: Path, mount_root: str, path: str, names: tuple[str, str, str]) -> Iterator[_Place]:
     # A container without a cgroup namespace reads the host's path, but sees only one part of the tree. The root of
     # the mount says which part. If the path lies outside that part, only the mounted cgroup can be seen.
     prefix_path = mount_root.rstrip("/")
     inside = path[len(prefix_path) :] if path == prefix_path or path.startswith(prefix_path + "/") else "/"
     parts = [part for part in inside.split("/") if part and part != ".."]
+    limit_file, usage_file, prefix = names
     for depth in range(len(parts), -1, -1):
         folder = mount_point.joinpath(*parts[:depth])
-        limit_bytes, usage_bytes = _number(folder / limit_file), _number(folder / usage_file)
-        # v1 writes "no limit" as the largest number of whole pages, and no machine has 2^60 bytes.
-        if limit_bytes is None or usage_bytes is None or limit_bytes >= 2**60:
-            continue
-        counts = {words[0]: int(words[1]) for line in _lines(folder / "memory.stat") if len(words := line.split()) == 2}
-        reclaimable = counts.get(f"{prefix}inactive_file", 0) + counts.get(f"{prefix}active_file", 0) // 2
-        name = "/" + "/".join(parts[:depth])
-        yield Limit(f"{limit_file} of cgroup {name}", max(0, limit_bytes - usage_bytes + min(reclaimable, usage_bytes)))
+        name = f"{limit_file} of cgroup /{'/'.join(parts[:depth])}"
+        yield _Place(name, str(folder / limit_file), str(folder / usage_file), str(folder / "memory.stat"), prefix)
 
 
-def _number(path: Path) -> int | None:
+def _number(path: str) -> int | None:
     """Return the number in a file, or None if the file is missing or says "max"."""
-    text = "".join(_lines(path)).strip()
+    text = _text(path).strip()
     return int(text) if text.isdecimal() else None
 
 
-def _lines(path: Path) -> list[str]:
+def _lines(path: str | Path) -> list[str]:
+    return _text(path).splitlines()
+
+
+def _text(path: str | Path) -> str:
+    """Return the text of a small file, or "" if it cannot be read."""
     try:
         with open(path, encoding="utf-8", errors="surrogateescape") as file:
-            return file.read().splitlines()
+            return file.read()
     except OSError:
-        return []
+        return ""
 
 
 def _unescaped(field: str) -> str:

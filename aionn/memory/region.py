@@ -40,8 +40,9 @@ from aionn.memory.descriptors import (
     reserve_holes,
 )
 
-__all__ = ["PROT_READ", "PROT_WRITE", "Access", "MappingError", "Region", "attach_all", "reserve"]
+__all__ = ["PAGE_BYTES", "PROT_READ", "PROT_WRITE", "Access", "MappingError", "Region", "attach_all", "reserve"]
 
+PAGE_BYTES = mmap.PAGESIZE
 PROT_READ = mmap.PROT_READ
 PROT_WRITE = mmap.PROT_WRITE
 

@@ -1,22 +1,63 @@
 """Statistics pages: what a process is doing, in shared memory that another process reads without a message.
 
-    layout  where each number lies, and what it means (sans-IO)
-    page    a page as its process writes it and as another process reads it; maps memory
-    _page   native: begin and end of an execution in a model's slot, at the cost of reading the clock
+    layout      where each number of a driver's page lies, and what it means (sans-IO)
+    app_layout  the same for an app's page and for trace records (sans-IO)
+    page        a driver's page as its process writes it and as its app reads it; maps memory
+    app_page    the app's page: slots given out and taken back
+    finding     pages and trace rings of other processes, found by the links in /proc
+    _page       native: the slots, and what a reader does in one step
+
+Header-only C, which `aionn.fmq` includes for the frame path:
+
+    words.h       the words of a page, how they are stored, and the histogram's bucket
+    burst_slot.h  what the app counts of a burst
+    model_slot.h  begin and end of an execution in a driver
+    sequence.h    rare changes of many words, which a reader sees as one
+    trace_ring.h  records of single frames, while another process asks for them
 
 A page is one sealed memfd of 256 KiB, of which a process touches only what it uses. The page has no name in a file system, so it
-vanishes with its last descriptor. A driver makes a page and sends its descriptor with `Ready`. The app maps the page read-only.
+vanishes with its last descriptor. An app has one page for all its runtimes. A driver makes a page and sends its descriptor with `Ready`.
 
-    header      magic, layout version, role, pid, start time (field 22 of /proc/PID/stat), sizes
-    activity    heartbeat of the loop; how many loads and compiles have begun and ended, and since when
-    slots       one per prepared model: executions begun and finished, since when, when the last one ended, a histogram
-    stacks      room for the stacks of all threads, as `faulthandler` writes them when it is asked by a signal
+    header      magic, layout version, role, pid, start time (field 22 of /proc/PID/stat), sizes, until when frames are traced
+    activity    driver: heartbeat of the loop; how many loads and compiles have begun and ended, and since when
+    slots       driver: one per prepared model: executions begun and finished, since when, when the last one ended, a histogram
+                app: one per runtime, device, compilation and burst: names, counters, histograms of call and service time
+    stacks      driver: room for the stacks of all threads, as `faulthandler` writes them when it is asked by a signal
 
-Each number has one writer and is stored whole. A reader may see one number of this moment beside another of the next, so a reader
-that draws conclusions looks twice. A later version of the layout may add numbers in the unused room behind those of today.
+Each number has one writer at a time and is stored whole. A reader may see one number of this moment beside another of the next, so a
+reader that draws conclusions looks twice. A later version of the layout may add numbers in the unused room behind those of today.
 """
 
+from aionn.pages.app_layout import COUNTERS, Kind, PageView, SlotView, TraceKind, TraceRecord
+from aionn.pages.app_page import AppPage, BurstSlot, close_page, open_page, private_counts
+from aionn.pages.finding import FoundPage, TraceReader, find_page, find_pages, tracing
 from aionn.pages.layout import Activity, Execution, LayoutError
 from aionn.pages.page import BEAT_S, DriverPage, PageReader, Slot, private_slot, start_time_of
 
-__all__ = ["BEAT_S", "Activity", "DriverPage", "Execution", "LayoutError", "PageReader", "Slot", "private_slot", "start_time_of"]
+__all__ = [
+    "BEAT_S",
+    "COUNTERS",
+    "Activity",
+    "AppPage",
+    "BurstSlot",
+    "DriverPage",
+    "Execution",
+    "FoundPage",
+    "Kind",
+    "LayoutError",
+    "PageReader",
+    "PageView",
+    "Slot",
+    "SlotView",
+    "TraceKind",
+    "TraceReader",
+    "TraceRecord",
+    "close_page",
+    "find_page",
+    "find_pages",
+    "open_page",
+    "private_counts",
+    "private_slot",
+    "start_time_of",
+    "tracing",
+]

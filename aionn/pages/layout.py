@@ -1,4 +1,4 @@
-"""Where each number of a statistics page lies, and what it means. No I/O; `_page.c` repeats the numbers of a slot.
+"""Where each number of a statistics page lies, and what it means. No I/O; words.h and model_slot.h repeat some of the numbers.
 
 Every number is an unsigned 64-bit word in the machine's own byte order: both processes run on one machine. Times are
 CLOCK_MONOTONIC in nanoseconds.
@@ -16,7 +16,8 @@ from typing import Literal
 
 MAGIC = int.from_bytes(b"aionnpg\0", "little")
 VERSION = 1
-ROLE_DRIVER = 2
+ROLE_APP, ROLE_DRIVER = 1, 2
+ROLES = {ROLE_APP: "app", ROLE_DRIVER: "driver"}
 
 PAGE_BYTES = 256 * 1024
 STACK_BYTES = 16 * 1024
@@ -26,11 +27,19 @@ STACK_OFFSET = PAGE_BYTES - STACK_BYTES
 # Words of the header.
 HEADER_MAGIC, HEADER_VERSION, HEADER_ROLE, HEADER_PID, HEADER_START, HEADER_BYTES, HEADER_SLOTS, HEADER_SLOT_BYTES = range(8)
 HEADER_WORDS = 8
+TIME_NAMESPACE, TRACE_UNTIL, SEQUENCE, SLOTS_LOST = 8, 10, 11, 12
+"""The inode number of the process's time namespace; until when frames are traced; even while no slot changes hands; slots refused."""
+
+RELEASE_WORD, RELEASE_BYTES = 16, 32
+"""Which release of aionn the process runs, as text."""
+
+RELEASE = "0.1.0"
+"""This release. Asking the package's metadata would take an app longer than all else about its page."""
 
 # Words of the activity, behind room for a longer header.
 HEARTBEAT, LOADS_BEGUN, LOADS_ENDED, LOADING_SINCE, COMPILES_BEGUN, COMPILES_ENDED, COMPILING_SINCE, SLOTS_USED = range(32, 40)
 
-# Words of a slot. `_page.c` has the same numbers.
+# Words of a slot. model_slot.h has the same numbers.
 SLOT_OFFSET = 4096
 SLOT_BYTES = 1024
 SLOT_WORDS = SLOT_BYTES // 8
@@ -84,22 +93,22 @@ class Activity:
     heartbeat_ns: int
 
 
-def header(pid: int, start_time: int) -> list[int]:
-    """Return the words of a driver page's header."""
+def header(role: int, pid: int, start_time: int, slots: int = SLOTS, slot_bytes: int = SLOT_BYTES) -> list[int]:
+    """Return the words of a page's header."""
     words = [0] * HEADER_WORDS
-    words[HEADER_MAGIC], words[HEADER_VERSION], words[HEADER_ROLE] = MAGIC, VERSION, ROLE_DRIVER
+    words[HEADER_MAGIC], words[HEADER_VERSION], words[HEADER_ROLE] = MAGIC, VERSION, role
     words[HEADER_PID], words[HEADER_START] = pid, start_time
-    words[HEADER_BYTES], words[HEADER_SLOTS], words[HEADER_SLOT_BYTES] = PAGE_BYTES, SLOTS, SLOT_BYTES
+    words[HEADER_BYTES], words[HEADER_SLOTS], words[HEADER_SLOT_BYTES] = PAGE_BYTES, slots, slot_bytes
     return words
 
 
-def check_header(words: Sequence[int]) -> None:
-    """Check that a page is a driver's and of this layout.
+def check_header(words: Sequence[int], role: int, slots: int = SLOTS, slot_bytes: int = SLOT_BYTES) -> None:
+    """Check that a page is one of this role and of this layout.
 
     Raises:
         LayoutError: the page is another one. The text names the word that differs.
     """
-    wanted = header(words[HEADER_PID], words[HEADER_START])
+    wanted = header(role, words[HEADER_PID], words[HEADER_START], slots, slot_bytes)
     names = ("magic", "version", "role", "pid", "start time", "size", "slots", "slot size")
     for what, found, right in zip(names, words[:HEADER_WORDS], wanted, strict=True):
         if found != right:
@@ -136,7 +145,7 @@ def slot_word(slot: int) -> int:
 
 
 def bucket_of(nanoseconds: int) -> int:
-    """Return the histogram's bucket for a duration. `_page.c` does the same, and a test compares the two."""
+    """Return the histogram's bucket for a duration. words.h does the same, and a test compares the two."""
     units = nanoseconds * 1152921504 >> 30  # as the native code rounds it
     if nanoseconds >= 16 * 10**9:
         return BUCKETS - 1

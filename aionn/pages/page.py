@@ -10,18 +10,29 @@ Invariants
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
+import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from aionn.pages import layout
-from aionn.pages._page import Slot
+from aionn.pages._page import Memory, Slot, Trace
 from aionn.pages.layout import Activity, LayoutError
 
-__all__ = ["BEAT_S", "DriverPage", "PageReader", "Slot", "private_slot", "start_time_of"]
+__all__ = [
+    "BEAT_S",
+    "DriverPage",
+    "PageReader",
+    "Slot",
+    "make_page",
+    "map_path",
+    "map_sealed",
+    "private_slot",
+    "start_time_of",
+    "time_namespace_of",
+]
 
 BEAT_S = 0.5
 """How often a driver's loop writes its heartbeat."""
@@ -39,6 +50,66 @@ def start_time_of(pid: int) -> int:
         return int(file.read().rpartition(b")")[2].split()[19])
 
 
+def time_namespace_of(pid: int) -> int:
+    """Return the inode number of a process's time namespace, or 0 if the kernel has none."""
+    try:
+        return os.stat(f"/proc/{pid}/ns/time").st_ino
+    except FileNotFoundError:
+        return 0
+
+
+def make_page(words: Sequence[int]) -> tuple[int, Memory]:
+    """Make this process's page with these words of a header. Returns its descriptor and its mapping.
+
+    Raises:
+        OSError: the system has no memory or no descriptor for the page.
+    """
+    fd = os.memfd_create("aionn-stats", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, layout.PAGE_BYTES)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | fcntl.F_SEAL_SEAL)
+        os.posix_fallocate(fd, 0, layout.SLOT_OFFSET)
+        os.lseek(fd, layout.STACK_OFFSET, os.SEEK_SET)
+        mapping = Memory(fd, layout.PAGE_BYTES, True)
+    except BaseException:
+        os.close(fd)
+        raise
+    with memoryview(mapping) as content:
+        content[: len(words) * 8] = struct.pack(f"={len(words)}Q", *words)
+    return fd, mapping
+
+
+def map_sealed(fd: int, size_bytes: int, *, write: bool = False) -> Memory:
+    """Map a memfd of another process that has this size for good.
+
+    Raises:
+        LayoutError: the descriptor is not such a memfd.
+        OSError: it cannot be mapped.
+    """
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError as error:
+        raise LayoutError("the descriptor of a statistics page is not a memfd; a process of aionn has a memfd") from error
+    if seals & _SIZE_SEALS != _SIZE_SEALS or os.fstat(fd).st_size != size_bytes:
+        raise LayoutError(
+            f"a statistics page came with another size or without its seals; it has {size_bytes} bytes and seals against any other size"
+        )
+    return Memory(fd, size_bytes, write)
+
+
+def map_path(path: str, size_bytes: int, *, write: bool = False) -> Memory:
+    """Map such a memfd by its link in /proc.
+
+    Raises:
+        LayoutError, OSError: as `map_sealed`. The process may have ended, or belong to another user.
+    """
+    fd = os.open(path, (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC)
+    try:
+        return map_sealed(fd, size_bytes, write=write)
+    finally:
+        os.close(fd)
+
+
 class DriverPage:
     """The page of this process, a driver.
 
@@ -52,22 +123,13 @@ class DriverPage:
         Raises:
             OSError: the system has no memory or no descriptor for the page.
         """
-        self.fd = os.memfd_create("aionn-stats", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(self.fd, layout.PAGE_BYTES)
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | fcntl.F_SEAL_SEAL)
-            os.posix_fallocate(self.fd, 0, layout.SLOT_OFFSET)
-            os.lseek(self.fd, layout.STACK_OFFSET, os.SEEK_SET)
-            self._mapping = mmap.mmap(self.fd, layout.PAGE_BYTES, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-        except BaseException:
-            os.close(self.fd)
-            raise
+        pid = os.getpid()
+        self.fd, self._mapping = make_page(layout.header(layout.ROLE_DRIVER, pid, start_time_of(pid)))
         self._words = memoryview(self._mapping).cast("Q")
         self._busy = threading.Lock()
         self._free = list(range(layout.SLOTS - 1, -1, -1))
         self._taken: dict[Slot, int] = {}
-        for index, word in enumerate(layout.header(os.getpid(), start_time_of(os.getpid()))):
-            self._words[index] = word
+        self._words[layout.TIME_NAMESPACE] = time_namespace_of(pid)
         self.beat()
 
     def beat(self) -> None:
@@ -115,7 +177,7 @@ class DriverPage:
             self._words[word] = 0
         self._words[first + layout.MODEL] = model
         self._words[layout.SLOTS_USED] = max(self._words[layout.SLOTS_USED], number + 1)
-        slot = Slot(self._mapping, offset)
+        slot = Slot(self._mapping, offset, Trace(self._mapping))
         self._taken[slot] = number
         return slot
 
@@ -152,22 +214,13 @@ class PageReader:
         """
         self._fd = fd
         try:
-            try:
-                seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-            except OSError as error:
-                raise LayoutError("the descriptor of a statistics page is not a memfd; a driver of aionn sends a memfd") from error
-            if seals & _SIZE_SEALS != _SIZE_SEALS or os.fstat(fd).st_size != layout.PAGE_BYTES:
-                raise LayoutError(
-                    f"a statistics page came with another size or without its seals; it has {layout.PAGE_BYTES} bytes and seals against "
-                    "any other size"
-                )
-            self._mapping = mmap.mmap(fd, layout.PAGE_BYTES, mmap.MAP_SHARED, mmap.PROT_READ)
+            self._mapping = map_sealed(fd, layout.PAGE_BYTES)
         except BaseException:
             os.close(fd)
             raise
         self._words = memoryview(self._mapping).cast("Q")
         try:
-            layout.check_header(self._words)
+            layout.check_header(self._words, layout.ROLE_DRIVER)
         except BaseException:
             self.close()
             raise

@@ -33,7 +33,7 @@ from aionn.hal.types import (
     Result,
 )
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Grows with every change of a message. Two ends with different numbers refuse each other at once."""
 
 STACKS_SIGNAL = int(signal.SIGRTMIN) + 7
@@ -91,6 +91,8 @@ class OptionsMessage(_Message, frozen=True):
     deadline_ns: int | None
     threads: int
     open_outputs: tuple[str, ...] = ()
+    at_most: bool = False
+    instances: int = 1
 
 
 class PoolMessage(_Message, frozen=True):

@@ -345,7 +345,15 @@ def pool_fds(model: Model) -> list[int]:
 
 
 def _options(options: PrepareOptions) -> OptionsMessage:
-    return OptionsMessage(options.preference, options.priority, options.deadline_ns, options.threads, options.open_outputs)
+    return OptionsMessage(
+        options.preference,
+        options.priority,
+        options.deadline_ns,
+        options.threads,
+        options.open_outputs,
+        options.at_most,
+        options.instances,
+    )
 
 
 def _cache(cache: CacheHandles) -> CacheMessage:

@@ -290,7 +290,15 @@ def _descriptor(message: MQMessage, descriptors: Descriptors) -> MQDescriptor:
 
 
 def _options(message: OptionsMessage) -> PrepareOptions:
-    return PrepareOptions(message.preference, message.priority, message.deadline_ns, message.threads, message.open_outputs)
+    return PrepareOptions(
+        message.preference,
+        message.priority,
+        message.deadline_ns,
+        message.threads,
+        message.open_outputs,
+        message.at_most,
+        message.instances,
+    )
 
 
 def _known(table: Mapping[int, T], number: int, what: str) -> T:

@@ -13,14 +13,13 @@ from aionn.caching.outcomes import CacheOutcome
 from aionn.errors import CallerError
 from aionn.hal.model import Model
 from aionn.hal.types import ExecutionPreference, Priority
-from aionn.runtime.executing.arguments import Outputs, check_mapping
-from aionn.runtime.executing.attempt import Call
+from aionn.runtime.executing.arguments import Outputs
 from aionn.runtime.executing.device_memory import DeviceMemory
 from aionn.runtime.executing.device_roles import DeviceRoles
 from aionn.runtime.parts import CompilationParts
 from aionn.runtime.staging.stage import Stage
 from aionn.runtime.streaming.burst import QUEUE_CAPACITY, Burst
-from aionn.tasks import deadline_of, ending_by
+from aionn.tasks import checked_count, deadline_of, ending_by
 
 
 class Compilation:
@@ -29,13 +28,16 @@ class Compilation:
     Attributes:
         model: what was compiled; after `Runtime.swap` the new model.
         outcomes: one `CacheOutcome` per step of the plan; of the last preparation, if a driver had to be started anew.
-        preference, priority: as they were chosen.
+        preference, priority, threads, instances: as they were chosen. `threads` is None where the engine chooses.
     """
 
     def __init__(self, parts: CompilationParts) -> None:
         self._parts = parts
         self.preference: ExecutionPreference = parts.renewal.options.preference
         self.priority: Priority = parts.renewal.options.priority
+        options = parts.renewal.options
+        self.threads: int | None = None if options.at_most else options.threads
+        self.instances: int = options.instances
 
     def __repr__(self) -> str:
         return f"Compilation(device={self.device!r}, outcomes={self.outcomes!r})"
@@ -49,6 +51,7 @@ class Compilation:
     async def aclose(self) -> None:
         """Close its bursts and let the driver free the model, which it does once executions in flight are over.
 
+        Calls of `compute` that wait end with `CallerError`. Those that the driver has are given 2 s to be answered.
         A busy driver is given 2 s for each burst and 2 s for the model. It frees the rest later. If the caller is cancelled, the driver is
         asked to free everything, and the call does not wait for that.
         """
@@ -115,7 +118,7 @@ class Compilation:
 
         NNAPI: ANeuralNetworksMemory_createFromDesc.
         """
-        roles = DeviceRoles(self.model, self._parts.executor.arguments.outputs, inputs, outputs, shape)
+        roles = DeviceRoles(self.model, self._parts.arguments.outputs, inputs, outputs, shape)
         deadline_ns = deadline_of(timeout_s)
         with ending_by(deadline_ns, "the device memory was not allocated"):
             return await self._parts.allocate(roles, deadline_ns)
@@ -130,10 +133,8 @@ class Compilation:
         Raises:
             CallerError: `depth` is not a whole number of at least 1, or `queue_capacity` of at least 8.
         """
-        for name, number, least in (("depth", depth, 1), ("queue_capacity", queue_capacity, 8)):
-            if isinstance(number, bool) or not isinstance(number, int) or number < least:
-                raise CallerError(f"burst: {name}={number!r}; give a whole number, at least {least}")
-        return Burst(self._parts.connection(depth, queue_capacity))
+        depth = checked_count("burst: depth", depth, 1)
+        return Burst(self._parts.bursts.new(depth, checked_count("burst: queue_capacity", queue_capacity, 8)))
 
     async def compute(
         self,
@@ -143,7 +144,10 @@ class Compilation:
         measure_timing: bool = False,
         timeout_s: float | None = None,
     ) -> Outputs:
-        """Run the model once, without a burst: the request goes over the control socket, the arrays through shared memory.
+        """Run the model once. Several tasks may call at once, and requests go in order.
+
+        The first call opens a connection to the driver. It is kept until no call has come for 10 to 20 s. At most 16 calls are with the
+        driver at once. Further calls wait in order and take no shared memory while they wait.
 
         Args:
             inputs: one array per model input, by name. Shapes and dtypes as `Model.inputs` says.
@@ -164,8 +168,7 @@ class Compilation:
 
         NNAPI: ANeuralNetworksExecution_compute.
         """
-        check_mapping(inputs)
-        return await self._parts.compute(Call(inputs, outputs or {}, measure_timing, deadline_of(timeout_s), inputs))
+        return await self._parts.kept.compute(inputs, outputs, measure_timing, timeout_s)
 
 
 def parts_of(compilation: Compilation) -> CompilationParts:

@@ -6,23 +6,21 @@ Bursts and device memories hold the `Renewal`, never these parts. What runs in t
 from __future__ import annotations
 
 import dataclasses
-import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from aionn import trace
 from aionn.caching.outcomes import CacheOutcome
 from aionn.errors import AionnError
 from aionn.hal.model import Model
-from aionn.hal.types import ExecutionPreference
 from aionn.remote.device import RemotePreparedModel
 from aionn.runtime.executing.arguments import Arguments, Outputs
 from aionn.runtime.executing.attempt import Attempt, Call, Executor
-from aionn.runtime.executing.control import control_route, fixed_route
+from aionn.runtime.executing.control import fixed_route
 from aionn.runtime.executing.device_buffers import BufferPair
 from aionn.runtime.executing.device_memory import DeviceMemory
 from aionn.runtime.executing.device_roles import DeviceRoles
 from aionn.runtime.executing.frames import Frames
-from aionn.runtime.executing.link import CLOSE_S, LinkOptions
+from aionn.runtime.executing.link import CLOSE_S
 from aionn.runtime.preparing.renewal import Order, Renewal
 from aionn.runtime.serving.serving import Serving
 from aionn.runtime.session import Session
@@ -31,11 +29,12 @@ from aionn.runtime.staging.stage import Stage, StagePolicy
 from aionn.runtime.staging.stages import Staging
 from aionn.runtime.staging.swapping import NewModel
 from aionn.runtime.staging.target import Target
-from aionn.runtime.streaming.connection import BurstConnection
+from aionn.runtime.streaming.connection import BurstConnection, Connections
+from aionn.runtime.streaming.kept_burst import KeptBurst
 from aionn.tasks import bounded_shield
 
-_IN_FLIGHT = 64
-"""So many executions without a burst are in flight, each with descriptors in the driver. Further callers wait, in order."""
+_TRIALS = 16
+"""So many trials of one compilation may run at once."""
 
 
 class CompilationParts:
@@ -43,7 +42,9 @@ class CompilationParts:
 
     Attributes:
         renewal: keeps the model prepared. Its `compiled` is what serves.
-        executor: for the app's executions without a burst.
+        arguments: how arguments are laid out.
+        bursts: connections of the bursts that the app has made, and of the kept one.
+        kept: the burst behind `Compilation.compute`.
         staging: makes better stages, in mode "staged".
     """
 
@@ -53,21 +54,12 @@ class CompilationParts:
         self.renewal = Renewal(session, model, order, first)
         self.compiled = self.renewal.compiled
         self.staging: Staging | None = None
-        arguments = Arguments(model)
+        self.arguments = arguments = Arguments(model)
         self.renewal.disproved = lambda: arguments.disproved
-        # A model whose shapes are all known: its frames have one size.
-        self.static = all(operand.size_bytes is not None for operand in (*model.inputs.values(), *model.outputs.values()))
-        frames = Frames(exact=self.static, max_frames=_IN_FLIGHT)
-        self.executor = Executor(arguments, frames, self.compiled, copies=True)
-        self._trials = Executor(arguments, frames, None, copies=True)
-        self._route = control_route(self.renewal)
-        self._bursts: weakref.WeakSet[BurstConnection] = weakref.WeakSet()
+        self.bursts = Connections(self.renewal, arguments)
+        self.kept = KeptBurst(self.bursts)
+        self._trials = Executor(arguments, Frames(_TRIALS), None)
         self._closed = False
-
-    async def compute(self, call: Call) -> Outputs:
-        """Run the model once, without a burst."""
-        self.renewal.check_usable()
-        return await Attempt(self.executor, self._route, call).run()
 
     async def allocate(self, roles: DeviceRoles, deadline_ns: int | None) -> DeviceMemory:
         """Return device memory in the driver that serves."""
@@ -79,14 +71,6 @@ class CompilationParts:
                 return DeviceMemory(self.renewal, BufferPair(serving.prepared, buffer, roles))
             buffer.release()  # another stage has been swapped in meanwhile
 
-    def connection(self, depth: int, queue_capacity: int) -> BurstConnection:
-        """Return the connection of a new burst, not yet open."""
-        low_power = self.renewal.options.preference is ExecutionPreference.LOW_POWER
-        executor = Executor(self.executor.arguments, Frames(exact=self.static), self.compiled, copies=False)
-        connection = BurstConnection(self.renewal, executor, LinkOptions(depth, queue_capacity, low_power))
-        self._bursts.add(connection)
-        return connection
-
     # --- closing -------------------------------------------------------------------------------------------------------
 
     async def aclose(self) -> None:
@@ -95,11 +79,13 @@ class CompilationParts:
             return
         self.session.check_loop()
         self._closed = True
-        bursts = list(self._bursts)
+        bursts = list(self.bursts)
         try:
             self.renewal.close()
+            self.kept.refuse()
             if self.staging is not None:
                 await self.staging.stop()
+            await self.kept.aclose()
             for burst in bursts:
                 await burst.aclose()
             with bounded_shield(CLOSE_S):
@@ -108,16 +94,19 @@ class CompilationParts:
         except AionnError as error:
             trace.count("compilation.release_failed", reason=str(error))  # the driver is gone, and the model with it
         finally:
-            for burst in bursts:
-                burst.end()
+            self._end(bursts)
             self.compiled.release()
-            self.executor.frames.close()
 
     def end(self) -> None:
         """Give the memory back: the runtime has closed, and every driver has ended."""
-        for burst in list(self._bursts):
+        self._end(self.bursts)
+
+    def _end(self, bursts: Iterable[BurstConnection]) -> None:
+        self.kept.end()
+        for burst in bursts:
             burst.end()
-        self.executor.frames.close()
+        self._trials.frames.close()
+        self.bursts.close()
 
     # --- stages and new models -----------------------------------------------------------------------------------------
 
@@ -131,12 +120,12 @@ class CompilationParts:
 
     def new_model(self) -> NewModel:
         """Return what an app's new version of the model needs to take over."""
-        return NewModel(self.renewal, self.staging, self.begin_stages, _trial_runs(self._trials), self._last_inputs, self.static)
+        return NewModel(self.renewal, self.staging, self.begin_stages, _trial_runs(self._trials), self._last_inputs, self.bursts.static)
 
     def _last_inputs(self) -> list[Inputs]:
-        """Return the inputs of the last execution on each burst, and of the last one without a burst."""
-        frames = (self.executor.frames, *(burst.executor.frames for burst in self._bursts))
-        return [inputs for inputs in (one.last_inputs() for one in frames) if inputs is not None]
+        """Return the inputs of the last execution on each burst."""
+        found = [self.kept.last_inputs, *(burst.executor.frames.last_inputs() for burst in self.bursts)]
+        return [inputs for inputs in found if inputs is not None]
 
 
 def _trial_runs(executor: Executor) -> Run:

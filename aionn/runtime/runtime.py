@@ -7,6 +7,7 @@ the runtimes that were left open in it. A child of `os.fork` can close a runtime
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
@@ -21,7 +22,7 @@ from aionn.caching.store import CacheStore
 from aionn.errors import CallerError, DeadlineError
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model
-from aionn.hal.types import CACHE_TOKEN_BYTES, ExecutionPreference, Priority
+from aionn.hal.types import CACHE_TOKEN_BYTES, MAX_INSTANCES, MAX_THREADS, ExecutionPreference, Priority
 from aionn.runtime.compilation import Compilation, parts_of
 from aionn.runtime.parts import CompilationParts
 from aionn.runtime.preparing.cached import CacheChoice
@@ -30,11 +31,22 @@ from aionn.runtime.preparing.renewal import Order
 from aionn.runtime.processes.devices import Device, Devices
 from aionn.runtime.processes.liveness import DEFAULT_HANG_S
 from aionn.runtime.processes.process import GRACE_S, KILL_S
+from aionn.runtime.processes.spawning import Settings
 from aionn.runtime.session import Session
 from aionn.runtime.staging.first import prepare_first
 from aionn.runtime.staging.stage import StagePolicy
 from aionn.runtime.staging.swapping import swap_model
-from aionn.tasks import OwnedTasks, bounded_shield, checked_seconds, deadline_of, ending_by, is_ours, running_loop, seconds_until
+from aionn.tasks import (
+    OwnedTasks,
+    bounded_shield,
+    checked_count,
+    checked_seconds,
+    deadline_of,
+    ending_by,
+    is_ours,
+    running_loop,
+    seconds_until,
+)
 
 CLOSE_STORES_S = 5.0
 """A cache directory on a disk that hangs must not hold up the app's end."""
@@ -58,9 +70,11 @@ class Runtime:
         hang_s: a driver process that makes no progress for so many seconds is killed, and its calls end with `DriverHungError`.
             A long execution that computes is progress, unless it takes more than 20 times as long as nearly all executions of its model.
             None: it is logged, and never killed.
+        threads: the most engine threads that one compilation may have in its driver process. Several compilations in one driver add up.
+            None: as many as the CPUs that the process may use, by its affinity and the container's quota.
 
     Raises:
-        CallerError: `hang_s` is not a positive number.
+        CallerError: `hang_s` or `threads` is not a positive number.
 
     Attributes:
         stage_policy: a `StagePolicy`. It says when better stages are made, and what they must show, for later calls of `compile` with
@@ -72,9 +86,15 @@ class Runtime:
         ...     outputs = await compilation.compute({"input": x})
     """
 
-    def __init__(self, *, hang_s: float | None = DEFAULT_HANG_S, state_dir: str | os.PathLike[str] | None = None) -> None:
-        self._hang_s = checked_seconds("hang_s", hang_s)
-        self._state_dir = _checked_state_dir(state_dir)
+    def __init__(
+        self,
+        *,
+        threads: int | None = None,
+        hang_s: float | None = DEFAULT_HANG_S,
+        state_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        most = 0 if threads is None else checked_count("Runtime: threads", threads, 1, MAX_THREADS)
+        self._settings = Settings(_checked_state_dir(state_dir), checked_seconds("hang_s", hang_s), most)
         self._session: Session | None = None
         self._devices: Devices
         self._tasks: OwnedTasks
@@ -100,10 +120,14 @@ class Runtime:
         loop = running_loop()
         is_ours(loop)  # noted, before there can be a fork
         self._tasks = OwnedTasks(self._close, "runtime")
-        self._devices = Devices(self._tasks, self._state_dir, self._hang_s)
+        self._devices = Devices(self._tasks, self._settings)
         self._session = Session(loop, self._tasks, self._devices)
         self._devices.check_use = self._session.check_open
-        await self._tasks.open()
+        try:
+            await self._tasks.open()
+        except BaseException:
+            self._session.leave_page()
+            raise
 
     async def aclose(self) -> None:
         """Close the runtime: calls that still wait end with `CallerError`, and driver processes end.
@@ -134,6 +158,8 @@ class Runtime:
         finally:
             for parts in list(self._compilations):
                 parts.end()
+            if self._session is not None:
+                self._session.leave_page()
             # Side by side: no store waits for another one's disk before it ends the calls that wait in it.
             with bounded_shield(CLOSE_STORES_S):
                 async with anyio.create_task_group() as closing:
@@ -164,6 +190,8 @@ class Runtime:
         devices: Sequence[str] | None = None,
         preference: Preference = "fast_single_answer",
         priority: PriorityName = "medium",
+        threads: int | None = None,
+        instances: int = 1,
         cache_dir: str | Path | None = None,
         token: bytes | None = None,
         mode: Mode = "eager",
@@ -178,7 +206,12 @@ class Runtime:
                 is tried if one fails to prepare the model, with a warning in the log. `compilation.device` is the one that it became.
                 Explicit devices forbid any fallback. "package.module:Class" names an engine that is not installed as an entry point.
             preference: "sustained_speed" for streams, "low_power" never stays awake waiting.
-            priority: "low", "medium" or "high"; the device gets to know it.
+            priority: "high" goes before the others in the same driver. "low" lives in another driver process, which gets only CPU time
+                that no other process wants.
+            threads: how many engine threads one run may use. None: the engine chooses, up to `Runtime(threads=)`; with "low_power" it is
+                one thread.
+            instances: how many runs may go on beside each other, over one copy of the weights. Many callers gain from several
+                instances with one thread each; a single caller gains from several threads.
             cache_dir: where compilations are kept, or None for no caching.
             token: 32 bytes, unique to the model within the app (`model.token`); given exactly when `cache_dir` is.
             mode: "eager" compiles now. "jit" compiles at the first execution, once for all callers; `timeout_s` does not count then.
@@ -191,14 +224,14 @@ class Runtime:
             The compilation: `compute`, `burst`, `outcomes`.
 
         Raises:
-            CallerError: an argument is wrong.
+            CallerError: an argument is wrong, or `threads` times `instances` is more than `Runtime(threads=)`.
             DeviceUnavailableError: a device asked for by name is not there.
             CompilationError: the model cannot be prepared; `.node` and `.reason` where known.
             DeadlineError: it took longer than `timeout_s`.
             DriverDiedError, DriverHungError: the driver went away meanwhile.
         """
         session = self._opened()
-        options = _options(preference, priority, timeout_s)
+        options = _with_threads(_options(preference, priority, timeout_s), threads, instances, self._settings.threads)
         _check_modes(model, cache_dir, token, mode, stages, devices)
         with trace.span("compile", preference=preference):
             cache = self._cache(cache_dir, token)
@@ -296,6 +329,25 @@ def _options(preference: str, priority: str, timeout_s: float | None) -> Prepare
     if not isinstance(priority, str) or priority not in _PRIORITIES:
         raise CallerError(f"priority {priority!r}: it is one of {sorted(_PRIORITIES)}")
     return PrepareOptions(_PREFERENCES[preference], _PRIORITIES[priority], deadline_of(timeout_s))
+
+
+def _with_threads(options: PrepareOptions, threads: int | None, instances: int, most: int) -> PrepareOptions:
+    """Return the options with the threads of a run. `most` is the bound of the runtime, or 0.
+
+    Raises:
+        CallerError: a number is wrong, or they ask for more threads than `most`.
+    """
+    instances = checked_count("compile: instances", instances, 1, MAX_INSTANCES)
+    chosen = None if threads is None else checked_count("compile: threads", threads, 1, MAX_THREADS)
+    wanted = (chosen or 1) * instances
+    if most and wanted > most:
+        raise CallerError(
+            f"compile: threads={chosen} with instances={instances} needs {wanted} engine threads, but this runtime allows {most}; "
+            f"ask for fewer, or allow more with Runtime(threads=)"
+        )
+    if chosen is not None:
+        return dataclasses.replace(options, threads=chosen, instances=instances)
+    return dataclasses.replace(options, threads=most // instances, at_most=True, instances=instances)
 
 
 def _checked_state_dir(state_dir: object) -> str:

@@ -178,6 +178,9 @@ class FakeExecutable:
         self.operands = dict(operands)
         self.weights = weights
 
+    def lanes(self, count: int) -> list[FakeExecutable]:
+        return [self] * count  # a run changes nothing here
+
     def run(self, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]], timing: bool) -> ExecutionReport:
         began_ns = time.perf_counter_ns()
         behaviour = self._engine.act("run") if self._engine._path is not None else None

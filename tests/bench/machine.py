@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
+import resource
 import time
 from importlib import metadata
 from pathlib import Path
@@ -23,6 +25,26 @@ def machine_lines(*packages: str) -> str:
         f"{platform.machine()}, {cpu_name()}, {len(os.sched_getaffinity(0))} usable CPUs, Linux {platform.release()}\n"
         f"Python {platform.python_version()}{versions}; load average {Path('/proc/loadavg').read_text().split()[0]}"
     )
+
+
+class Others:
+    """What share of the CPUs other processes use while a benchmark runs. Where it is large, no p99 can be judged."""
+
+    def __init__(self) -> None:
+        self._began_s = time.monotonic()
+        self._foreign_s = self._used_s()
+
+    def share(self) -> float:
+        """Return the share since the start, 0 to 1. It counts ended children as ours, so ask when all have ended."""
+        passed_s = time.monotonic() - self._began_s
+        return max(0.0, self._used_s() - self._foreign_s) / passed_s / (os.cpu_count() or 1)
+
+    def _used_s(self) -> float:
+        """Return the CPU seconds of the machine, with stolen ones, without those of this process and its ended children."""
+        user, nice, system, _, _, *interrupts_and_stolen = map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9])
+        busy_s = (user + nice + system + sum(interrupts_and_stolen)) / os.sysconf("SC_CLK_TCK")
+        ours = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        return busy_s - sum(used.ru_utime + used.ru_stime for used in ours)
 
 
 def process_cpu_ns(pid: int) -> int:
@@ -50,10 +72,39 @@ def last_cpu(pid: int, thread: int) -> int:
 
 
 def descriptors(pid: int) -> int:
+    """Return the number of a process's descriptors. Collects garbage first, so that those of ended objects do not count."""
+    gc.collect()
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
+def shared_bytes(*pids: int) -> int:
+    """Return the bytes of nameless shared memory that exist because processes hold or map them. Each file counts once.
+
+    Collects garbage first, as `descriptors` does.
+    """
+    gc.collect()
+    found = {}
+    for pid in pids:
+        for directory in (f"/proc/{pid}/fd", f"/proc/{pid}/map_files"):
+            for entry in _entries(directory):
+                try:
+                    if os.readlink(entry).startswith("/memfd:"):
+                        status = os.stat(entry)
+                        found[status.st_dev, status.st_ino] = status.st_blocks * 512
+                except OSError:  # closed meanwhile
+                    continue
+    return sum(found.values())
+
+
+def _entries(directory: str) -> list[str]:
+    """Return the paths in a directory, or nothing where the kernel does not show it to us (`map_files` is for root alone)."""
+    try:
+        return [f"{directory}/{name}" for name in os.listdir(directory)]
+    except PermissionError:
+        return []
+
+
 def memory_bytes(pid: int, *kinds: str) -> int:
-    """Return the sum of a process's figures in `smaps_rollup`, such as "Pss_Shmem" or "Private_Dirty"."""
+    """Return the sum of a process's figures in `smaps_rollup`, such as "Private_Dirty"."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return 1024 * sum(int(line.split()[1]) for line in lines if line.partition(":")[0] in kinds)

@@ -20,12 +20,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from collections.abc import Awaitable, Callable
 
 import uvloop
 
-from tests.bench import real_hot, real_many, real_paced, real_urgent
-from tests.bench.machine import machine_lines
+from tests.bench import real_hot, real_lanes, real_many, real_paced, real_urgent
+from tests.bench.machine import Others, machine_lines
 from tests.bench.real_report import NotAvailableError, Options, Report
 
 GROUPS: tuple[tuple[tuple[str, ...], Callable[[Report, Options], Awaitable[None]]], ...] = (
@@ -39,12 +40,13 @@ GROUPS: tuple[tuple[tuple[str, ...], Callable[[Report, Options], Awaitable[None]
     (("P9",), real_hot.one_call),
     (("P10",), real_hot.at_once),
     # P11 to P15 are start-up, cache hits and large models.
-    (("P16",), real_many.instances),
-    (("P17",), real_many.batch),
+    (("P16",), real_lanes.instances),
+    (("P17",), real_lanes.batch),
     (("P18",), real_urgent.priorities),
     (("P19",), real_urgent.bounded_threads),
     (("P20",), real_urgent.anticipation),
 )
+INTERRUPTED = 130
 ROWS = sorted((row for rows, _ in GROUPS for row in rows), key=lambda row: int(row[1:]))
 
 
@@ -73,7 +75,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--row", "--rows", type=rows_of, default=frozenset(ROWS), help=f"some of {','.join(ROWS)}")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--frames", type=int, default=150, help="frames per lane and round; more at high rates")
-    parser.add_argument("--pinned", action="store_true", help="the app on the first CPU, all others on the last")
+    parser.add_argument(
+        "--pinned", action="store_true", help="the app on the first CPU, all others on the last; not for P4, P8, P16 to P19"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     options = parser.parse_args(argv)
     usable = sorted(os.sched_getaffinity(0))
@@ -82,8 +86,16 @@ def main(argv: list[str]) -> None:
     head = f"{machine_lines('uvloop', 'numpy', 'onnxruntime')}\n{where}; {options.rounds} rounds of {options.frames} frames"
     report = Report(options.row, quiet=options.json)
     report.say(head)
-    uvloop.run(measure(report, Options(options.rounds, options.frames, cpus)))
+    others = Others()
+    interrupted = False
+    try:
+        uvloop.run(measure(report, Options(options.rounds, options.frames, cpus)))
+    except KeyboardInterrupt:
+        interrupted = True
+        report.say("\ninterrupted; this is what was measured before")
     if options.json:
-        print(json.dumps({"machine": head.splitlines(), **report.plain()}))
+        print(json.dumps({"machine": head.splitlines(), "others": others.share(), **report.plain()}))
     else:
-        print(f"\n{report.summary()}")
+        print(f"\n{report.summary()}\nother processes used {others.share():.0%} of the CPUs meanwhile")
+    if interrupted:
+        sys.exit(INTERRUPTED)

@@ -22,9 +22,10 @@ import numpy as np
 
 import aionn
 from aionn.testing.models import identity_model
-from tests.bench.burst import EMPTY, pin_driver
-from tests.bench.machine import busiest_thread, last_cpu, memory_bytes, process_cpu_ns, threads_ns
+from tests.bench.burst import EMPTY
+from tests.bench.machine import busiest_thread, last_cpu, process_cpu_ns, shared_bytes, threads_ns
 from tests.bench.real_report import Lanes, Options, Report, Taken, ratios
+from tests.bench.real_rivals import placed
 from tests.bench.real_subjects import PICTURE, Inputs, identity_subject, picture_model
 from tests.bench.real_worker import session_of
 from tests.bench.rivals import ROOT
@@ -42,13 +43,14 @@ Call = Callable[[], Awaitable[object]]
 
 
 @asynccontextmanager
-async def compiled(content: bytes, device: str = "onnxruntime", **options: Any) -> AsyncIterator[tuple[aionn.Compilation, int]]:
-    """Compile a model in a runtime of its own. Yields the compilation and the driver's pid."""
+async def compiled(options: Options, content: bytes, device: str = "onnxruntime") -> AsyncIterator[tuple[aionn.Compilation, int]]:
+    """Compile a model in a runtime of its own, placed as the options say. Yields the compilation and the driver's pid."""
     os.environ["PYTHONPATH"] = str(ROOT)  # where a driver finds the empty engine
     model = aionn.Model.from_onnx(content)
-    async with aionn.Runtime() as runtime, await runtime.compile(model, devices=(device,), **options) as made:
+    async with aionn.Runtime() as runtime, await runtime.compile(model, devices=(device,)) as made:
         await made.compute({name: np.zeros(operand.dimensions or (), operand.type.dtype) for name, operand in model.inputs.items()})
-        yield made, driver_pid(runtime, device)
+        with placed(runtime, device, options.cpus):
+            yield made, driver_pid(runtime, device)
 
 
 def driver_pid(runtime: aionn.Runtime, device: str = "onnxruntime") -> int:
@@ -75,24 +77,18 @@ async def timed(call: Call, count: int, pid: int | None = None) -> Taken:
 
 async def placement(report: Report, options: Options) -> None:
     """P3: each run has a fresh driver, first left to the scheduler, then pinned."""
-    app_cpu, driver_cpu = options.both_cpus
     found: Lanes = {"not pinned": [], "pinned": []}
     together = []
     count = options.frames * CALLS_PER_FRAME
     for _ in range(2 * options.rounds):
-        usable = os.sched_getaffinity(0)
         async with aionn.Runtime() as runtime:
             compilation = await runtime.compile(aionn.Model.from_onnx(identity_model()), devices=("onnxruntime",))
             async with compilation.burst() as burst:
                 pid = driver_pid(runtime)
                 found["not pinned"].append(await timed(lambda burst=burst: burst.compute(SMALL), count, pid))  # type: ignore[misc]
                 together.append(await _share_on_one_cpu(burst, pid, count))
-                try:
-                    os.sched_setaffinity(0, {app_cpu})
-                    pin_driver(runtime, "onnxruntime", driver_cpu)
+                with placed(runtime, "onnxruntime", options.both_cpus):
                     found["pinned"].append(await timed(lambda burst=burst: burst.compute(SMALL), count, pid))  # type: ignore[misc]
-                finally:
-                    os.sched_setaffinity(0, usable)
     report.show("identity 64 B without a pause, by burst", found)
     report.note("both ends on one CPU, where not pinned", {"share of the calls": together}, "0 to 1")
     report.check("P3", "hot, p50: not pinned / pinned, in 9 of 10 runs", ratios(found, "not pinned", "pinned"), 1.5, runs=0.9)
@@ -122,7 +118,7 @@ async def holding(report: Report, options: Options) -> None:
     rates: dict[str, list[float]] = {f"{count} in flight": [] for count in FLIGHTS}
     count = options.frames * CALLS_PER_FRAME
     for _ in range(options.rounds):
-        async with compiled(identity_model()) as (compilation, pid):
+        async with compiled(options, identity_model()) as (compilation, pid):
             for held in HELD:
                 async with compilation.burst() as burst:
                     kept: deque[object] = deque(maxlen=held)
@@ -134,7 +130,7 @@ async def holding(report: Report, options: Options) -> None:
                         await call()
                     found[f"{held} held"].append(await timed(call, count, pid))
                     kept.clear()
-        async with compiled(identity_model(), EMPTY) as (compilation, _):
+        async with compiled(options, identity_model(), EMPTY) as (compilation, _):
             for flight in FLIGHTS:
                 rates[f"{flight} in flight"].append(await _rate(compilation, flight, count * 4))
     report.show("identity 64 B without a pause, by burst; the app keeps its last outputs", found)
@@ -168,7 +164,8 @@ async def _rate(compilation: aionn.Compilation, flight: int, count: int) -> floa
 _pooled: dict[str, Any] = {}
 
 
-def _start_pooled(path: str) -> None:
+def _start_pooled(path: str, cpus: set[int]) -> None:
+    os.sched_setaffinity(0, cpus)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pool ends it
     _pooled["session"] = session_of(path, 1)
 
@@ -184,14 +181,15 @@ async def one_call(report: Report, options: Options) -> None:
     large: Lanes = {"compute()": [], "burst": []}
     calls: list[float] = []
     count, few = options.frames * CALLS_PER_FRAME, max(5, options.frames // 4)
+    cpus = {options.cpus[1]} if options.cpus else os.sched_getaffinity(0)
     picture = {"input": np.ones(PICTURE, np.uint8)}
     loop = asyncio.get_running_loop()
     with TemporaryDirectory() as directory:
         subject = identity_subject(directory)
         for _ in range(options.rounds):
             context = multiprocessing.get_context("spawn")
-            with ProcessPoolExecutor(1, context, initializer=_start_pooled, initargs=(str(subject.path),)) as pool:
-                async with compiled(subject.path.read_bytes()) as (compilation, pid):
+            with ProcessPoolExecutor(1, context, initializer=_start_pooled, initargs=(str(subject.path), cpus)) as pool:
+                async with compiled(options, subject.path.read_bytes()) as (compilation, pid):
                     small["compute()"].append(await timed(lambda made=compilation: made.compute(SMALL), count, pid))  # type: ignore[misc]
                     calls += await _system_calls(compilation, pid)
                     async with compilation.burst() as burst:
@@ -203,7 +201,7 @@ async def one_call(report: Report, options: Options) -> None:
                     await pooled()
                     (worker,) = multiprocessing.active_children()
                     small["ProcessPoolExecutor"].append(await timed(pooled, count // 2, worker.pid))
-            async with compiled(picture_model()) as (compilation, pid):
+            async with compiled(options, picture_model()) as (compilation, pid):
                 large["compute()"].append(await timed(lambda made=compilation: made.compute(picture), few, pid))  # type: ignore[misc]
                 async with compilation.burst() as burst:
                     large["burst"].append(await timed(lambda burst=burst: burst.compute(picture), few, pid))  # type: ignore[misc]
@@ -248,12 +246,12 @@ async def at_once(report: Report, options: Options) -> None:
     """P10: a thousand calls of `compute()` at once."""
     answered, burst_words, seconds, grown = [], [], [], []
     for _ in range(options.rounds):
-        async with compiled(identity_model()) as (compilation, pid):
-            before = memory_bytes(pid, "Pss_Shmem") + memory_bytes(os.getpid(), "Pss_Shmem")
+        async with compiled(options, identity_model()) as (compilation, pid):
+            before = shared_bytes(os.getpid(), pid)
             began = time.perf_counter()
             found = await asyncio.gather(*(compilation.compute(SMALL) for _ in range(AT_ONCE)), return_exceptions=True)
             seconds.append(time.perf_counter() - began)
-            grown.append((memory_bytes(pid, "Pss_Shmem") + memory_bytes(os.getpid(), "Pss_Shmem") - before) / 2**20)
+            grown.append((shared_bytes(os.getpid(), pid) - before) / 2**20)
             errors = [str(each) for each in found if isinstance(each, BaseException)]
             answered.append((AT_ONCE - len(errors)) / AT_ONCE)
             burst_words.append(float(sum("burst" in error for error in errors)))

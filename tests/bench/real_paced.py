@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import statistics
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from tempfile import TemporaryDirectory
 
 import numpy as np
@@ -82,15 +84,24 @@ class Ticks:
 class Stream:
     """Calls of one lane at a rate, over all its segments of a round."""
 
-    def __init__(self, ticks: Ticks, call: Callable[[Inputs], Awaitable[object]], pid: int | None = None) -> None:
+    def __init__(
+        self,
+        ticks: Ticks,
+        call: Callable[[Inputs], Awaitable[object]],
+        pid: int | None = None,
+        busy_ns: Callable[[], int] | None = None,
+    ) -> None:
         self._ticks = ticks
         self._call = call
         self._pids = (os.getpid(), *([pid] if pid else []))
+        self._busy_ns = busy_ns
         self._cpu_ns = [0, 0]
         self.taken_ns: list[int] = []
         """From the call to its answer."""
         self.late_ns: list[int] = []
         """From the time at which the frame was due to its answer, so that a stream that is held up counts each frame."""
+        self.executed_ns: list[int] = []
+        """What the other process was busy with each call, with `busy_ns`. To ask costs CPU time, so ratios come from other streams."""
 
     async def segment(self, inputs: Sequence[Inputs], rhythm: Rhythm, count: int, while_true: Callable[[], bool] = lambda: True) -> None:
         """Call `count` times after the leading frames, or until `while_true` returns False."""
@@ -102,12 +113,15 @@ class Stream:
             await self._ticks.until(due_ns)
             if not while_true():
                 break
+            busy_ns = self._busy_ns() if self._busy_ns else 0
             began_ns = time.monotonic_ns()
             await self._call(inputs[number % len(inputs)])
             ended_ns = time.monotonic_ns()
             if number >= 0:
                 self.taken_ns.append(ended_ns - began_ns)
                 self.late_ns.append(ended_ns - due_ns)
+                if self._busy_ns:
+                    self.executed_ns.append(self._busy_ns() - busy_ns)
             due_ns += rhythm(number + 1)
         for place, pid in enumerate(self._pids if before else ()):
             self._cpu_ns[place] += process_cpu_ns(pid) - before[place]
@@ -125,9 +139,23 @@ async def ticking() -> AsyncIterator[Ticks]:
         ticks.close()
 
 
-async def paced(subject: Subject, rates: Sequence[float], options: Options) -> dict[float, Lanes]:
+@dataclass
+class Paced:
+    """All lanes at one rate, and for each round the medians of microseconds that an aionn call spent inside and outside the engine."""
+
+    lanes: Lanes = field(default_factory=dict)
+    parts: dict[str, list[float]] = field(default_factory=lambda: {"the driver executes": [], "everything else": []})
+
+    def note_parts(self, profiled: Stream) -> None:
+        executes, everything_else = self.parts.values()
+        executes.append(statistics.median(profiled.executed_ns) / 1e3)
+        pairs = zip(profiled.taken_ns, profiled.executed_ns, strict=True)
+        everything_else.append(statistics.median(taken - executed for taken, executed in pairs) / 1e3)
+
+
+async def paced(subject: Subject, rates: Sequence[float], options: Options) -> dict[float, Paced]:
     """Measure all lanes at each rate. Each round has fresh processes."""
-    found: dict[float, Lanes] = {rate: {} for rate in rates}
+    found = {rate: Paced() for rate in rates}
     async with ticking() as ticks:
         for _ in range(options.rounds):
             async with lanes(subject, options.cpus) as contenders:
@@ -139,14 +167,20 @@ async def paced(subject: Subject, rates: Sequence[float], options: Options) -> d
                         for name in names[turn:] + names[:turn]:
                             await streams[name].segment(subject.inputs, steady(rate), count)
                     for name, stream in streams.items():
-                        found[rate].setdefault(name, []).append(stream.taken())
+                        found[rate].lanes.setdefault(name, []).append(stream.taken())
+                    (ours,) = [lane for lane in contenders if lane.busy_ns]
+                    profiled = Stream(ticks, ours.call, ours.pid, ours.busy_ns)
+                    await profiled.segment(subject.inputs, steady(rate), count)
+                    found[rate].note_parts(profiled)
     return found
 
 
 async def silero(report: Report, options: Options) -> None:
     """P1 and P5: Silero at 31 frames a second."""
-    found = (await paced(silero_subject(), (SILERO_RATE,), options))[SILERO_RATE]
+    measured = (await paced(silero_subject(), (SILERO_RATE,), options))[SILERO_RATE]
+    found = measured.lanes
     report.show(f"Silero, {SILERO_RATE} frames/s", found)
+    report.note("where an aionn call's time goes, p50", measured.parts, "us")
     report.check("P1", "Silero at 31/s, p50: aionn / shm", ratios(found, "aionn", "shm"), 1.0)
     report.check("P1", "Silero at 31/s, p50: aionn / to_thread", ratios(found, "aionn", "to_thread"), 0.85)
     tails = {name: ratios(found, "aionn", name, "p99") for name in ("shm", "to_thread")}
@@ -160,8 +194,10 @@ async def identity(report: Report, options: Options) -> None:
     """P2: a model that does nothing, at three rates."""
     with TemporaryDirectory() as directory:
         everything = await paced(identity_subject(directory), IDENTITY_RATES, options)
-    for rate, found in everything.items():
+    for rate, measured in everything.items():
+        found = measured.lanes
         report.show(f"identity 64 B, {rate} frames/s", found)
+        report.note("where an aionn call's time goes, p50", measured.parts, "us")
         report.check("P2", f"identity at {rate}/s, p50: aionn / shm", ratios(found, "aionn", "shm"), 1.05)
         report.check("P2", f"identity at {rate}/s, CPU of both processes: aionn / shm", ratios(found, "aionn", "shm", "cpu_s"), 1.1)
 
@@ -169,7 +205,7 @@ async def identity(report: Report, options: Options) -> None:
 async def beside_a_long_run(report: Report, options: Options) -> None:
     """P4: a stream alone, and beside one long run of another model in the same driver."""
     subject, found = silero_subject(), Lanes()
-    seconds = options.frames / SILERO_RATE
+    seconds = max(1.0, options.frames / SILERO_RATE)
     async with ticking() as ticks:
         for _ in range(options.rounds):
             async with aionn.Runtime() as runtime:
@@ -179,12 +215,14 @@ async def beside_a_long_run(report: Report, options: Options) -> None:
                     await quick.compute(subject.inputs[0])
                     loops = await _loops_for(slow, seconds)
                     alone, beside = Stream(ticks, quick.compute), Stream(ticks, quick.compute)
-                    await alone.segment(subject.inputs, steady(SILERO_RATE), options.frames)
+                    half = -(-options.frames // 2)
+                    await alone.segment(subject.inputs, steady(SILERO_RATE), half)
                     for _ in range(12):  # a driver may believe from short runs that the next one is short
                         await slow.compute({"count": np.array([0])})
                     async with asyncio.TaskGroup() as group:
                         long = group.create_task(slow.compute({"count": np.array([loops])}))
                         await beside.segment(subject.inputs, steady(SILERO_RATE), options.frames, lambda long=long: not long.done())  # type: ignore[misc]
+                    await alone.segment(subject.inputs, steady(SILERO_RATE), half)
             found.setdefault("alone", []).append(Taken.of(alone.late_ns))
             found.setdefault("beside a long run", []).append(Taken.of(beside.late_ns))
     report.show(f"Silero, {SILERO_RATE} frames/s, from the time when a frame is due; the other model runs for {seconds:.1f} s", found)

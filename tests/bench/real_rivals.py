@@ -14,9 +14,9 @@ import mmap
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,8 @@ class Lane:
     name: str
     call: Callable[[Inputs], Awaitable[object]]
     pid: int | None
+    busy_ns: Callable[[], int] | None = None
+    """How long the other process has executed so far, where it says so."""
 
 
 class SharedMemory:
@@ -92,6 +94,21 @@ class SharedMemory:
             os.close(fd)
 
 
+@contextmanager
+def placed(runtime: aionn.Runtime, device: str, cpus: tuple[int, int] | None) -> Iterator[None]:
+    """Keep the app's thread on the first CPU and the driver on the second, or leave both to the scheduler."""
+    if cpus is None:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    pin_driver(runtime, device, cpus[1])
+    os.sched_setaffinity(0, {cpus[0]})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
 @asynccontextmanager
 async def lanes(subject: Subject, cpus: tuple[int, int] | None) -> AsyncIterator[list[Lane]]:
     """Open all lanes for a model, each with one answer behind it. With `cpus`, the app runs on the first and all others on the second."""
@@ -105,7 +122,6 @@ async def lanes(subject: Subject, cpus: tuple[int, int] | None) -> AsyncIterator
         return await asyncio.to_thread(session.run, names, inputs)
 
     outputs = dict(zip(names, session.run(names, subject.inputs[0]), strict=True))
-    before = os.sched_getaffinity(0)
     async with AsyncExitStack() as stack:
         rival = SharedMemory(subject, outputs)
         stack.callback(rival.close)
@@ -114,18 +130,16 @@ async def lanes(subject: Subject, cpus: tuple[int, int] | None) -> AsyncIterator
         compilation = await runtime.compile(aionn.Model.from_onnx(subject.path), devices=("onnxruntime",))
         burst = await stack.enter_async_context(compilation.burst())
         if cpus is not None:
-            stack.callback(os.sched_setaffinity, 0, before)
             os.sched_setaffinity(rival.pid, {cpus[1]})
-            pin_driver(runtime, "onnxruntime", cpus[1])
-            os.sched_setaffinity(0, {cpus[0]})
             pool = ThreadPoolExecutor(1, initializer=os.sched_setaffinity, initargs=(0, {cpus[1]}))
             asyncio.get_running_loop().set_default_executor(pool)
+        stack.enter_context(placed(runtime, "onnxruntime", cpus))
         (device,) = [device for device in runtime.devices if device.name == "onnxruntime"]
         found = [
             Lane("direct", direct, None),
             Lane("shm", rival.call, rival.pid),
             Lane("to_thread", to_thread, None),
-            Lane("aionn", burst.compute, device.pid),
+            Lane("aionn", burst.compute, device.pid, lambda: int(burst.statistics()["driver_busy_ns"])),
         ]
         for lane in found:
             for inputs in (*subject.inputs[1:3], subject.inputs[0]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,9 @@ from tests.real_models import carried
 
 Inputs = dict[str, NDArray[Any]]
 HEAVY_SIDE = 512
+CPUS = len(os.sched_getaffinity(0))
+"""What aionn's engine uses for models that are not tiny."""
+
 PICTURE = (1, 1080, 1920, 3)
 DETECTED = (1, 3, 384, 640)
 
@@ -82,12 +86,12 @@ def _vision(name: str, path: Path, shape: tuple[int, ...], count: int, threads: 
 
 
 def orientation_subject() -> Subject:
-    return _vision("orientation", carried("orientation"), (1, 3, 224, 224), 8, 2)
+    return _vision("orientation", carried("orientation"), (1, 3, 224, 224), 8, CPUS)
 
 
 def classifier_subject() -> Subject:
-    return _vision("cls", next(carried("detector").parent.glob("*_cls_*.onnx")), (1, 3, 48, 192), 8, 2)
+    return _vision("cls", next(carried("detector").parent.glob("*_cls_*.onnx")), (1, 3, 48, 192), 8, CPUS)
 
 
 def detector_subject() -> Subject:
-    return _vision("det 384x640", carried("detector"), DETECTED, 2, 2)
+    return _vision("det 384x640", carried("detector"), DETECTED, 2, CPUS)

@@ -17,7 +17,7 @@ from tests.bench.burst import pin_driver
 from tests.bench.machine import threads_ns
 from tests.bench.real_hot import driver_pid
 from tests.bench.real_many import compile_with
-from tests.bench.real_paced import SILERO_RATE, Rhythm, Stream, Ticks, steady, ticking
+from tests.bench.real_paced import SEGMENTS, SILERO_RATE, Rhythm, Stream, Ticks, steady, ticking
 from tests.bench.real_report import Lanes, NotAvailableError, Options, Report, Taken, ratios
 from tests.bench.real_rivals import lanes
 from tests.bench.real_subjects import Subject, detector_subject, silero_subject
@@ -36,7 +36,7 @@ async def priorities(report: Report, options: Options) -> None:
     found: Lanes = {"stream alone": [], "stream beside the detector": []}
     rates: dict[str, list[float]] = {"alone": [], "beside the stream": []}
     slowest_s = []
-    count = options.frames * 2
+    count = -(-options.frames * 2 // SEGMENTS)
     async with ticking() as ticks:
         for _ in range(options.rounds):
             async with aionn.Runtime() as runtime:
@@ -45,13 +45,17 @@ async def priorities(report: Report, options: Options) -> None:
                 async with high.burst() as urgent, low.burst() as patient:
                     alone, beside = Stream(ticks, urgent.compute), Stream(ticks, urgent.compute)
                     await _flat_out(patient, heavy, _for(0.5))
-                    rates["alone"].append((await _flat_out(patient, heavy, _for(count / URGENT_RATE)))[0])
-                    await alone.segment(stream.inputs, steady(URGENT_RATE), count)
-                    async with asyncio.TaskGroup() as group:
-                        streaming = group.create_task(beside.segment(stream.inputs, steady(URGENT_RATE), count))
-                        flat_out = group.create_task(_flat_out(patient, heavy, lambda task=streaming: not task.done()))  # type: ignore[misc]
-            rates["beside the stream"].append(flat_out.result()[0])
-            slowest_s.append(flat_out.result()[1])
+                    taken_s: dict[str, list[float]] = {name: [] for name in rates}
+                    for _ in range(SEGMENTS):
+                        taken_s["alone"] += await _flat_out(patient, heavy, _for(count / URGENT_RATE))
+                        await alone.segment(stream.inputs, steady(URGENT_RATE), count)
+                        async with asyncio.TaskGroup() as group:
+                            streaming = group.create_task(beside.segment(stream.inputs, steady(URGENT_RATE), count))
+                            flat_out = group.create_task(_flat_out(patient, heavy, lambda task=streaming: not task.done()))  # type: ignore[misc]
+                        taken_s["beside the stream"] += flat_out.result()
+            for name, each_s in taken_s.items():
+                rates[name].append(len(each_s) / sum(each_s))
+            slowest_s.append(max(taken_s["beside the stream"]))
             found["stream alone"].append(Taken.of(alone.late_ns))
             found["stream beside the detector"].append(Taken.of(beside.late_ns))
     report.show(f"Silero, {URGENT_RATE} frames/s, priority high, from the time when a frame is due", found)
@@ -68,15 +72,14 @@ def _for(seconds: float) -> Callable[[], bool]:
     return lambda: time.monotonic() < ends
 
 
-async def _flat_out(burst: aionn.Burst, subject: Subject, while_true: Callable[[], bool]) -> tuple[float, float]:
-    """Return the requests per second and the seconds of the slowest one."""
+async def _flat_out(burst: aionn.Burst, subject: Subject, while_true: Callable[[], bool]) -> list[float]:
+    """Return the seconds of each request."""
     taken: list[float] = []
-    began = time.monotonic()
     while while_true() or not taken:
         sent = time.monotonic()
         await burst.compute(subject.inputs[0])
         taken.append(time.monotonic() - sent)
-    return len(taken) / (time.monotonic() - began), max(taken)
+    return taken
 
 
 # ---- P19: a bound for threads ----------------------------------------------------------------------------------------------------
@@ -137,8 +140,8 @@ async def anticipation(report: Report, options: Options) -> None:
     async with ticking() as ticks:
         for _ in range(options.rounds):
             async with (
-                _bursts(subject, options, 2, anticipate=True) as (eager, eager_pid),
-                _bursts(subject, options, 2) as (plain, plain_pid),
+                _bursts(subject, options, 1, anticipate=True) as (eager, eager_pid),
+                _bursts(subject, options, 1) as (plain, plain_pid),
                 lanes(subject, options.cpus) as contenders,
             ):
                 (direct,) = [lane for lane in contenders if lane.name == "direct"]
@@ -153,8 +156,9 @@ async def anticipation(report: Report, options: Options) -> None:
                 for name, stream in streams.items():
                     found[name].append(stream.taken())
                 for name, rhythm in rhythms.items():
-                    harm[name].append(await _harm(ticks, subject, rhythm, options.frames, eager[:1], plain[:1]))
-                harm["two streams"].append(await _harm(ticks, subject, steady(SILERO_RATE), options.frames, eager, plain))
+                    harm[name].append(await _harm(ticks, subject, rhythm, count, eager, plain))
+            async with _bursts(subject, options, 2, anticipate=True) as (eager, _), _bursts(subject, options, 2) as (plain, _):
+                harm["two streams"].append(await _harm(ticks, subject, steady(SILERO_RATE), count, eager, plain))
             ours, others = found["anticipating"][-1], found["aionn"][-1]
             extra.append((ours.cpu_s - others.cpu_s) / 10_000 * SILERO_RATE * 100)
     report.show(f"Silero, {SILERO_RATE} frames/s", found)
@@ -166,7 +170,7 @@ async def anticipation(report: Report, options: Options) -> None:
 
 
 async def _harm(ticks: Ticks, subject: Subject, rhythm: Rhythm, count: int, eager: list[aionn.Burst], plain: list[aionn.Burst]) -> float:
-    """Return the p50 with anticipation divided by that without. Two bursts take turns within a stream's period."""
+    """Return the p50 with anticipation divided by that without. Bursts of one kind stream at the same time."""
     p50 = []
     for bursts in (eager, plain):
         async with ticking() as more_ticks, asyncio.TaskGroup() as group:

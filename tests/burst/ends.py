@@ -6,7 +6,6 @@ packets are real. A raw end writes whatever it likes.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -31,7 +30,6 @@ from aionn.burst import (
 )
 from aionn.burst.packets import read_identity, split_requests, split_results
 from aionn.driver.device import EngineDevice, EnginePreparedModel
-from aionn.driver.lanes import Lane, Lanes
 from aionn.errors import CallerError
 from aionn.fmq import MessageQueue
 from aionn.hal import Artifact, CacheFiles, CompileOptions, Executable, ExecutionReport, Model
@@ -49,7 +47,6 @@ from aionn.hal.types import (
     Result,
 )
 from aionn.memory.region import Region
-from aionn.pages import private_slot
 from aionn.runtime.model import Model as OnnxModel
 from aionn.testing.models import identity_model
 from tests.fmq.queues import duplicated
@@ -87,6 +84,9 @@ class ScriptedExecutable:
     def __init__(self, engine: ScriptedEngine, names: list[str]) -> None:
         self._engine = engine
         self._names = names
+
+    def lanes(self, count: int) -> Sequence[ScriptedExecutable]:
+        return [self] * count
 
     def run(self, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]], timing: bool) -> ExecutionReport:
         self._engine.runs += 1
@@ -232,15 +232,6 @@ class RawModel:
         return RawClient(requests, results, slots, server, self.engine)
 
 
-async def _give_lanes(prepared: EnginePreparedModel, count: int) -> None:
-    """Let a model of a scripted engine run so many requests beside each other."""
-    await prepared._lanes.aclose()
-    (slot,), executable = prepared._slots, prepared._executable
-    assert executable is not None
-    prepared._lanes = Lanes("scripted lane", [Lane(executable, slot if number == 0 else private_slot()) for number in range(count)])
-    prepared._bound = dataclasses.replace(prepared._bound, lanes=prepared._lanes)
-
-
 @asynccontextmanager
 async def raw_model(model: bytes | None = None, *, lanes: int = 1, low_power: bool = True) -> AsyncIterator[RawModel]:
     """A model with so many lanes over a scripted engine, whose bursts a test opens."""
@@ -249,9 +240,9 @@ async def raw_model(model: bytes | None = None, *, lanes: int = 1, low_power: bo
         async with anyio.create_task_group() as tasks:
             device = EngineDevice(engine, tasks)
             preference = ExecutionPreference.LOW_POWER if low_power else ExecutionPreference.FAST_SINGLE_ANSWER
-            prepared = await device.prepare_model(OnnxModel.from_onnx(model or identity_model()), PrepareOptions(preference))
-            if lanes != 1:
-                await _give_lanes(prepared, lanes)
+            prepared = await device.prepare_model(
+                OnnxModel.from_onnx(model or identity_model()), PrepareOptions(preference, instances=lanes)
+            )
             yield RawModel(engine, prepared, queues)
             engine.act = engine.see = None
             await prepared.aclose()

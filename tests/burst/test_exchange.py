@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import gc
 import os
+import sys
 import time
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import anyio
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from aionn import trace
-from aionn.burst import DATUM_BYTES, ExecutionBurstController, PacketError, PoolReference, ResultPacket, controller, encode_result
+from aionn.burst import DATUM_BYTES, ExecutionBurstController, PacketError, PoolReference, ResultPacket, encode_result
 from aionn.burst.packets import (
     encode_request_body,
     encode_result_body,
@@ -29,8 +36,8 @@ from aionn.burst.packets import (
     split_requests,
     split_results,
 )
-from aionn.burst.spin_policy import APP_WINDOW_NS, SOON, SpinPolicy
-from aionn.errors import CallerError, ExecutionError
+from aionn.burst.spin_policy import APP_WINDOW_NS, SOON
+from aionn.errors import DeadlineError, ExecutionError
 from aionn.fmq import Caller, Lane, Lanes, Listener, MessageQueue
 from aionn.hal.types import ErrorStatus, OutputShape, Result
 from tests.burst.ends import Gate, RawDriver, packet, raw_client, raw_driver, request
@@ -98,11 +105,46 @@ def exchange(capacity: int = 128) -> Iterator[Ends]:
         yield Ends(requests, results, Caller(requests, results), requests_read, results_written, Taker(requests_read, results_written))
 
 
-def pieces(bodies: list[bytes], stamp: Any) -> st.SearchStrategy[bytes]:
+class Future:
+    """A future without a loop."""
+
+    def __init__(self) -> None:
+        self.answer: list[Any] = []
+
+    def set_result(self, answer: Any) -> None:
+        assert not self.answer
+        self.answer.append(answer)
+
+    def done(self) -> bool:
+        return bool(self.answer)
+
+
+class Calls:
+    """What a `Caller` has asked Python for."""
+
+    def __init__(self, caller: Caller, depth: int = 1000, window_ns: int = 0) -> None:
+        self.caller = caller
+        self.looks: list[Any] = []
+        self.general = self.unsendable = 0
+        self.deadlines: list[int] = []
+        self.reports: list[Any] = []
+        caller.begin(depth, window_ns, self.calls())
+
+    def calls(self) -> Any:
+        return (Future, self.looks.append, self.take_unknown, self.cannot_send, self.deadlines.append, self.reports.append)
+
+    def take_unknown(self) -> None:
+        """End the exchange, so that what the native part has left in the queue can be seen."""
+        self.general += 1
+        self.caller.end()
+
+    def cannot_send(self) -> None:
+        self.unsendable += 1
+
+
+def pieces(bodies: list[bytes], stamp: Any, identities: Any = st.integers(0, U63)) -> st.SearchStrategy[bytes]:  # noqa: B008
     """Packets known and unknown, whole, mutated, cut and stuck together."""
-    whole = st.builds(
-        lambda body, first, second: body + stamp(first, second), st.sampled_from(bodies), st.integers(0, U63), st.integers(0, U63)
-    )
+    whole = st.builds(lambda body, first, second: body + stamp(first, second), st.sampled_from(bodies), identities, st.integers(0, U63))
 
     def mutate(data: bytes, at: int, value: int) -> bytes:
         at %= len(data)
@@ -143,34 +185,49 @@ def test_the_listener_takes_the_requests_that_python_would_take(written: list[by
 
 
 @settings(max_examples=300)
-@given(st.lists(pieces(RESULTS, result_identity_datum), max_size=8), st.integers(0, 3))
+@given(st.lists(pieces(RESULTS, result_identity_datum, st.integers(1, 8)), max_size=8), st.integers(0, 3))
 def test_the_caller_takes_the_answers_that_python_would_take(written: list[bytes], known: int) -> None:
+    """In order, up to the first one that is not known or whose request is not in flight. That one and the rest stay in the queue."""
     datums = b"".join(written)
-    with exchange() as ends:
+    with exchange(capacity=1000) as ends:
+        calls = Calls(ends.caller)
         for body in RESULTS[:known]:
             ends.caller.remember(body, body)
+        sent: list[Any] = [ends.caller.send(BODY, None, 0, False) for _ in range(8)]
+        in_flight = dict(enumerate(sent, 1))
         if datums:
             assert ends.results_written.write(datums)
-        taken = [(body, identity, service_ns) for body, service_ns, identity in ends.caller.take()]
-        rest = ends.results.read(ends.results.available_to_read()) or b""
         whole = split_results(datums)
-        for index, (body, identity, service_ns) in enumerate(taken):
-            assert is_framed_result(whole[index])
-            assert (body, (identity, service_ns)) == (whole[index][:-DATUM_BYTES], read_result_identity(whole[index]))
-        assert b"".join(whole[len(taken) :]) == rest
-        following = split_results(rest)
-        assert following == whole[len(taken) :]
-        assert not following or following[0][:-DATUM_BYTES] not in RESULTS[:known] or not is_framed_result(following[0])
+        taken = 0
+        for one in whole:
+            if not is_framed_result(one) or one[:-DATUM_BYTES] not in RESULTS[:known]:
+                break
+            identity, service_ns = read_result_identity(one)
+            if identity not in in_flight:
+                break
+            in_flight.pop(identity).expected = (one[:-DATUM_BYTES], service_ns)
+            taken += 1
+        ends.caller.event()
+        rest = b"".join(whole[taken:])
+        assert (ends.results.read(ends.results.available_to_read()) or b"") == rest
+        assert (calls.general, ends.caller.answers) == (bool(rest), taken)
+        unanswered = [None] if rest else []
+        assert [future.answer for future in sent] == [[future.expected] if hasattr(future, "expected") else unanswered for future in sent]
 
 
-@given(st.sampled_from(REQUESTS), st.integers(0, U63), st.integers(0, U63), st.integers(0, 10))
+@given(st.sampled_from(REQUESTS), st.integers(1, 20), st.integers(0, U63), st.integers(0, 10))
 def test_what_is_written_is_what_python_writes(body: bytes, identity: int, deadline_ns: int, before: int) -> None:
     with exchange(capacity=16) as ends:  # `before`: the packet wraps around the ring's end
         assert ends.requests.write(bytes(DATUM_BYTES * before))
         assert ends.requests_read.read(before) is not None
-        assert ends.caller.send(body, identity, deadline_ns)
+        Calls(ends.caller)
+        for number in range(1, identity + 1):
+            assert ends.caller.send(body, None, deadline_ns, False) is not None
+            written = ends.requests_read.peek(ends.requests_read.available_to_read())
+            assert written == body + identity_datum(number, deadline_ns)
+            if number < identity:
+                assert ends.requests_read.read(ends.requests_read.available_to_read())
         ends.listener.remember(body, "known")
-        assert ends.requests_read.peek(ends.requests_read.available_to_read()) == body + identity_datum(identity, deadline_ns)
         began_ns = time.monotonic_ns()
         assert ends.listener.next() == ("known" if not deadline_ns or deadline_ns > time.monotonic_ns() else None)
         if deadline_ns == 0:
@@ -185,10 +242,10 @@ def test_what_is_written_is_what_python_writes(body: bytes, identity: int, deadl
 @pytest.mark.parametrize(
     ("what", "answer", "taken"),
     [
-        ("the answer", RESULTS[0] + result_identity_datum(7, 5), True),
-        ("another answer", RESULTS[2] + result_identity_datum(7, 5), False),
+        ("the answer", RESULTS[0] + result_identity_datum(1, 5), True),
+        ("another answer", RESULTS[2] + result_identity_datum(1, 5), False),
         ("an answer to another request", RESULTS[0] + result_identity_datum(8, 5), False),
-        ("two answers", (RESULTS[0] + result_identity_datum(7, 5)) * 2, False),
+        ("two answers", (RESULTS[0] + result_identity_datum(1, 5)) * 2, False),
         ("an answer without identity", encode_result(ResultPacket(Result(ErrorStatus.NONE))), False),
         ("half an answer", RESULTS[0], False),
         ("nothing", b"", False),
@@ -197,57 +254,231 @@ def test_what_is_written_is_what_python_writes(body: bytes, identity: int, deadl
 )
 def test_a_call_takes_the_one_known_answer_to_its_request_and_nothing_else(what: str, answer: bytes, taken: bool) -> None:
     with exchange() as ends:
+        calls = Calls(ends.caller, window_ns=APP_WINDOW_NS)
+        ends.caller.yield_by_ns, ends.caller.inline_ns = U63, 1000
         ends.caller.remember(RESULTS[0], "known")
         if answer:
             assert ends.results_written.write(answer)
-        found = ends.caller.call(BODY, 7, 9, U63, 1000)
-        assert found == (("known", 5) if taken else None), what
-        assert ends.requests_read.read(ends.requests_read.available_to_read()) == BODY + identity_datum(7, 9)
+        found: Any = ends.caller.send(BODY, None, 9, False)
+        assert (found == ("known", 5)) == taken, what
+        assert ends.requests_read.read(ends.requests_read.available_to_read()) == BODY + identity_datum(1, 9)
         left = ends.results.available_to_read()
-        assert (ends.results.read(left) if left else b"") == (b"" if taken else answer)
-        assert ends.caller.waits == int(taken)
+        # Of two answers any look takes the first one. The general path judges the second one.
+        expected = b"" if taken else answer[len(answer) // 2 :] if what == "two answers" else answer
+        assert (ends.results.read(left) if left else b"") == expected
+        assert ends.caller.answers_at_once == int(taken)
+        assert calls.general == (bool(answer) and not taken)
 
 
-def test_what_cannot_be_written_is_left_to_the_general_path() -> None:
+def test_what_cannot_be_written_is_not_sent() -> None:
     with exchange(capacity=12) as ends:
-        assert ends.caller.call(BODY, 1, 0, time.monotonic_ns(), 0) is False  # too late
-        assert ends.caller.call(BODY + b"x", 1, 0, U63, 0) is False
-        assert ends.caller.call(bytes(DATUM_BYTES * 1000), 1, 0, U63, 0) is False
-        assert ends.requests_read.available_to_read() == 0
-        assert ends.caller.call(BODY, 1, 0, U63, 0) is None
-        assert ends.caller.call(BODY, 2, 0, U63, 0) is False  # no room
-        assert ends.caller.send(BODY, 2, 0) is False
+        assert ends.caller.send(BODY, None, 0, False) is None  # before `begin`
+        calls = Calls(ends.caller)
+        assert ends.caller.send(BODY + b"x", None, 0, False) is None
+        assert ends.caller.send(bytes(DATUM_BYTES * 12), None, 0, False) is None
+        assert (ends.requests_read.available_to_read(), ends.caller.in_flight) == (0, 0)
+        first: Any = ends.caller.send(BODY, None, 0, False)
+        second: Any = ends.caller.send(BODY, None, 0, False)  # no room: it waits
+        assert (first.done(), second.done(), ends.caller.in_flight) == (False, False, 1)
         ends.listener.remember(BODY, "known")
-        for identity in range(1, 6):
-            assert identity == 1 or ends.caller.send(BODY, identity, 0)
+        ends.caller.remember(RESULTS[0], "fine")
+        for identity in (1, 2):
             assert ends.listener.next() == "known"
-            assert ends.listener.answer(RESULTS[0]) == (identity < 5)
+            assert ends.listener.lane.identity == identity
+            assert ends.listener.answer(RESULTS[0])
+            ends.caller.event()
+            assert ends.caller.answers == identity
+        assert [first.answer[0][0], second.answer[0][0], ends.caller.in_flight] == ["fine", "fine", 0]
+        for identity in range(3, 8):  # the results queue has room for four
+            assert ends.requests.write(BODY + identity_datum(identity, None))
+            assert ends.listener.next() == "known"
+            assert ends.listener.answer(RESULTS[0]) == (identity < 7)
         ((body, identity, service_ns),) = ends.listener.held()
-        assert (body, identity) == (RESULTS[0], 5)
+        assert (body, identity) == (RESULTS[0], 7)
         assert service_ns > 0
         assert ends.listener.held() == []
+        ends.caller.event()  # answers to nothing stay where they are
+        assert (ends.caller.answers, calls.general) == (2, 1)
         ends.results.close()
-        assert ends.caller.call(BODY, 3, 0, U63, 0) is False
-        assert ends.caller.take() == []
+        assert ends.caller.send(BODY, None, 0, False) is None
+        ends.caller.event()
         ends.requests_read.close()
         assert ends.listener.next() is None
-        assert ends.caller.send(BODY, 3, 0) is False
+        assert ends.caller.end() == 0
+
+
+def test_a_request_longer_than_any_that_is_recognised_is_written_whole() -> None:
+    body = encode_request_body(request(inputs=200), (PoolReference(0),), False, framed=True)
+    assert len(body) > 4032  # EXCHANGE_MOST
+    with exchange(capacity=len(body) // DATUM_BYTES + 5) as ends:
+        Calls(ends.caller)
+        for identity in (1, 2):  # the second one wraps
+            assert ends.caller.send(body, None, 0, False) is not None
+            assert ends.requests_read.read(len(body) // DATUM_BYTES + 1) == body + identity_datum(identity, None)
+
+
+def test_requests_settle_once_in_any_order_and_leave_in_two_ways() -> None:
+    with exchange(capacity=200) as ends:
+        Calls(ends.caller, depth=3)
+        ends.caller.remember(RESULTS[0], "fine")
+        settled: list[Any] = []
+
+        def note(number: int, value: object) -> None:
+            settled.append((number, value))
+
+        sent: list[Any] = [ends.caller.send(BODY, partial(note, number), 0, False) for number in range(6)]
+        assert ends.caller.in_flight == 3
+        assert ends.caller.leave(sent[1], None)  # in flight: settled by the answer
+        assert not ends.caller.leave(sent[1], None)  # once
+        assert not ends.caller.leave(sent[4], None)  # not sent: settled now
+        assert settled == [(4, None)]
+        for identity in (2, 1, 3, 4, 6):  # the fifth one has left
+            assert ends.results_written.write(RESULTS[0] + result_identity_datum(identity, identity))
+            ends.caller.event()
+        assert settled == [(4, None), (1, "fine"), (0, "fine"), (2, "fine"), (3, "fine"), (5, "fine")]
+        assert [future.answer for future in sent] == [[("fine", 1)], [], [("fine", 3)], [("fine", 4)], [], [("fine", 6)]]
+        unsent: list[Any] = [ends.caller.send(BODY, None, 0, False) for _ in range(5)]
+        assert ends.caller.end() == 3
+        assert [future.answer for future in unsent] == [[None]] * 5
+        assert ends.caller.send(BODY, None, 0, False) is None
+        assert ends.caller.end() == 0
+
+
+def test_a_settled_callback_may_end_or_send_and_one_that_raises_harms_no_other(recwarn: pytest.WarningsRecorder) -> None:
+    with exchange() as ends:
+        Calls(ends.caller)
+        ends.caller.remember(RESULTS[0], "fine")
+        again: list[Any] = []
+
+        def send(_: object) -> None:
+            again.append(ends.caller.send(BODY, None, 0, False))
+
+        def fail(_: object) -> None:
+            raise LookupError("on purpose")
+
+        def end(_: object) -> None:
+            ends.caller.end()
+
+        raised: list[Any] = []
+        hook, sys.unraisablehook = sys.unraisablehook, raised.append
+        try:
+            futures: list[Any] = [ends.caller.send(BODY, act, 0, False) for act in (send, fail, end, None)]
+            for identity in range(1, 5):
+                assert ends.results_written.write(RESULTS[0] + result_identity_datum(identity, 0))
+            ends.caller.event()
+        finally:
+            sys.unraisablehook = hook
+        assert [future.answer for future in futures] == [[("fine", 0)]] * 3 + [[None]]
+        assert again[0].answer == [None]
+        assert [one.exc_type for one in raised] == [LookupError]
+
+
+def test_a_caller_that_nobody_ends_is_collected_with_what_its_requests_hold() -> None:
+    class Held:
+        def __call__(self, _: object) -> None: ...
+
+    with exchange() as ends:
+        caller = Caller(ends.requests, ends.results)
+        calls = Calls(caller)
+        held = Held()
+        held.caller = caller  # type: ignore[attr-defined]
+        caller.send(BODY, held, 0, False)
+        gone = weakref.ref(held), weakref.ref(calls)
+        del caller, calls, held
+        gc.collect()
+        assert [reference() for reference in gone] == [None, None]
+
+
+def test_one_timer_serves_the_earliest_deadline() -> None:
+    with exchange() as ends:
+        calls = Calls(ends.caller, depth=2)
+        later = time.monotonic_ns() + 10**15
+        futures = [ends.caller.send(BODY, None, deadline_ns, False) for deadline_ns in (later, later + 9, 1, later - 9, 0)]
+        assert calls.deadlines == [later, 1]
+        assert ends.caller.late() == (later - 9, [(futures[2], False)])
+        assert ends.caller.late() == (later - 9, [])
+        ends.caller.send(BODY, None, later, False)
+        assert calls.deadlines == [later, 1]
+        ends.caller.send(BODY, None, later - 10, False)
+        assert calls.deadlines == [later, 1, later - 10]
+
+
+def test_a_trace_gets_all_answers_of_a_look_at_once() -> None:
+    with exchange() as ends:
+        calls = Calls(ends.caller)
+        ends.caller.remember(RESULTS[0], "fine")
+        before_ns = time.monotonic_ns()
+        for number in range(5):
+            ends.caller.send(BODY, None, 0, number != 2)
+            assert ends.results_written.write(RESULTS[0] + result_identity_datum(number + 1, number))
+        ends.caller.event()
+        (reports,) = calls.reports
+        assert [(identity, service_ns, value) for identity, _, _, service_ns, value in reports] == [
+            (n + 1, n, "fine") for n in (0, 1, 3, 4)
+        ]
+        assert all(before_ns <= began_ns <= ended_ns <= time.monotonic_ns() for _, began_ns, ended_ns, _, _ in reports)
+
+
+def test_inputs_that_do_not_fit_are_not_sent() -> None:
+    with exchange() as ends:
+        Calls(ends.caller)
+        places: dict[str, NDArray[Any]] = {"x": np.zeros((2, 3), np.float32), "y": np.zeros(4, np.int64)}
+        x, y = np.arange(6, dtype=np.float32).reshape(2, 3), np.arange(4)
+
+        class Sub(np.ndarray):
+            pass
+
+        unfit: list[Any] = [
+            {},
+            {"x": x},
+            {"x": x, "z": y},
+            {"x": x, "y": y, "z": y},
+            {"x": x.astype(np.float64), "y": y},
+            {"x": x.astype(">f4"), "y": y},
+            {"x": x.T, "y": y},
+            {"x": x.reshape(6), "y": y},
+            {"x": x.tolist(), "y": y},
+            {"x": x.view(Sub), "y": y},
+            {"x": None, "y": y},
+            OrderedDict(x=x, y=y),
+            [x, y],
+            None,
+        ]
+        for inputs in unfit:
+            assert ends.caller.post(places, inputs, BODY, 0, False) is None
+        assert ends.requests_read.available_to_read() == 0
+        strided = np.zeros((2, 6), np.float32)[:, ::2]
+        strided[...] = x
+        native = x.astype(np.dtype("<f4"))  # equal, whether or not it is the same object
+        for number, array in enumerate((x, strided, native), 1):
+            places["x"][...] = -1
+            assert ends.caller.post(places, {"y": y, "x": array}, BODY, 0, False) is not None
+            np.testing.assert_array_equal(places["x"], x)
+            np.testing.assert_array_equal(places["y"], y)
+            assert ends.caller.in_flight == number
+        wrong: list[Any] = [(), (places, {}, BODY, 0), (None, {}, BODY, 0, 0), (places, {"x": x, "y": y}, "text", 0, 0)]
+        for arguments in wrong:
+            with pytest.raises(TypeError):
+                ends.caller.post(*arguments)
 
 
 def test_a_child_of_fork_writes_and_takes_nothing() -> None:
     with exchange() as ends:
+        Calls(ends.caller)
         ends.caller.remember(RESULTS[0], "known")
         ends.listener.remember(BODY, "known")
+        assert ends.caller.send(BODY, None, 0, False) is not None
         assert ends.results_written.write(RESULTS[0] + result_identity_datum(1, 0))
-        assert ends.requests.write(BODY + identity_datum(1, None))
         child = os.fork()
         if child == 0:
             caller, listener = ends.caller, ends.listener
-            done = (caller.call(BODY, 2, 0, U63, 0), caller.send(BODY, 2, 0), caller.take(), listener.next())
-            os._exit(0 if done == (False, False, [], None) else 1)
+            caller.event()
+            done = (caller.send(BODY, None, 0, False), caller.answers, listener.next())
+            os._exit(0 if done == (None, 0, None) else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert ends.listener.next() == "known"
-        assert ends.caller.take() == [("known", 0, 1)]
+        ends.caller.event()
+        assert ends.caller.answers == 1
 
 
 def test_a_cycle_of_many_bodies_is_known_as_a_whole_and_released_at_the_bound() -> None:
@@ -311,7 +542,10 @@ def test_an_exchange_takes_two_open_queues_of_datums_and_nothing_else() -> None:
             made.remember("text", 1)
     caller = Caller(queues[0], queues[1])
     with pytest.raises(OverflowError):
-        caller.send(BODY, 2**64, 0)
+        caller.send(BODY, None, 2**64, False)
+    Calls(caller)
+    with pytest.raises(ValueError, match="not begun"):
+        Calls(caller)
     for queue in queues:
         queue.close()
     with pytest.raises(ValueError, match="open"):
@@ -329,14 +563,13 @@ def two_cpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 # ---- the app's end ------------------------------------------------------------------------------------------------------
 
 
-async def warm(burst: ExecutionBurstController, driver: RawDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+async def warm(burst: ExecutionBurstController, driver: RawDriver) -> None:
     """One answer the general way, so that its like is known; and no clock that could end a test's luck."""
-    monkeypatch.setattr(controller, "YIELD_NS", 10**15)
     async with anyio.create_task_group() as app:
         app.start_soon(burst.execute, BODY)
         await driver.wait_for(1)
         driver.answer()
-    burst._spin = SpinPolicy(APP_WINDOW_NS, low_power=False, cpus=2)
+    burst.caller.yield_by_ns = U63
 
 
 def in_advance(driver: RawDriver, identity: int, status: ErrorStatus = ErrorStatus.NONE) -> None:
@@ -344,48 +577,52 @@ def in_advance(driver: RawDriver, identity: int, status: ErrorStatus = ErrorStat
     driver.say(encode_result(ResultPacket(Result(status), identity, 7)))
 
 
-async def test_a_known_answer_that_comes_at_once_is_had_without_an_await(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def brisk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with two_cpus(monkeypatch):
+        yield
+
+
+@pytest.mark.usefixtures("brisk")
+async def test_a_known_answer_that_comes_at_once_is_had_without_an_await() -> None:
     async with raw_driver() as (burst, driver):
-        await warm(burst, driver, monkeypatch)
+        await warm(burst, driver)
         for identity in (2, 3):
             in_advance(driver, identity)
-            assert burst.at_once(BODY) == (Result(ErrorStatus.NONE), 7)
+            assert burst.caller.send(BODY, None, 0, False) == (Result(ErrorStatus.NONE), 7)
             assert (burst.in_flight, driver.take()) == (0, [identity])
             driver.read.clear()
         in_advance(driver, 4)
         settled: list[Result | None] = []
         assert await burst.execute(BODY, settled.append) == (Result(ErrorStatus.NONE), 7)
         assert settled == [Result(ErrorStatus.NONE)]
+        assert (burst.caller.answers_at_once, burst.caller.answers) == (3, 1)
 
 
-async def test_an_unknown_answer_that_comes_at_once_is_taken_the_general_way(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("brisk")
+async def test_an_unknown_answer_that_comes_at_once_is_taken_the_general_way() -> None:
     async with raw_driver() as (burst, driver):
-        await warm(burst, driver, monkeypatch)
-        for identity in (2, 3):  # the second time it is known
+        await warm(burst, driver)
+        for at_once, identity in enumerate((2, 3)):  # the second time it is known
             in_advance(driver, identity, ErrorStatus.GENERAL_FAILURE)
             settled: list[Result | None] = []
-            sent = burst.at_once(BODY)
-            assert isinstance(sent, int) == (identity == 2)
-            if isinstance(sent, int):
-                assert (sent, burst.in_flight) == (2, 1)
-                assert (await burst.execute(BODY, settled.append, None, sent))[0] == Result(ErrorStatus.GENERAL_FAILURE)
-                assert settled == [Result(ErrorStatus.GENERAL_FAILURE)]
+            assert (await burst.execute(BODY, settled.append))[0] == Result(ErrorStatus.GENERAL_FAILURE)
+            assert settled == [Result(ErrorStatus.GENERAL_FAILURE)]
+            assert burst.caller.answers_at_once == at_once
         assert burst.in_flight == 0
 
 
-async def test_a_request_sent_at_once_and_not_answered_waits_as_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("brisk")
+async def test_a_request_sent_at_once_and_not_answered_waits_as_any_other() -> None:
     async with raw_driver() as (burst, driver):
-        await warm(burst, driver, monkeypatch)
+        await warm(burst, driver)
         settled: list[Result | None] = []
         for cancelled in (False, True):
-            sent = burst.at_once(BODY)
-            assert isinstance(sent, int)
-            assert sent == burst._last_id
-            assert burst.at_once(BODY) == 0  # another one is in flight
             async with anyio.create_task_group() as app:
-                app.start_soon(burst.execute, BODY, settled.append, None, sent)
+                app.start_soon(burst.execute, BODY, settled.append)
                 await driver.wait_for(1)
                 await anyio.lowlevel.checkpoint()
+                assert burst.in_flight == 1
                 if cancelled:
                     app.cancel_scope.cancel()
                 else:
@@ -399,38 +636,134 @@ async def test_a_request_sent_at_once_and_not_answered_waits_as_any_other(monkey
         assert settled == [Result(ErrorStatus.NONE)] * 2
 
 
-async def test_a_false_answer_at_once_ends_the_burst_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("brisk")
+async def test_a_false_answer_at_once_ends_the_burst_with_a_reason() -> None:
     async with raw_driver() as (burst, driver):
-        await warm(burst, driver, monkeypatch)
+        await warm(burst, driver)
         in_advance(driver, 99)
         settled: list[Result | None] = []
-        sent = burst.at_once(BODY)
-        assert isinstance(sent, int)
         with pytest.raises(ExecutionError, match="99"):
-            await burst.execute(BODY, settled.append, None, sent)
+            await burst.execute(BODY, settled.append)
         assert settled == [None]
-        assert burst.at_once(BODY) == 0
         assert isinstance(burst.ended_by, PacketError)
         with pytest.raises(ExecutionError, match="99"):
             await burst.execute(BODY)
 
 
-async def test_nothing_is_sent_at_once_where_that_may_not_be(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("brisk")
+async def test_no_answer_is_awaited_at_once_where_that_may_not_be() -> None:
     async with raw_driver(low_power=True) as (burst, driver):
-        assert burst.at_once(BODY) == 0
-        await warm(burst, driver, monkeypatch)
+        await warm(burst, driver)
+        in_advance(driver, 2)
+        await burst.execute(BODY)
+    async with raw_driver() as (other, driver):
+        await warm(other, driver)
+        other.caller.yield_by_ns = 0  # the loop must run first
+        in_advance(driver, 2)
+        await other.execute(BODY)
+    assert [(caller.answers_at_once, caller.answers) for caller in (burst.caller, other.caller)] == [(0, 2), (0, 2)]
+
+
+@pytest.mark.usefixtures("brisk")
+async def test_a_traced_request_takes_the_same_way() -> None:
+    async with raw_driver() as (burst, driver):
+        await warm(burst, driver)
         with trace.record() as recording:
-            assert burst.at_once(BODY) == 0
             in_advance(driver, 2)
             await burst.execute(BODY)
-        assert [span.name for span in recording.spans] == ["burst.queue_wait", "burst.execute"]
-        driver.take()
-        driver.read.clear()
-        monkeypatch.setattr(burst, "_yield_by_ns", 0)  # the loop must run first
-        assert burst.at_once(BODY) == 0
-        assert driver.take() == []
-        burst.end(CallerError("over"))
-        assert burst.at_once(BODY) == 0
+            assert burst.caller.answers_at_once == 1
+            assert [span.name for span in recording.spans] == ["burst.queue_wait", "burst.execute"]
+            await driver.wait_for(1)
+            driver.read.clear()
+            async with anyio.create_task_group() as app:
+                for _ in range(4):
+                    app.start_soon(burst.execute, BODY)
+                for identity in await driver.wait_for(4):
+                    driver.answer(identity)
+        assert burst.caller.answers == 5
+        waits, runs = ([span for span in recording.spans if span.name == name] for name in ("burst.queue_wait", "burst.execute"))
+        assert [span.attributes["identity"] for span in waits] == [span.attributes["identity"] for span in runs] == [2, 3, 4, 5, 6]
+        assert all(span.duration_ns == 7 and span.attributes["status"] == "NONE" for span in runs)
+        assert all(one.ended_ns == other.started_ns for one, other in zip(waits, runs, strict=True))
+
+
+@pytest.mark.parametrize("low_power", [False, True])
+async def test_a_look_settles_every_answer_that_has_come(low_power: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with two_cpus(monkeypatch):
+        async with raw_driver(depth=64, low_power=low_power) as (burst, driver), anyio.create_task_group() as app:
+            done: list[int] = []
+
+            async def compute(number: int) -> None:
+                await burst.execute(BODY)
+                done.append(number)
+
+            await warm(burst, driver)
+            sleeps = burst.caller.sleeps
+            for number in range(100):
+                app.start_soon(compute, number)
+            for round_ in range(2):  # 36 wait for their turn, and are sent by the look that settles the first 64
+                expected = (64, 36)[round_]
+                identities = await driver.wait_for(expected)
+                assert (len(identities), burst.in_flight) == (expected, expected)
+                driver.say(b"".join(encode_result(ResultPacket(Result(ErrorStatus.NONE), identity, 7)) for identity in identities))
+                driver.read.clear()
+                with anyio.fail_after(20):
+                    while len(done) < (64, 100)[round_]:
+                        await anyio.lowlevel.checkpoint()
+            assert done == list(range(100))
+            if low_power:
+                assert burst.caller.sleeps - sleeps == 2
+
+
+async def test_a_storm_of_cancelled_callers_and_deadlines_settles_each_request_once() -> None:
+    for low_power in (False, True):
+        async with raw_driver(depth=64, low_power=low_power) as (burst, driver):
+            settled: list[list[Result | None]] = []
+
+            async def call(number: int, burst: ExecutionBurstController = burst, settled: list[list[Result | None]] = settled) -> None:
+                mine: list[Result | None] = []
+                settled.append(mine)
+                deadline_ns = time.monotonic_ns() + (number % 3) * 500_000 if number % 2 else None
+                with contextlib.suppress(DeadlineError):
+                    await burst.execute(BODY, mine.append, deadline_ns)
+
+            for round_ in range(10):
+                tasks = [asyncio.ensure_future(call(number)) for number in range(100)]
+                for _ in range(round_ % 4):
+                    await asyncio.sleep(0)
+                for number, task in enumerate(tasks):
+                    if number % 3 == round_ % 3:
+                        task.cancel()
+                with anyio.fail_after(20):
+                    while burst.in_flight or not all(task.done() for task in tasks):
+                        for identity in driver.take()[:: 1 - 2 * (round_ % 2)]:
+                            driver.answer(identity)
+                        await asyncio.sleep(0)
+            assert len(settled) >= 600
+            assert all(len(mine) == 1 for mine in settled)
+            assert burst.ended_by is None
+
+
+async def test_a_driver_that_answers_what_it_has_not_read_ends_the_burst() -> None:
+    async with raw_driver(capacity=12) as (burst, driver), anyio.create_task_group() as app:
+        errors: list[BaseException] = []
+
+        async def call() -> None:
+            try:
+                await burst.execute(BODY)
+            except ExecutionError as error:
+                errors.append(error)
+
+        for _ in range(2):  # one packet fits
+            app.start_soon(call)
+        await anyio.wait_all_tasks_blocked()
+        in_advance(driver, 1)
+        with anyio.fail_after(20):
+            while burst.ended_by is None:
+                await anyio.lowlevel.checkpoint()
+        await anyio.wait_all_tasks_blocked()
+        assert isinstance(burst.ended_by, PacketError)
+        assert "has not read" in str(errors[0])
 
 
 async def test_a_nudge_wakes_a_reader_that_sleeps_and_awaits_it_and_no_other() -> None:
@@ -474,7 +807,7 @@ async def test_only_a_burst_that_may_stay_awake_nudges(low_power: bool, monkeypa
             burst.soon()
             assert queue.take_flag(SOON) == (0 if low_power else SOON)
             queue.disarm_reader()
-            assert (burst.at_once(BODY) == 0) == low_power  # the loop has just run
+            assert (burst.caller.yield_by_ns == 0) == low_power  # the loop has just run
 
 
 @pytest.mark.parametrize("low_power", [False, True])

@@ -23,6 +23,7 @@ from aionn.testing.models import scaled_model
 from tests.leaks import driver_pids, wait_for_end
 
 FAKE = FakeDevice.name
+SINGLE = "tests.runtime.asked_engine:SingleEngine"
 
 
 class Terminal:
@@ -186,6 +187,10 @@ def test_run_writes_a_trace(terminal: Terminal) -> None:
         (("compile", "model.onnx", "--cache-dir", "c", "--device", "warp"), 1, "device 'warp' is not installed"),
         (("compile", "model.onnx", "--cache-dir", "c", "--device", "reference"), 1, "nothing is stored for device 'reference'"),
         (("run", "model.onnx", "--repeat", "0"), 2, "at least once"),
+        (("run", "model.onnx", "--threads", "0"), 2, "threads=0; give a whole number, from 1 to 1024"),
+        (("compile", "model.onnx", "--cache-dir", "c", "--instances", "1000"), 2, "instances=1000; give a whole number, from 1 to 256"),
+        (("run", "model.onnx", "--device", SINGLE, "--instances", "3"), 1, "cannot run 3 instances of a model"),
+        (("compile", "model.onnx", "--cache-dir", "c", "--device", SINGLE, "--instances", "3"), 1, "cannot run 3 instances of a model"),
         (("run", "model.onnx", "--state-dir", ""), 2, "give the path of a folder"),
         (("run", "model.onnx", "--repeat", "x"), 2, "unable to convert"),
         (("run", "model.onnx", "--input", "x"), 2, "give NAME=FILE.npy"),
@@ -216,6 +221,7 @@ def test_an_error_is_one_sentence_and_an_exit_code(
     monkeypatch.chdir(terminal.directory)
     monkeypatch.setenv("XDG_STATE_HOME", terminal.environment["XDG_STATE_HOME"])
     monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     assert main(arguments) == code
     out, err = capsys.readouterr()
     assert "Traceback" not in out + err

@@ -95,6 +95,10 @@ async def test_a_use_after_a_cancelled_copy_waits_for_the_driver() -> None:
 
         async with await compilation.allocate(inputs=("x",), outputs=("x_out",)) as memory:
             await memory.reset(1)
+            await compilation.compute({"x": memory}, outputs={"x_out": memory})
+            connection = compilation._parts.kept.connection
+            assert connection is not None
+            assert connection.link is not None
             for copy in (lambda: memory.reset(2), memory.snapshot):
                 os.kill(pid, signal.SIGSTOP)
                 await cancelled(copy)
@@ -108,7 +112,8 @@ async def test_a_use_after_a_cancelled_copy_waits_for_the_driver() -> None:
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(use)
                     await anyio.wait_all_tasks_blocked()
-                    assert device.statistics()["calls_in_flight"] == 1, "it did not wait for the copy"
+                    assert device.statistics()["calls_in_flight"] == 1
+                    assert connection.link.controller.in_flight == 0, "it did not wait for the copy"
                     os.kill(pid, signal.SIGCONT)
                 np.testing.assert_array_equal(found[0], np.full(4, 2, np.float32))
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -320,7 +322,7 @@ def test_a_reason_is_words_and_not_a_place_in_onnx_runtimes_sources() -> None:
 def test_tiny_models_get_one_thread_and_others_what_the_process_may_use(
     monkeypatch: pytest.MonkeyPatch, options: CompileOptions, shapes: list[tuple[int, ...] | None], weights: int, threads: int
 ) -> None:
-    monkeypatch.setattr(engine_module, "usable_cpus", lambda: 8)
+    monkeypatch.setattr("aionn.engines.processor.usable_cpus", lambda: 8)
     assert engine_module._threads(options, engine_module._most_work(shapes, weights)) == threads
 
 
@@ -394,6 +396,39 @@ def test_sets_of_arrays_that_take_turns_are_bound_once_each() -> None:
     assert bound[1] == bound[-1]
 
 
+def test_hundreds_of_sets_of_arrays_that_take_turns_stay_bound_until_they_are_gone() -> None:
+    executable = OnnxRuntimeEngine().compile(scaling(), CompileOptions())
+    sets = [[np.full((2, 3), number, np.float32), *(np.empty((2, 3), np.float32) for _ in range(2))] for number in range(300)]
+    bound = []
+    for _ in range(3):
+        for number, (x, y, z) in enumerate(sets):
+            executable.run({"x": x}, {"y": y, "z": z}, False)
+            assert (y == 2 * number).all()
+        bound.append(set(executable._bindings.values()))
+    assert len(bound[0]) == 300
+    assert bound[0] == bound[1] == bound[2]
+    del x, y, z, sets[100:]
+    assert len(executable._bindings) == 100
+    dropped = threading.Thread(target=sets.clear)  # a burst's memories may end in any thread
+    dropped.start()
+    dropped.join()
+    assert executable._bindings == {}
+
+
+def test_an_executable_goes_with_its_last_holder_and_not_with_the_next_collection() -> None:
+    executable = OnnxRuntimeEngine().compile(scaling(), CompileOptions())
+    x, y = np.ones((2, 3), np.float32), np.empty((2, 3), np.float32)
+    executable.run({"x": x}, {"y": y}, False)
+    gone = weakref.ref(executable)
+    gc.disable()
+    try:
+        del executable
+        assert gone() is None
+    finally:
+        gc.enable()
+    del x  # its binding went before it
+
+
 def test_arrays_that_are_gone_are_never_bound_to_again_whoever_has_their_numbers() -> None:
     """A new array often gets the `id` of one that has just gone, and lies elsewhere."""
     executable = OnnxRuntimeEngine().compile(scaling(), CompileOptions())
@@ -406,8 +441,8 @@ def test_arrays_that_are_gone_are_never_bound_to_again_whoever_has_their_numbers
         assert (y == 2 * turn).all()
         assert (report.outputs["z"] == 3 * turn).all()
         numbers.add(id(x))
-        assert len(executable._bindings) <= engine_module._REMEMBERED_BINDINGS
         del x, y, report
+        assert executable._bindings == {}
     assert len(numbers) < 300  # it has happened
 
 

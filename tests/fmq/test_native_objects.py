@@ -11,6 +11,7 @@ import signal
 from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -24,6 +25,16 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 ENDS = ["_set_closed", "_set_ended"]
 METHODS = sorted({name for name in vars(Ring) if callable(getattr(Ring, name)) and not name.startswith("__")} - {*ENDS}) + ENDS
 EXCHANGE = sorted({name for kind in (Caller, Listener) for name in vars(kind) if not name.startswith("__")})
+MORE: tuple[tuple[Any, ...], ...] = (
+    (b"", 1, 2**62, 0),
+    (b"", None, 2**62, 0),
+    (b"", 1, 2**62),
+    ({}, {}, b"", 2**62, 0),
+    ({1: 2}, {1: 2}, b"", 0, 0),
+    (1, 2**62, None),
+    (8, 0, (1, 2, 3, 4, 5, 6)),
+    (8, 10**6, (mock.Mock, *[lambda *_: None] * 5)),
+)
 VALUES: tuple[Any, ...] = (0, 1, -1, 2**70, 1.5, None, b"", bytes(DATUM_BYTES), bytearray(DATUM_BYTES))
 
 
@@ -47,14 +58,19 @@ def in_child(use: Callable[[], int]) -> int:
     return int(said)
 
 
+def begin(caller: Caller) -> None:
+    """Let a `Caller` ask for nothing that matters."""
+    caller.begin(8, 0, (mock.Mock, *[lambda *_: None] * 5))  # type: ignore[arg-type]
+
+
 def call_all(made: object, names: list[str]) -> int:
-    """Call every method with every choice of up to two arguments, and `Caller.call` with five; return how many calls were made."""
+    """Call every method with every choice of up to two arguments, and those of `Caller` with more; return how many calls were made."""
     calls = 0
     for name in names:
         method = getattr(made, name, None)
         if not callable(method):
             continue
-        for arguments in [(), *product(VALUES, repeat=1), *product(VALUES, repeat=2), (b"", 1, 2**62, 0, 0), (b"", 1, 2**62)]:
+        for arguments in [(), *product(VALUES, repeat=1), *product(VALUES, repeat=2), *MORE]:
             if name == "_release" or (name == "wait_flag" and arguments[1:] != (0,)):
                 continue  # `_release` ends the object; a wait without a past deadline does not end
             calls += 1
@@ -153,7 +169,7 @@ def test_a_queue_that_its_argument_closes_is_not_touched_any_more(name: str, at:
 def test_an_exchange_whose_argument_closes_its_queues_does_nothing() -> None:
     def use() -> int:
         asked = 0
-        for name, arguments in (("next", ()), ("call", (bytes(DATUM_BYTES),)), ("send", (bytes(DATUM_BYTES),))):
+        for name in ("next", "send", "post"):
             with both_ends(DATUM_BYTES, 8) as (queue, peer), both_ends(DATUM_BYTES, 8) as (other, _):
                 assert peer.write(bytes(2 * DATUM_BYTES))
                 number = ClosingNumber(queue, other)
@@ -161,8 +177,10 @@ def test_an_exchange_whose_argument_closes_its_queues_does_nothing() -> None:
                     with pytest.raises(ValueError, match="open"):
                         Listener(queue, other, number)  # type: ignore[arg-type]
                 else:
-                    more = (2**62, 0, 0)[: 3 if name == "call" else 1]
-                    assert getattr(Caller(queue, other), name)(*arguments, number, *more) is False
+                    caller = Caller(queue, other)
+                    begin(caller)
+                    arguments: tuple[Any, ...] = (bytes(DATUM_BYTES), None) if name == "send" else ({}, {}, bytes(DATUM_BYTES))
+                    assert getattr(caller, name)(*arguments, number, False) is None
                 asked += number.asked
         return asked
 

@@ -146,7 +146,7 @@ async def test_a_miss_then_hits_and_a_hit_does_not_send_the_model(
                         await bench.misses(MissReason.ABSENT)
                     else:
                         await bench.hits()
-            preparing = [call for call in calls(recording) if call not in ("Execute", "ReleasePreparedModel")]
+            preparing = [call for call in calls(recording) if call not in ("ConfigureExecutionBurst", "CloseBurst", "ReleasePreparedModel")]
             # These two carry a ModelMessage; nothing else does.
             assert preparing == (["GetSupportedOperations", "PrepareModel"] if started == 0 else ["PrepareModelFromCache"])
             assert recording.total("compile.cache") == 1
@@ -186,7 +186,7 @@ async def test_a_new_driver_after_a_death_prepares_from_the_cache(fake: FakeDevi
             outputs = await compilation.compute({"input": x})
         np.testing.assert_array_equal(outputs["input_out"], x)
         assert compilation.outcomes[0].kind is HIT
-        assert calls(recording) == ["PrepareModelFromCache", "Execute"]
+        assert calls(recording) == ["PrepareModelFromCache", "ConfigureExecutionBurst"]
 
 
 async def test_ten_tasks_compile_twice_on_the_same_files(fake: FakeDevice, cache_dir: Path) -> None:

@@ -70,13 +70,16 @@ async def test_a_compilation_whose_closing_is_cancelled_anywhere_leaves_no_model
             bursts = [await compilation.burst().__aenter__() for _ in range(2)]
             for burst in bursts:
                 await burst.compute(INPUTS)
+            await compilation.compute(INPUTS)
+            kept = compilation._parts.kept.connection
+            assert kept is not None
             serving = compilation._parts.compiled.serving
             assert serving is not None
             cancelled.append(await cancelled_after(turns, compilation.aclose()))
             assert await is_released(serving.prepared, compilation)
             with pytest.raises(aionn.CallerError):
                 await bursts[1].compute(INPUTS)
-            assert compilation._parts.executor.frames.count()["shared_bytes"] == bursts[0]._executor.frames.count()["frames"] == 0
+            assert kept.executor.frames.count()["frames"] == bursts[0]._executor.frames.count()["frames"] == 0
             assert serving.prepared.device._bursts == {}
     assert any(cancelled)
 

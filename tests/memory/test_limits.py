@@ -107,6 +107,92 @@ def test_the_machines_own_memory_is_a_limit(tmp_path: Path) -> None:
         limits.require(1_024_001, root)
 
 
+# --- what was read lately ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The time of `limits` in nanoseconds."""
+    now = [10**12]
+    monkeypatch.setattr(limits, "monotonic_ns", lambda: now[0])
+    return now
+
+
+@pytest.fixture
+def container(tmp_path: Path, clock: list[int]) -> Path:
+    """A container of 64 MiB, of which 24 are in use."""
+    return machine(tmp_path, cgroup="0::/app\n", mounts=V2_MOUNT, files=v2("/app", str(64 * MIB), 24 * MIB))
+
+
+def use(root: Path, used: int) -> None:
+    (root / "sys/fs/cgroup/app/memory.current").write_text(str(used))
+
+
+def test_small_reservations_read_the_limits_once_and_are_counted(container: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = 0
+    text = limits._text
+
+    def counted(path: str | Path) -> str:
+        nonlocal reads
+        reads += 1
+        return text(path)
+
+    monkeypatch.setattr(limits, "_text", counted)
+    limits.require(MIB, container)
+    first, reads = reads, 0
+    assert first > 0
+    for _ in range(4):
+        limits.require(MIB, container)
+    assert reads == 0
+    limits.require(MIB, container)  # more than an eighth of 39 MiB with the four before it
+    assert 0 < reads < first  # where the files are is known
+
+
+def test_reservations_on_one_reading_are_an_eighth_of_what_was_left_at_most(container: Path) -> None:
+    limits.require(MIB, container)
+    use(container, 63 * MIB)  # another process has taken the rest
+    taken = 0
+    with pytest.raises(MemoryAllocationError, match=r"memory.max of cgroup /app leaves 1048576"):
+        while True:
+            limits.require(2 * MIB, container)
+            taken += 2 * MIB
+    assert 0 < taken <= 39 * MIB // 8
+
+
+def test_a_reading_serves_for_a_tenth_of_a_second(container: Path, clock: list[int]) -> None:
+    limits.require(4096, container)
+    use(container, 64 * MIB)
+    clock[0] += round(limits.REMEMBERED_S * 1e9) - 1
+    limits.require(4096, container)
+    clock[0] += 1
+    with pytest.raises(MemoryAllocationError, match=r"4096 bytes of shared memory are needed and memory.max of cgroup /app leaves 0"):
+        limits.require(4096, container)
+    use(container, 0)
+    limits.require(4096, container)  # a refusal is never remembered
+    assert limits.REMEMBERED_S == 0.1
+
+
+def test_a_large_reservation_is_judged_by_what_is_left_now(container: Path) -> None:
+    limits.require(4096, container)
+    use(container, 0)
+    limits.require(64 * MIB, container)
+    use(container, 44 * MIB)
+    with pytest.raises(MemoryAllocationError, match="leaves 20971520"):
+        limits.require(20 * MIB + 1, container)
+
+
+def test_a_process_that_was_moved_has_the_limits_of_its_new_cgroup(container: Path, clock: list[int]) -> None:
+    limits.require(4096, container)
+    machine_files = v2("/other", str(MIB), MIB)
+    for name, content in machine_files.items():
+        (container / name).parent.mkdir(exist_ok=True)
+        (container / name).write_text(content)
+    (container / "proc/self/cgroup").write_text("0::/other\n")
+    clock[0] += 10**9
+    with pytest.raises(MemoryAllocationError, match=r"memory.max of cgroup /other leaves 0"):
+        limits.require(4096, container)
+
+
 # --- in a process of its own, under real limits ----------------------------------------------------------------------------
 
 ASK = """
@@ -149,6 +235,17 @@ used(4 * MIB)
 """
     )
     assert "RLIMIT_FSIZE of the process leaves 4194304" in said
+
+
+def test_limits_of_the_process_are_never_remembered() -> None:
+    said = in_a_process(
+        """
+used(MIB)
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+assert refused(4097).available_bytes == 4096
+"""
+    )
+    assert "4097 bytes of shared memory are needed and RLIMIT_FSIZE of the process leaves 4096" in said
 
 
 def test_rlimit_as_is_named_and_mapping_beyond_it_is_a_mapping_error() -> None:

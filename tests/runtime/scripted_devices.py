@@ -13,7 +13,7 @@ from anyio.abc import TaskGroup
 import aionn
 from aionn.caching import CacheOutcome
 from aionn.errors import AionnError, CallerError, DeviceUnavailableError
-from aionn.hal import CacheFiles, CacheHandles, Model, PrepareOptions
+from aionn.hal import CacheFiles, CacheHandles, Model, PrepareOptions, Priority
 from aionn.runtime.preparing.cached import CacheChoice
 from aionn.runtime.preparing.preparation import prepare
 from aionn.runtime.processes.devices import Devices
@@ -111,7 +111,7 @@ class ScriptedDevices:
         if self.closed:
             raise CallerError("the runtime was closed")
 
-    async def get(self, name: str) -> ScriptedDevice:
+    async def get(self, name: str, priority: Priority = Priority.MEDIUM) -> ScriptedDevice:
         if self._unavailable:
             raise DeviceUnavailableError(name, f"device {name!r} does not answer")
         return self._devices.pop(0) if len(self._devices) > 1 else self._devices[0]

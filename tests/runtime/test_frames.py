@@ -11,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 import aionn
+from aionn import trace
 from aionn.errors import CallerError
 from aionn.runtime.executing import frames
 from aionn.runtime.executing.arguments import Arguments
@@ -37,7 +38,7 @@ def test_large_inputs_arrive_whole(shapes: list[tuple[int, ...]], layout: str, m
         array = chance.random((2 * shape[0], *shape[1:]), np.float32)
         inputs[name] = array[::2] if layout == "strided" else array[: shape[0]].copy()
     places_of = arguments.layout(arguments.shapes_of(inputs))
-    pool = Frames(exact=True).pool(places_of)
+    pool = Frames(2).pool(places_of)
     frame = pool.lease()
     missing: list[int] = []
 
@@ -121,3 +122,107 @@ async def test_a_usual_frame_in_flight_stays_pinned_when_its_caller_leaves(monke
                 assert anew == 1  # all but the first were usual frames
                 assert (burst.statistics()["in_flight"], burst.statistics()["pinned_frames"]) == (0, 0)
                 await compute(5)
+
+
+def answers(burst: Burst) -> int:
+    """How many requests of this burst's link were answered, at once or by a look."""
+    assert burst._connection.link is not None
+    caller = burst._connection.link.controller.caller
+    return caller.answers + caller.answers_at_once
+
+
+@pytest.fixture
+def anew(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The inputs of each call that was no usual frame."""
+    general, seen = Burst._attempt, []
+
+    async def noted(self: Burst, inputs: Any, *arguments: Any) -> Any:
+        seen.append(inputs)
+        return await general(self, inputs, *arguments)
+
+    monkeypatch.setattr(Burst, "_attempt", noted)
+    return seen
+
+
+@pytest.mark.anyio
+async def test_a_usual_frame_takes_its_way_while_it_is_traced(anew: list[object]) -> None:
+    model = aionn.Model.from_onnx(identity_model({"x": (4,)}))
+    async with aionn.Runtime() as runtime:
+        compilation = await runtime.compile(model, devices=("reference",))
+        async with compilation.burst(depth=64) as burst:
+            await burst.compute({"x": np.zeros(4, np.float32)})
+            before = answers(burst)
+
+            async def compute(number: float) -> None:
+                outputs = await burst.compute({"x": np.full(4, number, np.float32)})
+                np.testing.assert_array_equal(next(iter(outputs.values())), np.full(4, number))
+
+            with trace.record() as recording:
+                for number in range(20):
+                    await compute(number)
+                async with anyio.create_task_group() as tasks:
+                    for number in range(64):
+                        tasks.start_soon(compute, number)
+            assert (len(anew), answers(burst) - before) == (1, 84)
+            for name in ("burst.queue_wait", "burst.execute"):
+                spans = [span for span in recording.spans if span.name == name]
+                assert len({span.attributes["identity"] for span in spans}) == len(spans) == 84
+            statistics = burst.statistics()
+            assert (statistics["computed"], statistics["in_flight"], statistics["pinned_frames"]) == (85, 0, 0)
+
+
+@pytest.mark.anyio
+async def test_a_usual_frame_past_its_deadline_stays_pinned_until_the_driver_answers(anew: list[object]) -> None:
+    model = aionn.Model.from_onnx(identity_model({"x": (4,)}))
+    inputs = {"x": np.zeros(4, np.float32)}
+    with FakeDevice() as fake:
+        async with leak_check(), aionn.Runtime() as runtime:
+            compilation = await runtime.compile(model, devices=(fake.name,))
+            async with compilation.burst() as burst:
+                await burst.compute(inputs)
+                await burst.compute(inputs, timeout_s=100)
+                fake.hang()
+                for _ in range(2):  # the timer that is set for later serves these, too
+                    with pytest.raises(aionn.DeadlineError):
+                        await burst.compute(inputs, timeout_s=0.02)
+                assert (burst.statistics()["in_flight"], burst.statistics()["pinned_frames"]) == (2, 2)
+                fake.behave()
+                await burst.compute(inputs)
+                assert (burst.statistics()["in_flight"], burst.statistics()["pinned_frames"]) == (0, 0)
+                assert len(anew) == 1
+
+
+@pytest.mark.anyio
+async def test_inputs_that_a_usual_frame_does_not_fit_are_refused_as_the_first_ones_are(anew: list[object]) -> None:
+    model = aionn.Model.from_onnx(identity_model({"x": (2, 3)}))
+    good = np.arange(6, dtype=np.float32).reshape(2, 3)
+    wrong: list[Any] = [
+        {},
+        {"y": good},
+        {"x": good, "y": good},
+        {"x": good.astype(np.float64)},
+        {"x": good.T},
+        {"x": good.tolist()},
+        {"x": None},
+        [good],
+    ]
+    async with aionn.Runtime() as runtime:
+        compilation = await runtime.compile(model, devices=("reference",))
+        said: list[list[str]] = []
+        for usual in (False, True):
+            said.append([])
+            async with compilation.burst() as burst:
+                if usual:
+                    await burst.compute({"x": good})
+                for inputs in wrong:
+                    with pytest.raises(aionn.CallerError) as refused:
+                        await burst.compute(inputs)
+                    said[-1].append(str(refused.value))
+                assert burst.statistics()["pinned_frames"] == 0
+                before, general = answers(burst), len(anew)
+                if usual:
+                    strided = np.zeros((2, 6), np.float32)[:, ::2]
+                    strided[...] = good
+                    np.testing.assert_array_equal((await burst.compute({"x": strided}))["x_out"], good)
+                    assert (answers(burst) - before, len(anew)) == (1, general)
+        assert said[0] == said[1]

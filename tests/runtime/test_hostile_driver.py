@@ -5,6 +5,7 @@ Each lie is told by a real process (`hostile_driver`), beside an honest one that
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 import aionn
+from aionn import trace
 from aionn.hal.types import ErrorStatus
 from aionn.testing import identity_model
 from tests.leaks import leak_check
@@ -108,7 +110,7 @@ async def test_answers_that_are_none() -> None:
 
 
 async def test_configure_execution_burst_failure_null_transport_and_dead() -> None:
-    """No burst, one sentence, and no fallback; the compilation computes without a burst, on a new driver where the old one has gone."""
+    """No burst, one sentence, and no fallback. `compute` keeps a burst and fails alike, on a new driver where the old one has gone."""
     rows: dict[str, tuple[type[aionn.AionnError], bool]] = {
         "burst_refused": (aionn.ExecutionError, True),
         "burst_of_nothing": (aionn.DriverDiedError, False),
@@ -132,10 +134,24 @@ async def test_configure_execution_burst_failure_null_transport_and_dead() -> No
                     assert isinstance(caught.value, aionn.ExecutionError)
                     assert caught.value.status is ErrorStatus.GENERAL_FAILURE
                     assert "not today" in str(caught.value)
-                assert set(await compilation.compute(inputs())) == {"a", "b"}
+                with pytest.raises(expected) as computing:
+                    await compilation.compute(inputs())
+                assert type(computing.value) is expected, lie
                 assert (driver.pid == pid) is lives, lie
+                del computing
             del caught
             await compilation.aclose()
+
+
+async def test_calls_that_wait_for_one_connection_share_its_failure() -> None:
+    """Or each of them would end one more driver."""
+    async with beside_an_honest_one() as runtime:
+        compilation = await runtime.compile(model(), devices=(device("burst_dead"),))
+        with trace.record() as recording:
+            failed = await asyncio.gather(*(compilation.compute(inputs()) for _ in range(8)), return_exceptions=True)
+        assert [type(error) for error in failed] == [aionn.DriverDiedError] * 8
+        assert [span.name for span in recording.spans].count("burst.connect") == 1
+        del failed
 
 
 @pytest.mark.parametrize("way", ["compute", "burst"])
@@ -143,7 +159,7 @@ async def test_results_that_contradict_the_request(way: str) -> None:
     """Also where outputs are to lie in an app's own memory, or in the driver: on the long way and on the short one."""
     async with beside_an_honest_one() as runtime:
         for lie in hostile_driver.RESULTS:
-            if way == "burst" and lie == "a_negative_shape":
+            if lie == "a_negative_shape":
                 continue  # a burst's datums have no sign
             compilation = await runtime.compile(model(), devices=(device(lie),))
             async with compilation.burst() as burst, aionn.Memory.allocate(16) as memory:

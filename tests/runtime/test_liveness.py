@@ -33,9 +33,9 @@ S = 10**9
 class Case:
     """A driver as a judge is shown it: one tick of the watch after the other."""
 
-    def __init__(self, *, hang_s: float = 10.0, cpu_decides: bool = True) -> None:
+    def __init__(self, *, hang_s: float = 10.0, cpu_decides: bool = True, when_idle: bool = False) -> None:
         self.now_ns = 1000 * S
-        self.judge = Judge(hang_s, cpu_decides, self.now_ns)
+        self.judge = Judge(hang_s, cpu_decides, self.now_ns, when_idle)
         self.executing: tuple[Execution, ...] = ()
         self.finished = 0
         self.ended_ns = 0
@@ -334,12 +334,20 @@ async def test_a_run_that_waits_for_an_accelerator_is_hung_only_by_its_own_histo
         del caught  # its traceback holds the frame
 
 
+def stop(pid: int) -> None:
+    """Stop a process and return when each of its threads stands. The signal alone leaves a thread on another CPU time for an answer."""
+    os.kill(pid, signal.SIGSTOP)
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        while b") T" not in Path(f"/proc/{pid}/task/{thread}/stat").read_bytes():
+            os.sched_yield()
+
+
 @pytest.mark.anyio
 async def test_a_driver_that_is_stopped_while_idle_is_killed_and_leaves_no_stack(caplog: pytest.LogCaptureFixture) -> None:
     async with app(hang_s=0.3) as (_, compilation, device, _), compilation.burst() as burst:
         await burst.compute(numbered(1))
         assert device.pid is not None
-        os.kill(device.pid, signal.SIGSTOP)
+        stop(device.pid)
         with anyio.fail_after(20), pytest.raises(aionn.DriverHungError) as caught:
             await burst.compute(numbered(2))
         assert caught.value.stack == ""

@@ -194,7 +194,7 @@ async def test_a_change_of_what_a_measurement_depends_on_ends_it(
     elif changed == "stage before":
         quick.tell(version="2")
     else:
-        monkeypatch.setattr(verdicts, "usable_cpus", lambda: 1000)
+        monkeypatch.setattr("aionn.engines.processor.usable_cpus", lambda: 1000)
     assert await begins_with(quick, best, tmp_path / "cache") == quick.name
 
 

@@ -20,6 +20,7 @@ from aionn.hal.types import DataLocation, ErrorStatus, Operand, OutputShape, Req
 from aionn.memo import Memo
 from aionn.memory.memory import extents_of
 from aionn.memory.pool import Frame, Layout
+from aionn.memory.region import PAGE_BYTES
 
 _REMEMBERED = 64
 _FIRST_GUESS_BYTES = 4096
@@ -57,10 +58,22 @@ class FrameLayout:
         outputs: (name, dtype, shape or None while open, offset, length) per output.
         arguments: of the request, relative to the frame's first byte.
         known: whether every output's shape is, as the model declares it.
+        answered: whether the room for outputs comes from an answer, and not from the model or a guess.
         input_bytes: of all inputs together.
     """
 
-    __slots__ = ("_believed", "_declared", "arguments", "frame_bytes", "input_bytes", "inputs", "known", "outputs", "outputs_key")
+    __slots__ = (
+        "_believed",
+        "_declared",
+        "answered",
+        "arguments",
+        "frame_bytes",
+        "input_bytes",
+        "inputs",
+        "known",
+        "outputs",
+        "outputs_key",
+    )
 
     def __init__(
         self,
@@ -91,6 +104,7 @@ class FrameLayout:
         self.frame_bytes = places.frame_bytes
         self.input_bytes = sum(input_bytes)
         self.known = None not in output_shapes
+        self.answered = False
         self.outputs_key = object()
         self.inputs = tuple(
             (name, operand.type.dtype, shape, place[0])
@@ -265,15 +279,32 @@ class Arguments:
         return layout
 
     def widen(self, input_shapes: Shapes, answered: Sequence[OutputShape]) -> FrameLayout:
-        """Return a layout with room for outputs of these shapes, after the driver found too little."""
-        before = self.layout(input_shapes)
-        room = [
-            max(length, prod(shape.dimensions) * dtype.itemsize)
-            for (_, dtype, _, _, length), shape in zip(before.outputs, answered, strict=True)
-        ]
-        return self._make(input_shapes, room)
+        """Return a layout with room for outputs of these shapes, after the driver found too little.
 
-    def _make(self, input_shapes: Shapes, room: Sequence[int]) -> FrameLayout:
+        An output that outgrows the room of an answer before has other shapes for the same inputs. It gets twice what it needs, because
+        each retry costs a run.
+        """
+        before = self.layout(input_shapes)
+        if not any(before.lacks_room(index, shape) for index, shape in enumerate(answered)):
+            return before  # another request has found the same
+        room = []
+        for index, ((_, dtype, _, _, length), shape) in enumerate(zip(before.outputs, answered, strict=True)):
+            needed = prod(shape.dimensions) * dtype.itemsize
+            room.append(needed * 2 if before.answered and before.lacks_room(index, shape) else max(length, needed))
+        return self._make(input_shapes, room, answered=True)
+
+    def fit(self, layout: FrameLayout, answered: Sequence[OutputShape]) -> FrameLayout:
+        """Return a layout without the room that a guess had given to outputs of these shapes, or `layout` if it was not a guess."""
+        input_shapes = tuple(shape for _, _, shape, _ in layout.inputs)
+        if layout.known or layout.answered or not answered or self._layouts.get(input_shapes) is not layout:
+            return layout
+        room = [  # whole pages, so that small outputs whose size varies seldom need a second run
+            -(-max(1, prod(shape.dimensions) * dtype.itemsize) // PAGE_BYTES) * PAGE_BYTES
+            for (_, dtype, _, _, _), shape in zip(layout.outputs, answered, strict=True)
+        ]
+        return self._make(input_shapes, room, answered=True)
+
+    def _make(self, input_shapes: Shapes, room: Sequence[int], *, answered: bool = False) -> FrameLayout:
         """Return a layout with that room for open outputs; at least what the model declares, since a new driver still goes by that."""
         found = resolve_shapes(self._model.outputs, self._model.inputs, dict(zip(self.names, input_shapes, strict=True)))
         declared = [found[name] for name in self.outputs]
@@ -282,6 +313,7 @@ class Arguments:
             for operand, shape, length in zip(self.outputs.values(), declared, room, strict=True)
         ]
         layout = FrameLayout(self._model, self.outputs, input_shapes, declared, roomy)
+        layout.answered = answered
         self._layouts[input_shapes] = layout
         return layout
 

@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
+from weakref import WeakSet
 
 import numpy as np
 
@@ -24,6 +25,8 @@ from aionn import trace
 from aionn.errors import AionnError, ExecutionError
 from aionn.hal.types import ErrorStatus, Result
 from aionn.memory.pool import Frame, FramesInFlightError
+from aionn.pages import BurstSlot, private_counts
+from aionn.pages.app_layout import COMPUTED, COPIED_BYTES, FAILED
 from aionn.runtime.executing.arguments import Arguments, FrameLayout, Outputs, failure_of
 from aionn.runtime.executing.frames import Frames, Spare, fill
 from aionn.runtime.executing.placement import Placement, check_frame, contents_of, is_placed, place
@@ -60,32 +63,26 @@ Route = Callable[[int | None], Awaitable[Channel]]
 """Returns the channel to send over, by a deadline. It is the right one until the next await."""
 
 
-def new_counts() -> dict[str, int]:
-    """Return the counts of a burst or a compilation, all 0; `Burst.statistics` describes them."""
-    return dict.fromkeys(("computed", "failed", "connections", "dropped", "copied_bytes", "driver_busy_ns"), 0)
-
-
 @dataclass(frozen=True, slots=True)
 class Executor:
-    """What the executions of one burst, or of one compilation without a burst, have in common.
+    """What the executions over one burst have in common, or the trials of one compilation.
 
     Attributes:
         arguments, frames: how arguments are laid out, and where.
         compiled: what the app's executions are reported to, or None for trials.
-        copies: whether outputs are copied out of the frame.
-        counts: see `Burst.statistics`.
+        counts: a slot of the app's statistics page; see `Burst.statistics`.
+        failures: errors that are counted as `failed`, as long as they live.
     """
 
     arguments: Arguments
     frames: Frames
     compiled: CompiledModel | None
-    copies: bool
-    counts: dict[str, int] = field(default_factory=new_counts)
+    counts: BurstSlot = field(default_factory=private_counts)
+    failures: WeakSet[BaseException] = field(default_factory=WeakSet)
 
     def failure(self, serving: Serving, result: Result, inputs: Mapping[str, Any] | None) -> AionnError:
         """Count an answer that is an error, and report it. Returns what it means to the caller."""
-        self.counts["failed"] += 1
-        error = failure_of(result, serving.model, serving.device)
+        error = self._counted(serving, result)
         if self.compiled is not None and isinstance(error, ExecutionError):
             self.compiled.failed(serving, error, inputs)
         return error
@@ -101,11 +98,16 @@ class Executor:
             try:
                 inputs = await contents_of(model.inputs, {name: call.value(name) for name in model.inputs})
             except ExecutionError:
-                self.counts["failed"] += 1
-                return failure_of(result, model, serving.device)
+                return self._counted(serving, result)
             except AionnError as error:
                 trace.count("execution.inputs_unread", reason=str(error))
         return self.failure(serving, result, inputs)
+
+    def _counted(self, serving: Serving, result: Result) -> AionnError:
+        self.counts.add(FAILED, 1)
+        error = failure_of(result, serving.model, serving.device)
+        self.failures.add(error)
+        return error
 
 
 class Call(NamedTuple):
@@ -140,8 +142,8 @@ class Attempt:
     """One execution. Made for one `run`.
 
     Attributes:
-        layout: of the frame that was used last. channel: that it was sent over. placing: whether some arguments did not lie in the frame.
-            All are known after `run`.
+        layout: for the next frame of these shapes. channel: that it was sent over. placing: whether some arguments did not lie in the
+            frame. All are known after `run`.
     """
 
     __slots__ = ("_call", "_executor", "_route", "_wider", "channel", "layout", "placing")
@@ -199,7 +201,7 @@ class Attempt:
             else:
                 layout = self._wider or executor.arguments.layout(executor.arguments.shapes_of(call.inputs))
                 frame = leased = await executor.frames.lease(layout, call.deadline_ns)
-                executor.counts["copied_bytes"] += fill(frame, layout, call.inputs)
+                executor.counts.add(COPIED_BYTES, fill(frame, layout, call.inputs))
             channel = await self._route(call.deadline_ns)
             compiled = executor.compiled
             if compiled is not None and compiled.sampling is not None:
@@ -233,7 +235,7 @@ class Attempt:
             else:
                 layout = self._wider or arguments.layout(arguments.shapes_of(call.inputs, placed_shapes))
                 own = frame = spare.lease(executor.frames.pool(layout))
-                executor.counts["copied_bytes"] += fill(frame, layout, call.inputs, placement.inputs)
+                executor.counts.add(COPIED_BYTES, fill(frame, layout, call.inputs, placement.inputs))
         except BaseException:
             placement.release()
             if frame is not None:
@@ -252,17 +254,19 @@ class Attempt:
         self.layout, self.channel = layout, channel
         settled: Callable[[Result | None], None] = frame.settled if placement is None else partial(placement.settled_in, frame)
         frame.pins += 1
-        result, busy_ns = await channel.send(layout, frame, placement, call.measure_timing, call.deadline_ns, settled)
-        executor.counts["driver_busy_ns"] += busy_ns
+        result, _ = await channel.send(layout, frame, placement, call.measure_timing, call.deadline_ns, settled)
         if result.status is not ErrorStatus.NONE:
             if placement is not None and not self._may_retry(layout, placement, result):
                 raise await executor.placed_failure(channel.serving, result, call)
             self._widen_or_raise(channel, layout, placement, result)
             return None
-        executor.counts["computed"] += 1
+        executor.counts.add(COMPUTED, 1)
+        self.layout = executor.arguments.fit(layout, result.output_shapes)
+        if self.layout is not layout:
+            executor.frames.outgrown(layout)
         serving = channel.serving
         arrays = layout.outputs_in(frame, result.output_shapes, call.outputs)
-        if executor.copies or executor.frames.pool(layout).crowded:
+        if executor.frames.pool(layout).crowded:
             arrays = {name: array.copy() for name, array in arrays.items()}
         outputs = Outputs(arrays, serving.stage, result.timing if call.measure_timing else None)
         if placement is not None:

@@ -1,12 +1,20 @@
 """The frames of one burst or one compilation: a pool per frame size, and one slot number per region.
 
-Models with open dimensions get frames of the next power of two, so that a stream of ever new shapes needs few pools.
+A frame has the size that its layout needs. A model with open dimensions may see ever new shapes, so two rules bound its pools:
+
+    Two sizes of which the larger exceeds the smaller by an eighth at most share one pool, with frames of the larger size.
+    Before a pool grows, others are released, the least recently used first, until all memory together is that of `in_flight` of its
+    frames, or 1 MiB. A pool stays if one of its frames is pinned, or if it was used since the growth before.
+
+A pool that has grown beyond `in_flight` frames, because the app holds outputs, is trimmed within `TRIM_S` seconds of their end. The
+driver unmaps memory that is released (`on_gone`). Arrays that the app still holds keep their bytes.
 
 When requests in flight hold all frames that can be had, `Frames.lease` waits for one. Each frame that comes back goes to the
 caller who has waited longest.
 
-Invariant
+Invariants
     A pool is a key of `_waiting`  <=>  a caller waits for a frame of it  <=>  the pool is `crowded`.
+    A pool that is released has no pinned frame, so no request in flight names its slots, and no caller waits for it.
 """
 
 from __future__ import annotations
@@ -22,46 +30,115 @@ from numpy.typing import NDArray
 
 from aionn.errors import CallerError, DeadlineError, MemoryAllocationError, again
 from aionn.hal.types import IMemory
-from aionn.memory.pool import MAX_FRAMES, Frame, FramePool, FramesInFlightError
+from aionn.memory.pool import Frame, FramePool, FramesInFlightError, aligned
 from aionn.memory.region import Region
 from aionn.runtime.executing.arguments import FrameLayout
 from aionn.tasks import seconds_until
+
+TRIM_S = 2.0
+
+_KEPT_BYTES = 2**20
+"""Pools of small frames with less memory than this together are kept: a model of short texts sees hundreds of sizes."""
 
 
 class Frames:
     """Frame pools and their regions by slot. Satisfies `IBurstCallback`."""
 
-    def __init__(self, *, exact: bool, max_frames: int = MAX_FRAMES) -> None:
-        """`exact`: every frame has the same size, so none is rounded up, except where an output is larger than declared. `max_frames`: of
-        each size."""
-        self._exact = exact
-        self._max_frames = max_frames
+    def __init__(self, in_flight: int) -> None:
+        """`in_flight`: so many frames of each size may be pinned while requests are in flight. The app may hold more."""
+        self._in_flight = in_flight
         self._waiting: dict[FramePool, deque[asyncio.Future[Frame]]] = {}
-        self._pools: dict[int, FramePool] = {}
-        self._regions: list[Region | None] = []
+        self._pools: dict[int, FramePool] = {}  # by the size of their frames, the least recently used first
+        self._used: set[FramePool] = set()  # since the last growth
+        self._regions: dict[int, Region] = {}
+        self._next_slot = 0
         self._foreign: dict[Region, int] = {}
         self._undo: dict[int, Callable[[], None]] = {}
         self._last: FrameLayout | None = None
         self.on_gone: Callable[[int], None] | None = None
+        self._trimming: asyncio.TimerHandle | None = None
         self._closed = False
 
     def pool(self, layout: FrameLayout) -> FramePool:
         """Return the pool whose frames fit `layout`."""
         self._last = layout
-        needed = layout.frame_bytes
-        size = needed if self._exact and layout.known else 1 << (needed - 1).bit_length()
-        pool = self._pools.get(size)
+        pools = self._pools
+        size = self._size_for(layout)
+        pool = pools.pop(size, None)
         if pool is None:
             if self._closed:
                 raise CallerError("the burst was closed")
-            pool = self._pools[size] = FramePool(size, self._add, max_frames=self._max_frames)
+            for smaller in [other for other in pools if other < size <= other + other // 8]:
+                self._release(smaller)
+            pool = FramePool(size, self._in_flight, self._allocate)
+        pools[size] = pool
+        self._used.add(pool)
         return pool
+
+    def _size_for(self, layout: FrameLayout) -> int:
+        """Return the size of the frames for a layout: its own, or a slightly larger one that exists."""
+        own = aligned(layout.frame_bytes)
+        if own in self._pools:
+            return own
+        return min((size for size in self._pools if own < size <= own + own // 8), default=own)
+
+    def _allocate(self, growing: FramePool, size_bytes: int) -> tuple[Region, int]:
+        """Return new memory for a pool, and its slot. Other pools make room for it."""
+        room = max(self._in_flight * growing.frame_bytes, _KEPT_BYTES) - growing.size_bytes - size_bytes
+        others = [pool for pool in self._pools.values() if pool is not growing]
+        for pool in others:
+            if pool not in self._used and sum(other.size_bytes for other in others) > room:
+                self._release(pool.frame_bytes)
+        self._used = {growing}
+        try:
+            region = Region.allocate(size_bytes)
+        except MemoryAllocationError:
+            released = [pool for pool in others if pool.size_bytes and self._release(pool.frame_bytes)]
+            if not released:
+                raise
+            region = Region.allocate(size_bytes)
+        if growing.frames >= self._in_flight and self._trimming is None:
+            self._trimming = asyncio.get_running_loop().call_later(TRIM_S, self._trim)
+        return region, self._add(region)
+
+    def _trim(self) -> None:
+        """Release memory that was needed for outputs which the app has dropped. Look again later if it holds some still."""
+        self._trimming = None
+        for pool in self._pools.values():
+            for slot in pool.trim():
+                self._forget(slot)
+        if any(pool.frames > self._in_flight and len(pool.regions) > 1 for pool in self._pools.values()):
+            self._trimming = asyncio.get_running_loop().call_later(TRIM_S, self._trim)
+
+    def _forget(self, slot: int) -> None:
+        """Forget a region. The driver need not keep it mapped."""
+        self._regions.pop(slot, None)
+        if self.on_gone is not None:
+            self.on_gone(slot)
+
+    def _release(self, size: int) -> bool:
+        """Release the pool of that size if no frame of it is in use. Returns whether it did so."""
+        pool = self._pools[size]
+        slots = list(pool.regions)
+        if not pool.release():
+            return False
+        del self._pools[size]
+        self._used.discard(pool)
+        for slot in slots:
+            self._forget(slot)
+        return True
+
+    def outgrown(self, layout: FrameLayout) -> None:
+        """Note that a layout is not used any more, because a smaller one has replaced it. Its pool may go at the next growth."""
+        pool = self._pools.get(self._size_for(layout))
+        if pool is not None:
+            self._used.discard(pool)
 
     async def lease(self, layout: FrameLayout, deadline_ns: int | None = None) -> Frame:
         """Return a frame that fits `layout`, leased. While requests in flight hold all, wait for one: first come, first served.
 
         Raises:
-            CallerError: the app holds on to the arrays of too many results, or to too many frames.
+            CallerError: the burst was closed.
             DeadlineError: none came back by then.
             MemoryAllocationError: more shared memory cannot be had.
         """
@@ -115,8 +192,10 @@ class Frames:
                 pool.tell_returns(None)
 
     def _add(self, region: Region) -> int:
-        self._regions.append(region)
-        return len(self._regions) - 1
+        slot = self._next_slot
+        self._next_slot += 1
+        self._regions[slot] = region
+        return slot
 
     def slot_of(self, region: Region) -> int:
         """Return the slot of an app's memory. A slot is never given to another memory, so a stale mapping cannot be reached."""
@@ -130,22 +209,20 @@ class Frames:
         """Forget an app's memory that has been closed, in whatever thread. The driver need not keep it mapped."""
         self._foreign.pop(region, None)
         self._undo.pop(slot, None)
-        self._regions[slot] = None
-        if self.on_gone is not None:
-            self.on_gone(slot)
+        self._forget(slot)
 
     async def get_memories(self, slots: Sequence[int]) -> Sequence[IMemory]:
-        memories = [self._regions[slot] if 0 <= slot < len(self._regions) else None for slot in slots]
-        found = [memory for memory in memories if memory is not None]
-        if len(found) != len(slots):
-            raise CallerError(f"burst memories {list(slots)}: one of these slots is not in use")
-        return found
+        try:
+            return [self._regions[slot] for slot in slots]
+        except KeyError:
+            raise CallerError(f"burst memories {list(slots)}: one of these slots is not in use") from None
 
     def last_inputs(self) -> dict[str, NDArray[Any]] | None:
         """Return copies of the inputs that the last execution has left in its frame, or None if its frame is used again."""
         if self._last is None or self._closed:
             return None
-        frame = self.pool(self._last).used_last
+        pool = self._pools.get(self._size_for(self._last))
+        frame = None if pool is None else pool.used_last
         places = None if frame is None else frame.arrays.get(self._last)
         return None if places is None else {name: place.copy() for name, place in places.items()}
 
@@ -156,11 +233,13 @@ class Frames:
             "frames": sum(pool.frames for pool in pools),
             "free_frames": sum(pool.free_frames for pool in pools),
             "pinned_frames": sum(pool.pinned_frames for pool in pools),
-            "shared_bytes": sum(region.size_bytes for region in self._regions if region is not None and region not in self._foreign),
+            "shared_bytes": sum(pool.size_bytes for pool in pools),
         }
 
     def close(self) -> None:
         self._closed = True
+        if self._trimming is not None:
+            self._trimming.cancel()
         for undo in list(self._undo.values()):
             undo()
         self._undo.clear()
@@ -168,6 +247,8 @@ class Frames:
         for pool in self._pools.values():
             pool.close()
         self._pools.clear()
+        self._used.clear()
+        self._regions.clear()
 
 
 class Spare:

@@ -18,6 +18,7 @@ from aionn.errors import AionnError, CallerError
 from aionn.fmq import MessageQueue
 from aionn.hal.types import Result
 from aionn.memory.pool import Frame
+from aionn.pages import BurstSlot
 from aionn.remote.device import RemoteBurstContext
 from aionn.runtime.executing.arguments import FrameLayout
 from aionn.runtime.executing.bodies import placed_body, plain_body
@@ -120,8 +121,8 @@ class Link:
         call_soon_from_anywhere(self._loop, self.context.forget_memory, slot)
 
 
-async def open_link(serving: Serving, compiled: CompiledModel, frames: Frames, options: LinkOptions) -> Link:
-    """Connect to the driver of `serving`.
+async def open_link(serving: Serving, compiled: CompiledModel, frames: Frames, options: LinkOptions, counts: BurstSlot) -> Link:
+    """Connect to the driver of `serving`. `counts`: what the burst's requests are counted in.
 
     Raises:
         AionnError: the driver is gone, or cannot open a burst; nothing is left.
@@ -132,7 +133,7 @@ async def open_link(serving: Serving, compiled: CompiledModel, frames: Frames, o
     except BaseException:
         requests.close()
         raise
-    controller = ExecutionBurstController(requests, results, depth=options.depth, low_power=options.low_power)
+    controller = ExecutionBurstController(requests, results, depth=options.depth, low_power=options.low_power, counts=counts)
     try:
         context = await serving.prepared.configure_execution_burst(frames, requests.descriptor(), results.descriptor())
     except BaseException:

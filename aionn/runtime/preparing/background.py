@@ -47,6 +47,7 @@ from aionn.runtime.preparing.cached import (
     refusal_from,
     refusal_of,
     wanted_of,
+    wants_lanes,
 )
 from aionn.runtime.preparing.compiling import check_supported, compile_model, raise_if_unsupported
 from aionn.runtime.processes.devices import Devices
@@ -98,7 +99,7 @@ async def make(
         CompilationError, DeviceUnavailableError, DriverDiedError, DriverHungError, MemoryAllocationError
     """
     with anyio.move_on_after(timeout_s):
-        serving = await devices.get(name)
+        serving = await devices.get(name, options.priority)
         if not serving.cache_files.supported:
             phase("compiling")
             return Made(await compile_model(serving, model, options), "driver")
@@ -121,14 +122,17 @@ class _Making:
         self._name = name
         self._model = model
         self._options = options
-        self._threads = threads
+        self._threads = devices.bounded_threads(threads)
         self._phase = phase
+
+    async def _serving(self) -> RemoteDevice:
+        return await self._devices.get(self._name, self._options.priority)
 
     async def through_cache(self, cache: CacheChoice) -> Made | None:
         """Prepare the model through the cache. Returns None if the cache did not store the worker's artifact."""
         by, refused, refusals = "cache", None, 0
         while True:
-            serving = await self._devices.get(self._name)
+            serving = await self._serving()
             wanted = wanted_of(serving, self._model, self._options, cache.token)
             # A hit shares the entry with every reader. A miss holds its compile lock, so that no other process compiles the model.
             found = await open_entry(cache.store, wanted, refused, cache.store.wait_s)
@@ -140,7 +144,7 @@ class _Making:
                         return Made(prepared, by)
                     except AionnError as error:
                         refusals += 1
-                        if refusals >= _REFUSALS:
+                        if refusals >= _REFUSALS or wants_lanes(error):
                             raise
                         refused = found, refusal_of(error)
                         log_refusal(cache.store, serving, refused[1], error)
@@ -172,13 +176,13 @@ class _Making:
 
     async def through_memory(self) -> Made:
         """Prepare the model through anonymous files."""
-        with _anonymous((await self._devices.get(self._name)).cache_files) as handles:
+        with _anonymous((await self._serving()).cache_files) as handles:
             outcome = await self._compile(handles)
             if outcome == "saved":
-                return Made(await self._load(await self._devices.get(self._name), handles), "worker")
+                return Made(await self._load(await self._serving(), handles), "worker")
             if outcome != "declined":
                 raise CompilationError(f"the artifact of device {self._name!r} could not be stored: {outcome}", reason=outcome)
-        return Made(await compile_model(await self._devices.get(self._name), self._model, self._options), "driver")
+        return Made(await compile_model(await self._serving(), self._model, self._options), "driver")
 
     async def _load(self, serving: RemoteDevice, handles: CacheHandles) -> RemotePreparedModel:
         self._phase("loading")

@@ -24,7 +24,7 @@ from aionn.caching.store import CacheStore, Declined, Hit, Miss
 from aionn.errors import AionnError, CallerError, CompilationError, DeadlineError, DriverDiedError, DriverHungError
 from aionn.hal.interfaces import CacheHandles, PrepareOptions
 from aionn.hal.model import Model
-from aionn.hal.types import MAX_CACHE_FILES
+from aionn.hal.types import MAX_CACHE_FILES, NO_LANES
 from aionn.remote.device import RemoteDevice, RemotePreparedModel
 from aionn.runtime.preparing.in_time import in_time
 from aionn.runtime.processes.devices import Devices
@@ -207,6 +207,11 @@ def refusal_of(error: AionnError) -> Refusal:
     if isinstance(error, DriverDiedError | DriverHungError):
         return Refusal(MissReason.REFUSED_BY_DEVICE, f"the driver ended over it: {error}")
     return Refusal(MissReason.WRONG_FILES if isinstance(error, CallerError) else MissReason.REFUSED_BY_DEVICE, str(error))
+
+
+def wants_lanes(error: AionnError) -> bool:
+    """Return whether the device cannot run as many instances as were asked for. Another compile of the model would not help."""
+    return isinstance(error, CompilationError) and error.reason == NO_LANES
 
 
 def log_refusal(store: CacheStore, remote: RemoteDevice, refusal: Refusal, error: AionnError) -> None:

@@ -20,7 +20,17 @@ from aionn.errors import AionnError
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model
 from aionn.remote.device import RemotePreparedModel
-from aionn.runtime.preparing.cached import CacheChoice, leave, load, log_refusal, look_up, refusal_of, wanted_of, why_not_cached
+from aionn.runtime.preparing.cached import (
+    CacheChoice,
+    leave,
+    load,
+    log_refusal,
+    look_up,
+    refusal_of,
+    wanted_of,
+    wants_lanes,
+    why_not_cached,
+)
 from aionn.runtime.preparing.compiling import compile_and_publish, compile_model, raise_if_unsupported
 from aionn.runtime.processes.devices import Devices
 from aionn.tasks import seconds_until
@@ -47,7 +57,7 @@ async def prepare(
 async def _prepare(
     devices: Devices, name: str, model: Model, options: PrepareOptions, cache: CacheChoice | None
 ) -> tuple[RemotePreparedModel, CacheOutcome]:
-    remote = await devices.get(name)
+    remote = await devices.get(name, options.priority)
     if cache is None:
         return await compile_model(remote, model, options), CacheOutcome(CacheOutcomeKind.NO_CACHE, None, name)
     refused: tuple[Hit, Refusal] | None = None
@@ -68,8 +78,9 @@ async def _prepare(
                 try:
                     prepared = await load(remote, model, options, found)
                 except AionnError as error:
-                    # An error by the deadline of the whole call is the caller's. So is the error of a runtime that closes.
-                    if seconds_until(options.deadline_ns) == 0.0 or devices.closed:
+                    # An error by the deadline of the whole call is the caller's. So is the error of a runtime that closes, and of a
+                    # device that cannot run so many instances: the entry is right.
+                    if seconds_until(options.deadline_ns) == 0.0 or devices.closed or wants_lanes(error):
                         raise
                     refused = found, refusal_of(error)
                     log_refusal(cache.store, remote, refused[1], error)
@@ -78,4 +89,4 @@ async def _prepare(
         if prepared is not None:
             return prepared, outcome
         # The driver may have ended because of the entry. The next driver may have another version, so the entry is looked up again.
-        remote = await devices.get(name)
+        remote = await devices.get(name, options.priority)

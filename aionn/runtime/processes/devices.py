@@ -1,7 +1,8 @@
 """The devices that a runtime has, and the driver process of each.
 
 Invariants
-    One live process per device name. The next `get` after its end starts a new one, one start at a time.
+    One live process per `Device`. The next `get` after its end starts a new one, one start at a time.
+    A name has two devices: the usual one, and one for compilations of low priority (`Device.low_priority`).
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ import anyio
 
 from aionn.engines.installed import installed_engines
 from aionn.errors import CallerError, DeviceUnavailableError, DriverDiedError, DriverHungError
-from aionn.hal.types import CacheFiles, DeviceType
+from aionn.hal.types import CacheFiles, DeviceType, Priority
 from aionn.pages import Activity
 from aionn.remote.device import RemoteDevice
-from aionn.runtime.processes.liveness import DEFAULT_HANG_S
-from aionn.runtime.processes.process import DriverProcess, end_processes
+from aionn.runtime.processes.process import USUAL, WHEN_IDLE, DriverProcess, end_processes
 from aionn.runtime.processes.restarts import Restarts
+from aionn.runtime.processes.spawning import Settings
 from aionn.tasks import Tasks
 
 
@@ -31,11 +32,16 @@ class Device:
         type: what kind of hardware it uses. None until its driver has run once.
         cache_files: how many cache files of each kind it needs. None until its driver has run once.
         pid: of its driver process. None while no driver process runs.
+        low_priority: the same device for compilations with `priority="low"`. Their driver is another process, which gets only CPU time
+            that no other process wants. It has its own `pid`, `activity`, `statistics` and `restart`. None for such a device itself.
     """
 
-    def __init__(self, name: str, devices: Devices) -> None:
+    def __init__(self, name: str, devices: Devices, usual: Device | None = None) -> None:
+        """`usual`: the device of usual priority, for a device of low priority."""
         self.name = name
         self._devices = devices
+        self._usual = usual
+        self.low_priority = Device(name, devices, self) if usual is None else None
         self.version: str | None = None
         self.type: DeviceType | None = None
         self.cache_files: CacheFiles | None = None
@@ -45,11 +51,14 @@ class Device:
         self._restarts = Restarts(name)
 
     def __repr__(self) -> str:
-        return f"Device(name={self.name!r}, version={self.version!r}, pid={self.pid})"
+        low = "" if self._usual is None else ", priority='low'"
+        return f"Device(name={self.name!r}, version={self.version!r}, pid={self.pid}{low})"
 
     def introduced(self, remote: RemoteDevice) -> RemoteDevice:
         """Note what its driver has reported about the device."""
-        self.version, self.type, self.cache_files = remote.version, remote.type, remote.cache_files
+        for device in (self, self._usual):
+            if device is not None:
+                device.version, device.type, device.cache_files = remote.version, remote.type, remote.cache_files
         return remote
 
     @property
@@ -63,7 +72,7 @@ class Device:
         return self._process.activity if self._process is not None and self._process.alive else None
 
     async def restart(self) -> None:
-        """End its driver process at once, and start a new one.
+        """End its driver process at once, and start a new one. A driver process of `low_priority` that runs is restarted, too.
 
         Calls that wait for the old one end with `DriverDiedError`. Compilations prepare their models again when they are used next.
 
@@ -71,7 +80,9 @@ class Device:
             CallerError: the runtime was closed; or this is another process or another event loop.
             DeviceUnavailableError, DriverDiedError, DriverHungError: the new one cannot be started.
         """
-        await self._devices.restart(self)
+        for device in (self, self.low_priority):
+            if device is self or (device is not None and device.pid is not None):
+                await self._devices.restart(device)
 
     def statistics(self) -> dict[str, int | None]:
         """Return figures about its driver processes.
@@ -98,11 +109,10 @@ class Devices:
         check_use: raises a `CallerError` where the app may not use the runtime. `Runtime.open` sets it.
     """
 
-    def __init__(self, tasks: Tasks, state_dir: str = "", hang_s: float | None = DEFAULT_HANG_S) -> None:
+    def __init__(self, tasks: Tasks, settings: Settings = Settings()) -> None:  # noqa: B008 -- frozen
         self.tasks = tasks
         self.check_use: Callable[[], None] = self.check_open
-        self._state_dir = state_dir
-        self._hang_s = hang_s
+        self._settings = settings
         self._homes = {name: f"{point.module}:{point.attr}" for name, point in installed_engines().items()}
         self._devices: dict[str, Device] = {name: Device(name, self) for name in self._homes}
         self._workers: set[DriverProcess] = set()
@@ -141,13 +151,16 @@ class Devices:
             device = self._devices[name] = Device(name, self)
         return device
 
-    async def get(self, name: str) -> RemoteDevice:
-        """Return the live device. Start its driver process if it has none.
+    async def get(self, name: str, priority: Priority = Priority.MEDIUM) -> RemoteDevice:
+        """Return the live device for compilations of that priority. Start its driver process if it has none.
 
         Raises:
             DeviceUnavailableError, DriverDiedError, DriverHungError: the driver process cannot be started.
         """
         device = self.find(name)
+        return await self._live((device.low_priority if priority is Priority.LOW else None) or device)
+
+    async def _live(self, device: Device) -> RemoteDevice:
         process = device._process
         if process is not None and process.serving is not None:
             self.check_open()
@@ -163,8 +176,9 @@ class Devices:
             # No await from here to the start: `aclose` ends the processes that it finds, and nothing would end a later one.
             self.check_open()
             if process is None:
-                home, state_dir = self._homes.get(name, ""), self._state_dir
-                process = device._process = DriverProcess(name, self.tasks, 0, home, state_dir, self._hang_s)
+                schedule = WHEN_IDLE if device.low_priority is None else USUAL
+                home = self._homes.get(device.name, "")
+                process = device._process = DriverProcess(device.name, self.tasks, schedule, home, self._settings)
                 device._starts += 1
             try:
                 remote = await process.ready()
@@ -192,22 +206,28 @@ class Devices:
         if device._process is process:
             device._process = None
         device._restarts.forgive()
-        await self.get(device.name)
+        await self._live(device)
 
     def check_open(self) -> None:
         """Raise a `CallerError` if the runtime was closed."""
         if self._closed:
             raise CallerError("the runtime was closed")
 
+    def bounded_threads(self, threads: int) -> int:
+        """Return that number of threads, or what `Runtime(threads=)` allows if that is less."""
+        return min(threads, self._settings.threads or threads)
+
     def start_worker(self, name: str, threads: int) -> DriverProcess:
-        """Start one more driver process of that device at the lowest priority, on `threads` CPUs. The caller must end it.
+        """Start one more driver process of that device at low priority, on `threads` CPUs. The caller must end it.
+
+        With `threads` 0 it gets the app's priority and all CPUs.
 
         Raises:
             DeviceUnavailableError: the device is not installed, or its driver process cannot be started.
         """
         self.find(name)
         self.check_open()
-        process = DriverProcess(name, self.tasks, threads, self._homes.get(name, ""), self._state_dir, self._hang_s)
+        process = DriverProcess(name, self.tasks, str(threads), self._homes.get(name, ""), self._settings)
         self._workers = {worker for worker in self._workers if worker.alive} | {process}
         return process
 
@@ -223,9 +243,10 @@ class Devices:
     async def aclose(self) -> None:
         """End every driver process, side by side."""
         self._closed = True
-        for device in self._devices.values():
+        devices = [device for usual in self._devices.values() for device in (usual, usual.low_priority) if device is not None]
+        for device in devices:
             device._restarts.forgive()
-        processes = [device._process for device in self._devices.values() if device._process is not None]
+        processes = [device._process for device in devices if device._process is not None]
         for worker in self._workers:
             worker.kill(None)  # nothing in it is worth waiting for
         processes += self._workers

@@ -39,6 +39,9 @@ _CPU_SHARE = 0.01
 _STARVED_SHARE = 0.1
 """A process that is ready to run and gets less than this share of a CPU waits for the CPU."""
 
+_IDLE_STARVED_SHARE = 0.9
+"""The same under SCHED_IDLE, where others may leave the process any share. Its usual times are those of an idle machine."""
+
 _TIMES_USUAL = 20.0
 _USUAL_QUANTILE = 0.99
 _USUAL_RUNS = 100
@@ -85,10 +88,12 @@ class Judge:
         hang_s: how long the driver may make no progress.
         cpu_decides: whether a driver that uses no CPU makes no progress. This is so if its device is a CPU.
         now_ns: by CLOCK_MONOTONIC.
+        when_idle: whether the driver runs under SCHED_IDLE.
     """
 
-    def __init__(self, hang_s: float, cpu_decides: bool, now_ns: int) -> None:
+    def __init__(self, hang_s: float, cpu_decides: bool, now_ns: int, when_idle: bool = False) -> None:
         self._hang_s = hang_s
+        self._starved_share = _IDLE_STARVED_SHARE if when_idle else _STARVED_SHARE
         self._cpu_decides = cpu_decides
         self._tick_s = min(_LONGEST_TICK_S, hang_s / _TICKS)
         self._last_ns = now_ns
@@ -149,7 +154,7 @@ class Judge:
         starved = seen is None
         if seen is not None and seen.runnable:
             used_s = 0.0 if self._last_cpu_ns is None else (seen.cpu_ns - self._last_cpu_ns) / 1e9
-            starved = used_s < _STARVED_SHARE * counted_s
+            starved = used_s < self._starved_share * counted_s
         ages = {}
         for execution in activity.executing:
             passed_s = min(counted_s, max(0.0, (now_ns - execution.since_ns) / 1e9))
@@ -202,6 +207,15 @@ class Witness:
             return Evidence(runnable, time.clock_gettime_ns((~self._pid << 3) | 2))
         except (OSError, IndexError, ValueError):
             return None
+
+
+def waiting_cpu_ns(pid: int) -> int:
+    """Return the CPU time of a process that is ready to run, or waits for a disk. Returns 0 for any other, and if it cannot be seen."""
+    try:
+        seen = Witness(pid, start_time_of(pid)).look()
+    except OSError:
+        return 0
+    return seen.cpu_ns if seen is not None and seen.runnable else 0
 
 
 async def watch(

@@ -32,9 +32,9 @@ from aionn.remote.control import PROTOCOL, STACKS_SIGNAL, CallBody, ControlError
 from aionn.remote.device import RemoteDevice
 from aionn.remote.failures import error_of
 from aionn.runtime.processes.child import Child
-from aionn.runtime.processes.liveness import DEFAULT_HANG_S, Judge, watch
+from aionn.runtime.processes.liveness import DEFAULT_HANG_S, Judge, waiting_cpu_ns, watch
 from aionn.runtime.processes.restarts import Life
-from aionn.runtime.processes.spawning import spawn
+from aionn.runtime.processes.spawning import Settings, spawn
 from aionn.tasks import Tasks, bounded_shield
 
 logger = logging.getLogger("aionn.runtime")
@@ -50,7 +50,13 @@ ABORT_S = 1.0
 """How long to wait for a killed process where closing is cancelled. The loop stands still meanwhile."""
 
 START_S = 60.0
-"""A driver must greet within this time: importing an engine from a cold disk takes seconds."""
+"""A driver must greet within this time: importing an engine from a cold disk takes seconds. While it waits for a CPU, it may take more."""
+
+USUAL, WHEN_IDLE = "0", "idle"
+"""How the system schedules a driver process: like the app, or only where no other process wants the CPU (SCHED_IDLE)."""
+
+_CPU_LOOK_S = 5.0
+"""Under SCHED_IDLE a start is given up when it has got no CPU time at all for so long."""
 
 
 class DriverProcess:
@@ -66,18 +72,16 @@ class DriverProcess:
         self,
         name: str,
         tasks: Tasks,
-        background_threads: int = 0,
+        schedule: str = USUAL,
         home: str = "",
-        state_dir: str = "",
-        hang_s: float | None = DEFAULT_HANG_S,
+        settings: Settings = Settings(),  # noqa: B008 -- frozen
     ) -> None:
         """Start the process, without waiting for its greeting (`ready`).
 
         Args:
-            background_threads: the number of CPUs for a driver at the lowest priority. 0 starts a driver at the app's priority.
+            schedule: `USUAL` for the app's priority, `WHEN_IDLE` for SCHED_IDLE, or a number of CPUs for a worker in the background.
             home: "package.module:Class" of an installed engine, so that the driver need not look for the class again.
-            state_dir: where the driver keeps its records. If empty, they are in the user's state directory.
-            hang_s: as for `Runtime`.
+            settings: of the runtime.
         """
         self.name = name
         self._started = anyio.Event()
@@ -86,6 +90,7 @@ class DriverProcess:
         self._killed_by: AionnError | None = None
         self._broke: Exception | None = None
         self._dismissed = False
+        self._when_idle = schedule == WHEN_IDLE
         self._remote: RemoteDevice | None = None
         self._page: PageReader | None = None
         self.life = Life(time.monotonic_ns())
@@ -93,7 +98,7 @@ class DriverProcess:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
             with theirs:
                 try:
-                    pid, pidfd = spawn(f"{name}={home}" if home else name, name, theirs, background_threads, state_dir)
+                    pid, pidfd = spawn(f"{name}={home}" if home else name, name, theirs, schedule, settings)
                 except BaseException:
                     ours.close()
                     raise
@@ -104,7 +109,7 @@ class DriverProcess:
         self._child = Child(pid, pidfd, self._exited)
         self._calls: asyncio.Queue[tuple[int, CallBody, Descriptors] | None] = asyncio.Queue()
         tasks.start_soon(self._answer_calls, name=f"answers to {name}")
-        tasks.start_soon(self._watch, hang_s, name=f"watch over {name}")
+        tasks.start_soon(self._watch, settings.hang_s, name=f"watch over {name}")
         self.connection = Connection(ours, self._call, self._socket_ended, self._greeted)
 
     @property
@@ -143,9 +148,13 @@ class DriverProcess:
             DriverHungError: the driver did not greet within START_S and has been killed.
             CallerError: the runtime was closed meanwhile.
         """
-        seconds = START_S - (time.monotonic_ns() - self.life.started_ns) / 1e9
+        seconds, cpu_ns = START_S - (time.monotonic_ns() - self.life.started_ns) / 1e9, 0
         with anyio.move_on_after(max(0.0, seconds)):
             await self._started.wait()
+        while self._when_idle and not self._started.is_set() and cpu_ns < (used_ns := waiting_cpu_ns(self.pid)) < START_S * 1e9:
+            cpu_ns = used_ns
+            with anyio.move_on_after(_CPU_LOOK_S):
+                await self._started.wait()
         if not self._started.is_set():
             self.kill(DriverHungError(self.name, START_S))
             with anyio.move_on_after(KILL_S):
@@ -204,7 +213,7 @@ class DriverProcess:
         """Kill the driver if it hangs. With `hang_s` None, only log the hang."""
         await self._started.wait()
         if self._page is not None and self._remote is not None:
-            judge = Judge(hang_s or DEFAULT_HANG_S, self._remote.type is DeviceType.CPU, time.monotonic_ns())
+            judge = Judge(hang_s or DEFAULT_HANG_S, self._remote.type is DeviceType.CPU, time.monotonic_ns(), self._when_idle)
             # A process in between (a wrapper around Python) would not survive a driver's own signal.
             ask = partial(self._child.signal, STACKS_SIGNAL) if self._page.pid == self.pid else None
             await watch(self.name, self._page, judge, self._ended, ask, None if hang_s is None else self.kill)

@@ -10,16 +10,37 @@ import os
 import signal
 import socket
 import sys
+from dataclasses import dataclass
 
 from aionn.errors import DeviceUnavailableError
+from aionn.runtime.processes.liveness import DEFAULT_HANG_S
 
 _SOCKET_FD = 3
 
 
-def spawn(engine: str, name: str, theirs: socket.socket, background_threads: int, state_dir: str) -> tuple[int, int]:
+_POOL_SIZES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS")
+"""Variables that bound the thread pools of libraries which an engine's settings do not reach, such as NumPy's BLAS."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What is the same for all driver processes of a runtime.
+
+    Attributes:
+        state_dir: where drivers keep their records. If empty, the records are in the user's state directory.
+        hang_s: as for `Runtime`.
+        threads: the most engine threads of a driver process. 0 for as many as the CPUs that the process may use.
+    """
+
+    state_dir: str = ""
+    hang_s: float | None = DEFAULT_HANG_S
+    threads: int = 0
+
+
+def spawn(engine: str, name: str, theirs: socket.socket, schedule: str, settings: Settings) -> tuple[int, int]:
     """Start `python -m aionn.driver ENGINE`. Returns the pid and the pidfd.
 
-    The child has the socket as descriptor 3, no stdin, and prints to the app's stderr.
+    The child has the socket as descriptor 3, no stdin, and prints to the app's stderr. `schedule` is as for `DriverProcess`.
 
     Raises:
         OSError: the process cannot be started. Nothing of it is left.
@@ -35,8 +56,8 @@ def spawn(engine: str, name: str, theirs: socket.socket, background_threads: int
     try:
         pid = os.posix_spawn(
             sys.executable,
-            [sys.executable, "-P", "-m", "aionn.driver", engine, str(_SOCKET_FD), str(background_threads), *filter(None, [state_dir])],
-            _environment(),
+            [sys.executable, "-P", "-m", "aionn.driver", engine, str(_SOCKET_FD), schedule, *filter(None, [settings.state_dir])],
+            _environment(settings.threads),
             file_actions=[
                 *([] if _has_stderr() else [(os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0)]),
                 (os.POSIX_SPAWN_DUP2, 2, 1),
@@ -66,8 +87,10 @@ def _has_stderr() -> bool:
         return False
 
 
-def _environment() -> dict[str, str]:
+def _environment(threads: int) -> dict[str, str]:
     environment = dict(os.environ)
+    if threads:
+        environment.update(dict.fromkeys(_POOL_SIZES, str(threads)))
     # Buffered prints of an engine would be lost when its driver is killed.
     environment["PYTHONUNBUFFERED"] = "1"
     return environment

@@ -11,6 +11,7 @@ import anyio
 from aionn import trace
 from aionn.caching import CacheOutcome, CacheOutcomeKind
 from aionn.caching.store import Hit
+from aionn.engines.processor import run_threads
 from aionn.errors import AionnError, CallerError, CompilationError, DriverDiedError, DriverHungError
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model
@@ -86,7 +87,7 @@ async def _stored(
 
     No driver is started for a stage that the policy does not approve of.
     """
-    threads = verdicts.threads_of(options)
+    threads = run_threads(options)
     found = await cache.store.measurements(verdicts.scope(cache, model, options, name))
     found = [one for one in found if one.base in bases and one.threads == threads]
     if verdicts.judged(found, model, policy) != verdicts.APPROVED:
@@ -101,7 +102,7 @@ async def _stored(
             async with anyio.create_task_group() as tasks:
                 for base in {one.base for one in found}:
                     tasks.start_soon(ask, base)
-                remote = await devices.get(name)
+                remote = await devices.get(name, options.priority)
         valid = [one for one in found if verdicts.holds(one, remote.version, versions[one.base], threads)]
         if not remote.cache_files.supported or verdicts.judged(valid, model, policy) != verdicts.APPROVED:
             return None

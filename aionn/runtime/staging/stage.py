@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import anyio
+import numpy as np
 
 from aionn import trace
 from aionn.errors import CallerError
 from aionn.runtime.staging.comparing import Comparison, Tolerance
+from aionn.tasks import checked_count
 
 State = Literal["waiting", "compiling", "loading", "comparing", "serving", "replaced", "rejected", "skipped"]
 _STEPS: Mapping[str, float] = {"waiting": 0.0, "compiling": 0.1, "loading": 0.7, "comparing": 0.8}
@@ -56,9 +58,7 @@ class StagePolicy:
 
     def __post_init__(self) -> None:
         for name, least in (("executions", 0), ("threads", 1)):
-            number = getattr(self, name)
-            if isinstance(number, bool) or not isinstance(number, int) or number < least:
-                raise CallerError(f"StagePolicy: {name}={number!r}; give a whole number, at least {least}")
+            object.__setattr__(self, name, checked_count(f"StagePolicy: {name}", getattr(self, name), least))
         for name in ("per_s", "timeout_s", "run_timeout_s"):
             seconds = getattr(self, name)
             if not _is_number(seconds) or not seconds > 0:
@@ -74,7 +74,9 @@ class StagePolicy:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63)
+    if isinstance(value, float | np.floating):
+        return True
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and abs(int(value)) < 2**63
 
 
 @dataclass

@@ -17,7 +17,7 @@ import anyio
 from blake3 import blake3
 
 from aionn.caching import OutputDifference, StageMeasurement
-from aionn.engines.processor import usable_cpus
+from aionn.engines.processor import run_threads
 from aionn.errors import DeadlineError
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model
@@ -37,7 +37,7 @@ class Verdicts:
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        self._threads = threads_of(target.options)
+        self._threads = run_threads(target.options)
 
     def _scope(self, cache: CacheChoice, stage: str) -> bytes:
         return scope(cache, self._target.model, self._target.options, stage)
@@ -55,7 +55,7 @@ class Verdicts:
             found = await cache.store.measurements(self._scope(cache, stage))
             if not found:
                 return None
-            version, base_version = (await target.devices.get(stage)).version, base.prepared.device.version
+            version, base_version = (await target.devices.get(stage, target.options.priority)).version, base.prepared.device.version
             valid = [one for one in found if one.base == base.stage and holds(one, version, base_version, self._threads)]
             return judged(valid, target.model, policy)
         raise DeadlineError(
@@ -88,13 +88,9 @@ class Verdicts:
 
 def scope(cache: CacheChoice, model: Model, options: PrepareOptions, stage: str) -> bytes:
     """Return the name under which the cache keeps measurements of one stage. It is made of app's token, model, options and device."""
-    content = b"".join((cache.token, model.token, bytes((options.preference.value, options.priority.value)), stage.encode()))
+    lanes = options.instances.to_bytes(2, "big") if options.instances > 1 else b""
+    content = b"".join((cache.token, model.token, bytes((options.preference.value, options.priority.value)), lanes, stage.encode()))
     return blake3(content, derive_key_context="aionn 1 measurements of a stage").digest()
-
-
-def threads_of(options: PrepareOptions) -> int:
-    """Return how many threads an engine has for a run. By default that is the number of CPUs that this process may use."""
-    return options.threads or usable_cpus()
 
 
 def measurement(

@@ -2,6 +2,9 @@
 
 burst       `Burst`: a stream of executions to one driver
 frame       `Frame`: shared memory for one request's inputs, to be written in place
+item        `Item`: one frame of a stream's source with a tag, and `Entry`, what a running stream makes of it
+source      the thread that iterates a source which may block
 stream      `Burst.map`: a source of inputs in, results out, in order
+kept_burst  `KeptBurst`: the burst behind `Compilation.compute`
 connection  what an open burst has in the driver that serves: link, frames, streams
 """

@@ -15,10 +15,15 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from aionn.errors import CallerError
+from aionn import trace
+from aionn.burst import ExecutionBurstController
+from aionn.burst.controller import Sent
+from aionn.errors import CallerError, MemoryAllocationError
 from aionn.hal.types import ErrorStatus
+from aionn.memory.pool import Frame as MemoryFrame
 from aionn.memory.pool import FramesInFlightError
-from aionn.runtime.executing.arguments import Outputs, check_mapping
+from aionn.pages.app_layout import COMPUTED, CONNECTIONS, COPIED_BYTES, DRIVER_BUSY_NS, DROPPED, FAILED
+from aionn.runtime.executing.arguments import FrameLayout, Outputs, check_mapping
 from aionn.runtime.executing.attempt import Attempt, Call
 from aionn.runtime.executing.bodies import plain_body
 from aionn.runtime.executing.frames import LARGE_BYTES, fill_large
@@ -26,10 +31,19 @@ from aionn.runtime.executing.link import Link
 from aionn.runtime.executing.recurrent import RecurrentSteps, Step
 from aionn.runtime.streaming import stream
 from aionn.runtime.streaming.connection import BurstConnection
-from aionn.runtime.streaming.frame import Frame, lease_of
+from aionn.runtime.streaming.frame import Frame, begin_from_thread, lease_of, leases_here
 from aionn.tasks import deadline_of
 
 _NONE = ErrorStatus.NONE  # each look into an enumeration costs as much as a small copy
+
+_STATISTICS = {
+    "computed": COMPUTED,
+    "failed": FAILED,
+    "connections": CONNECTIONS,
+    "dropped": DROPPED,
+    "copied_bytes": COPIED_BYTES,
+    "driver_busy_ns": DRIVER_BUSY_NS,
+}
 
 QUEUE_CAPACITY = 1024
 """Datums per queue, as NNAPI's bursts have: about a hundred requests of a small model."""
@@ -67,6 +81,25 @@ class Burst:
         """
         return Frame(self._connection, self._executor.arguments.check_shapes(shapes or {}))
 
+    def lease(self, shapes: Mapping[str, Sequence[int]] | None = None) -> Frame:
+        """Return a frame to write in place and to yield to `map`, alone or in an `aionn.Item`.
+
+        Write `frame = await burst.lease()` in a task. In another thread, such as that of a generator, write `frame = burst.lease()`: the
+        call waits until it has a frame. The stream owns a frame that its source has yielded, sends it without a copy and returns it. Do
+        not keep views of it. A frame that is not yielded returns when it is collected, or when the stream of its source ends.
+
+        Args:
+            shapes: of inputs with open dimensions, by name; the others' are known.
+
+        Raises:
+            CallerError: a shape is missing or does not fit the model, the burst is closed, or the app holds too many frames.
+            MemoryAllocationError: there is no memory for frames of these shapes.
+        """
+        frame = Frame(self._connection, self._executor.arguments.check_shapes(shapes or {}), leases_here.get())
+        if _get_running_loop() is None:
+            begin_from_thread(frame)
+        return frame
+
     async def compute(
         self,
         inputs: Mapping[str, Any] | Frame,
@@ -89,14 +122,15 @@ class Burst:
 
         Returns:
             One array per output, by name: views of the burst's memory. They keep their values as long as the app holds them. A second
-            `compute` with the same `Frame` overwrites its outputs. A burst has 256 frames of a size, so copy what must live long. While
-            other calls wait for a free frame, the outputs are copies, and the frame goes to those calls.
+            `compute` with the same `Frame` overwrites its outputs. Outputs that are held take memory, each as much as a whole frame with
+            its inputs, so copy what must live long. While other calls wait for a free frame, the outputs are copies, and the frame goes
+            to those calls.
 
         Raises:
             CallerError: a name, shape or dtype does not fit; nothing was sent.
             DeadlineError: no answer in time.
             ExecutionError: the driver answered that it failed.
-            MemoryAllocationError: there is no memory for frames of these shapes.
+            MemoryAllocationError: there is no memory for a frame of these shapes. The app may hold the outputs of many others.
             DriverDiedError, DriverHungError: the driver is gone; the next call starts a new one. `DeviceMemoryLostError` where a
                 `DeviceMemory` among the arguments went with it.
         """
@@ -108,52 +142,64 @@ class Burst:
             # The copy holds the loop up for long. Yield first, so that a waiting answer is delivered before it.
             await asyncio.sleep(0)
             layout, pool, link = self._connection.usual
-        if layout is None or pool is None or link is None or outputs or link.controller.ended_by is not None or not layout.fits(inputs):
-            if self._recurrent is not None and type(inputs) is dict:
-                step = self._begin_step(self._recurrent, inputs, outputs or {})
-                if step is not None and (stepped := await self._step(step, inputs, measure_timing, deadline_ns)) is not None:
-                    return stepped
-            return await self._attempt(inputs, outputs or {}, measure_timing, deadline_ns)
+        if layout is None or pool is None or link is None or outputs or type(inputs) is not dict:
+            return await self._unusual(inputs, outputs or {}, measure_timing, deadline_ns)
         # A stream's usual frame, in one piece: each call less is a tenth of a microsecond of the few that a round trip takes.
         try:
             frame = pool.lease()
-        except FramesInFlightError:
+        except (FramesInFlightError, CallerError, MemoryAllocationError):
             return await self._attempt(inputs, {}, measure_timing, deadline_ns)
         try:
             arrays = frame.arrays
-            controller = link.controller
-            if layout.input_bytes < LARGE_BYTES:
-                for name, place in (arrays.get(layout) or layout.inputs_in(frame)).items():
-                    place[...] = inputs[name]
-            else:
-                fill_large(frame, layout, inputs, controller.soon)
+            caller = link.controller.caller
             body = frame.bindings.get((layout, measure_timing)) or plain_body(layout, frame, measure_timing)
-            answer = controller.at_once(body, deadline_ns)
-            if not isinstance(answer, tuple):
-                frame.pins += 1
-                answer = await controller.execute(body, frame.settled, deadline_ns, answer)
-            result, busy_ns = answer
-            counts = self._counts
-            counts["copied_bytes"] += layout.input_bytes
-            counts["driver_busy_ns"] += busy_ns
-            if result.status is _NONE:
-                counts["computed"] += 1
-                shapes = result.output_shapes
-                found = None if shapes else arrays.get(layout.outputs_key)
-                outcome = found or layout.outputs_in(frame, shapes)
-                if pool.crowded:
-                    outcome = {name: array.copy() for name, array in outcome.items()}
-                return Outputs(outcome, link.device, result.timing if measure_timing else None)
+            if layout.input_bytes < LARGE_BYTES:
+                places = arrays.get(layout) or layout.inputs_in(frame)
+                answer = caller.post(places, inputs, body, deadline_ns or 0, trace.active)
+            else:
+                answer = _post_large(link.controller, layout, frame, inputs, body, deadline_ns)
+            if answer is not None:
+                if not isinstance(answer, tuple):
+                    future = answer
+                    try:
+                        answer = await future
+                    except BaseException:
+                        frame.pins += caller.leave(future, frame.settled)  # a request in flight takes the pin over
+                        raise
+                    if answer is None:
+                        raise link.controller.why_over()
+                result, _ = answer
+                count = self._counts.add
+                count(COPIED_BYTES, layout.input_bytes)
+                if result.status is _NONE:
+                    count(COMPUTED, 1)
+                    shapes = result.output_shapes
+                    outcome = (not shapes and arrays.get(layout.outputs_key)) or layout.outputs_in(frame, shapes)
+                    if pool.crowded:
+                        outcome = {name: array.copy() for name, array in outcome.items()}
+                    return Outputs(outcome, link.device, result.timing if measure_timing else None)
         finally:
             frame.settled(None)
+        if answer is None:
+            return await self._unusual(inputs, {}, measure_timing, deadline_ns)
         self._connection.count_from_now()  # the next frame needs the wider layout
         call = Call(inputs, {}, measure_timing, deadline_ns, inputs)
         return await Attempt(self._executor, self._connection.route, call).resume(link, layout, result)
 
+    async def _unusual(
+        self, inputs: Mapping[str, Any] | Frame, outputs: Mapping[str, Any], measure_timing: bool, deadline_ns: int | None
+    ) -> Outputs:
+        """Compute all but a stream's usual frame."""
+        if self._recurrent is not None and type(inputs) is dict:
+            step = self._begin_step(self._recurrent, inputs, outputs)
+            if step is not None and (stepped := await self._step(step, inputs, measure_timing, deadline_ns)) is not None:
+                return stepped
+        return await self._attempt(inputs, outputs, measure_timing, deadline_ns)
+
     async def _attempt(
         self, inputs: Mapping[str, Any] | Frame, outputs: Mapping[str, Any], measure_timing: bool, deadline_ns: int | None
     ) -> Outputs:
-        """Compute all but a stream's usual frame: new shapes, frames, arguments that lie elsewhere, a new driver."""
+        """Compute with new shapes, with a frame, with arguments that lie elsewhere, or over a new driver."""
         connection = self._connection
         if isinstance(inputs, Frame):
             own, placed = lease_of(inputs, connection)
@@ -182,16 +228,15 @@ class Burst:
         """Return the outputs of a step. Returns None if an output was larger than declared: nothing was computed, and an `Attempt` has
         room for it."""
         try:
-            result, busy_ns = await step.link.controller.execute(step.body(inputs, measure_timing), step, deadline_ns)
+            result, _ = await step.link.controller.execute(step.body(inputs, measure_timing), step, deadline_ns)
             counts = self._counts
-            counts["copied_bytes"] += step.steps.copied_bytes
-            counts["driver_busy_ns"] += busy_ns
+            counts.add(COPIED_BYTES, step.steps.copied_bytes)
             if result.status is not _NONE:
                 if step.steps.widened(self._executor.arguments, result):
                     self._recurrent = None
                     return None
                 raise await self._executor.placed_failure(step.link.serving, result, Call(inputs, {}, measure_timing, deadline_ns, inputs))
-            counts["computed"] += 1
+            counts.add(COMPUTED, 1)
             return Outputs(step.steps.outputs_in(step.frame, result), step.link.device, result.timing if measure_timing else None)
         except BaseException as error:
             step.leave(error)
@@ -205,12 +250,17 @@ class Burst:
         """Run a stream of inputs through the burst: `async for result in burst.map(camera())`. Results come in order.
 
         Args:
-            frames: an iterable or async iterable of inputs by name, as for `compute`.
+            frames: what yields inputs by name, as for `compute`, or frames from `lease`, or either of them in an `aionn.Item`. An async
+                iterable is iterated in a task. A collection, such as a list or a tuple, is iterated in place. Any other iterable, such as
+                a generator, may block: it is iterated in a daemon thread, in a copy of the caller's context.
             policy: what becomes of a frame for which there is no place. With "block" the source waits. With "latest" the frame
                 replaces the one that waits, which is dropped. With "reject" the stream ends with `ExecutionError`.
             depth: the most frames that may be in flight, or answered and not yet taken, at the same time.
             deadline_s: how old a frame may become, in seconds from its arrival from the source until its answer. An older frame
                 ends the stream with `DeadlineError`. With policy "latest" it is dropped instead.
+
+        A stream that is closed while its source blocks in a thread ends within a second. One WARNING of the logger "aionn.runtime" names
+        the source. Its thread stays until the source returns, closes the generator then, and holds no frame meanwhile.
 
         Raises:
             CallerError: an argument is wrong. While iterating: whatever `compute` or the source raises.
@@ -222,12 +272,31 @@ class Burst:
 
         computed, failed: executions answered well, or with an error.
         connections: drivers that this burst has had.
-        dropped: frames of streams that were never answered (see `map`).
+        dropped: frames that a stream's source has yielded and that were never answered: replaced by a newer one, late, rejected, refused,
+            lost with the driver, or in hand when the stream ended.
         copied_bytes: written into frames by `compute`.
         driver_busy_ns: the driver's time on our requests.
         in_flight: requests unanswered now.
-        frames, free_frames, pinned_frames, shared_bytes: of the burst's memory.
+        frames, free_frames, pinned_frames: pieces of shared memory for one request each. A pinned one is leased or in flight.
+        shared_bytes: the burst's memory for them: that of depth + 1 frames at most, and of one for each leased or whose outputs the app
+            holds.
         """
         link = self._connection.link
         in_flight = link.controller.in_flight if link is not None else 0
-        return {**self._counts, "in_flight": in_flight, **self._executor.frames.count()}
+        counts = {name: self._counts.get(counter) for name, counter in _STATISTICS.items()}
+        return {**counts, "in_flight": in_flight, **self._executor.frames.count()}
+
+
+def _post_large(
+    controller: ExecutionBurstController,
+    layout: FrameLayout,
+    frame: MemoryFrame,
+    inputs: dict[str, Any],
+    body: bytes,
+    deadline_ns: int | None,
+) -> Sent:
+    """Send a usual frame that takes longer to copy than a driver to wake up. As `Caller.post`."""
+    if not layout.fits(inputs):
+        return None
+    fill_large(frame, layout, inputs, controller.soon)
+    return controller.caller.send(body, None, deadline_ns or 0, trace.active)

@@ -13,16 +13,20 @@ Invariants
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import anyio
 
 from aionn import trace
-from aionn.errors import CallerError
+from aionn.errors import AionnError, CallerError, DeadlineError, again
+from aionn.hal.types import ExecutionPreference
 from aionn.memory.pool import Frame, FramePool
-from aionn.runtime.executing.arguments import FrameLayout, Shapes
+from aionn.pages import Kind
+from aionn.pages.app_layout import CONNECTIONS
+from aionn.runtime.executing.arguments import Arguments, FrameLayout, Shapes
 from aionn.runtime.executing.attempt import Executor
+from aionn.runtime.executing.frames import Frames
 from aionn.runtime.executing.link import Link, LinkOptions, open_link, release
 from aionn.runtime.preparing.renewal import Renewal
 from aionn.runtime.serving.serving import Serving
@@ -57,6 +61,8 @@ class BurstConnection:
         self.when_closed: set[Callable[[], None]] = set()
         self._open = False
         self._connecting = anyio.Lock()
+        self._failures = 0
+        self._failure: AionnError | None = None
         self._held: list[Link] = []
         self._finalizer = weakref.finalize(self, call_soon_from_anywhere, self.session.loop, release, executor.frames, self._held)
         self._finalizer.atexit = False
@@ -73,6 +79,16 @@ class BurstConnection:
             self._open = False
             raise
         self._compiled.members.add(self)
+
+    def begin(self) -> None:
+        """Open without waiting. The first request connects."""
+        self._open = True
+        self._compiled.members.add(self)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the burst was closed, or is not open yet."""
+        return not self._open
 
     def check_open(self) -> None:
         """Return if the burst may be used.
@@ -102,6 +118,7 @@ class BurstConnection:
         self.link = None
         self._finalizer.detach()
         release(self.executor.frames, self._held)
+        self.session.page.free(self.executor.counts)
 
     def _begin_close(self) -> None:
         self._open = False
@@ -149,24 +166,39 @@ class BurstConnection:
             self.usual = layout, self.executor.frames.pool(layout), link
 
     async def _connect(self, deadline_ns: int | None) -> Link:
-        """Return the live link. Make one first if the burst has no live link."""
+        """Return the live link. Make one first if the burst has no live link.
+
+        One task connects at a time. The tasks that wait for it share its failure, so a driver that cannot connect is tried once.
+        """
+        failures = self._failures
         async with self._connecting:
-            while True:
-                if not self._open:
-                    raise CallerError(_NOT_OPEN)
-                link = self.link
-                if link is not None and link.alive:
-                    return link
-                serving = await self._renewal.live(deadline_ns)
-                with trace.span("burst.connect", device=serving.device):
-                    link = await self._link_to(serving)
-                if serving is self._compiled.serving and self._open:
-                    self.install(link)
-                    return link
-                await link.aclose(CallerError("another stage has been swapped in"))
+            if self._failures > failures and self._failure is not None:
+                raise again(self._failure)
+            try:
+                return await self._connect_alone(deadline_ns)
+            except DeadlineError:
+                raise  # this caller's own
+            except AionnError as error:
+                self._failures, self._failure = self._failures + 1, again(error)
+                raise
+
+    async def _connect_alone(self, deadline_ns: int | None) -> Link:
+        while True:
+            if not self._open:
+                raise CallerError(_NOT_OPEN)
+            link = self.link
+            if link is not None and link.alive:
+                return link
+            serving = await self._renewal.live(deadline_ns)
+            with trace.span("burst.connect", device=serving.device):
+                link = await self._link_to(serving)
+            if serving is self._compiled.serving and self._open:
+                self.install(link)
+                return link
+            await link.aclose(CallerError("another stage has been swapped in"))
 
     async def _link_to(self, serving: Serving) -> Link:
-        return await open_link(serving, self._compiled, self.executor.frames, self._options)
+        return await open_link(serving, self._compiled, self.executor.frames, self._options, self.executor.counts)
 
     # --- a swap ----------------------------------------------------------------------------------------------------------
 
@@ -181,7 +213,8 @@ class BurstConnection:
         before, self.link = self.link, link
         self._held[:] = [link]
         self.executor.frames.on_gone = link.forget_memory
-        self.executor.counts["connections"] += 1
+        self.executor.counts.add(CONNECTIONS, 1)
+        self.session.page.rename(self.executor.counts, "", link.device, link.serving.stage)
         return before
 
     async def wait_idle(self) -> None:
@@ -191,6 +224,43 @@ class BurstConnection:
     def count_from_now(self) -> None:
         """Leave the short way, which counts nothing."""
         self.usual = _NOTHING
+
+
+class Connections:
+    """The connections of all bursts of one compilation, and what they share. It knows them weakly.
+
+    Attributes:
+        renewal: keeps the model prepared.
+        arguments: how arguments are laid out.
+        static: whether all shapes of the model are known, so that its frames have one size.
+    """
+
+    def __init__(self, renewal: Renewal, arguments: Arguments) -> None:
+        self.renewal = renewal
+        self.arguments = arguments
+        model = renewal.model
+        self.static = all(operand.size_bytes is not None for operand in (*model.inputs.values(), *model.outputs.values()))
+        self._slot = renewal.session.page.slot(Kind.COMPILATION, model.token.hex()[:16], parent=renewal.session.slot)
+        self._all: weakref.WeakSet[BurstConnection] = weakref.WeakSet()
+
+    def __iter__(self) -> Iterator[BurstConnection]:
+        return iter(list(self._all))
+
+    def executor(self, in_flight: int) -> Executor:
+        """Return what the app's executions over one burst have in common. `in_flight`: so many frames of each size may be pinned."""
+        counts = self.renewal.session.page.slot(Kind.BURST, parent=self._slot)
+        return Executor(self.arguments, Frames(in_flight), self.renewal.compiled, counts)
+
+    def new(self, depth: int, queue_capacity: int) -> BurstConnection:
+        """Return the connection of a new burst, not yet open."""
+        low_power = self.renewal.options.preference is ExecutionPreference.LOW_POWER
+        connection = BurstConnection(self.renewal, self.executor(depth + 1), LinkOptions(depth, queue_capacity, low_power))
+        self._all.add(connection)
+        return connection
+
+    def close(self) -> None:
+        """Take the compilation off the app's statistics page."""
+        self.renewal.session.page.free(self._slot)
 
 
 class BurstChange:

@@ -1,12 +1,21 @@
 """`Frame`: shared memory for one request's inputs, lent to the app to be written in place.
 
+A frame is used in `async with burst.frame()`, or leased by `burst.lease()` and yielded by the source of a stream. The stream then takes
+the lease over, and the app's `Frame` is of no use any more.
+
 Invariants
-    It holds one pin of its slot from `__aenter__` to `__aexit__`; what an execution in flight needs beyond that is pinned by it.
+    A lease is one pin of its slot, and exactly one `Frame` holds it. What an execution in flight needs beyond that is pinned by it.
+    A lease ends in the loop of its burst. A `Frame` that is collected, in whatever thread, ends its lease there too.
+    The app has views of the slot's arrays. While it holds one, the slot is not given to another request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Generator, Iterator, Mapping
+from concurrent.futures import Future
+from contextvars import ContextVar
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -18,42 +27,111 @@ from aionn.memory import pool as memory_pool
 from aionn.runtime.executing.arguments import FrameLayout, Shapes
 from aionn.runtime.executing.placement import is_placed
 from aionn.runtime.streaming.connection import BurstConnection
+from aionn.tasks import call_soon_from_anywhere
+
+_NOT_BEGUN = "this frame's lease has not begun; write `async with burst.frame() as frame`, or `frame = await burst.lease()`"
+_ENDED = "this frame's lease has ended; use it inside `async with burst.frame() as frame`"
+_YIELDED = "this frame was yielded to a stream, which owns it since then; get another one with burst.lease()"
+_STREAM_ENDED = "the stream whose source leased this frame has ended and taken it back; lease each frame in the source of its stream"
+_BURST_CLOSED = "the burst of this frame was closed; open another burst, and get a frame of that one"
+
+
+class Leases:
+    """The frames that the source of one stream has leased. They come back when the stream ends, at the latest."""
+
+    def __init__(self) -> None:
+        self._frames: weakref.WeakValueDictionary[int, Frame] = weakref.WeakValueDictionary()
+        self._ended = False
+
+    def add(self, frame: Frame) -> None:
+        self._frames[id(frame)] = frame
+        if self._ended:
+            self.end()
+
+    def end(self) -> None:
+        """End those that were not yielded. Their source may still run in its thread, or be kept by a traceback."""
+        self._ended = True
+        for reference in self._frames.valuerefs():
+            frame = reference()
+            if frame is not None:
+                frame._end(_STREAM_ENDED)
+
+
+leases_here: ContextVar[Leases | None] = ContextVar("leases_here", default=None)
+"""The leases of the stream whose source runs in this context."""
 
 
 class Frame(Mapping[str, NDArray[Any]]):
-    """Shared memory for one request's inputs, to be written in place. Got from `Burst.frame()`, used in `async with`.
+    """Shared memory for one request's inputs, to be written in place. Got from `Burst.frame()` or `Burst.lease()`.
 
     `frame["input"]` is a writable view with the input's dtype and shape; `burst.compute(frame)` sends it as it is. After
-    the `async with` block it is another request's: using it then is a `CallerError`. It holds zeros, or what a request before has
-    left there: write all of each input.
+    the `async with` block, and after a stream's source has yielded it, it is another request's: using it then is a `CallerError`.
+    It holds zeros, or what a request before has left there: write all of each input.
     """
 
-    def __init__(self, connection: BurstConnection, shapes: Shapes) -> None:
+    _lease: tuple[FrameLayout, memory_pool.Frame] | None = None
+
+    def __init__(self, connection: BurstConnection, shapes: Shapes, leases: Leases | None = None) -> None:
         self._connection = connection
         self._shapes = shapes
-        self._layout: FrameLayout | None = None
-        self._frame: memory_pool.Frame | None = None
+        self._leases = leases
+        self._views: dict[str, NDArray[Any]] = {}
         self._placed: dict[str, Any] = {}
+        self._unusable = _NOT_BEGUN
+        self._beginning = False
+
+    def __await__(self) -> Generator[Any, None, Frame]:
+        return self._begin().__await__()
 
     async def __aenter__(self) -> Frame:
-        if self._frame is not None:
-            raise CallerError("this frame is entered already; get another one with burst.frame()")
-        self._layout, self._frame = await self._connection.lease(self._shapes)
-        self._frame.lent = True
-        return self
+        return await self._begin()
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        layout, frame = self._layout, self._frame
-        self._layout = self._frame = None
-        self._placed.clear()
-        if layout is not None and frame is not None:
-            frame.lent = False
-            frame.settled(None)
+        self._end(_ENDED)
+
+    def __del__(self) -> None:
+        if self._lease is not None:
+            call_soon_from_anywhere(self._connection.session.loop, _give_back, self._lease[1])
+
+    async def _begin(self) -> Frame:
+        if self._beginning or self._lease is not None:
+            raise CallerError("this frame is leased already; get another one with burst.frame() or burst.lease()")
+        self._beginning = True
+        try:
+            layout, frame = await self._connection.lease(self._shapes)
+        finally:
+            self._beginning = False
+        frame.lent = True
+        self._hold(layout, frame)
+        if self._leases is not None:
+            self._leases.add(self)
+        return self
+
+    def _hold(self, layout: FrameLayout, frame: memory_pool.Frame) -> None:
+        # Before the lease, since they are what keeps the slot from being used again under the eyes of another thread.
+        self._views = {name: array.view() for name, array in layout.inputs_in(frame).items()}
+        self._lease = layout, frame
+
+    def _give_up(self, why: str) -> tuple[FrameLayout, memory_pool.Frame] | None:
+        """Return the lease, which this frame no longer has. `why` is said to an app that uses the frame from now on."""
+        lease: tuple[FrameLayout, memory_pool.Frame] | None = vars(self).pop("_lease", None)  # at once, since two threads may ask for it
+        if lease is not None:
+            self._unusable = why
+            self._views, self._placed = {}, {}
+        return lease
+
+    def _end(self, why: str) -> None:
+        lease = self._give_up(why)
+        if lease is not None:
+            _give_back(lease[1])
 
     def _leased(self) -> tuple[FrameLayout, memory_pool.Frame]:
-        if self._layout is None or self._frame is None:
-            raise CallerError("this frame's lease has ended, or has not begun; use it inside `async with burst.frame() as frame`")
-        return self._layout, self._frame
+        lease = self._lease
+        if lease is None:
+            raise CallerError(self._unusable)
+        if self._connection.closed:
+            raise CallerError(_BURST_CLOSED)
+        return lease
 
     def __getitem__(self, name: str) -> NDArray[Any]:
         array = self._array(name)
@@ -63,8 +141,9 @@ class Frame(Mapping[str, NDArray[Any]]):
         return array
 
     def _array(self, name: str) -> NDArray[Any]:
-        layout, frame = self._leased()
-        array = layout.inputs_in(frame).get(name)
+        views = self._views
+        self._leased()
+        array = views.get(name)
         if array is None:
             raise CallerError(f"the model has no input {name!r}; its inputs are {list(self)}")
         return array
@@ -97,3 +176,88 @@ def lease_of(frame: Frame, connection: BurstConnection) -> tuple[tuple[FrameLayo
     if frame._connection is not connection:
         raise CallerError("this frame belongs to another burst")
     return frame._leased(), frame._placed
+
+
+def _give_back(frame: memory_pool.Frame) -> None:
+    frame.lent = False
+    frame.settled(None)
+
+
+def begin_from_thread(frame: Frame) -> None:
+    """Begin a frame's lease from a thread that is not the loop's, and wait until it has begun.
+
+    Raises:
+        CallerError: the burst is closed, its loop does not run, or this is a child by `os.fork`. Else as `Burst.lease`.
+    """
+    session = frame._connection.session
+    if session.inherited or not session.loop.is_running():
+        session.check_open()
+    begun: Future[None] = Future()
+    try:
+        session.loop.call_soon_threadsafe(_start_to_begin, frame, begun)
+    except RuntimeError as error:
+        raise CallerError("the event loop of this burst was closed") from error
+    begun.result()
+
+
+def _start_to_begin(frame: Frame, begun: Future[None]) -> None:
+    connection = frame._connection
+    close = partial(_fail, begun, CallerError(_BURST_CLOSED))
+    connection.when_closed.add(close)
+    try:
+        connection.start(partial(_begin_and_answer, frame, begun, close))
+    except BaseException as error:
+        connection.when_closed.discard(close)
+        _fail(begun, error)
+
+
+async def _begin_and_answer(frame: Frame, begun: Future[None], close: Callable[[], None]) -> None:
+    try:
+        await frame._begin()
+        if not begun.done():
+            begun.set_result(None)
+    except Exception as error:
+        _fail(begun, error)
+    finally:
+        frame._connection.when_closed.discard(close)
+        close()  # does nothing, unless this task was cancelled
+
+
+def _fail(begun: Future[None], error: BaseException) -> None:
+    if not begun.done():
+        begun.set_exception(error)
+
+
+def end_lease(frame: Frame) -> None:
+    """End a frame's lease, in the loop. Does nothing to a frame without one."""
+    frame._end(_ENDED)
+
+
+def take(frame: Frame, connection: BurstConnection) -> Frame:
+    """Return a frame with the lease and the contents of one that a stream's source has yielded. The app's views become read-only.
+
+    Raises:
+        CallerError: it belongs to another burst, it was yielded before, or it has no lease.
+    """
+    lease_of(frame, connection)
+    views, placed = frame._views, frame._placed
+    lease = frame._give_up(_YIELDED)
+    if lease is None:
+        raise CallerError(frame._unusable)
+    for view in views.values():
+        view.flags.writeable = False
+    taken = Frame(connection, frame._shapes)
+    taken._placed = placed
+    taken._hold(*lease)
+    return taken
+
+
+def contents_of(frame: Frame) -> dict[str, Any]:
+    """Return a frame's inputs by name: arrays over the frame, and what stands for an input instead.
+
+    While other calls wait for a free frame, the arrays are copies, as outputs are.
+    """
+    connection, views = frame._connection, frame._views
+    if frame._lease is not None and not connection.closed and connection.executor.frames.pool(frame._lease[0]).crowded:
+        views = {name: view.copy() for name, view in views.items()}
+    return {**views, **frame._placed}

@@ -1,10 +1,11 @@
 """`Burst.map`: a stream of frames in, a stream of results out, in order, with bounded age.
 
-One task pulls frames from the source (`_pump`); each admitted frame is computed by another task. A frame holds one of
-`depth` places from its admission until its result has been taken, so a slow consumer bounds the stream as a slow model does.
+One task pulls frames from an async source or a collection (`_pump`). Any other source may block, and a thread pulls from it
+(`source`). Each admitted frame is computed by another task. A frame holds one of `depth` places from its admission until its result
+has been taken, so a slow consumer bounds the stream as a slow model does.
 With "latest" one frame is with the driver at a time: a second one would only grow old in its queue, while a newer one comes.
 What happens to a frame for which there is no place is the policy:
-    "block"   the source waits; nothing is ever dropped.
+    "block"   the source waits; nothing is ever dropped. A thread pulls the next frame only when there is a place for it.
     "latest"  the newest frame waits and replaces an older one that waits; the older one is dropped and counted.
     "reject"  the stream ends with ExecutionError, RESOURCE_EXHAUSTED_TRANSIENT.
 
@@ -15,6 +16,7 @@ Invariants
     `_entries` is in the order of `seq`; at most `depth` long. `_computing` of them have no answer yet.
     `_over` is None while the consumer may still take what comes.
     The pump and all computes end before `results` returns or is closed: they live in one task group, cancelled in its `finally`.
+    That `finally` waits for their end, but at most `CLOSE_S`.
 """
 
 from __future__ import annotations
@@ -22,25 +24,30 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import anyio
 import anyio.lowlevel
 
-from aionn import trace
 from aionn.errors import CallerError, DeadlineError, ExecutionError
 from aionn.hal.types import ErrorStatus
 from aionn.runtime.executing.arguments import Outputs
 from aionn.runtime.streaming.connection import BurstConnection
-from aionn.tasks import Answer, checked_seconds, running_loop
+from aionn.runtime.streaming.frame import leases_here
+from aionn.runtime.streaming.item import Arrivals, Entry, Item
+from aionn.runtime.streaming.source import SourceThread
+from aionn.tasks import bounded_shield, checked_count, checked_seconds
 
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup
 
 Policy = Literal["latest", "block", "reject"]
-Frames = AsyncIterable[Mapping[str, Any]] | Iterable[Mapping[str, Any]]
+Frames = AsyncIterable[Mapping[str, Any] | Item] | Iterable[Mapping[str, Any] | Item]
+
+CLOSE_S = 0.9
+"""A stream that is closed ends within this time, whatever its source does."""
 
 
 class Compute(Protocol):
@@ -67,7 +74,8 @@ class StreamResult:
         age_s: seconds from the frame's arrival from its source until this result was handed out.
         stage: the stage that computed it.
         outputs: views of the burst's memory; not overwritten while they are held.
-        inputs: the frame as it came from its source.
+        inputs: the frame as it came from its source. For a frame from `Burst.lease()`: its arrays by name, as `outputs` are.
+        tag: that of the frame's `aionn.Item`, or None.
     """
 
     seq: int
@@ -75,16 +83,7 @@ class StreamResult:
     stage: str
     outputs: Outputs
     inputs: Mapping[str, Any]
-
-
-class _Entry:
-    __slots__ = ("answer", "arrived_ns", "inputs", "seq")
-
-    def __init__(self, seq: int, inputs: Mapping[str, Any], arrived_ns: int) -> None:
-        self.seq = seq
-        self.inputs = inputs
-        self.arrived_ns = arrived_ns
-        self.answer: Answer[Outputs] = Answer(running_loop())
+    tag: Any = None
 
 
 class Stream:
@@ -94,23 +93,25 @@ class Stream:
         policy, depth, deadline_s = options.policy, options.depth, options.deadline_s
         if policy not in ("latest", "block", "reject"):
             raise CallerError(f"policy {policy!r}: it is one of 'latest', 'block', 'reject'")
-        if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
-            raise CallerError(f"depth={depth!r}: give a whole number of frames, at least 1")
+        depth = checked_count("depth", depth, 1)
         deadline_s = checked_seconds("deadline_s", deadline_s)
         if not hasattr(frames, "__aiter__") and not hasattr(frames, "__iter__"):
             raise CallerError(f"frames: expected an iterable or async iterable of inputs by name, got {type(frames).__name__}")
         self._compute_frame = compute
         self._connection = connection
         self._frames = frames
-        self._policy = policy
-        self._depth = depth
-        self._deadline_s = deadline_s
-        self._entries: deque[_Entry] = deque()
-        self._newest: _Entry | None = None
+        self._options = StreamOptions(policy, depth, deadline_s)
+        self._source: SourceThread | None = None
+        if not isinstance(frames, AsyncIterable | Collection):
+            self._source = SourceThread(frames, self, connection.session, policy == "latest")
+        self.arrivals = Arrivals(connection)
+        self._entries: deque[Entry] = deque()
+        self._newest: Entry | None = None
         self._computing = 0
         self._over: BaseException | None = None
         self._changed = anyio.Event()
         self._taken = anyio.Event()
+        self._ended = anyio.Event()
         self._tasks: TaskGroup | None = None
 
     async def results(self) -> AsyncGenerator[StreamResult, None]:
@@ -130,19 +131,21 @@ class Stream:
                 try:
                     outputs = await entry.answer.wait()
                 except DeadlineError:
-                    if self._policy != "latest":
+                    if self._options.policy != "latest":
                         raise
-                    self._drop(entry, "late")
                     outputs = None
                 self._entries.popleft()
                 self._place_freed()
                 if outputs is not None:
                     age_s = (time.monotonic_ns() - entry.arrived_ns) / 1e9
-                    yield StreamResult(entry.seq, age_s, outputs.stage, outputs, entry.inputs)
-                    del outputs  # or the frame would count as held while the next one is computed
+                    yield StreamResult(entry.seq, age_s, outputs.stage, outputs, entry.inputs, entry.tag)
+                del outputs, entry  # or the frame would count as held while the next one is computed
         finally:
             self._connection.when_closed.discard(self.cancel)
             self.cancel()
+            if not self._connection.session.inherited:
+                with bounded_shield(CLOSE_S):
+                    await self._ended.wait()
 
     def cancel(self) -> None:
         """Stop pulling and computing. Requests in flight are answered into nothing."""
@@ -161,14 +164,14 @@ class Stream:
                     await self._pump()
         finally:
             self._over = self._over or CallerError("the stream was cancelled")
+            self._newest = None
+            self.arrivals.end()
             self._changed.set()
+            self._ended.set()
 
     async def _pump(self) -> None:
         try:
-            seq = 0
-            async for inputs in _each(self._frames):
-                await self._offer(_Entry(seq, inputs, time.monotonic_ns()))
-                seq += 1
+            await (self._iterate() if self._source is None else self._follow(self._source))
             while self._newest is not None:
                 await self._wait_for_place()  # the last frame is answered too
             self._over = self._over or StopAsyncIteration()
@@ -182,30 +185,74 @@ class Stream:
             self._over = self._over or error
         self._changed.set()
 
+    async def _iterate(self) -> None:
+        leases_here.set(self.arrivals.leases)
+        async for given in _each(self._frames):
+            entry = self.arrivals.next(given)
+            del given
+            while not self._placed(entry):
+                await self._wait_for_place()
+            del entry
+
+    async def _follow(self, source: SourceThread) -> None:
+        source.start()
+        try:
+            source.pull()
+            await source.finish()
+        finally:
+            await source.aclose()
+
+    def _ask(self) -> None:
+        """Let a source in a thread go on, if the policy permits it."""
+        if self._source is not None and self._over is None and (self._options.policy != "block" or self._has_place()):
+            self._source.pull()
+
     def _keep(self, error: BaseException) -> None:
         """Raise an error that ends the app where no consumer is left to raise it, and where this is a child by `os.fork`."""
         if not isinstance(error, Exception) and (self._over is not None or self._connection.session.inherited):
             raise error
 
-    async def _offer(self, entry: _Entry) -> None:
+    # --- what comes from the source -----------------------------------------------------------------------------------------
+
+    def arrived(self, entry: Entry) -> None:
+        """Take an entry from the source's thread.
+
+        Raises:
+            ExecutionError: see `_placed`.
+        """
+        self.arrivals.add(entry)
+        if self._ended.is_set():
+            self.arrivals.drop(entry, "closed")
+        elif self._over is None:
+            self._placed(entry)
+            self._ask()
+
+    def _placed(self, entry: Entry) -> bool:
+        """Admit an entry, or let it wait, or return False: the source must wait.
+
+        Raises:
+            ExecutionError: there is no place, and the policy is to reject.
+        """
         if self._has_place():
             self._admit(entry)
-        elif self._policy == "latest":
+        elif self._options.policy == "latest":
             if self._newest is not None:
-                self._drop(self._newest, "replaced")
+                self.arrivals.drop(self._newest, "replaced")
             self._newest = entry
-        elif self._policy == "reject":
+        elif self._options.policy == "reject":
+            self.arrivals.drop(entry, "rejected")
             raise ExecutionError(
-                f"frame {entry.seq}: all {self._depth} places of the stream are taken; the source is faster than the model",
+                f"frame {entry.seq}: all {self._options.depth} places of the stream are taken; the source is faster than the model",
                 status=ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT,
             )
         else:
-            while not self._has_place():
-                await self._wait_for_place()
-            self._admit(entry)
+            return False
+        return True
+
+    # --- what goes to the driver ----------------------------------------------------------------------------------------------
 
     def _has_place(self) -> bool:
-        return len(self._entries) < self._depth and not (self._policy == "latest" and self._computing)
+        return len(self._entries) < self._options.depth and not (self._options.policy == "latest" and self._computing)
 
     async def _wait_for_place(self) -> None:
         self._taken = anyio.Event()
@@ -217,38 +264,39 @@ class Stream:
             newest, self._newest = self._newest, None
             self._admit(newest)
         self._taken.set()
+        self._ask()
 
-    def _admit(self, entry: _Entry) -> None:
+    def _admit(self, entry: Entry) -> None:
         assert self._tasks is not None
+        entry.admit()
         self._entries.append(entry)
         self._computing += 1
         self._tasks.start_soon(self._compute, entry)
         self._changed.set()
 
-    async def _compute(self, entry: _Entry) -> None:
-        timeout_s = None
-        if self._deadline_s is not None:
-            timeout_s = self._deadline_s - (time.monotonic_ns() - entry.arrived_ns) / 1e9
+    async def _compute(self, entry: Entry) -> None:
+        timeout_s = self._options.deadline_s
+        if timeout_s is not None:
+            timeout_s -= (time.monotonic_ns() - entry.arrived_ns) / 1e9
         try:
             if timeout_s is not None and timeout_s <= 0:
                 raise DeadlineError(f"frame {entry.seq} was older than the stream's deadline before it could be sent")
-            entry.answer.set(await self._compute_frame(entry.inputs, timeout_s=timeout_s))
+            outputs = await self._compute_frame(entry.inputs, timeout_s=timeout_s)
+            self.arrivals.computed(entry)
+            entry.answer.set(outputs)
         except asyncio.CancelledError:
             entry.answer.fail(CallerError("the stream was closed"))
         except BaseException as error:
+            self.arrivals.failed(entry, error)
             self._keep(error)
             entry.answer.fail(error)
         finally:
+            entry.release()
             self._computing -= 1
             self._place_freed()
 
-    def _drop(self, entry: _Entry, why: str) -> None:
-        self._connection.executor.counts["dropped"] += 1
-        if trace.active:
-            trace.count("stream.dropped", seq=entry.seq, why=why)
 
-
-async def _each(frames: Frames) -> AsyncIterator[Mapping[str, Any]]:
+async def _each(frames: Frames) -> AsyncIterator[Mapping[str, Any] | Item]:
     if isinstance(frames, AsyncIterable):
         async for inputs in frames:
             yield inputs

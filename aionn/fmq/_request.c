@@ -1,0 +1,168 @@
+/* Sending a request of a `Caller`: the one call of a stream's usual frame. See caller_object.h. */
+#define _GNU_SOURCE
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "caller_object.h"
+
+/* Look for the answer to the only request in flight, right here. Return NULL without an exception if it has not come. */
+static PyObject *answer_at_once(CallerObject *self, const struct request *r)
+{
+    uint64_t bytes, all;
+    struct exchange_stamp stamp;
+    if (!exchange_look(&self->exchange, self->exchange.results, r->began_ns, self->inline_ns) || self->over)
+        return NULL;
+    struct ring *results = &self->exchange.results->ring;
+    int known = exchange_peek(results, &self->exchange.table, &EXCHANGE_RESULT, &stamp, &bytes, &all);
+    /* The general path judges anything else that the driver says. */
+    if (known < 0 || bytes != all || stamp.first != r->identity || ring_commit_read(results, bytes) != RING_OK)
+        return NULL;
+    self->answers_at_once++;
+    self->woken = 0;
+    spin_waited(&self->spin, self->inline_ns, false);
+    PyObject *value = exchange_value(&self->exchange, known), *answer = flight_answer(self, r, value, stamp.second, ring_now_ns());
+    Py_DECREF(value); /* the table holds it, and no Python code has run */
+    return answer;
+}
+
+/* Return the answer, or a future of it, or None if the request cannot be sent. */
+static PyObject *request(CallerObject *self, PyObject *body, PyObject *settled, long long deadline_ns, bool traced)
+{
+    char *bytes;
+    Py_ssize_t length;
+    if (PyBytes_AsStringAndSize(body, &bytes, &length) < 0)
+        return NULL;
+    if (self->over)
+        Py_RETURN_NONE;
+    struct request *r = flight_prepare(self);
+    if (!r)
+        return NULL;
+    struct ring *requests = ring_if_usable(self->exchange.requests), *results = ring_if_usable(self->exchange.results);
+    if (self->over || !requests || !results || length % EXCHANGE_ELEMENT || (uint64_t)length + EXCHANGE_ELEMENT > requests->capacity)
+        Py_RETURN_NONE;
+    int64_t now_ns = ring_now_ns();
+    /* A caller that is alone waits right here. Suspending and resuming a task costs more time than many answers take. */
+    bool alone = !self->first && self->woken <= 1 && self->spin.brisk && now_ns < self->yield_by_ns;
+    self->woken -= self->woken > 0;
+    bool sends = !self->unsent && self->in_flight < self->depth;
+    struct exchange_stamp stamp = {self->last_identity + 1, (uint64_t)deadline_ns};
+    if (sends) {
+        if (alone && self->armed) { /* for a request whose caller has left */
+            ring_disarm(results, true);
+            self->armed = false;
+        }
+        enum ring_status status = exchange_write(requests, (const uint8_t *)bytes, (uint64_t)length, &EXCHANGE_REQUEST, &stamp);
+        if (status != RING_OK && (status != RING_LESS || !self->in_flight))
+            Py_RETURN_NONE;
+        sends = status == RING_OK;
+    }
+    self->last_identity++;
+    r->identity = stamp.first;
+    r->began_ns = now_ns;
+    r->deadline_ns = deadline_ns;
+    r->sleeps = self->sleeps;
+    r->traced = traced;
+    if (sends)
+        flight_note_sent(self, r->identity, now_ns, (uint64_t)length);
+    if (alone) {
+        PyObject *answer = answer_at_once(self, r);
+        if (answer || PyErr_Occurred()) {
+            if (settled)
+                flight_call(settled, answer ? PyTuple_GetItem(answer, 0) : Py_None);
+            flight_report(self);
+            return answer;
+        }
+        if (self->spare != r) /* another thread has ended the burst meanwhile */
+            Py_RETURN_NONE;
+    }
+    r->sent = sends;
+    if (!sends) {
+        Py_INCREF(body);
+        r->body = body;
+    }
+    Py_XINCREF(settled);
+    r->settled = settled;
+    PyObject *future = r->future;
+    Py_INCREF(future);
+    flight_add(self, r); /* from here on the request may be settled and freed */
+    if (alone)
+        flight_look(self, 0, false);
+    if (self->looking)
+        self->joined = true;
+    else if (sends && !self->over)
+        flight_watch(self);
+    if (deadline_ns && (!self->timer_ns || deadline_ns < self->timer_ns) && !self->over) {
+        PyObject *number = PyLong_FromLongLong(deadline_ns);
+        self->timer_ns = deadline_ns;
+        if (number)
+            flight_call_back(self, WAKE_BY, number);
+        else
+            PyErr_WriteUnraisable((PyObject *)self);
+        Py_XDECREF(number);
+    }
+    return future;
+}
+
+/* send(body, settled, deadline_ns, traced) */
+PyObject *request_send(PyObject *object, PyObject *const *args, Py_ssize_t given)
+{
+    long long number[2];
+    if (given != 4) {
+        PyErr_SetString(PyExc_TypeError, "send(body, settled, deadline_ns, traced)");
+        return NULL;
+    }
+    if (!exchange_numbers(args + 2, 2, number))
+        return NULL;
+    return request((CallerObject *)object, args[0], args[1] == Py_None ? NULL : args[1], number[0], number[1]);
+}
+
+/* Return 1 if `array` has the type, the dtype and the shape of `place`, else 0, or -1 with an exception. */
+static int alike(const CallerObject *self, PyObject *place, PyObject *array)
+{
+    int same = 0;
+    if (Py_TYPE(array) != Py_TYPE(place))
+        return 0;
+    for (enum name name = DTYPE; name <= SHAPE; name++) {
+        PyObject *one = PyObject_GetAttr(place, self->names[name]), *other = one ? PyObject_GetAttr(array, self->names[name]) : NULL;
+        same = !other ? -1 : one == other ? 1 : PyObject_RichCompareBool(one, other, Py_EQ);
+        Py_XDECREF(one);
+        Py_XDECREF(other);
+        if (same <= 0)
+            break;
+    }
+    return same;
+}
+
+/* post(places, inputs, body, deadline_ns, traced) */
+PyObject *request_post(PyObject *object, PyObject *const *args, Py_ssize_t given)
+{
+    long long number[2];
+    PyObject *name, *place;
+    Py_ssize_t at = 0;
+    if (given != 5 || !PyDict_CheckExact(args[0])) {
+        PyErr_SetString(PyExc_TypeError, "post(places, inputs, body, deadline_ns, traced)");
+        return NULL;
+    }
+    if (!exchange_numbers(args + 3, 2, number))
+        return NULL;
+    if (((CallerObject *)object)->over || !PyDict_CheckExact(args[1]) || PyDict_Size(args[0]) != PyDict_Size(args[1]))
+        Py_RETURN_NONE;
+    while (PyDict_Next(args[0], &at, &name, &place)) {
+        PyObject *array = PyDict_GetItemWithError(args[1], name);
+        if (!array) {
+            if (PyErr_Occurred())
+                return NULL;
+            Py_RETURN_NONE;
+        }
+        Py_INCREF(array); /* a large copy releases the GIL */
+        int fits = alike((CallerObject *)object, place, array);
+        if (fits > 0 && PyObject_SetItem(place, Py_Ellipsis, array) < 0)
+            fits = -1;
+        Py_DECREF(array);
+        if (fits < 0)
+            return NULL;
+        if (!fits)
+            Py_RETURN_NONE;
+    }
+    return request((CallerObject *)object, args[2], NULL, number[0], number[1]);
+}

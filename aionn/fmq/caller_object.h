@@ -1,0 +1,86 @@
+/* The Python object `Caller`: the app's end of a burst, with its requests in flight.
+ *
+ * Invariants
+ *     `first` is a list in the order of identities. The first `in_flight` requests of it are sent, and `unsent` is the next one.
+ *     A request is in the list until it is answered, or the burst ends, or its caller leaves before it is sent. So no frame is
+ *     used again while the driver may still write to it.
+ *     A request enters the list before the loop can run after its packet is written. So no caller waits on a burst that has ended.
+ *     While any request is in flight the result queue is armed (`armed`), or its event is pending, or `_look_again` is
+ *     scheduled (`looking`), or this end looks right now.
+ *     `armed` is true from a successful arming until the event has been seen, because the peer clears the shared word.
+ *     An answer is taken only if its body is known and its request is in flight. The general path judges any other.
+ *     Any call of Python may end the burst. So `over` is asked, and the list is read anew, after each such call. */
+#ifndef AIONN_FMQ_CALLER_OBJECT_H
+#define AIONN_FMQ_CALLER_OBJECT_H
+
+#include <Python.h>
+
+#include "../pages/burst_slot.h"
+#include "../pages/trace_ring.h"
+#include "exchange_object.h"
+
+struct request {
+    struct request *next;
+    uint64_t identity;
+    int64_t began_ns, deadline_ns;               /* when it was sent; 0 if its caller has no deadline, or has gone */
+    long long sleeps;                            /* how often the burst had slept until then */
+    PyObject *body;                              /* until it is sent */
+    PyObject *future, *settled, *idle;           /* each may be NULL, `future` when the caller has left */
+    bool sent, traced;
+};
+
+/* What Python does for this object. See `Caller.begin` in _ring.pyi. */
+enum call { CREATE_FUTURE, CALL_SOON, GENERAL, UNSENDABLE, WAKE_BY, REPORT, CALLS };
+
+enum name { SET_RESULT, DONE, DTYPE, SHAPE, NAMES };
+
+typedef struct {
+    ExchangeObject exchange; /* first, so that a Caller is one */
+    struct spin_policy spin;
+    struct request *first, *last, *unsent;
+    struct request *spare; /* with a future, so that nothing can fail once a packet is written */
+    unsigned long long last_identity;
+    unsigned depth, in_flight;
+    unsigned woken; /* callers that the last look has woken and that have not called since */
+    bool armed, looking, joined, over;
+    long long looking_until_ns, timer_ns;        /* `timer_ns`: when `late` will be called, or 0 */
+    long long yield_by_ns, yield_ns, inline_ns;  /* see spin_policy.py */
+    long long sleeps, answers_at_once, answers; /* counts */
+    long long last_began_ns, last_sleeps;        /* of the request answered last */
+    PyObject *calls[CALLS], *look_again;
+    PyObject *names[NAMES]; /* strings; set as soon as `begin` has been called */
+    Py_buffer counts;        /* exports `slot` */
+    struct page_slot *slot;  /* of the app's statistics page, or NULL */
+    unsigned long long burst; /* names the burst in trace records */
+    PyObject *reports; /* a list of the answers that a trace wants, or NULL */
+} CallerObject;
+
+/* ---- _flight.c ---- */
+struct request *flight_prepare(CallerObject *self);
+void flight_free(struct request *r);
+void flight_add(CallerObject *self, struct request *r);
+void flight_remove(CallerObject *self, struct request *r);
+struct request *flight_find(CallerObject *self, uint64_t identity);
+void flight_finish(CallerObject *self, struct request *r, PyObject *answer, PyObject *value);
+PyObject *flight_answer(CallerObject *self, const struct request *r, PyObject *value, uint64_t service_ns, int64_t now_ns);
+void flight_settle(CallerObject *self, struct request *r, PyObject *value, uint64_t service_ns, int64_t now_ns);
+void flight_call(PyObject *callable, PyObject *argument);
+void flight_call_back(CallerObject *self, enum call which, PyObject *argument);
+void flight_report(CallerObject *self);
+void flight_look(CallerObject *self, int64_t now_ns, bool expected);
+void flight_watch(CallerObject *self);
+PyObject *flight_event(PyObject *object, PyObject *none);
+PyObject *flight_look_again(PyObject *object, PyObject *none);
+
+/* Count a request that lies in the queue now. */
+static inline void flight_note_sent(const CallerObject *self, uint64_t identity, int64_t now_ns, uint64_t bytes)
+{
+    slot_sent(self->slot);
+    slot_trace(self->slot, TRACE_SENT, self->burst, identity, now_ns, bytes, 0);
+}
+
+/* ---- _request.c ---- */
+PyObject *request_send(PyObject *object, PyObject *const *args, Py_ssize_t given);
+PyObject *request_post(PyObject *object, PyObject *const *args, Py_ssize_t given);
+
+#endif

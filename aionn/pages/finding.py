@@ -1,0 +1,225 @@
+"""Pages and trace rings of other processes, found by the links in /proc/PID/fd and read through them.
+
+The kernel decides who may look: the same user, or root. Nothing of the other process runs, and nothing is sent to it.
+
+A page is shown only where it was made. A descriptor of a page is also in the app of a driver, and in every child of fork, so the page's
+pid and start time are compared with those of the process in which it was found.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from aionn.pages import app_layout, layout
+from aionn.pages._page import snapshot, take_records
+from aionn.pages.app_layout import PageView, TraceRecord, records_in, view
+from aionn.pages.layout import Activity, LayoutError
+from aionn.pages.page import map_path, start_time_of, time_namespace_of
+
+__all__ = ["FoundPage", "TraceReader", "find_page", "find_pages", "tracing"]
+
+_PAGE, _RING = "/memfd:aionn-stats", "/memfd:aionn-trace"
+
+
+class FoundPage:
+    """A page of another process, or of this one. Use it in `with`, or `close` it.
+
+    Attributes:
+        role: "app" or "driver".
+        pid, start_time: which process it is; see `start_time_of`. `pid` is the number by which this process knows it.
+        path: of the descriptor in /proc.
+    """
+
+    def __init__(self, pid: int, path: str) -> None:
+        """Map the page for reading.
+
+        Raises:
+            LayoutError: it is not a page of this layout, or not one that this process made.
+            OSError: the process has ended, or belongs to another user.
+        """
+        self.pid, self.path = pid, path
+        self._mapping = map_path(path, layout.PAGE_BYTES)
+        words = memoryview(self._mapping).cast("Q")
+        if words[layout.HEADER_MAGIC] != layout.MAGIC or words[layout.HEADER_ROLE] not in layout.ROLES:
+            raise LayoutError(f"{path} is not a statistics page of aionn")
+        self.role = layout.ROLES[words[layout.HEADER_ROLE]]
+        slots = (app_layout.SLOTS, app_layout.SLOT_BYTES) if self.role == "app" else (layout.SLOTS, layout.SLOT_BYTES)
+        layout.check_header(words, words[layout.HEADER_ROLE], *slots)
+        self._slot_bytes = slots[1]
+        self.start_time = words[layout.HEADER_START]
+        if not _is_of(pid, words[layout.HEADER_PID], self.start_time, words[layout.TIME_NAMESPACE]):
+            raise LayoutError(f"{path} is the statistics page of another process, which this process has inherited or received")
+        self._words = words
+
+    def __enter__(self) -> FoundPage:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def read(self) -> PageView | None:
+        """Return an app's page, or None if its slots kept changing hands, as after the death of its writer within a change."""
+        copy = snapshot(self._mapping, self._slot_bytes)
+        return None if copy is None else view(copy)
+
+    def activity(self) -> Activity:
+        """Return what a driver does now."""
+        return layout.activity(self._words)
+
+    @property
+    def time_namespace(self) -> int:
+        """The inode number of the process's time namespace. Clocks can be compared where it is the same."""
+        return self._words[layout.TIME_NAMESPACE]
+
+    def close(self) -> None:
+        """Unmap the page. Idempotent."""
+        self._words.release()
+        self._mapping.close()
+
+
+class TraceReader:
+    """The trace records of one process: of all rings that its threads have made so far. Use it in `with`, or `close` it.
+
+    Attributes:
+        lost: how many records were overwritten before they could be read.
+    """
+
+    def __init__(self, page: FoundPage) -> None:
+        self._page = page
+        self._rings: dict[tuple[int, int], _Ring] = {}
+        self.lost = 0
+
+    def __enter__(self) -> TraceReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def read(self) -> list[TraceRecord]:
+        """Return the records since the last call, those of each ring in their order.
+
+        Raises:
+            OSError: the process has ended. The records that were read before are all there are, apart from those in `drain`.
+        """
+        for path in _links(self._page.pid, _RING):
+            with suppress(LayoutError, FileNotFoundError):  # closed meanwhile, inherited, or not quite made
+                status = os.stat(path)
+                if (status.st_dev, status.st_ino) not in self._rings:
+                    self._rings[status.st_dev, status.st_ino] = _Ring(self._page, path)
+        return self.drain()
+
+    def drain(self) -> list[TraceRecord]:
+        """Return the new records of the rings that are known. It works after the process's end, too."""
+        records = []
+        for ring in self._rings.values():
+            records += ring.read()
+        self.lost = sum(ring.lost for ring in self._rings.values())
+        return records
+
+    def close(self) -> None:
+        """Unmap the rings. Idempotent."""
+        for ring in self._rings.values():
+            ring.close()
+        self._rings.clear()
+
+
+class _Ring:
+    """One ring, mapped for reading.
+
+    A reader that comes later than the ring reads what is still there and does not count what was overwritten before it came.
+    """
+
+    def __init__(self, page: FoundPage, path: str) -> None:
+        self.lost = 0
+        self._cursor = 0
+        self._mapping = map_path(path, app_layout.TRACE_BYTES)
+        with memoryview(self._mapping).cast("Q") as words:
+            pid, start, records = (
+                words[at] for at in (app_layout.TRACE_WORD_PID, app_layout.TRACE_WORD_START, app_layout.TRACE_WORD_RECORDS)
+            )
+            magic = words[0]
+        if magic != app_layout.TRACE_MAGIC or records != app_layout.TRACE_RECORDS:
+            raise LayoutError(f"{path} is not a trace ring of this release of aionn")
+        if start != page.start_time or not _is_of(page.pid, pid, start, page.time_namespace):
+            raise LayoutError(f"{path} is the trace ring of another process")
+
+    def read(self) -> list[TraceRecord]:
+        records: list[TraceRecord] = []
+        while True:
+            content, self._cursor, lost = take_records(self._mapping, self._cursor)
+            self.lost += lost
+            if not content:
+                return records
+            records += records_in(content)
+
+    def close(self) -> None:
+        self._mapping.close()
+
+
+def find_pages() -> list[FoundPage]:
+    """Return the pages of all processes that this user may read, each to be closed."""
+    pages = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with suppress(OSError):  # it ended meanwhile, or belongs to another user
+                page = find_page(int(name))
+                if page is not None:
+                    pages.append(page)
+    return pages
+
+
+def find_page(pid: int) -> FoundPage | None:
+    """Return the page of a process, to be closed, or None if it has none.
+
+    Raises:
+        PermissionError: the process belongs to another user.
+        FileNotFoundError: there is no such process.
+    """
+    for path in _links(pid, _PAGE):
+        with suppress(LayoutError, FileNotFoundError):
+            return FoundPage(pid, path)
+    return None
+
+
+@contextmanager
+def tracing(page: FoundPage, until_ns: int) -> Iterator[None]:
+    """Ask a process to write trace records, until the end of the body or until that moment of CLOCK_MONOTONIC.
+
+    A tracer that is killed asks no longer than that. Of two tracers the later word counts.
+
+    Raises:
+        LayoutError, OSError: as `FoundPage`.
+    """
+    mapping = map_path(page.path, layout.PAGE_BYTES, write=True)
+    try:
+        with memoryview(mapping).cast("Q") as words:
+            words[layout.TRACE_UNTIL] = until_ns
+            try:
+                yield
+            finally:
+                words[layout.TRACE_UNTIL] = 0
+    finally:
+        mapping.close()
+
+
+def _links(pid: int, target: str) -> list[str]:
+    """Return the descriptors of a process that are such memory."""
+    found = []
+    with os.scandir(f"/proc/{pid}/fd") as entries:
+        for entry in entries:
+            with suppress(FileNotFoundError):
+                if os.readlink(entry.path).startswith(target):
+                    found.append(entry.path)
+    return found
+
+
+def _is_of(pid: int, made_by: int, start_time: int, time_namespace: int) -> bool:
+    """Return whether the process `pid` made what names `made_by` as its maker. In a container that is the container's number."""
+    with open(f"/proc/{pid}/status", "rb") as status:
+        numbers = next((line for line in status if line.startswith(b"NSpid:")), b"").split()
+    if made_by != (int(numbers[-1]) if len(numbers) > 1 else pid):
+        return False
+    # The kernel shifts start times by the reader's time namespace, so they can be compared in one namespace only.
+    return start_time_of(pid) == start_time or time_namespace != time_namespace_of(os.getpid())
