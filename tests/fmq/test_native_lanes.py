@@ -76,32 +76,37 @@ def test_a_job_that_comes_while_a_lane_drops_its_burst_is_not_slept_through() ->
         lane = Lane(lanes)
         assert type(lane.next(None)) is Value
         lanes.recall(listener)
-        assert returned == []
+        assert returned == [1]
         del listener
         assert in_thread(lambda: lane.next(ANSWER), lanes) is None
         assert (dropped, returned) == ([0], [1])
 
 
-def test_a_burst_is_lent_once_at_a_time_and_not_while_its_run_is_in_flight() -> None:
+def test_a_burst_is_lent_once_at_a_time_and_returns_while_its_run_is_in_flight() -> None:
     lanes, others = Lanes(), Lanes()
     with bursts(1) as [burst]:
-        returned: list[str] = []
-        assert lanes.lend(burst.listener, lambda: returned.append("first"))
-        assert not lanes.lend(burst.listener, lambda: returned.append("second"))
-        assert not others.lend(burst.listener, lambda: returned.append("third"))
+        told: list[str] = []
+        assert burst.listener.when_idle(print)  # no run is in flight
+        assert lanes.lend(burst.listener, lambda: told.append("first"))
+        assert not lanes.lend(burst.listener, lambda: told.append("second"))
+        assert not others.lend(burst.listener, lambda: told.append("third"))
         burst.send(1)
         lane = Lane(lanes)
         lane.next(None)
         lanes.recall(burst.listener)
-        assert not lanes.lend(burst.listener, lambda: returned.append("fourth"))
-        assert (burst.listener.running, returned) == (1, [])
+        lanes.recall(burst.listener)
+        assert (burst.listener.running, burst.listener.lent, told) == (1, False, ["first"])
+        assert not burst.listener.when_idle(lambda: told.append("replaced"))
+        assert not burst.listener.when_idle(lambda: told.append("idle"))
+        assert lanes.lend(burst.listener, lambda: told.append("fourth"))
         lanes.stop()
+        assert told == ["first", "fourth"]
         assert lane.next(ANSWER) is None
-        assert (burst.listener.running, returned, burst.answers()) == (0, ["first"], [1])
-        assert not lanes.lend(burst.listener, lambda: None)  # they are stopped
-        assert others.lend(burst.listener, lambda: returned.append("fifth"))
+        assert (burst.listener.running, told, burst.answers()) == (0, ["first", "fourth", "idle"], [1])
+        assert not lanes.lend(burst.listener, print)  # they are stopped
+        assert others.lend(burst.listener, lambda: told.append("fifth"))
         others.stop()
-        assert returned == ["first", "fifth"]
+        assert told[3:] == ["fifth"]
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
