@@ -458,6 +458,7 @@ async def test_an_answer_that_has_no_room_comes_before_that_of_a_late_packet_beh
         await gates[1].entered()
         await client.send(dataclasses.replace(numbered(0, 3), deadline_ns=1))
         await until(lambda: not native.lent)  # a lane has given the late one back while the other one runs
+        await anyio.wait_all_tasks_blocked()  # the listener waits for the run
         assert native.running == 1
         gates[1].open()
         await until(lambda: native.running == 0)

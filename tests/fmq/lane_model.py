@@ -4,13 +4,13 @@ Everything under the GIL is one party's until it releases the GIL; only apps go 
 can see or change what they touch: the armed word and the queue. Stores land at once here. `test_weak_memory` has the memory orders.
 
     app        W1 commit      W3 swap armed to 0      W4 if it was set: the eventfd, which is an event of epoll while the burst is lent
-    task       back: serve what the lanes gave back      lend: enqueue, wake a lane      recall, at any moment
+    task       back: a packet that is not known, once no lane runs a request      lend: enqueue, wake a lane      recall, at any moment
     lane       top: jobs, stop      choose: collect events, dequeue      take      share or idle: arm, look      sleep      finish
 
 Requests are known ("k"), known and with device memory ("s"), or not known ("u"). An event is edge-triggered, and one lane takes it.
 
-Checked in each state: `returned` is called once for each lend, when no lane runs a request of that burst; a request with device memory
-runs alone; no burst stands in `ready` twice. A hang is a state from which nothing can move though a request, a job, a return or the end
+Checked in each state: `returned` is called once for each lend; the task serves a packet only while no lane runs a request of its burst; a
+request with device memory runs alone; no burst stands in `ready` twice. A hang is a state from which nothing can move though a request, a job, a return or the end
 is owed. `search` returns the first fault, with the way there, or None.
 
 The faults that can be put back are the fields of `Protocol` that are True.
@@ -97,7 +97,7 @@ class Protocol:
     keeps_what_came: bool = True  # what arming has found is enqueued
     checks_jobs_last: bool = True  # no Python code runs between the look at `jobs` and the sleep
     counts_sleep_first: bool = True  # `sleeping` is counted before the GIL is released
-    tells_after_runs: bool = True  # `returned` waits for the runs in flight
+    tells_when_idle: bool = True  # the task that waits for the runs in flight
     unqueues: bool = True  # a burst that is given back leaves `ready`
 
 
@@ -142,8 +142,8 @@ def _collect(s: State, found: Iterator[int]) -> State:
 
 def _tell_returned(s: State, b: int) -> State:
     burst = s.bursts[b]
-    if burst.task_at != "lent" or burst.running:
-        return s._replace(wrong=f"`returned` was called at {burst.task_at} with {len(burst.running)} runs")
+    if burst.task_at != "lent":
+        return s._replace(wrong=f"`returned` was called at {burst.task_at}")
     return _burst(s, b, task_at="back")
 
 
@@ -152,8 +152,7 @@ def _give_back(p: Protocol, s: State, b: int) -> State:
         return s
     if p.unqueues:
         s = _burst(s, b, queued=False)._replace(ready=tuple(other for other in s.ready if other != b))
-    s = _burst(s, b, lent=False, event=False)
-    return s if s.bursts[b].running and p.tells_after_runs else _tell_returned(s, b)
+    return _tell_returned(_burst(s, b, lent=False, event=False), b)
 
 
 # ---- the parties without lanes --------------------------------------------------------------------------------------------------
@@ -172,8 +171,13 @@ def _app_steps(s: State) -> Iterator[tuple[str, State]]:
 
 def _loop_steps(p: Protocol, s: State) -> Iterator[tuple[str, State]]:
     for b, burst in enumerate(s.bursts):
-        if burst.task_at == "back":
-            yield f"task {b} serves {burst.queue or 'nothing'}", _burst(s, b, queue="", task_at="lend")
+        if burst.task_at == "back" and burst.queue[:1] != "u":
+            yield f"task {b} has nothing to serve", _burst(s, b, task_at="lend")
+        elif burst.task_at == "back" and burst.running:
+            yield f"task {b} waits for the runs", _burst(s, b, task_at="waits")
+        elif burst.task_at in ("back", "idle"):
+            served = s._replace(wrong="the task served a packet beside a run") if burst.running else s
+            yield f"task {b} serves a packet", _burst(served, b, queue=burst.queue[1:], task_at="lend")
         elif burst.task_at == "lend" and s.stopped:
             yield f"task {b} goes on without lanes", _burst(s, b, task_at="alone")
         elif burst.task_at == "lend":
@@ -301,8 +305,8 @@ def _finish(p: Protocol, s: State, n: int) -> Iterator[tuple[str, State]]:
     if lane.exclusive and len(burst.running) > 1:
         s = s._replace(wrong="a request with device memory did not run alone")
     s = _burst(s, b, running=tuple(number for number in burst.running if number != lane.number), exclusive=False)
-    if not s.bursts[b].lent and not s.bursts[b].running and s.bursts[b].task_at == "lent":
-        s = _tell_returned(s, b)
+    if not s.bursts[b].running and s.bursts[b].task_at == "waits" and p.tells_when_idle:
+        s = _burst(s, b, task_at="idle")
     last = b if s.bursts[b].lent and p.looks_again else -1
     yield f"answers {b}", _lane(s, n, at="top", burst=-1, last=last, number=0, exclusive=False, looked=False)
 
@@ -367,7 +371,7 @@ def _nothing_is_owed(s: State) -> bool:
         return False
     if s.stopped:
         return all(lane.at == "ended" for lane in s.lanes) and all(burst.task_at == "alone" for burst in s.bursts)
-    return all(not burst.queue and not burst.running and (burst.lent or burst.task_at != "lent") for burst in s.bursts)
+    return all(not burst.queue and not burst.running and burst.lent for burst in s.bursts)
 
 
 def search(p: Protocol) -> tuple[list[str] | None, int]:

@@ -48,7 +48,7 @@ WITHOUT = {
     "keeps_what_came": Protocol(("k",), lanes=1),
     "checks_jobs_last": Protocol(("k",), lanes=1, jobs=1),
     "counts_sleep_first": Protocol(("k",), lanes=1, jobs=1),
-    "tells_after_runs": Protocol(("k",), lanes=1, recalls=1),
+    "tells_when_idle": Protocol(("ku",), looks=False),
     "unqueues": Protocol(("k",), lanes=1, recalls=1),
 }
 
@@ -76,4 +76,4 @@ def test_the_native_code_takes_the_steps_of_the_model_in_their_order() -> None:
     assert in_order(body_of("choose", "_lane.c"), "lanes_collect", "lanes_enqueue(lanes, last)", "lanes_dequeue", "lanes_wake_one")
     assert in_order(body_of("share", "_lane.c"), "arm(listener)", "lanes_enqueue", "lanes_wake_one")
     assert in_order(body_of("lanes_lend", "_lanes.c"), "EPOLL_CTL_ADD", "lanes_enqueue", "lanes_wake_one")
-    assert in_order(body_of("finish", "_lane.c"), "running--", "write_held", "lanes_tell_returned")
+    assert in_order(body_of("finish", "_lane.c"), "running--", "write_held", "lanes_call_once(&listener->idle)")
