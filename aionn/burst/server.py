@@ -26,14 +26,14 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, NamedTuple
 
 import anyio
 
 from aionn import trace
 from aionn.burst.executors import (
+    Bodies,
+    Bound,
     DefaultBurstExecutorWithCache,
-    IBoundExecution,
     IBurstExecutorWithCache,
     IChecksRequests,
     ILanes,
@@ -42,7 +42,6 @@ from aionn.burst.executors import (
 )
 from aionn.burst.packets import (
     DATUM_BYTES,
-    PacketError,
     decode_request,
     decode_result,
     encode_result_body,
@@ -66,43 +65,6 @@ CLOSE_S = 2.0
 """How long the end of a burst waits for a run in flight."""
 
 
-class _Bodies:
-    """Framed answers without their identity. Lanes and the listener use it at the same time."""
-
-    __slots__ = ("_last",)
-
-    def __init__(self) -> None:
-        self._last: tuple[Result | None, bytes] = (None, b"")
-
-    def of(self, result: Result) -> bytes:
-        """Return the encoded answer. The same `Result` mostly comes again."""
-        known, body = self._last
-        if known is result:
-            return body
-        try:
-            body = encode_result_body(result, framed=True)
-        except PacketError as error:
-            body = encode_result_body(Result(ErrorStatus.GENERAL_FAILURE, message=str(error)), framed=True)
-        self._last = result, body
-        return body
-
-
-class _Bound(NamedTuple):
-    """A request bound to its memories. `_native` remembers it. A lane calls it."""
-
-    execution: IBoundExecution
-    measure_timing: bool
-    bodies: _Bodies
-
-    def __call__(self, lane: Any) -> bytes:
-        """Run, and return the answer without its identity. Raises nothing."""
-        try:
-            result = self.execution.run(lane, self.measure_timing)
-        except BaseException as error:
-            result = result_of(error)
-        return self.bodies.of(result)
-
-
 class ExecutionBurstServer:
     """Serves one burst. Satisfies `IBurstContext`. `create` makes it, and `serve` runs it."""
 
@@ -119,7 +81,7 @@ class ExecutionBurstServer:
         self._executor = executor
         self._lanes = lanes
         self._native = Listener(*queues, window_ns)
-        self._bodies = _Bodies()
+        self._bodies = Bodies()
         self._working = asyncio.Lock()
         self._quiet = asyncio.Event()  # no lane runs a request of this burst
         self._wanted = 0  # how many tasks want `_working`: the burst is not lent meanwhile
@@ -332,7 +294,7 @@ class ExecutionBurstServer:
 
     async def _result_of(self, packet: bytes, key: bytes | None, deadline_ns: int | None) -> Result:
         try:
-            entry: _Bound | None = None if key is None else self._native.find(key)
+            entry: Bound | None = None if key is None else self._native.find(key)
             if entry is None:
                 entry = await self._bind(packet, key)
             if deadline_ns is not None and time.monotonic_ns() >= deadline_ns:
@@ -343,7 +305,7 @@ class ExecutionBurstServer:
         except Exception as error:  # every error of an executor fails this request and nothing else
             return result_of(error)
 
-    async def _bind(self, packet: bytes, key: bytes | None) -> _Bound:
+    async def _bind(self, packet: bytes, key: bytes | None) -> Bound:
         """Return the request of a packet, and remember it under `key` if there is one.
 
         Raises:
@@ -353,7 +315,7 @@ class ExecutionBurstServer:
         if isinstance(self._executor, IChecksRequests):
             self._executor.check(decoded.request, decoded.pools)
         await self._ensure_cache_entries([pool.slot for pool in decoded.pools if not pool.token])
-        entry = _Bound(self._executor.bind(decoded.request, decoded.pools), decoded.measure_timing, self._bodies)
+        entry = Bound(self._executor.bind(decoded.request, decoded.pools), decoded.measure_timing, self._bodies)
         if key is not None:
             self._native.remember(key, entry, entry.execution.serial)
         return entry

@@ -10,8 +10,8 @@ can see or change what they touch: the armed word and the queue. Stores land at 
 Requests are known ("k"), known and with device memory ("s"), or not known ("u"). An event is edge-triggered, and one lane takes it.
 
 Checked in each state: `returned` is called once for each lend; the task serves a packet only while no lane runs a request of its burst; a
-request with device memory runs alone; no burst stands in `ready` twice. A hang is a state from which nothing can move though a request, a job, a return or the end
-is owed. `search` returns the first fault, with the way there, or None.
+request with device memory runs alone; no burst stands in `ready` twice. A hang is a state from which nothing can move though a request,
+a job, a return or the end is owed. `search` returns the first fault, with the way there, or None.
 
 The faults that can be put back are the fields of `Protocol` that are True.
 """
