@@ -84,6 +84,7 @@ class ExecutionBurstServer:
         self._native = Listener(*queues, window_ns, os.fstat(queues[0].descriptor().fds[0]).st_ino)
         self._bodies = Bodies()
         self._working = asyncio.Lock()
+        self._quiet = asyncio.Event()  # no lane runs a request of this burst
         self._wanted = 0  # how many tasks want `_working`: the burst is not lent meanwhile
         self._scope = anyio.CancelScope()
         self._ended = anyio.Event()
@@ -195,9 +196,10 @@ class ExecutionBurstServer:
 
     async def _idle(self) -> None:
         """Wait until no lane runs a request of this burst. It is not lent."""
-        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        if not self._native.when_idle(partial(over.get_loop().call_soon_threadsafe, _settle, over)):
-            await over
+        loop = asyncio.get_running_loop()
+        while not self._native.when_idle(partial(loop.call_soon_threadsafe, self._quiet.set)):  # one callback serves all who wait
+            self._quiet.clear()
+            await self._quiet.wait()
 
     # ---- listening ----------------------------------------------------------------------------------------------------
 
@@ -211,21 +213,20 @@ class ExecutionBurstServer:
                     if not self._wanted and not await self._lend(lanes):
                         lanes = None
                 if self._native.blocked:
-                    await self._idle()
-                    for body, identity, service_ns in self._native.held():
-                        result = decode_result(body + result_identity_datum(identity, service_ns)).result
-                        await self._write(result, identity, service_ns)
+                    await self._catch_up()
             available = requests.available_to_read()
             if not available:
                 if lanes is None:
                     await requests.wait_readable()
                 else:
+                    await self._catch_up()
                     requests.peek(1)  # raises the reason, if the queue has come to its end
                     await asyncio.sleep(0)
                 continue
             if lanes is not None:
                 await self._serve_first(requests.peek(available) or b"")
                 continue
+            await self._catch_up()  # a tracer may have come while lanes ran requests
             for packet in split_requests(requests.read(available) or b""):  # a broken client may have taken datums back
                 await self._answer(packet)
                 if time.monotonic_ns() - yielded_ns > YIELD_NS:
@@ -246,16 +247,23 @@ class ExecutionBurstServer:
                         await self._bind(packet, key)
                 except Exception as error:  # as in `_result_of`
                     if number == 0:
-                        await self._idle()
+                        await self._catch_up()
                         self._requests.read(len(packet) // DATUM_BYTES)
                         await self._send(result_of(error), read_identity(packet)[0], time.monotonic_ns())
                     return
         else:
             return
         if number == 0:
-            await self._idle()
+            await self._catch_up()
             if self._requests.read(len(packet) // DATUM_BYTES) is not None:
                 await self._answer(packet)
+
+    async def _catch_up(self) -> None:
+        """Wait until every request that lanes have taken is answered. Before that, the listener answers none. The burst is not lent."""
+        await self._idle()
+        for body, identity, service_ns in self._native.held():
+            result = decode_result(body + result_identity_datum(identity, service_ns)).result
+            await self._write(result, identity, service_ns)
 
     async def _lend(self, lanes: ILanes) -> bool:
         """Lend the burst to the lanes until they give it back. Returns False if they cannot serve it."""

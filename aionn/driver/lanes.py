@@ -6,7 +6,7 @@ lane has one executable, so lanes may run beside each other over one copy of the
 Invariants
     An executable is run by its lane only.
     A lane that waits holds nothing of the work it did last.
-    Every job that was submitted is run, also after `aclose`.
+    Every job that was submitted is run, also if it waits when `aclose` is called. Later ones are refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import anyio
 from aionn.burst import CLOSE_S
 from aionn.driver.priority import Turns
 from aionn.driver.threads import Job
-from aionn.errors import ExecutionError
+from aionn.errors import CallerError, ExecutionError
 from aionn.fmq import Lane as NativeLane
 from aionn.fmq import Lanes as NativeLanes
 from aionn.hal.interfaces import Executable
@@ -79,7 +79,13 @@ class Lanes:
         self.recall = self._native.recall
 
     async def run(self, job: Callable[[Lane], T]) -> T:
-        """Run `job` on a free lane and return its result, or raise its error. A cancelled caller leaves, and the job runs on."""
+        """Run `job` on a free lane and return its result, or raise its error. A cancelled caller leaves, and the job runs on.
+
+        Raises:
+            CallerError: the lanes have been closed.
+        """
+        if self._closed is not None:
+            raise CallerError("the request names a prepared model that has been released; prepare the model again")
 
         def shown(lane: Lane) -> T:
             began_ns = lane.slot.begin()

@@ -132,21 +132,21 @@ static void share(LanesObject *lanes, ListenerObject *listener)
     }
 }
 
-/* Return the burst to look at next, held, or NULL. A lane goes round all bursts that may have a request. */
-static ListenerObject *choose(LanesObject *lanes, ListenerObject *last)
+/* Return the burst to look at next, held, or NULL. A lane goes round all bursts that may have a request. `last` is lent, or NULL. */
+static ListenerObject *choose(LanesObject *lanes, ListenerObject *last, bool after_job)
 {
-    if (last && last->lent && lanes->lent == 1 && !last->queued)
+    if (last && lanes->lent == 1 && !last->queued)
         return last;
-    if (lanes->lent > 1) {
+    if (lanes->lent > (after_job ? 0 : 1)) {
         struct epoll_event events[EVENTS];
         lanes_collect(lanes, events, epoll_wait(lanes->epoll_fd, events, EVENTS, 0));
     }
-    if (last && last->lent)
+    if (last)
         lanes_enqueue(lanes, last);
-    Py_XDECREF((PyObject *)last);
+    Py_XDECREF((PyObject *)last); /* not the last reference, because it is lent */
     ListenerObject *listener = lanes_dequeue(lanes);
     Py_XINCREF((PyObject *)listener);
-    if (lanes->ready_count)
+    if (lanes->ready_count || lanes->jobs) /* this lane may have taken another one's signal from epoll */
         lanes_wake_one(lanes);
     return listener;
 }
@@ -186,7 +186,7 @@ static void idle(LaneObject *lane, ListenerObject *listener)
     if (!lane->since_ns) {
         lane->since_ns = ring_now_ns();
         lane->slept = false;
-        int64_t budget_ns = lanes->looking || !alone(lanes, lane->since_ns) ? 0 : spin_budget_ns(&listener->spin);
+        int64_t budget_ns = lanes->looking || lanes->jobs || !alone(lanes, lane->since_ns) ? 0 : spin_budget_ns(&listener->spin);
         if (budget_ns) {
             look(lane, listener, budget_ns);
             return;
@@ -227,20 +227,31 @@ static PyObject *lane_next(PyObject *object, PyObject *answer)
         last = finish(lane, answer);
         if (!last)
             return NULL;
+        if (!last->lent) {
+            Py_DECREF((PyObject *)last); /* this may run any Python code, so it comes before the look at `jobs` */
+            last = NULL;
+        }
     }
+    bool after_job = lane->after_job; /* then a burst comes first, because jobs may never pause */
+    lane->after_job = false;
     lane->since_ns = 0;
     for (;;) {
-        if (lanes->stopped || lanes->jobs) {
-            if (last && last->lent)
+        if (lanes->stopped || (lanes->jobs && !after_job)) {
+            if (last)
                 lanes_enqueue(lanes, last);
             Py_XDECREF((PyObject *)last);
             lanes->jobs -= lanes->jobs > 0;
             if (lanes->stopped || lanes->jobs || lanes->ready_count)
                 lanes_wake_one(lanes);
+            lane->after_job = true;
             Py_RETURN_NONE;
         }
-        ListenerObject *listener = choose(lanes, last);
+        ListenerObject *listener = choose(lanes, last, after_job);
         last = NULL;
+        if (!listener && after_job) {
+            after_job = false;
+            continue;
+        }
         if (!listener) {
             if (!lane->since_ns)
                 lane->since_ns = -1;

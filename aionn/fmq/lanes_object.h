@@ -13,9 +13,12 @@
  *     A burst's requests are taken in order and answered in order. An answer that comes early is held until those before it are there.
  *     While a burst is lent, one of these holds: its queue is armed, or it stands in `ready`, or a lane is about to look at it. A lane
  *     that has run a request of a burst looks at it again before it sleeps.
+ *     After a job, a lane looks at the bursts before it takes the next job. So neither keeps the other waiting.
  *     `returned` is called once for each `lend`, when the burst is not lent any more.
  *     A burst with an answer that has no room (`blocked`) is not lent. Its task writes that answer when no lane runs a request of it.
- *     A lane that sleeps is counted in `sleeping` before it releases the GIL, so a signal written after that wakes it. */
+ *     A lane that sleeps is counted in `sleeping` before it releases the GIL, so a signal written after that wakes it.
+ *
+ * tests/fmq/lane_model.py searches this protocol in all interleavings. */
 #ifndef AIONN_FMQ_LANES_OBJECT_H
 #define AIONN_FMQ_LANES_OBJECT_H
 
@@ -76,7 +79,7 @@ typedef struct {
     struct exchange_stamp stamp;
     int64_t began_ns;
     int64_t since_ns; /* since when the lane has had nothing to do, or 0 */
-    bool slept;
+    bool slept, after_job;
     Py_buffer page; /* the memory of `slot`, or empty */
     struct page_slot *slot; /* shows the runs of this lane, or NULL */
 } LaneObject;

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,7 @@ from aionn.burst import (
     encode_result,
 )
 from aionn.burst.packets import read_identity, split_requests, split_results
-from aionn.driver.device import EngineDevice
+from aionn.driver.device import EngineDevice, EnginePreparedModel
 from aionn.errors import CallerError
 from aionn.fmq import MessageQueue
 from aionn.hal import Artifact, CacheFiles, CompileOptions, Executable, ExecutionReport, Model
@@ -56,7 +56,7 @@ ARGUMENT_BYTES = 4 * ELEMENTS
 
 
 class ScriptedEngine:
-    """Returns its inputs plus 1, unless `act` is set: then it does that. Satisfies `hal.Engine`."""
+    """Returns its inputs plus 1. Before that it calls `act`, and `see` with its first input, if they are set. Satisfies `hal.Engine`."""
 
     name = "scripted"
     version = "1"
@@ -64,6 +64,7 @@ class ScriptedEngine:
 
     def __init__(self) -> None:
         self.act: Callable[[], None] | None = None
+        self.see: Callable[[NDArray[Any]], object] | None = None
         self.runs = 0
 
     def supported_operations(self, model: Model) -> Sequence[bool]:
@@ -84,10 +85,15 @@ class ScriptedExecutable:
         self._engine = engine
         self._names = names
 
+    def lanes(self, count: int) -> Sequence[ScriptedExecutable]:
+        return [self] * count
+
     def run(self, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]], timing: bool) -> ExecutionReport:
         self._engine.runs += 1
         if self._engine.act is not None:
             self._engine.act()
+        if self._engine.see is not None:
+            self._engine.see(next(iter(inputs.values())))
         made = {}
         for name, source in zip(self._names, inputs.values(), strict=True):
             if name in outputs:
@@ -203,30 +209,54 @@ def nothing_computed(answer: ResultPacket) -> bool:
     return result.status is not ErrorStatus.NONE and result.output_shapes == () and result.timing == NO_TIMING
 
 
+class RawModel:
+    """A prepared model of a scripted engine in this process, and the raw clients' ends of its bursts."""
+
+    def __init__(self, engine: ScriptedEngine, prepared: EnginePreparedModel, queues: ExitStack) -> None:
+        self.engine = engine
+        self.prepared = prepared
+        self._queues = queues
+
+    async def burst(self, *, capacity: int = 1024, result_capacity: int | None = None, slots: Slots | None = None) -> RawClient:
+        """A burst of its own, with memory under slot 0 unless `slots` are given."""
+        requests = MessageQueue.create(DATUM_BYTES, capacity)
+        self._queues.callback(requests.close)
+        results = MessageQueue.create(DATUM_BYTES, result_capacity or capacity)
+        self._queues.callback(results.close)
+        if slots is None:
+            slots = Slots()
+            self._queues.callback(slots.close)
+            slots.add(0)
+        channels = duplicated(requests.descriptor()), duplicated(results.descriptor())
+        server = await self.prepared.configure_execution_burst(slots, *channels)
+        return RawClient(requests, results, slots, server, self.engine)
+
+
+@asynccontextmanager
+async def raw_model(model: bytes | None = None, *, lanes: int = 1, low_power: bool = True) -> AsyncIterator[RawModel]:
+    """A model with so many lanes over a scripted engine, whose bursts a test opens."""
+    engine = ScriptedEngine()
+    with ExitStack() as queues:
+        async with anyio.create_task_group() as tasks:
+            device = EngineDevice(engine, tasks)
+            preference = ExecutionPreference.LOW_POWER if low_power else ExecutionPreference.FAST_SINGLE_ANSWER
+            prepared = await device.prepare_model(
+                OnnxModel.from_onnx(model or identity_model()), PrepareOptions(preference, instances=lanes)
+            )
+            yield RawModel(engine, prepared, queues)
+            engine.act = engine.see = None
+            await prepared.aclose()
+            device.close()
+            tasks.cancel_scope.cancel()
+
+
 @asynccontextmanager
 async def raw_client(
     model: bytes | None = None, *, capacity: int = 1024, result_capacity: int | None = None, low_power: bool = True
 ) -> AsyncIterator[RawClient]:
     """A server over a scripted engine, and the raw client's end of its burst, with memory under slot 0."""
-    engine = ScriptedEngine()
-    slots = Slots()
-    slots.add(0)
-    requests = MessageQueue.create(DATUM_BYTES, capacity)
-    results = MessageQueue.create(DATUM_BYTES, result_capacity or capacity)
-    try:
-        async with anyio.create_task_group() as tasks:
-            device = EngineDevice(engine, tasks)
-            preference = ExecutionPreference.LOW_POWER if low_power else ExecutionPreference.FAST_SINGLE_ANSWER
-            prepared = await device.prepare_model(OnnxModel.from_onnx(model or identity_model()), PrepareOptions(preference))
-            server = await prepared.configure_execution_burst(slots, duplicated(requests.descriptor()), duplicated(results.descriptor()))
-            yield RawClient(requests, results, slots, server, engine)
-            engine.act = None
-            await prepared.aclose()
-            tasks.cancel_scope.cancel()
-    finally:
-        requests.close()
-        results.close()
-        slots.close()
+    async with raw_model(model, low_power=low_power) as raw:
+        yield await raw.burst(capacity=capacity, result_capacity=result_capacity)
 
 
 class RawDriver:

@@ -15,12 +15,14 @@ from typing import Any
 
 import anyio
 import numpy as np
+import psutil
 import pytest
 from numpy.typing import NDArray
 
 import aionn
 from aionn.testing import FakeDevice
 from aionn.testing.models import identity_model
+from tests.leaks import driver_pids
 from tests.runtime.uneven_engine import UnevenEngine
 
 pytestmark = pytest.mark.anyio
@@ -69,6 +71,7 @@ async def test_burst_compute_different_compilations() -> None:
         assert (await one.compute(frame))["input_out"][0, 0] == 3
 
 
+@pytest.mark.usefixtures("both_ways")
 async def test_burst_compute_concurrent() -> None:
     """NNAPI lets one of two concurrent calls fail; here both are answered, each with its own."""
     async with compiled() as (_, compilation), compilation.burst(depth=2) as burst:
@@ -120,6 +123,7 @@ async def test_a_stream_that_holds_nothing_needs_two_frames() -> None:
         assert burst.statistics()["frames"] == 2
 
 
+@pytest.mark.usefixtures("both_ways")
 async def test_a_cancelled_request_keeps_its_frame_until_the_driver_has_answered() -> None:
     async with compiled() as (fake, compilation), compilation.burst() as burst:
         fake.hang()
@@ -134,6 +138,7 @@ async def test_a_cancelled_request_keeps_its_frame_until_the_driver_has_answered
         assert burst.statistics()["pinned_frames"] == 0
 
 
+@pytest.mark.usefixtures("both_ways")
 async def test_every_caller_of_a_killed_driver_is_told_and_the_next_call_starts_another() -> None:
     async with compiled() as (fake, compilation), compilation.burst() as burst:
         await burst.compute(numbered(0))
@@ -197,6 +202,7 @@ async def test_a_driver_that_does_not_answer_is_declared_hung_killed_and_replace
         assert (await burst.compute(numbered(7)))["input_out"][0, 0] == 7
 
 
+@pytest.mark.usefixtures("both_ways")
 async def test_another_burst_loses_nothing_when_a_request_of_one_fails() -> None:
     async with compiled() as (fake, compilation), compilation.burst() as one, compilation.burst() as other:
         await other.compute(numbered(1))
@@ -283,6 +289,31 @@ async def test_several_bursts_of_one_driver_side_by_side() -> None:
 @pytest.mark.parametrize("bursts", [1, 8])
 async def test_eight_in_flight_for_minutes_without_a_lost_answer(bursts: int) -> None:
     assert await many_in_flight(180, bursts=bursts, callers=10, cancel=True) > 100_000
+
+
+def held_by(pid: int) -> tuple[int, int, int]:
+    """Resident bytes, descriptors and threads of a process."""
+    process = psutil.Process(pid)
+    return process.memory_info().rss, process.num_fds(), process.num_threads()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+async def test_a_million_frames_grow_neither_app_nor_driver() -> None:
+    async with compiled() as (_, compilation), compilation.burst() as burst:
+        taken = numbered(1)
+        pids = [os.getpid()]
+        before: list[tuple[int, int, int]] = []
+        for number in range(1_050_000):
+            if number == 50_000:
+                pids += driver_pids()
+                before = [held_by(pid) for pid in pids]
+            await burst.compute(taken)
+        after = [held_by(pid) for pid in pids]
+        assert len(pids) > 1
+        for (rss, fds, threads), (rss_after, fds_after, threads_after) in zip(before, after, strict=True):
+            assert rss_after - rss < 4 << 20
+            assert (fds_after, threads_after) <= (fds, threads)
 
 
 async def test_a_long_run_after_short_ones_does_not_stall_the_other_models_of_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from aionn.memory.region import Region
 from tests.burst.ends import Gate, RawClient, Slots, nothing_computed, packet, raw_client
 from tests.fmq.queues import duplicated, open_fds
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("both_ways")]
 
 
 async def test_memories_are_asked_for_once_and_kept() -> None:
@@ -36,6 +36,14 @@ async def test_memories_are_asked_for_once_and_kept() -> None:
         for identity in range(1, 4):
             assert (await client.answer_to(packet(identity=identity))).result.status is ErrorStatus.NONE
         assert client.slots.asked == [[0]]
+
+
+async def test_requests_that_come_again_are_taken_by_lanes_or_by_the_listener_alone(both_ways: bool) -> None:
+    async with raw_client() as client:
+        for identity in range(1, 10):
+            assert (await client.answer_to(packet(identity=identity))).identity == identity
+        assert client.server.answered == 9
+        assert client.server._native.taken == (9 if both_ways else 0)
 
 
 async def test_free_memory_before_burst() -> None:

@@ -16,7 +16,7 @@ from aionn.hal.types import NO_TIMING, DataLocation, ErrorStatus, OutputShape, R
 from aionn.testing.models import identity_model
 from tests.burst.ends import RawClient, nothing_computed, packet, raw_client, request
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("both_ways")]
 
 UNUSED_SLOT = 2**31 - 1
 GOOD = packet()

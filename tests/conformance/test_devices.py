@@ -38,7 +38,7 @@ from aionn.testing.models import identity_model, scaled_model
 from tests.conformance.devices import ENGINES, HOLDERS
 from tests.leaks import leak_check
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("both_ways")]
 
 FACTOR = np.linspace(-2, 2, 64, dtype=np.float32)  # 256 bytes: a constant by reference
 BYTES = FACTOR.nbytes

@@ -14,7 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from aionn.driver.lanes import Lane, Lanes
-from aionn.errors import ExecutionError
+from aionn.errors import CallerError, ExecutionError
 from aionn.hal import ErrorStatus, ExecutionReport
 from aionn.pages import private_slot
 from tests.descriptors import free_descriptors
@@ -38,6 +38,13 @@ def threads_of() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("test ")]
 
 
+async def threads_end() -> None:
+    """A thread that has reported its end is listed for a moment more."""
+    for thread in threads_of():
+        await anyio.to_thread.run_sync(thread.join, 10)
+        assert not thread.is_alive()
+
+
 async def test_jobs_of_one_lane_keep_their_order_also_when_their_callers_leave() -> None:
     lanes, _ = made(1)
     seen: list[int] = []
@@ -57,7 +64,7 @@ async def test_jobs_of_one_lane_keep_their_order_also_when_their_callers_leave()
     await asyncio.gather(*tasks, return_exceptions=True)
     assert seen == [0, 1, 2, 3]
     await lanes.aclose()
-    assert threads_of() == []
+    await threads_end()
 
 
 async def test_jobs_run_beside_each_other_each_on_its_own_executable() -> None:
@@ -96,7 +103,7 @@ async def test_every_job_is_run_although_the_lanes_close() -> None:
         await anyio.wait_all_tasks_blocked()
         go.set()
     assert len(done) == 7
-    assert threads_of() == []
+    await threads_end()
 
 
 async def test_a_job_that_hangs_holds_the_end_up_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,4 +179,12 @@ async def test_lanes_without_descriptors_are_one_sentence() -> None:
         made(1)
     lanes, _ = made(1)
     assert await lanes.run(lambda lane: 1) == 1
+    await lanes.aclose()
+
+
+async def test_a_job_after_the_end_is_refused_and_waits_for_nothing() -> None:
+    lanes, _ = made(2)
+    await lanes.aclose()
+    with anyio.fail_after(10), pytest.raises(CallerError, match="released; prepare the model again"):
+        await lanes.run(lambda lane: 1)
     await lanes.aclose()

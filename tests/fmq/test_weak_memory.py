@@ -52,7 +52,7 @@ def build(program: str, folder: Path, *flags: str) -> Path:
 
 
 def run(executable: Path, *arguments: str) -> list[str]:
-    ended = subprocess.run([str(executable), *arguments], capture_output=True, text=True, timeout=120)
+    ended = subprocess.run([str(executable), *arguments], capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stderr + ended.stdout[-4000:]
     return ended.stdout.splitlines()
 
@@ -101,10 +101,23 @@ def test_the_checker_knows_what_c11_allows(tmp_path: Path) -> None:
 
 def test_the_ring_holds_in_all_interleavings_of_a_weak_memory(lines: list[str]) -> None:
     programs = [line for line in lines if line.startswith("program ")]
-    assert len(programs) == 12
+    assert len(programs) == 14
     assert all(line.endswith(": holds") for line in programs), "\n".join(lines)
     states = sum(int(line.split()[2]) for line in programs)
     assert states > 100_000  # it did search
+
+
+@pytest.mark.soak
+def test_a_ring_that_a_lane_reads_until_its_task_takes_it_back_holds_in_larger_programs(tmp_path: Path) -> None:
+    programs = run(build("weak", tmp_path, "-O2"), "large")
+    assert len(programs) == 2
+    assert all(line.endswith(": holds") for line in programs), "\n".join(programs)
+
+
+def test_a_lane_and_the_task_that_takes_the_ring_back_need_their_lock(tmp_path: Path) -> None:
+    programs = run(build("weak", tmp_path, "-O2", "-DWITHOUT_GIL"), "first")
+    found = [line for line in programs if line.startswith("program ") and not line.endswith(": holds")]
+    assert [line.split()[1] for line in found] == ["lane_and_task"]
 
 
 def test_each_fence_of_the_ring_is_needed(weakenings: list[Weakening]) -> None:

@@ -131,7 +131,7 @@ def search(p: Protocol) -> tuple[list[str] | None, int]:
     """The way to a hang, or None; and how many states were seen."""
     if p.messages < p.waiters + p.inline:
         raise ValueError("a sleeper that waits for more than is ever sent sleeps rightly")
-    return _explore(
+    return explore(
         State(left=p.waiters, inline=p.inline),
         lambda s: _waker_steps(p, s) + _sleeper_steps(p, s) + _drains(s),
         lambda s: s.sleeper_at == "done",
@@ -141,7 +141,8 @@ def search(p: Protocol) -> tuple[list[str] | None, int]:
 S = TypeVar("S", bound=NamedTuple)
 
 
-def _explore(start: S, steps_of: Callable[[S], list[tuple[str, S]]], served: Callable[[S], bool]) -> tuple[list[str] | None, int]:
+def explore(start: S, steps_of: Callable[[S], list[tuple[str, S]]], served: Callable[[S], bool]) -> tuple[list[str] | None, int]:
+    """The way to a state that has no step and is not `served`, or None; and how many states were seen."""
     came_from: dict[S, tuple[S, str] | None] = {start: None}
     stack = [start]
     while stack:

@@ -81,10 +81,9 @@ async def test_a_cancelled_compute_leaves_both_paths_right_and_every_slot_free(s
                 assert_same(await compilation.compute(frames[-index]), expected[-index])
 
             with anyio.fail_after(60):
-                over_burst = await at_every_point(lambda: burst.compute(frames[0]), all_is_well)
-                over_socket = await at_every_point(lambda: compilation.compute(frames[0]), all_is_well)
-            assert over_burst >= 1
-            assert over_socket >= 1
+                for compute in (burst.compute, compilation.compute):
+                    while not await at_every_point(lambda: compute(frames[0]), all_is_well):  # noqa: B023
+                        pass  # it was answered without an await
         assert len(driver_pids()) == 1
 
 

@@ -88,7 +88,6 @@ async def one_kill(runtime: aionn.Runtime, model: aionn.Model, expected: Arrays,
                 callers.start_soon(life.until_it_dies, use)
             callers.start_soon(life.kill, after_s)
     assert await ended(pid, 10)
-    assert life.told
     for told_ns, error in life.told:
         assert 0 <= told_ns - life.killed_ns < TOLD_WITHIN_S * 1e9
         assert (error.device, error.exit_code) == ("onnxruntime", -signal.SIGKILL)
@@ -110,6 +109,7 @@ async def many_kills(silero_path: Path, kills: int) -> None:
             held.append(Inventory.take().sizes())
     # What a runtime with one fresh driver holds does not grow with the number of drivers that died before it.
     assert held[-1] == held[1]
+    assert len(told_s) > kills  # of three callers in each round; now and then all three are answered in the moment of the death
     told_s.sort()
     print(f"{kills} kills, told after: median {told_s[len(told_s) // 2] * 1e3:.1f} ms, longest {told_s[-1] * 1e3:.1f} ms")
 

@@ -1,6 +1,7 @@
 /* ring.h under a weak memory model, in all interleavings of small programs. Then again, with each of its memory orders weakened.
- * Prints a line per program, and a line per weakening: the first program that notices it, or "unnoticed". usage: weak [trace | first]
- * trace: also how it came to each. first: no weakening, and no more than the first violation. */
+ * Prints a line per program, and a line per weakening: the first program that notices it, or "unnoticed". usage: weak [trace | first | large]
+ * trace: also how it came to each. first: no weakening, and no more than the first violation.
+ * large: the large programs, and no weakening. */
 #include "weak_memory.h"
 
 #include "ring.h"
@@ -334,6 +335,97 @@ static void packets(void)
     weak_thread(read_packets);
 }
 
+/* ---- a lane reads until the listener's task takes the ring back (_lane.c); the lock is the GIL ------------------------------------- */
+
+enum { SIGNAL = 2 }; /* the lanes' own eventfd */
+static _Atomic uint32_t returned;
+static bool lane_looks; /* for a while without the lock, before it arms */
+
+#ifdef WITHOUT_GIL
+#define weak_lock() ((void)0)
+#define weak_unlock() ((void)0)
+#endif
+
+/* With the lock: read one element, if it is there. */
+static bool take_element(void)
+{
+    struct ring_span span;
+    uint64_t element;
+    enum ring_status status = ring_begin_read(&reader, reader.quantum, &span);
+    CHECK(status == RING_OK || status == RING_LESS);
+    if (status != RING_OK)
+        return false;
+    ring_copy_out(&reader, &span, (uint8_t *)&element);
+    CHECK(element == span.at / reader.quantum + 1);
+    CHECK(ring_commit_read(&reader, reader.quantum) == RING_OK);
+    return true;
+}
+
+static void lane(void)
+{
+    uint64_t readable, writable;
+    bool looks = lane_looks;
+    for (;;) {
+        weak_lock();
+        if (atomic_load_explicit(&returned, memory_order_relaxed))
+            break;
+        if (take_element()) {
+            weak_unlock(); /* it runs the request */
+            continue;
+        }
+        if (looks) {
+            looks = false;
+            weak_unlock();
+            CHECK(ring_available(&reader, &readable, &writable) == RING_OK); /* ring_spin, once */
+            continue;
+        }
+        bool armed = ring_arm(&reader, true, reader.quantum, 0);
+        weak_unlock();
+        if (armed)
+            weak_sleep_for_either(reader.reader_fd, SIGNAL);
+    }
+    weak_unlock();
+}
+
+static void take_back(void)
+{
+    weak_lock(); /* lanes_give_back */
+    atomic_store_explicit(&returned, 1, memory_order_relaxed);
+    for (unsigned t = 0; t < weak.thread_count; t++)
+        if (weak.threads[t].other == SIGNAL)
+            weak.threads[t].fd = SIGNAL; /* EPOLL_CTL_DEL */
+    weak_signal(SIGNAL);
+    weak_unlock();
+    for (bool over = false; !over;) { /* as the task reads and sleeps; it holds the lock wherever it runs */
+        weak_lock();
+        while (take_element())
+            ;
+        over = atomic_load_explicit(reader.read, memory_order_relaxed) == elements * reader.quantum;
+        bool armed = !over && ring_arm(&reader, true, reader.quantum, 0);
+        weak_unlock();
+        if (armed) {
+            weak_sleep(reader.reader_fd);
+            ring_clear(reader.reader_fd);
+        }
+    }
+}
+
+static void lane_program(bool looks, unsigned count, unsigned capacity)
+{
+    elements_program(false, count, capacity);
+    lane_looks = looks;
+    weak.thread_count = 0;
+    weak_location(&returned);
+    weak_thread(write_elements);
+    weak_thread(lane);
+    weak_thread(take_back);
+}
+
+static void lane_and_task(void) { lane_program(false, 1, 1); }
+static void lane_and_task_of_two(void) { lane_program(false, 2, 2); }
+static void lane_that_looks(void) { lane_program(true, 1, 1); }
+static void lane_and_writer_that_sleeps(void) { lane_program(false, 2, 1); }
+
 /* ---- the runs -------------------------------------------------------------------------------------------------------------------------- */
 
 /* `again`: also with weakened orders. The others are larger, and notice nothing that these do not. */
@@ -344,8 +436,10 @@ static const struct { const char *name; void (*prepare)(void); bool again; } PRO
     {"element_by_futex", element_by_futex, true},       {"close_by_eventfd", close_by_eventfd, true},
     {"close_by_futex", close_by_futex, true},           {"elements_by_eventfd", elements_by_eventfd, true},
     {"elements_by_futex", elements_by_futex, false},    {"packets", packets, false},
+    {"lane_and_task", lane_and_task, true},             {"lane_that_looks", lane_that_looks, false},
+    {"lane_and_task_of_two", lane_and_task_of_two, false}, {"lane_and_writer_that_sleeps", lane_and_writer_that_sleeps, false},
 };
-enum { PROGRAM_COUNT = sizeof PROGRAMS / sizeof *PROGRAMS };
+enum { PROGRAM_COUNT = sizeof PROGRAMS / sizeof *PROGRAMS, LARGE = 2 /* the last ones, which take a minute */ };
 
 static const char *const ORDERS[] = {"relaxed", "consume", "acquire", "release", "acq_rel", "seq_cst"};
 
@@ -381,8 +475,9 @@ int main(int argc, char **argv)
 {
     bool traces = argc > 1 && !strcmp(argv[1], "trace");
     bool first = argc > 1 && !strcmp(argv[1], "first");
+    bool large = argc > 1 && !strcmp(argv[1], "large");
     bool wrong = false;
-    for (unsigned p = 0; p < PROGRAM_COUNT && !(first && wrong); p++) {
+    for (unsigned p = large ? PROGRAM_COUNT - LARGE : 0; p < PROGRAM_COUNT - (large ? 0 : LARGE) && !(first && wrong); p++) {
         uint64_t executions;
         const char *found = weak_search(PROGRAMS[p].prepare, &executions);
         printf("program %s %llu states: %s\n", PROGRAMS[p].name, (unsigned long long)weak_states, found ? found : "holds");
@@ -391,7 +486,7 @@ int main(int argc, char **argv)
         wrong = wrong || found;
         fflush(stdout);
     }
-    if (wrong || first)
+    if (wrong || first || large)
         return 0;
     int sites = (int)weak_site_count;
     for (int s = 0; s < sites; s++) {

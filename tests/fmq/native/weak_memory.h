@@ -13,7 +13,7 @@
  *     A seq_cst fence joins the thread's view with one global view, both ways. seq_cst operations count as acq_rel: less than C gives.
  *     Bytes of `weak_plain` are not atomic. Each access counts in a vector clock, which release and acquire pass on; two accesses
  *     of which one writes are a race unless one happens before the other.
- *     An eventfd is a lock-protected counter. FUTEX_WAIT compares the newest message. A thread that sleeps runs after its wake only.
+ *     An eventfd is a lock-protected counter. `weak_lock` is the one lock; a thread that wants it runs when it is free. FUTEX_WAIT compares the newest message. A thread that sleeps runs after its wake only.
  *
  * Not modelled: a load that reads from a store which its own thread's later store has led to (load buffering). Plain accesses
  * need it not, since they race there.
@@ -49,7 +49,7 @@
 #include <ucontext.h>
 #include <unistd.h>
 
-enum { THREADS = 3, LOCATIONS = 10, OWN = 20, MESSAGES = 1 + THREADS * OWN, CELLS = 4, FDS = 2, SITES = 64, STEPS = 400 };
+enum { THREADS = 3, LOCATIONS = 10, OWN = 20, MESSAGES = 1 + THREADS * OWN, CELLS = 4, FDS = 3, SITES = 64, STEPS = 400 };
 
 static inline _Noreturn void weak_fail(const char *what, int line)
 {
@@ -82,7 +82,8 @@ struct weak_thread {
     ucontext_t context;
     sigjmp_buf at;
     bool begun, done, woken;
-    int fd;                           /* sleeps until this eventfd is readable; -1: does not */
+    bool wants_lock;
+    int fd, other;                    /* sleeps until one of these eventfds is readable; -1: does not, or there is no other */
     const volatile void *futex;       /* sleeps on this word */
     uint32_t mask;
     struct weak_view now, acquired, released;
@@ -107,6 +108,8 @@ static struct {
     struct weak_view global; /* of seq_cst fences */
     struct weak_view fd_view[FDS];
     bool fd_readable[FDS];
+    struct weak_view lock_view;
+    bool locked;
     const volatile void *hints[8];
     unsigned hint_count;
     int current;
@@ -412,6 +415,39 @@ static inline void weak_sleep(int fd)
     weak_to_scheduler();
     weak.threads[weak.current].fd = -1;
     weak_returns("", "woken by eventfd", (uint64_t)fd);
+}
+
+/* Sleep as epoll_wait over two eventfds does. Return the one whose event it took. */
+static inline int weak_sleep_for_either(int fd, int other)
+{
+    struct weak_thread *t = &weak.threads[weak.current];
+    t->other = other;
+    t->fd = fd;
+    weak_to_scheduler();
+    int woke = weak.fd_readable[t->other] ? t->other : t->fd; /* another thread may have taken one of them out */
+    t->fd = t->other = -1;
+    weak.fd_readable[woke] = false;
+    weak_join(&t->now, &weak.fd_view[woke], true);
+    return (int)weak_returns("", "woken by an event", (uint64_t)woke);
+}
+
+static inline void weak_lock(void)
+{
+    struct weak_thread *t = &weak.threads[weak.current];
+    t->wants_lock = true;
+    weak_to_scheduler();
+    t->wants_lock = false;
+    weak.locked = true;
+    weak_join(&t->now, &weak.lock_view, true);
+    weak_returns("", "lock", 0);
+}
+
+static inline void weak_unlock(void)
+{
+    struct weak_thread *t = weak_step();
+    weak.locked = false;
+    weak_join(&weak.lock_view, &t->now, true);
+    weak_returns("", "unlock", 0);
 }
 
 static inline long weak_futex(const volatile void *word, int operation, uint32_t value, uint32_t mask)

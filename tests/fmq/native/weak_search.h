@@ -47,7 +47,7 @@ static inline uint64_t weak_hash(void)
         const struct weak_thread *t = &weak.threads[i];
         hash = weak_mix(hash, t->history);
         hash = weak_mix(hash, (uint64_t)(t->fd + 1) << 3 | (uint64_t)(t->futex != NULL) << 2 | (uint64_t)t->woken << 1 | t->done);
-        hash = weak_mix(hash, t->begun);
+        hash = weak_mix(hash, (uint64_t)(t->other + 1) << 2 | (uint64_t)t->wants_lock << 1 | t->begun);
         hash = weak_hash_view(weak_hash_view(weak_hash_view(hash, &t->now), &t->acquired), &t->released);
     }
     for (unsigned l = 0; l < weak.location_count; l++) {
@@ -65,6 +65,7 @@ static inline uint64_t weak_hash(void)
         for (unsigned t = 0; t < weak.thread_count; t++)
             hash = weak_mix(hash, cell->read[t]);
     }
+    hash = weak_hash_view(weak_mix(hash, weak.locked), &weak.lock_view);
     for (unsigned fd = 0; fd < FDS; fd++)
         hash = weak_hash_view(weak_mix(hash, weak.fd_readable[fd]), &weak.fd_view[fd]);
     return hash;
@@ -83,7 +84,7 @@ static inline void weak_thread(void (*body)(void))
     struct weak_thread *t = &weak.threads[weak.thread_count++];
     char *stack = t->stack ? t->stack : malloc(1 << 16);
     WEAK_MUST(stack && !getcontext(&t->context));
-    *t = (struct weak_thread){.body = body, .context = t->context, .stack = stack, .fd = -1};
+    *t = (struct weak_thread){.body = body, .context = t->context, .stack = stack, .fd = -1, .other = -1};
     t->context.uc_stack.ss_sp = stack;
     t->context.uc_stack.ss_size = 1 << 16;
     makecontext(&t->context, weak_enter, 0);
@@ -91,7 +92,8 @@ static inline void weak_thread(void (*body)(void))
 
 static inline bool weak_may_run(const struct weak_thread *t)
 {
-    return !t->done && (t->fd < 0 || weak.fd_readable[t->fd]) && (!t->futex || t->woken);
+    bool event = t->fd < 0 || weak.fd_readable[t->fd] || (t->other >= 0 && weak.fd_readable[t->other]);
+    return !t->done && event && !(t->wants_lock && weak.locked) && (!t->futex || t->woken);
 }
 
 /* One execution: along the path that is known, then anywhere new. */

@@ -1,0 +1,79 @@
+"""Lanes lose no wake and return each burst once, in any interleaving; and the search finds the fault when an ingredient is left out."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from tests.fmq.lane_model import Protocol, search
+from tests.fmq.test_wake_model import body_of, in_order
+
+SHIPPED = {
+    "one lane and one burst": Protocol(("kk",), lanes=1, jobs=1),
+    "one lane and two bursts": Protocol(("k", "k"), lanes=1),
+    "one lane, two bursts, a job and the stop": Protocol(("k", "k"), lanes=1, jobs=1, stops=True, looks=False),
+    "one lane, two bursts and recalls": Protocol(("k", "u"), lanes=1, recalls=1, looks=False),
+    "two lanes and one burst": Protocol(("kk",)),
+    "two lanes and two bursts": Protocol(("k", "k"), looks=False),
+    "two lanes that recalls meet": Protocol(("kk",), recalls=1, looks=False),
+    "two lanes that look, and a recall": Protocol(("k",), recalls=1),
+    "two lanes, a job, a recall and the stop": Protocol(("k",), recalls=1, jobs=1, stops=True, looks=False),
+    "no further ahead than allowed": Protocol(("kkk",), ahead=1, looks=False),
+    "device memory between other requests": Protocol(("ksk",), looks=False),
+    "a request that is not known between others": Protocol(("kuk",), looks=False),
+    "two requests that wait for each other": Protocol(("kk",), together=True),
+    "requests of two bursts that wait for each other": Protocol(("k", "k"), together=True, looks=False),
+    "a request that waits for two jobs": Protocol(("k",), together=True, jobs=2),
+}
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_lanes_never_sleep_through_what_they_owe(name: str) -> None:
+    way, states = search(SHIPPED[name])
+    assert way is None, "\n".join(way or [])
+    assert states > 2000  # it did search
+
+
+WITHOUT = {
+    "arms_when_empty": Protocol(("kk",), lanes=1),
+    "enqueues_at_lend": Protocol(("k",), lanes=1),
+    "wakes_at_lend": Protocol(("k",), lanes=1),
+    "wakes_to_share": Protocol(("kk",), together=True),
+    "shares": Protocol(("kk",), together=True),
+    "wakes_for_more": Protocol(("k", "k"), together=True, looks=False),
+    "wakes_for_jobs": Protocol(("k",), together=True, jobs=2),
+    "looks_again": Protocol(("kk",), lanes=1),
+    "keeps_what_came": Protocol(("k",), lanes=1),
+    "checks_jobs_last": Protocol(("k",), lanes=1, jobs=1),
+    "counts_sleep_first": Protocol(("k",), lanes=1, jobs=1),
+    "tells_when_idle": Protocol(("ku",), looks=False),
+    "unqueues": Protocol(("k",), lanes=1, recalls=1),
+}
+
+
+@pytest.mark.parametrize("ingredient", WITHOUT)
+def test_without_one_of_its_ingredients_the_protocol_fails(ingredient: str) -> None:
+    protocol = WITHOUT[ingredient]
+    assert search(protocol)[0] is None
+    without: dict[str, Any] = {ingredient: False}
+    way, _ = search(replace(protocol, **without))
+    assert way is not None
+
+
+def test_each_ingredient_of_the_model_has_its_fault() -> None:
+    ingredients = [field.name for field in fields(Protocol) if field.default is True and field.name != "looks"]
+    assert sorted(WITHOUT) == sorted(ingredients)
+
+
+def test_the_native_code_takes_the_steps_of_the_model_in_their_order() -> None:
+    top = body_of("lane_next", "_lane.c")
+    assert in_order(
+        top, "finish(", "!last->lent", "Py_DECREF", "lanes->jobs &&", "choose(", "sleep_for_events(", "take(", "share(", "idle("
+    )
+    assert in_order(body_of("sleep_for_events", "_lane.c"), "sleeping++", "Py_BEGIN_ALLOW_THREADS", "epoll_wait", "sleeping--", "collect")
+    assert in_order(body_of("choose", "_lane.c"), "lanes_collect", "lanes_enqueue(lanes, last)", "lanes_dequeue", "lanes_wake_one")
+    assert in_order(body_of("share", "_lane.c"), "arm(listener)", "lanes_enqueue", "lanes_wake_one")
+    assert in_order(body_of("lanes_lend", "_lanes.c"), "EPOLL_CTL_ADD", "lanes_enqueue", "lanes_wake_one")
+    assert in_order(body_of("finish", "_lane.c"), "running--", "write_held", "lanes_call_once(&listener->idle)")
