@@ -137,43 +137,6 @@ def close_memory(memory: IMemory | None) -> None:
         close()
 
 
-class Bodies:
-    """Framed answers without their identity. Lanes and the listener use it at the same time."""
-
-    __slots__ = ("_last",)
-
-    def __init__(self) -> None:
-        self._last: tuple[Result | None, bytes] = (None, b"")
-
-    def of(self, result: Result) -> bytes:
-        """Return the encoded answer. The same `Result` mostly comes again."""
-        known, body = self._last
-        if known is result:
-            return body
-        try:
-            body = encode_result_body(result, framed=True)
-        except PacketError as error:
-            body = encode_result_body(Result(ErrorStatus.GENERAL_FAILURE, message=str(error)), framed=True)
-        self._last = result, body
-        return body
-
-
-class Bound(NamedTuple):
-    """A request bound to its memories. The burst's `Listener` remembers it. A lane calls it."""
-
-    execution: IBoundExecution
-    measure_timing: bool
-    bodies: Bodies
-
-    def __call__(self, lane: Any) -> bytes:
-        """Run, and return the answer without its identity. Raises nothing."""
-        try:
-            result = self.execution.run(lane, self.measure_timing)
-        except BaseException as error:
-            result = result_of(error)
-        return self.bodies.of(result)
-
-
 class DefaultBurstExecutorWithCache:
     """Makes a burst executor of any prepared model. It keeps the memories and passes them at each execution, which is slower."""
 

@@ -24,6 +24,7 @@ from aionn.testing import FakeDevice
 from aionn.testing.models import identity_model
 from tests.leaks import driver_pids
 from tests.runtime.uneven_engine import UnevenEngine
+from tests.stopping import stop
 
 pytestmark = pytest.mark.anyio
 
@@ -163,14 +164,6 @@ async def test_every_caller_of_a_killed_driver_is_told_and_the_next_call_starts_
         fake.behave()
         assert (await burst.compute(numbered(5)))["input_out"][0, 0] == 5
         assert burst.statistics()["pinned_frames"] == 0
-
-
-def stop(pid: int) -> None:
-    """Stop a process and return when each of its threads stands. The signal alone leaves a lane on another CPU time for an answer."""
-    os.kill(pid, signal.SIGSTOP)
-    for thread in os.listdir(f"/proc/{pid}/task"):
-        while b") T" not in Path(f"/proc/{pid}/task/{thread}/stat").read_bytes():
-            os.sched_yield()
 
 
 @pytest.mark.parametrize("how", ["stopped", "spinning with the GIL", "hanging in its engine"])

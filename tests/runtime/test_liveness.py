@@ -26,6 +26,7 @@ from aionn.runtime.processes.liveness import Evidence, Hang, Judge, Witness
 from aionn.testing import FakeDevice, identity_model
 from tests.leaks import driver_pids, leak_check
 from tests.runtime.uneven_engine import Accelerator, UnevenEngine
+from tests.stopping import stop
 
 S = 10**9
 
@@ -332,14 +333,6 @@ async def test_a_run_that_waits_for_an_accelerator_is_hung_only_by_its_own_histo
             await burst.compute(numbered(-1))
         assert "uneven_engine" in caught.value.stack
         del caught  # its traceback holds the frame
-
-
-def stop(pid: int) -> None:
-    """Stop a process and return when each of its threads stands. The signal alone leaves a thread on another CPU time for an answer."""
-    os.kill(pid, signal.SIGSTOP)
-    for thread in os.listdir(f"/proc/{pid}/task"):
-        while b") T" not in Path(f"/proc/{pid}/task/{thread}/stat").read_bytes():
-            os.sched_yield()
 
 
 @pytest.mark.anyio

@@ -25,6 +25,7 @@ from aionn.testing.models import scaled_model
 from tests.leaks import driver_pids, leak_check
 from tests.runtime.asked_engine import AskedEngine, SecondAskedEngine
 from tests.runtime.test_liveness import Case
+from tests.stopping import kill_under
 
 pytestmark = pytest.mark.anyio
 
@@ -110,10 +111,7 @@ async def test_the_death_of_one_process_leaves_the_other_alone(victim: str) -> N
         hit, spared = (usual, low) if victim == "usual" else (low, usual)
         pids = dies.pid, lives.pid
         assert pids[0] is not None
-        os.kill(pids[0], signal.SIGKILL)
-        with pytest.raises(aionn.DriverDiedError), anyio.fail_after(PATIENCE_S):
-            while True:
-                await hit.compute(FRAME)
+        await kill_under(pids[0], lambda: hit.compute(FRAME))
         await spared.compute(FRAME)
         outputs = await hit.compute(FRAME)
         assert outputs["y"][0, 4] == hit.priority

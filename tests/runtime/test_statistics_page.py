@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from functools import partial
 
 import anyio
 import numpy as np
@@ -22,6 +23,7 @@ from aionn.pages import BEAT_S, FoundPage, Kind, PageView, SlotView, find_page, 
 from aionn.testing import FakeDevice, identity_model
 from tests.leaks import driver_pids, leak_check
 from tests.pages.processes import memfds
+from tests.stopping import kill_under
 
 pytestmark = pytest.mark.anyio
 
@@ -118,10 +120,7 @@ async def test_a_driver_that_is_killed_leaves_no_memory_and_the_counts_go_on(com
             (pid,) = driver_pids()
             (page,) = memfds(pid)
             assert page in memfds(os.getpid())  # the app reads it
-            os.kill(pid, signal.SIGKILL)
-            with pytest.raises(aionn.DriverDiedError):
-                while True:
-                    await burst.compute(frame(turn))
+            await kill_under(pid, partial(burst.compute, frame(turn)))
             with anyio.fail_after(20):
                 while page in memfds():  # noqa: ASYNC110  (another process's end, and shared memory, have no event)
                     await anyio.sleep(0.01)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from aionn.testing.models import scaled_model
 from tests.leaks import leak_check
 from tests.real_models import carried, some_input
 from tests.runtime.asked_engine import AskedEngine, SecondAskedEngine, SecondSingleEngine, SingleEngine
+from tests.stopping import kill_under
 
 pytestmark = pytest.mark.anyio
 
@@ -141,10 +142,7 @@ async def test_a_hit_a_driver_s_death_and_a_swap_keep_threads_and_instances(mode
                 (device,) = (device for device in runtime.devices if device.pid)
                 pid = device.pid
                 assert pid is not None
-                os.kill(pid, signal.SIGKILL)
-                with pytest.raises(aionn.DriverDiedError):
-                    while True:
-                        await compilation.compute(FRAME)
+                await kill_under(pid, partial(compilation.compute, FRAME))
                 assert wanted.items() <= (await asked(compilation)).items()
                 assert device.pid not in (None, pid)
                 other = aionn.Model.from_onnx(scaled_model(np.ones(SHAPE, np.float32)))

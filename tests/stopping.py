@@ -1,0 +1,34 @@
+"""Stopping and killing a driver at a known moment."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+import aionn
+
+
+def stop(pid: int) -> None:
+    """Stop a process and return when each of its threads stands. The signal alone leaves a thread on another CPU time for an answer."""
+    os.kill(pid, signal.SIGSTOP)
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        while b") T" not in Path(f"/proc/{pid}/task/{thread}/stat").read_bytes():
+            os.sched_yield()
+
+
+async def kill_under(pid: int, call: Callable[[], Coroutine[Any, Any, Any]]) -> aionn.DriverDiedError:
+    """Kill a driver while `call` waits for its answer. Return the error of the call."""
+    stop(pid)
+    task = asyncio.get_running_loop().create_task(call())
+    await anyio.wait_all_tasks_blocked()
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(aionn.DriverDiedError) as died:
+        await task
+    return died.value
