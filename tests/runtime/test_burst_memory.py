@@ -111,6 +111,18 @@ async def test_a_burst_of_a_detector_has_frames_of_its_true_size() -> None:
         del burst, compilation  # they hold the model
 
 
+async def test_frames_of_a_guessed_size_go_although_several_requests_began_with_them() -> None:
+    async with compiled(carried("detector").read_bytes(), "onnxruntime") as compilation:
+        (name,) = compilation.model.inputs
+        picture = {name: np.zeros((1, 3, 64, 64), np.float32)}
+        true = picture[name].nbytes + 64 * 64 * 4
+        async with compilation.burst(depth=4) as burst:
+            for _ in range(2):
+                await asyncio.gather(*(burst.compute(picture) for _ in range(4)))
+            assert shared(burst) <= 5 * true
+        del burst, compilation  # they hold the model
+
+
 async def test_hundreds_of_held_outputs_of_small_frames_need_few_descriptors() -> None:
     async with compiled(identity(4)) as compilation, compilation.burst() as burst:
         await burst.compute(of(4))
@@ -287,7 +299,7 @@ def test_room_that_was_guessed_is_replaced_by_what_an_answer_needs() -> None:
     fitted = arguments.fit(guessed, [OutputShape((1, 100))])
     assert fitted.outputs[0][4] == PAGE
     assert arguments.layout(((4096,),)) is fitted
-    assert arguments.fit(guessed, [OutputShape((1, 9))]) is guessed  # an answer to an older request changes nothing
+    assert arguments.fit(guessed, [OutputShape((1, 9))]) is fitted  # also for the other requests that were sent with the guess
     assert arguments.fit(fitted, [OutputShape((1, 9))]) is fitted
     needed = [OutputShape((1, 600), False)]
     wider = arguments.widen(((4096,),), needed)

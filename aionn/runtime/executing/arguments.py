@@ -296,8 +296,11 @@ class Arguments:
     def fit(self, layout: FrameLayout, answered: Sequence[OutputShape]) -> FrameLayout:
         """Return a layout without the room that a guess had given to outputs of these shapes, or `layout` if it was not a guess."""
         input_shapes = tuple(shape for _, _, shape, _ in layout.inputs)
-        if layout.known or layout.answered or not answered or self._layouts.get(input_shapes) is not layout:
+        if layout.known or layout.answered or not answered:
             return layout
+        current = self._layouts.get(input_shapes)
+        if current is not layout and current is not None:
+            return current  # the answer to another request over such a frame came before
         room = [  # whole pages, so that small outputs whose size varies seldom need a second run
             -(-max(1, prod(shape.dimensions) * dtype.itemsize) // PAGE_BYTES) * PAGE_BYTES
             for (_, dtype, _, _, _), shape in zip(layout.outputs, answered, strict=True)
