@@ -114,8 +114,8 @@ async def test_a_burst_of_a_detector_has_frames_of_its_true_size() -> None:
 async def test_frames_of_a_guessed_size_go_although_several_requests_began_with_them() -> None:
     async with compiled(carried("detector").read_bytes(), "onnxruntime") as compilation:
         (name,) = compilation.model.inputs
-        picture = {name: np.zeros((1, 3, 64, 64), np.float32)}
-        true = picture[name].nbytes + 64 * 64 * 4
+        picture = {name: np.zeros((1, 3, 384, 640), np.float32)}
+        true = picture[name].nbytes + 384 * 640 * 4
         async with compilation.burst(depth=4) as burst:
             for _ in range(2):
                 await asyncio.gather(*(burst.compute(picture) for _ in range(4)))
