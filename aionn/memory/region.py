@@ -156,7 +156,9 @@ class Region:
 
     def fileno(self) -> int:
         if self._fd < 0:
-            raise CallerError("this memory has been closed" if self.closed else "this memory has no descriptor any more, so it cannot be sent")
+            raise CallerError(
+                "this memory has been closed" if self.closed else "this memory has no descriptor any more, so it cannot be sent"
+            )
         return self._fd
 
     def inode(self) -> tuple[int, int]:
