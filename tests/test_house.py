@@ -21,7 +21,7 @@ FLOORS = (
     {"__init__", "__main__", "cli", "testing"},
 )
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-# Ground rooms may lean on each other, in this order: lazy, memo and errors know nothing, tasks and trace know errors.
+# Ground rooms may lean on each other, in this order: _mapping, lazy, memo and errors know nothing, tasks and trace know errors.
 GROUND_ORDER = ("_mapping", "lazy", "memo", "errors", "trace", "tasks")
 
 IO_MODULES = {"anyio", "os", "socket", "mmap", "asyncio", "fcntl", "subprocess", "select", "selectors", "aiofiles"}

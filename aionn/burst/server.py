@@ -165,13 +165,12 @@ class ExecutionBurstServer:
             except AionnError as error:
                 refused = refused or error  # attach the other queue too, so that it can be closed
         for queue in queues:
+            queue.forget_descriptor()
             refused = refused or _why_unfit(queue)
         if refused is not None:
             for queue in queues:
                 queue.close()
             raise refused
-        for queue in queues:
-            queue.forget_descriptor()
         with_cache = executor if isinstance(executor, IBurstExecutorWithCache) else DefaultBurstExecutorWithCache(executor)
         window_ns = DRIVER_WINDOW_NS if SpinPolicy(DRIVER_WINDOW_NS, low_power=low_power).allowed else 0
         return cls(callback, (queues[0], queues[1]), with_cache, lanes, window_ns)
