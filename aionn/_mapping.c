@@ -43,9 +43,13 @@ static PyObject *mapping_new(PyTypeObject *type, PyObject *args, PyObject *Py_UN
 
 static void unmap(MappingObject *self)
 {
-    if (self->bytes)
-        munmap(self->bytes, (size_t)self->length);
-    self->bytes = NULL;
+    void *bytes = self->bytes;
+    self->bytes = NULL; /* first, because other threads run meanwhile */
+    if (!bytes)
+        return;
+    Py_BEGIN_ALLOW_THREADS /* to give back a large memory takes milliseconds */
+    munmap(bytes, (size_t)self->length);
+    Py_END_ALLOW_THREADS
 }
 
 static void mapping_dealloc(PyObject *object)
