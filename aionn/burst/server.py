@@ -129,6 +129,7 @@ class ExecutionBurstServer:
             except AionnError as error:
                 refused = refused or error  # attach the other queue too, so that it can be closed
         for queue in queues:
+            queue.forget_descriptor()
             refused = refused or _why_unfit(queue)
         if refused is not None:
             for queue in queues:

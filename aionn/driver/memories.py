@@ -95,8 +95,13 @@ def _file_of(memory: IMemory) -> Region | None:
 
 
 def _home_of(memory: IMemory) -> Extent:
-    status, begin = os.fstat(memory.fileno()), memory.description.offset_bytes
-    return (status.st_dev, status.st_ino), begin, begin + memory.size_bytes
+    begin = memory.description.offset_bytes
+    if isinstance(memory, Region):
+        inode = memory.inode()
+    else:
+        status = os.fstat(memory.fileno())
+        inode = status.st_dev, status.st_ino
+    return inode, begin, begin + memory.size_bytes
 
 
 def constants_of(model: Model) -> tuple[Extent, ...]:

@@ -72,7 +72,7 @@ class MessageQueue(Ring):
         self._closed = True
         self._pid = os.getpid()
         self._regions = regions
-        self._descriptor = grantors_from
+        self._descriptor: MQDescriptor | None = grantors_from
         self._dtype = dtype
         self._ended_by: BaseException | None = None
         self.quantum = grantors_from.quantum
@@ -172,10 +172,22 @@ class MessageQueue(Ring):
             raise
 
     def descriptor(self) -> MQDescriptor:
-        """Return what a peer needs to attach. The queue keeps its fds, so send duplicates (SCM_RIGHTS makes them)."""
+        """Return what a peer needs to attach. The queue keeps its fds, so send duplicates (SCM_RIGHTS makes them).
+
+        Raises:
+            CallerError: the queue has been closed, or has forgotten its memory's descriptors.
+        """
         if self._closed:
             self._refuse(_GONE)
+        if self._descriptor is None:
+            raise CallerError("this queue has closed the descriptors of its memory, so no further peer can attach; make another queue")
         return self._descriptor
+
+    def forget_descriptor(self) -> None:
+        """Close the descriptors of the memory, which stays mapped: no further peer will attach. The eventfds stay open. Idempotent."""
+        self._descriptor = None
+        for region in self._regions:
+            region.forget_descriptor()
 
     # ---- arrays and transactions ----------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
     limits           how much memory is still available, and which limit says so
     descriptors      whether a descriptor from another process may be mapped
-    region           one piece of shared memory, mapped; beside `aionn.pages`, the only place that calls mmap
+    region           one piece of shared memory, mapped; beside `aionn.pages`, the only place that maps memory
     memory           `Memory`: what an app holds and slices
     hardware_buffer  `HardwareBuffer`: images, their planes and strides, as tensors
     pool             frames of a burst or a compilation

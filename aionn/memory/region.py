@@ -1,4 +1,4 @@
-"""One sealed memfd, or a checked foreign descriptor, mapped. Beside `aionn.pages`, only this file calls mmap.
+"""One sealed memfd, or a checked foreign descriptor, mapped. Beside `aionn.pages`, only this file maps memory.
 
 A region is reserved when it is made. First `limits` asks what cgroups and resource limits leave, then `posix_fallocate`
 takes the pages. So too little memory is an error at allocation and never a SIGBUS or a killed process later. Its size is
@@ -6,13 +6,13 @@ sealed before another process sees it. A descriptor from a peer is checked befor
 peer that can shrink a mapped file could kill this process with SIGBUS.
 
 Errors come in two phases. A fault of a description or a descriptor is found before anything is mapped and is a
-`CallerError` (HAL: INVALID_ARGUMENT). A refusal by mmap is a `MappingError`: GENERAL_FAILURE, or RESOURCE_EXHAUSTED_TRANSIENT
-if this process has no descriptor left.
+`CallerError` (HAL: INVALID_ARGUMENT). A refusal by mmap is a `MappingError` (GENERAL_FAILURE).
 
 Invariants
     The mapping lives as long as any view of it. `close` drops this object's reference and descriptor. The kernel
     unmaps when the last `memoryview` or array over it is gone, so nothing is ever unmapped under a reader.
-    A region owns its descriptor from construction on, also when construction fails.
+    A region owns its descriptor from construction on, also when construction fails. The mapping has no descriptor, so a
+    region that is never sent again needs none (`forget_descriptor`).
 
 Used by memory (for apps), fmq (for queues), runtime (for frames and constants) and driver (for what the app sent).
 """
@@ -27,6 +27,7 @@ import threading
 from collections.abc import Callable, Sequence
 from enum import Enum
 
+from aionn._mapping import Mapping
 from aionn.errors import CallerError, ExecutionError
 from aionn.hal.types import ErrorStatus, MemoryDescription, MemoryKind
 from aionn.memory import limits
@@ -60,21 +61,19 @@ class Access(Enum):
 
 
 class MappingError(ExecutionError):
-    """Memory with a right description could not be mapped here.
+    """Memory with a right description could not be mapped here. `.status` is GENERAL_FAILURE."""
 
-    `.status` is GENERAL_FAILURE, or RESOURCE_EXHAUSTED_TRANSIENT if this process has no descriptor left for it.
-    """
-
-    def __init__(self, message: str, *, status: ErrorStatus = ErrorStatus.GENERAL_FAILURE) -> None:
-        super().__init__(message, status=status)
+    def __init__(self, message: str) -> None:
+        super().__init__(message, status=ErrorStatus.GENERAL_FAILURE)
 
 
 class Region:
     """Shared memory, mapped into this process. Satisfies `hal.IMemory`."""
 
-    def __init__(self, fd: int, mapping: mmap.mmap, description: MemoryDescription, access: Access = Access.WRITE) -> None:
+    def __init__(self, fd: int, mapping: Mapping, description: MemoryDescription, access: Access = Access.WRITE) -> None:
         self._fd = fd
-        self._mapping: mmap.mmap | None = mapping
+        self._mapping: Mapping | None = mapping
+        self._inode: tuple[int, int] | None = None
         self._when_closed: list[Callable[[], None]] = []
         self._lock = threading.RLock()  # a region may be closed by the garbage collector, in any thread and at any moment
         self.access = access
@@ -110,7 +109,7 @@ class Region:
                     limits.require(size_bytes - offset)
                 os.posix_fallocate(fd, offset, min(_STEP_BYTES, size_bytes - offset))
             fcntl.fcntl(fd, F_ADD_SEALS, SIZE_SEALS | (0 if freezable else F_SEAL_SEAL))
-            mapping = _map(fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE, 0)
+            mapping = Mapping(fd, size_bytes, True)
         except (OSError, OverflowError) as error:
             os.close(fd)
             raise limits.allocation_error(size_bytes, error if isinstance(error, OSError) else OSError(errno.EFBIG, str(error))) from error
@@ -137,16 +136,13 @@ class Region:
             check_descriptor(fd, description, write_through=access is Access.WRITE)
             os.set_inheritable(fd, False)
             reserve_holes(fd, description, write_through=access is Access.WRITE)
-            prot = mmap.PROT_READ if access is Access.READ else mmap.PROT_READ | mmap.PROT_WRITE
-            flags = mmap.MAP_PRIVATE if access is Access.PRIVATE else mmap.MAP_SHARED
+            private = access is Access.PRIVATE
             try:
-                mapping = _map(fd, description.size_bytes, flags, prot, description.offset_bytes)
-            except (OSError, ValueError, OverflowError) as error:
-                lacking = isinstance(error, OSError) and error.errno in limits.NO_DESCRIPTOR_LEFT
+                mapping = Mapping(fd, description.size_bytes, access is not Access.READ, private, description.offset_bytes)
+            except (OSError, OverflowError) as error:
                 raise MappingError(
                     f"memory of kind {description.kind.value}, {description.size_bytes} bytes at offset {description.offset_bytes}: "
-                    f"it cannot be mapped into this process: {getattr(error, 'strerror', None) or error}",
-                    status=ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT if lacking else ErrorStatus.GENERAL_FAILURE,
+                    f"it cannot be mapped into this process: {getattr(error, 'strerror', None) or error}"
                 ) from error
         except BaseException:
             _close_quietly(fd)
@@ -160,8 +156,30 @@ class Region:
 
     def fileno(self) -> int:
         if self._fd < 0:
-            raise CallerError("this memory has been closed")
+            raise CallerError(
+                "this memory has been closed" if self.closed else "this memory has no descriptor any more, so it cannot be sent"
+            )
         return self._fd
+
+    def inode(self) -> tuple[int, int]:
+        """Return device and inode number, which name the memory in every process."""
+        if self._inode is None:
+            status = os.fstat(self.fileno())
+            self._inode = status.st_dev, status.st_ino
+        return self._inode
+
+    def forget_descriptor(self) -> None:
+        """Close the descriptor of sealed memory that this process never sends again. The bytes stay mapped. Idempotent.
+
+        A file keeps its descriptor, because `check_backing` and `flush` need it.
+        """
+        if self._fd < 0 or self.description.kind is MemoryKind.MMAP_FD:
+            return
+        self.inode()
+        with self._lock:
+            fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     def view(self) -> memoryview:
         mapping = self._mapping
@@ -216,7 +234,7 @@ class Region:
             A function that cancels the callback.
         """
         with self._lock:
-            if self._fd >= 0:
+            if self._mapping is not None:
                 self._when_closed.append(callback)
                 return lambda: self._forget(callback)
         callback()
@@ -229,7 +247,7 @@ class Region:
 
     @property
     def closed(self) -> bool:
-        return self._fd < 0
+        return self._mapping is None
 
     def close(self) -> None:
         """Release descriptor and mapping. The bytes stay mapped until the last view of them is gone."""
@@ -244,7 +262,7 @@ class Region:
 
     def __del__(self) -> None:
         # Only the model owns its constants, so their descriptor ends with the last reference.
-        if getattr(self, "_fd", -1) >= 0:
+        if getattr(self, "_mapping", None) is not None:
             self.close()
 
 
@@ -283,10 +301,6 @@ def reserve(size_bytes: int) -> memoryview:
         MemoryAllocationError: the memory cannot be had now.
     """
     return Region.allocate(size_bytes).view()
-
-
-def _map(fd: int, size_bytes: int, flags: int, prot: int, offset: int) -> mmap.mmap:
-    return mmap.mmap(fd, size_bytes, flags=flags, prot=prot, offset=offset)
 
 
 def _close_quietly(fd: int) -> None:

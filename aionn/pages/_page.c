@@ -99,7 +99,7 @@ static const struct { const char *name; long value; } CONSTANTS[] = { /* which l
 static int page_exec(PyObject *module)
 {
     static const struct { const char *name; PyType_Spec *spec; } TYPES[] = {
-        {"Slot", &slot_spec}, {"BurstSlot", &burst_slot_spec}, {"Trace", &trace_spec}, {"Memory", &memory_spec}};
+        {"Slot", &slot_spec}, {"BurstSlot", &burst_slot_spec}, {"Trace", &trace_spec}};
     if (!slots_watch_forks()) {
         PyErr_SetString(PyExc_ImportError,
                         "aionn.pages cannot watch for forks, because pthread_atfork failed; free some memory and try again");

@@ -25,16 +25,6 @@ TRACE_BYTES: Final[int]
 TRACE_SETTLED: Final[int]
 
 @final
-class Memory:
-    """A mapped memfd, which this object does not keep open."""
-
-    def __new__(cls, fd: int, size_bytes: int, writable: bool, /) -> Memory: ...
-    def close(self) -> None:
-        """Unmap it. Idempotent. The end of the object does it too. Raises `BufferError` while a view is held."""
-
-    def __buffer__(self, flags: int, /) -> memoryview: ...
-
-@final
 class Trace:
     """Writes trace records while the page asks for them. One writer at a time."""
 

@@ -17,8 +17,9 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from aionn._mapping import Mapping
 from aionn.pages import layout
-from aionn.pages._page import Memory, Slot, Trace
+from aionn.pages._page import Slot, Trace
 from aionn.pages.layout import Activity, LayoutError
 
 __all__ = [
@@ -58,7 +59,7 @@ def time_namespace_of(pid: int) -> int:
         return 0
 
 
-def make_page(words: Sequence[int]) -> tuple[int, Memory]:
+def make_page(words: Sequence[int]) -> tuple[int, Mapping]:
     """Make this process's page with these words of a header. Returns its descriptor and its mapping.
 
     Raises:
@@ -70,7 +71,7 @@ def make_page(words: Sequence[int]) -> tuple[int, Memory]:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | fcntl.F_SEAL_SEAL)
         os.posix_fallocate(fd, 0, layout.SLOT_OFFSET)
         os.lseek(fd, layout.STACK_OFFSET, os.SEEK_SET)
-        mapping = Memory(fd, layout.PAGE_BYTES, True)
+        mapping = Mapping(fd, layout.PAGE_BYTES, True)
     except BaseException:
         os.close(fd)
         raise
@@ -79,7 +80,7 @@ def make_page(words: Sequence[int]) -> tuple[int, Memory]:
     return fd, mapping
 
 
-def map_sealed(fd: int, size_bytes: int, *, write: bool = False) -> Memory:
+def map_sealed(fd: int, size_bytes: int, *, write: bool = False) -> Mapping:
     """Map a memfd of another process that has this size for good.
 
     Raises:
@@ -94,10 +95,10 @@ def map_sealed(fd: int, size_bytes: int, *, write: bool = False) -> Memory:
         raise LayoutError(
             f"a statistics page came with another size or without its seals; it has {size_bytes} bytes and seals against any other size"
         )
-    return Memory(fd, size_bytes, write)
+    return Mapping(fd, size_bytes, write)
 
 
-def map_path(path: str, size_bytes: int, *, write: bool = False) -> Memory:
+def map_path(path: str, size_bytes: int, *, write: bool = False) -> Mapping:
     """Map such a memfd by its link in /proc.
 
     Raises:

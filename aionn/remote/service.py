@@ -275,7 +275,9 @@ class _RemoteBurstCallback:
         regions: list[Region] = []
         try:
             for description in memories.memories:
-                regions.append(attached(descriptors.take(), description))
+                region = attached(descriptors.take(), description)
+                regions.append(region)
+                region.forget_descriptor()
         except BaseException:
             for region in regions:
                 region.close()

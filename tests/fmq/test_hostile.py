@@ -128,21 +128,49 @@ def is_open(fd: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("left", range(5))
+@pytest.mark.parametrize("left", range(4))
 def test_a_queue_for_which_no_descriptor_is_left_is_told_and_leaks_nothing(left: int) -> None:
-    """It takes four: its memory, once more for the mapping, and two eventfds."""
+    """It takes three: its memory and two eventfds."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     before = open_fds()
     unused = [fd for fd in range(left + len(before) + 1) if not is_open(fd)]
     resource.setrlimit(resource.RLIMIT_NOFILE, (unused[left], hard))
     try:
-        if left < 4:
+        if left < 3:
             with pytest.raises(MemoryAllocationError, match="none is left"):
                 MessageQueue.create(8, 16)
         else:
             MessageQueue.create(8, 16).close()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert open_fds() == before
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["one memory", "two memories"])
+def test_a_queue_without_the_descriptors_of_its_memory_works_on_and_refuses_further_peers(apart: bool) -> None:
+    before = open_fds()
+    queue = MessageQueue.create(8, 4, buffer_fd=memfd(32, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW) if apart else None)
+    peer = MessageQueue.attach(duplicated(queue.descriptor()), 8)
+    for end in (queue, peer):
+        for _ in range(2):
+            end.forget_descriptor()
+        with pytest.raises(CallerError, match="no further peer can attach"):
+            end.descriptor()
+    assert len(open_fds() - before) == 4  # two eventfds at each end
+    for number in range(10):
+        assert queue.write(bytes([number]) * 24)
+        assert peer.read(3) == bytes([number]) * 24
+    assert peer.arm_reader(1)
+    assert queue.write(bytes(8))
+    assert os.eventfd_read(peer.reader_fd) == 1
+    queue.close()
+    assert peer.read(1) == bytes(8)
+    with pytest.raises(QueueClosedError):
+        peer.read(1)
+    peer.close()
+    peer.forget_descriptor()
+    with pytest.raises(CallerError, match="has been closed here"):
+        peer.descriptor()
     assert open_fds() == before
 
 

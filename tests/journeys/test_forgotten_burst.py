@@ -51,7 +51,7 @@ async def test_a_burst_that_is_dropped_is_collected_and_leaves_nothing_here_or_i
     here, there = Inventory.take(), held_by_the_driver(compilation)
 
     burst = await compilation.burst().__aenter__()
-    assert len(Inventory.take().since(here)) >= 5
+    assert len(Inventory.take().since(here)) >= 3  # its eventfds, and two mappings
     if used == "computed":
         await burst.compute(INPUTS)
         await burst.compute({**INPUTS}, measure_timing=True)

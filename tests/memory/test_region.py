@@ -256,7 +256,7 @@ def test_only_mmap_fd_has_an_offset(kind: MemoryKind) -> None:
         Region.attach(sealed(2 * PAGE), MemoryDescription(kind, PAGE, offset_bytes=PAGE))
 
 
-def test_memory_that_cannot_be_mapped_for_want_of_a_descriptor_is_a_transient_failure() -> None:
+def test_memory_is_mapped_without_a_further_descriptor() -> None:
     fd = sealed(PAGE)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (fd + 1, hard))
@@ -265,13 +265,75 @@ def test_memory_that_cannot_be_mapped_for_want_of_a_descriptor_is_a_transient_fa
         with suppress(OSError):
             while True:
                 fillers.append(os.dup(fd))
-        with pytest.raises(MappingError, match="Too many open files") as caught:
-            Region.attach(fd, MemoryDescription(MemoryKind.ASHMEM, PAGE))
+        with pytest.raises(OSError, match="Too many open files"):
+            os.dup(fd)
+        region = Region.attach(fd, MemoryDescription(MemoryKind.ASHMEM, PAGE))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for filler in fillers:
             os.close(filler)
-    assert caught.value.status is ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT
+    assert bytes(region.view()) == bytes(PAGE)
+    region.close()
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_sealed_memory_stays_mapped_without_any_descriptor() -> None:
+    before = descriptors()
+    region = Region.allocate(PAGE)
+    inode = region.inode()
+    status = os.fstat(region.fileno())
+    assert inode == (status.st_dev, status.st_ino)
+    view = region.view()
+    closed: list[str] = []
+    region.when_closed(lambda: closed.append("first"))
+    for _ in range(2):
+        region.forget_descriptor()
+        assert descriptors() == before
+    view[:5] = b"bytes"
+    assert bytes(region.view()[:5]) == b"bytes"
+    assert region.inode() == inode
+    region.when_closed(lambda: closed.append("second"))
+    region.check_backing()
+    assert not region.flush()
+    with pytest.raises(CallerError, match="no descriptor any more"):
+        region.fileno()
+    with pytest.raises(CallerError, match="no descriptor any more"):
+        region.freeze()
+    assert closed == []
+    for _ in range(2):
+        region.close()
+        assert closed == ["first", "second"]
+    assert bytes(view[:5]) == b"bytes"
+    with pytest.raises(CallerError, match="closed"):
+        region.view()
+    with pytest.raises(CallerError, match="closed"):
+        region.fileno()
+    region.forget_descriptor()
+
+
+def test_a_file_keeps_the_descriptor_that_its_checks_need(tmp_path: Path) -> None:
+    region = Region.attach(file_of(tmp_path / "pool", PAGE), MemoryDescription(MemoryKind.MMAP_FD, PAGE))
+    region.forget_descriptor()
+    region.view()[:1] = b"x"
+    assert region.flush()
+    os.truncate(tmp_path / "pool", 10)
+    with pytest.raises(MappingError, match="cut off"):
+        region.check_backing()
+    region.close()
+
+
+def test_a_region_that_is_dropped_after_its_descriptor_unmaps_and_reports_its_end() -> None:
+    closed: list[bool] = []
+    with leak_check():
+        region = Region.allocate(PAGE)
+        region.forget_descriptor()
+        region.when_closed(lambda: closed.append(True))
+        assert any("memfd:aionn" in line for line in Path("/proc/self/maps").read_text().splitlines())
+        del region
+        assert closed == [True]
 
 
 def test_a_mapped_file_that_is_cut_off_later_is_noticed_before_it_is_touched(tmp_path: Path) -> None:

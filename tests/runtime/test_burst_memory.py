@@ -31,8 +31,8 @@ pytestmark = pytest.mark.anyio
 PAGE = mmap.PAGESIZE
 
 
-DESCRIPTORS = 2
-"""Of each region: its own, and the one that Python's mmap keeps."""
+DESCRIPTORS = 1
+"""Of each region in the app. The driver keeps none."""
 
 
 @asynccontextmanager

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import mmap
 import os
+import re
 import resource
+import signal
 import subprocess
 import sys
 import textwrap
@@ -21,6 +23,7 @@ from numpy.typing import NDArray
 import aionn
 from aionn.hal.types import ErrorStatus
 from aionn.testing import FakeDevice, identity_model
+from tests.descriptors import free_descriptors
 from tests.leaks import driver_pids, leak_check
 
 pytestmark = pytest.mark.anyio
@@ -101,18 +104,151 @@ async def test_a_driver_without_a_free_descriptor_fails_the_call_and_lives() -> 
             assert driver_pids() == [pid]
 
 
-async def test_a_driver_that_can_receive_memory_and_not_map_it_fails_the_call_for_want_of_descriptors() -> None:
+async def test_a_driver_maps_memory_after_memory_with_one_free_descriptor() -> None:
     async with leak_check(), aionn.Runtime() as runtime:
         compilation = await runtime.compile(model(), devices=("reference",))
         (pid,) = driver_pids()
         await compilation.compute({"x": x(1)})
-        with no_free_descriptor(pid, but=1), aionn.Memory.allocate(16) as memory:
-            with pytest.raises(aionn.ExecutionError, match="cannot be mapped") as caught:
-                await compilation.compute({"x": memory})
-            assert caught.value.status is ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT
-            del caught
-        check(await compilation.compute({"x": x(2)}), 2)
+        with no_free_descriptor(pid, but=1):
+            before = descriptors(pid)
+            for number in range(5):
+                with aionn.Memory.allocate(16) as memory:
+                    memory.array(np.float32, (4,))[...] = number
+                    check(await compilation.compute({"x": memory}), number)
+            assert descriptors(pid) == before
         assert driver_pids() == [pid]
+
+
+def descriptors(pid: int | str = "self") -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+async def test_a_burst_has_at_most_five_descriptors_on_each_side() -> None:
+    async with leak_check(), aionn.Runtime() as runtime:
+        compilation = await runtime.compile(model(), devices=("reference",))
+        (pid,) = driver_pids()
+        async with compilation.burst() as first:  # the lanes of the model begin
+            check(await first.compute({"x": x(0)}), 0)
+        before = descriptors(), descriptors(pid)
+        async with compilation.burst(depth=8) as burst:
+            assert (descriptors() - before[0], descriptors(pid) - before[1]) == (4, 4)
+            check(await burst.compute({"x": x(1)}), 1)
+            await asyncio.gather(*(_computed(burst, number) for number in range(8)))
+            assert (descriptors() - before[0], descriptors(pid) - before[1]) == (5, 4)
+        assert (descriptors(), descriptors(pid)) == before
+
+
+async def test_a_burst_that_has_forgotten_its_descriptors_goes_on_with_a_new_driver() -> None:
+    async with leak_check(), aionn.Runtime() as runtime:
+        compilation = await runtime.compile(model(), devices=("reference",))
+        async with compilation.burst() as burst, aionn.Memory.allocate(16) as memory:
+            memory.array(np.float32, (4,))[...] = 7
+            check(await burst.compute({"x": x(1)}), 1)
+            check(await burst.compute({"x": memory}), 7)
+            (pid,) = driver_pids()
+            before = descriptors()
+            os.kill(pid, signal.SIGKILL)
+            with pytest.raises(aionn.DriverDiedError):
+                while True:
+                    await burst.compute({"x": x(2)})
+            check(await burst.compute({"x": x(3)}), 3)
+            check(await burst.compute({"x": memory}), 7)
+            (new,) = driver_pids()
+            assert new != pid
+            assert descriptors() == before
+
+
+@pytest.mark.parametrize("left", range(7))
+async def test_a_burst_that_finds_too_few_descriptors_fails_with_one_sentence_and_leaves_nothing(left: int) -> None:
+    """To open takes six for a moment: the memory of two queues, and four eventfds."""
+    async with leak_check(), aionn.Runtime() as runtime:
+        compilation = await runtime.compile(model(), devices=("reference",))
+        (pid,) = driver_pids()
+        async with compilation.burst() as first:
+            check(await first.compute({"x": x(0)}), 0)
+        before = descriptors(), descriptors(pid)
+        with free_descriptors(left):
+            burst = compilation.burst()
+            if left < 6:
+                with pytest.raises(
+                    aionn.MemoryAllocationError, match=r"none is left \(RLIMIT_NOFILE is \d+\); close files or raise the limit"
+                ):
+                    await burst.__aenter__()
+            else:
+                async with burst:
+                    check(await burst.compute({"x": x(1)}), 1)
+        assert (descriptors(), descriptors(pid)) == before
+        async with compilation.burst() as again:
+            check(await again.compute({"x": x(2)}), 2)
+
+
+@pytest.mark.parametrize("left", range(7))
+async def test_a_driver_that_finds_too_few_descriptors_for_a_burst_leaves_nothing_on_either_side(left: int) -> None:
+    async with leak_check(), aionn.Runtime() as runtime:
+        compilation = await runtime.compile(model(), devices=("reference",))
+        (pid,) = driver_pids()
+        async with compilation.burst() as first:
+            check(await first.compute({"x": x(0)}), 0)
+        before = descriptors(), descriptors(pid)
+        with no_free_descriptor(pid, but=left):
+            burst = compilation.burst()
+            if left < 6:
+                with pytest.raises(aionn.ExecutionError, match="too many open files") as caught:
+                    await burst.__aenter__()
+                assert caught.value.status is ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT
+                del caught
+            else:
+                async with burst:
+                    check(await burst.compute({"x": x(1)}), 1)
+        assert (descriptors(), descriptors(pid)) == before
+        assert driver_pids() == [pid]
+
+
+def test_190_bursts_of_two_drivers_work_with_1024_descriptors_and_the_first_one_too_many_says_so() -> None:
+    app = """
+        import os, resource
+        import numpy as np
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
+        import aionn
+        from aionn.testing import identity_model
+
+        async def main():
+            model = aionn.Model.from_onnx(identity_model({"x": (4,)}))
+            async with aionn.Runtime() as runtime:
+                compilations = [await runtime.compile(model, devices=(name,)) for name in ("reference", "onnxruntime")]
+                pids = [device.pid for device in runtime.devices if device.pid]
+                assert len(pids) == 2
+                for compilation in compilations:
+                    async with compilation.burst() as burst:
+                        await burst.compute({"x": np.zeros(4, np.float32)})
+                count = lambda: [len(os.listdir(f"/proc/{pid}/fd")) for pid in (os.getpid(), *pids)]
+                before = count()
+                bursts = []
+                try:
+                    while True:
+                        burst = compilations[len(bursts) % 2].burst()
+                        await burst.__aenter__()
+                        bursts.append(burst)
+                        assert (await burst.compute({"x": np.full(4, len(bursts), np.float32)}))["x_out"][0] == len(bursts)
+                except aionn.MemoryAllocationError as error:
+                    reason = str(error)
+                assert len(bursts) >= 190, (len(bursts), before)
+                for number, burst in enumerate(bursts[:190]):
+                    assert (await burst.compute({"x": np.full(4, number, np.float32)}))["x_out"][0] == number
+                for burst in bursts:
+                    await burst.aclose()
+                assert count() == before
+                assert [device.pid for device in runtime.devices if device.pid] == pids
+                print(reason)
+
+        aionn.run(main)
+    """
+    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(app)], capture_output=True, text=True, timeout=60)
+    assert (ended.stderr, ended.returncode) == ("", 0)
+    assert re.fullmatch(
+        r"\d+ bytes of shared memory need a descriptor, and none is left \(RLIMIT_NOFILE is 1024\); close files or raise the limit\n",
+        ended.stdout,
+    )
 
 
 def test_many_calls_at_once_are_right_with_256_descriptors() -> None:

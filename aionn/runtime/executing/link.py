@@ -139,6 +139,8 @@ async def open_link(serving: Serving, compiled: CompiledModel, frames: Frames, o
     except BaseException:
         controller.end(CallerError("the burst could not be opened"))
         raise
+    for queue in (requests, results):
+        queue.forget_descriptor()
     serving.prepared.device.connection.when_ended(controller, partial(_driver_ended, serving, controller))
     return Link(serving, controller, context, compiled, frames)
 
