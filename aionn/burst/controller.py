@@ -14,7 +14,6 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Callable
 
@@ -83,7 +82,7 @@ class ExecutionBurstController:
         self._may_look = SpinPolicy(APP_WINDOW_NS, low_power=low_power).allowed
         window_ns = APP_WINDOW_NS if self._may_look else 0
         calls = (loop.create_future, loop.call_soon, self._take_unknown, self._cannot_send, self._wake_by, _trace)
-        number = os.fstat(requests.descriptor().fds[0]).st_ino  # of this burst, in both processes
+        number = requests.inode  # of this burst, in both processes
         caller.begin(depth, window_ns, calls, counts, number)
         self._result_fd = results.reader_fd
         loop.add_reader(self._result_fd, caller.event)

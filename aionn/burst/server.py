@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -81,7 +80,7 @@ class ExecutionBurstServer:
         self._requests, self._results = queues
         self._executor = executor
         self._lanes = lanes
-        self._native = Listener(*queues, window_ns, os.fstat(queues[0].descriptor().fds[0]).st_ino)
+        self._native = Listener(*queues, window_ns, queues[0].inode)
         self._bodies = Bodies()
         self._working = asyncio.Lock()
         self._quiet = asyncio.Event()  # no lane runs a request of this burst

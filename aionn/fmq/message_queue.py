@@ -183,10 +183,16 @@ class MessageQueue(Ring):
             raise CallerError("this queue has closed the descriptors of its memory, so no further peer can attach; make another queue")
         return self._descriptor
 
+    @property
+    def inode(self) -> int:
+        """The inode number of the queue's memory, which names the queue in both processes."""
+        return self._regions[0].inode()[1]
+
     def forget_descriptor(self) -> None:
         """Close the descriptors of the memory, which stays mapped: no further peer will attach. The eventfds stay open. Idempotent."""
         self._descriptor = None
         for region in self._regions:
+            region.inode()  # while the descriptor can still be asked
             region.forget_descriptor()
 
     # ---- arrays and transactions ----------------------------------------------------------------------------------
