@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from aionn import trace
 from aionn.burst.packets import PacketError, PoolReference, encode_result_body
 from aionn.errors import AionnError, CallerError, ExecutionError
 from aionn.fmq import Listener
@@ -38,6 +39,10 @@ class IBoundExecution(Protocol):
 
     def run(self, lane: Any, measure_timing: bool) -> Result:
         """Run in the thread of a lane. Raises nothing: every failure is a result."""
+        ...
+
+    def warm_up(self, lane: Any) -> bool:
+        """Run in the thread of a lane, without any effect but warm caches. Returns False if that cannot be. May raise anything."""
         ...
 
     async def execute(self, measure_timing: bool, deadline_ns: int | None) -> Result:
@@ -129,6 +134,14 @@ class Bound(NamedTuple):
             result = result_of(error)
         return self.bodies.of(result)
 
+    def warm_up(self, lane: Any) -> bool:
+        """Run before a request is due, and drop the result. Raises nothing."""
+        try:
+            return self.execution.warm_up(lane)
+        except BaseException as error:
+            trace.count("burst.warm_up_failed", reason=str(error))
+            return False
+
 
 def close_memory(memory: IMemory | None) -> None:
     """Close a memory that can be closed."""
@@ -173,6 +186,9 @@ class _DefaultBoundExecution:
 
     def run(self, lane: Any, measure_timing: bool) -> Result:
         return Result(ErrorStatus.GENERAL_FAILURE, message="a prepared model of another kind has no lanes")
+
+    def warm_up(self, lane: Any) -> bool:
+        return False
 
     async def execute(self, measure_timing: bool, deadline_ns: int | None) -> Result:
         return await self._prepared.execute(self._request, self._pools, measure_timing, deadline_ns)

@@ -75,12 +75,13 @@ class ExecutionBurstServer:
         executor: IBurstExecutorWithCache,
         lanes: ILanes | None,
         window_ns: int,
+        anticipate: bool = False,
     ) -> None:
         self._callback = callback
         self._requests, self._results = queues
         self._executor = executor
         self._lanes = lanes
-        self._native = Listener(*queues, window_ns, queues[0].inode)
+        self._native = Listener(*queues, window_ns, queues[0].inode, anticipate)
         self._bodies = Bodies()
         self._working = asyncio.Lock()
         self._quiet = asyncio.Event()  # no lane runs a request of this burst
@@ -106,6 +107,7 @@ class ExecutionBurstServer:
         *,
         lanes: ILanes | None = None,
         low_power: bool = False,
+        anticipate: bool = False,
     ) -> ExecutionBurstServer:
         """Make a server over two queues of the client. Both channels are taken over, also when this fails.
 
@@ -116,6 +118,7 @@ class ExecutionBurstServer:
             executor: caches mappings by slot. A plain prepared model is wrapped, and gets its pools anew each time.
             lanes: the threads that run what `executor` binds. None: the listener serves every packet itself.
             low_power: never stay awake between requests.
+            anticipate: let lanes run the model shortly before a request is due. Without lanes it does nothing.
 
         Raises:
             CallerError: a queue cannot be attached, has other elements, or cannot be awaited.
@@ -136,7 +139,7 @@ class ExecutionBurstServer:
             raise refused
         with_cache = executor if isinstance(executor, IBurstExecutorWithCache) else DefaultBurstExecutorWithCache(executor)
         window_ns = DRIVER_WINDOW_NS if SpinPolicy(DRIVER_WINDOW_NS, low_power=low_power).allowed else 0
-        return cls(callback, (queues[0], queues[1]), with_cache, lanes, window_ns)
+        return cls(callback, (queues[0], queues[1]), with_cache, lanes, window_ns, anticipate)
 
     async def serve(self) -> None:
         """Answer requests until the client closes the queues, dies, or `aclose` is called."""

@@ -338,12 +338,13 @@ class EnginePreparedModel:
         return bind(self._bound, request, pools)
 
     async def configure_execution_burst(
-        self, callback: IBurstCallback, request_channel: MQDescriptor, result_channel: MQDescriptor
+        self, callback: IBurstCallback, request_channel: MQDescriptor, result_channel: MQDescriptor, anticipate: bool = False
     ) -> ExecutionBurstServer:
         low_power = self._options.preference is ExecutionPreference.LOW_POWER
         executor = EngineBurstExecutor(self)
+        lanes = self._lanes if LANES else None
         server = ExecutionBurstServer.create(
-            callback, request_channel, result_channel, executor, lanes=self._lanes if LANES else None, low_power=low_power
+            callback, request_channel, result_channel, executor, lanes=lanes, low_power=low_power, anticipate=anticipate
         )
         self._bursts.add(server)
         self.device.serve(server, self._bursts.discard)

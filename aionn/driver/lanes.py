@@ -15,11 +15,13 @@ import asyncio
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import anyio
+import numpy as np
+from numpy.typing import NDArray
 
 from aionn.burst import CLOSE_S
 from aionn.driver.priority import Turns
@@ -37,10 +39,24 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """What a run needs of its lane: an executable that no other thread runs, and the slot that shows its executions."""
+    """What a run needs of its lane: an executable that no other thread runs, and the slot that shows its executions.
+
+    `scratch` has the memory of warm runs, of one request at most.
+    """
 
     executable: Executable
     slot: Slot
+    scratch: dict[tuple[str, str], NDArray[Any]] = field(default_factory=dict)
+
+    def scratch_for(self, kind: str, arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """Return arrays of the lane's own that are like these. They are the same each time while shapes do not change."""
+        made = {}
+        for name, array in arrays.items():
+            own = self.scratch.get((kind, name))
+            if own is None or own.shape != array.shape or own.dtype != array.dtype:
+                own = self.scratch[kind, name] = np.zeros(array.shape, array.dtype)
+            made[name] = own
+        return made
 
 
 class Lanes:

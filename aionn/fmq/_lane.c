@@ -19,6 +19,15 @@ static bool alone(LanesObject *lanes, int64_t now_ns)
     return now_ns - served_since_ns > COMPANY_NS;
 }
 
+/* Begin a warm run, unless other lanes of this process were served lately. Returns what to call, or NULL. */
+static PyObject *warm_up(LaneObject *lane, ListenerObject *listener)
+{
+    if (last_served == lane->lanes && ring_now_ns() - served_since_ns > ANTICIPATE_ALONE_NS)
+        return anticipate_begin(lane, listener);
+    listener->rhythm.announced = false;
+    return NULL;
+}
+
 /* Write the answers that are next. Return false if one of them has no room. */
 static bool write_held(ListenerObject *listener)
 {
@@ -51,6 +60,7 @@ static ListenerObject *finish(LaneObject *lane, PyObject *answer)
     struct ring *results = ring_if_usable(listener->exchange.results);
     bool first = lane->number == listener->answered;
     lane->serves = NULL;
+    rhythm_served(&listener->rhythm, (int64_t)stamp.second);
     if (first && results && exchange_write(results, (const uint8_t *)bytes, (uint64_t)length, &EXCHANGE_RESULT, &stamp) == RING_OK) {
         listener->answered++;
     } else {
@@ -91,6 +101,7 @@ static enum taken take(LaneObject *lane, ListenerObject *listener, int *known)
     }
     if (lane->since_ns)
         spin_waited(&listener->spin, now_ns - lane->since_ns, lane->slept);
+    rhythm_arrived(&listener->rhythm, now_ns);
     listener->running++;
     listener->exclusive = table->known[*known].serial;
     lane->number = listener->taken++;
@@ -179,8 +190,8 @@ static void look(LaneObject *lane, ListenerObject *listener, int64_t budget_ns)
     }
 }
 
-/* A burst had no request: look for one, or arm it. */
-static void idle(LaneObject *lane, ListenerObject *listener)
+/* A burst had no request: look for one, or arm it. Return whether to make a warm run, because the app announces a request. */
+static bool idle(LaneObject *lane, ListenerObject *listener)
 {
     LanesObject *lanes = lane->lanes;
     if (!lane->since_ns) {
@@ -189,31 +200,36 @@ static void idle(LaneObject *lane, ListenerObject *listener)
         int64_t budget_ns = lanes->looking || lanes->jobs || !alone(lanes, lane->since_ns) ? 0 : spin_budget_ns(&listener->spin);
         if (budget_ns) {
             look(lane, listener, budget_ns);
-            return;
+            return false;
         }
     }
     enum armed armed = arm(listener);
-    if (armed == THERE)
+    if (armed == ARMED)
+        return false;
+    if (armed == THERE) {
         lanes_enqueue(lanes, listener);
-    if (armed == ANNOUNCED) {
-        spin_waited(&listener->spin, ring_now_ns() - lane->since_ns, true);
-        lane->since_ns = -1; /* such a look says nothing about the next one, so it does not count */
-        look(lane, listener, listener->spin.window_ns);
+        return false;
     }
+    bool warm = rhythm_announce(&listener->rhythm);
+    spin_waited(&listener->spin, ring_now_ns() - lane->since_ns, true);
+    lane->since_ns = -1; /* such a look says nothing about the next one, so it does not count */
+    if (!warm)
+        look(lane, listener, listener->spin.window_ns);
+    return warm;
 }
 
-static void sleep_for_events(LaneObject *lane)
+/* Return whether the time for a warm run has come. */
+static bool sleep_for_events(LaneObject *lane)
 {
     LanesObject *lanes = lane->lanes;
     struct epoll_event events[EVENTS];
     int most = lanes->lanes > 1 ? 1 : EVENTS, count; /* what this lane does not take wakes another one */
     lane->slept = true;
     lanes->sleeping++;
-    Py_BEGIN_ALLOW_THREADS
-    count = epoll_wait(lanes->epoll_fd, events, most, -1);
-    Py_END_ALLOW_THREADS
+    bool timed = anticipate_sleep(lanes, events, most, &count);
     lanes->sleeping--;
     lanes_collect(lanes, events, count);
+    return timed;
 }
 
 /* next(answer): answer the request that this lane has run, and take the next one. Returns the value of its body. None: a job waits, or
@@ -224,7 +240,7 @@ static PyObject *lane_next(PyObject *object, PyObject *answer)
     LanesObject *lanes = lane->lanes;
     ListenerObject *last = NULL;
     if (lane->serves) {
-        last = finish(lane, answer);
+        last = lane->warms ? anticipate_finish(lane, answer) : finish(lane, answer);
         if (!last)
             return NULL;
         if (!last->lent) {
@@ -234,7 +250,8 @@ static PyObject *lane_next(PyObject *object, PyObject *answer)
     }
     bool after_job = lane->after_job; /* then a burst comes first, because jobs may never pause */
     lane->after_job = false;
-    lane->since_ns = 0;
+    lane->since_ns = lane->warms ? -1 : 0; /* a look after a warm run has been taken already */
+    lane->warms = false;
     for (;;) {
         if (lanes->stopped || (lanes->jobs && !after_job)) {
             if (last)
@@ -255,7 +272,10 @@ static PyObject *lane_next(PyObject *object, PyObject *answer)
         if (!listener) {
             if (!lane->since_ns)
                 lane->since_ns = -1;
-            sleep_for_events(lane);
+            listener = sleep_for_events(lane) ? anticipate_whom(lanes) : NULL;
+            PyObject *call = listener ? warm_up(lane, listener) : NULL;
+            if (call)
+                return call;
             continue;
         }
         int known;
@@ -263,8 +283,13 @@ static PyObject *lane_next(PyObject *object, PyObject *answer)
         PyObject *value = taken == TAKEN ? exchange_value(&listener->exchange, known) : NULL;
         if (taken == TAKEN)
             share(lanes, listener);
-        else if (taken == EMPTY)
-            idle(lane, listener);
+        else if (taken == EMPTY && idle(lane, listener)) {
+            value = warm_up(lane, listener);
+            if (value)
+                share(lanes, listener);
+            else if (listener->lent)
+                lanes_enqueue(lanes, listener); /* it is not armed */
+        }
         Py_DECREF((PyObject *)listener);
         if (value)
             return value;

@@ -6,13 +6,13 @@
 
 #include "lanes_object.h"
 
-/* (requests, results, window_ns, burst=0) */
+/* (requests, results, window_ns, burst=0, anticipate=False) */
 static PyObject *listener_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    long long number[2] = {0, 0}; /* the window, the burst */
+    long long number[3] = {0, 0, 0}; /* the window, the burst, whether to anticipate */
     Py_ssize_t given = PyTuple_Size(args);
-    if (given != 3 && given != 4) {
-        PyErr_SetString(PyExc_TypeError, "(requests, results, window_ns, burst=0)");
+    if (given < 3 || given > 5) {
+        PyErr_SetString(PyExc_TypeError, "(requests, results, window_ns, burst=0, anticipate=False)");
         return NULL;
     }
     for (Py_ssize_t i = 2; i < given; i++) {
@@ -28,6 +28,7 @@ static PyObject *listener_new(PyTypeObject *type, PyObject *args, PyObject *kwar
     if (self) {
         spin_begin(&((ListenerObject *)self)->spin, number[0] < 0 ? 0 : number[0]);
         ((ListenerObject *)self)->burst = (uint64_t)number[1];
+        rhythm_begin(&((ListenerObject *)self)->rhythm, number[2] && number[0] > 0);
     }
     return self;
 }
@@ -98,6 +99,8 @@ static PyMemberDef listener_members[] = {
     {"running", T_UINT, offsetof(ListenerObject, running), READONLY, NULL},
     {"taken", T_ULONGLONG, offsetof(ListenerObject, taken), READONLY, NULL},
     {"answered", T_ULONGLONG, offsetof(ListenerObject, answered), READONLY, NULL},
+    {"warm_ups", T_UINT, offsetof(ListenerObject, warm_ups), READONLY, NULL},
+    {"foreseen", T_UINT, offsetof(ListenerObject, rhythm.foreseen), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 static PyType_Slot listener_slots[] = {

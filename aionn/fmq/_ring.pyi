@@ -229,6 +229,8 @@ class Listener:
         blocked: whether an answer had no room in the queue; see `held`.
         running: requests that lanes run now.
         taken, answered: how many requests lanes have taken and answered so far.
+        warm_ups: how many warm runs lanes have begun so far.
+        foreseen: how many requests came while a lane looked for them after a warm run.
     """
 
     @property
@@ -241,11 +243,16 @@ class Listener:
     def taken(self) -> int: ...
     @property
     def answered(self) -> int: ...
-    def __init__(self, requests: Ring, results: Ring, window_ns: int, burst: int = 0, /) -> None:
+    @property
+    def warm_ups(self) -> int: ...
+    @property
+    def foreseen(self) -> int: ...
+    def __init__(self, requests: Ring, results: Ring, window_ns: int, burst: int = 0, anticipate: bool = False, /) -> None:
         """
         Args:
             window_ns: how long a lane looks for the next request before it sleeps, if recent waits were shorter. 0: it never looks.
             burst: the number of this burst in traces.
+            anticipate: let lanes make warm runs before requests are due (rhythm.h). Never with a window of 0.
         """
     def remember(self, body: bytes, value: object, serial: bool = False, /) -> None:
         """Know that request from now on as `value`, which must not refer back to this object.
@@ -316,8 +323,8 @@ class Lane:
         """Answer the request that the call before has returned, wait for the next one, and return the value of its body.
 
         Args:
-            answer: the body of the answer. None after None.
+            answer: the body of the answer. None after None. After a warm run, what `warm_up` has returned.
 
         Returns:
-            None if a job waits, or the lanes are stopped.
+            None if a job waits, or the lanes are stopped. For a warm run, `warm_up` of a value: the next call gets whether that ran.
         """

@@ -28,6 +28,7 @@
 #include "../pages/model_slot.h"
 #include "../pages/trace_ring.h"
 #include "exchange_object.h"
+#include "rhythm.h"
 
 #define AHEAD 64u                   /* requests of one burst that may be taken and not answered */
 #define SOON 0x4u                   /* spin_policy.py: a bit of the event flag; a request is about to come */
@@ -52,6 +53,8 @@ typedef struct {
     struct held held[AHEAD];  /* by number; answers that cannot be written yet */
     struct spin_policy spin;
     uint64_t burst; /* the number of this burst in traces */
+    struct rhythm rhythm;
+    unsigned warm_ups; /* warm runs so far */
     bool lent, exclusive, queued;
     bool blocked; /* an answer had no room, and waits in `held` */
 } ListenerObject;
@@ -68,13 +71,14 @@ struct LanesObject {
     uint64_t *ready; /* a ring of places with generations, in order of arrival; as large as `seats` */
     uint32_t room, lent, ready_first, ready_count;
     unsigned lanes, sleeping, jobs;
-    bool looking, stopped;
+    bool looking, stopped, timed; /* `timed`: one of the lanes that sleep wakes by itself for a warm run */
 };
 
 typedef struct {
     PyObject_HEAD
     LanesObject *lanes;
     ListenerObject *serves; /* the burst whose request the lane runs now; held */
+    bool warms;             /* this run is a warm run, and `serves` gets no answer */
     uint64_t number;
     struct exchange_stamp stamp;
     int64_t began_ns;
@@ -92,5 +96,12 @@ ListenerObject *lanes_dequeue(LanesObject *lanes);
 void lanes_collect(LanesObject *lanes, const struct epoll_event *events, int count);
 void lanes_give_back(ListenerObject *listener);
 void lanes_call_once(PyObject **callback);
+
+/* ---- _anticipate.c ---- */
+#define ANTICIPATE_ALONE_NS INT64_C(200000000) /* other models must have rested for so long */
+bool anticipate_sleep(LanesObject *lanes, struct epoll_event *events, int most, int *count);
+PyObject *anticipate_begin(LaneObject *lane, ListenerObject *listener);
+ListenerObject *anticipate_finish(LaneObject *lane, PyObject *answer);
+ListenerObject *anticipate_whom(LanesObject *lanes);
 
 #endif

@@ -2,7 +2,7 @@
  *
  * Who calls whom: _module.c makes the types from the tables of the others. All others call _ring.c, which calls none of
  * them. _flight.c, _request.c, _caller.c, _listener.c and _lane.c call _exchange.c. _caller.c calls _request.c, which calls
- * _flight.c. _lane.c calls _lanes.c. */
+ * _flight.c. _lane.c calls _anticipate.c, and both call _lanes.c. */
 #ifndef AIONN_FMQ_RING_OBJECT_H
 #define AIONN_FMQ_RING_OBJECT_H
 

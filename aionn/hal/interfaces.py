@@ -154,9 +154,9 @@ class IPreparedModel(Protocol):
         ...
 
     async def configure_execution_burst(
-        self, callback: IBurstCallback, request_channel: MQDescriptor, result_channel: MQDescriptor
+        self, callback: IBurstCallback, request_channel: MQDescriptor, result_channel: MQDescriptor, anticipate: bool = False
     ) -> IBurstContext:
-        """Attach to the two queues of a burst, and start to listen."""
+        """Attach to the two queues of a burst, and listen. `anticipate`: the device may run the model before it expects a request."""
         ...
 
     async def aclose(self) -> None:

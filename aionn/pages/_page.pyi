@@ -46,6 +46,9 @@ class Slot:
     def end(self, began_ns: int, /) -> int:
         """Note that the execution which began then is over. Return how long it took in ns."""
 
+    def drop(self) -> None:
+        """Note that the execution which began last is over, and does not count. Only its run was to be seen."""
+
     def release(self) -> None:
         """Stop writing. `begin` and `end` still return times."""
 

@@ -288,6 +288,12 @@ static PyObject *slot_end(PyObject *object, PyObject *began)
     return PyLong_FromLongLong(model_slot_end(&((SlotObject *)object)->slot, began_ns, now_ns()));
 }
 
+static PyObject *slot_drop(PyObject *object, PyObject *Py_UNUSED(none))
+{
+    model_slot_drop(&((SlotObject *)object)->slot);
+    Py_RETURN_NONE;
+}
+
 static PyObject *slot_release(PyObject *object, PyObject *Py_UNUSED(none))
 {
     atomic_store_explicit(&((SlotObject *)object)->slot.words, NULL, memory_order_relaxed);
@@ -297,6 +303,7 @@ static PyObject *slot_release(PyObject *object, PyObject *Py_UNUSED(none))
 static PyMethodDef slot_methods[] = {
     {"begin", slot_begin, METH_NOARGS, NULL},
     {"end", slot_end, METH_O, NULL},
+    {"drop", slot_drop, METH_NOARGS, NULL},
     {"release", slot_release, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };

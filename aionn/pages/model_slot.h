@@ -33,4 +33,12 @@ static inline int64_t model_slot_end(struct page_slot *slot, int64_t began_ns, i
     return took_ns;
 }
 
+/* The execution that began last does not count. */
+static inline void model_slot_drop(struct page_slot *slot)
+{
+    page_word *words = page_words(slot);
+    if (words)
+        page_publish(&words[MODEL_BEGUN], page_load(&words[MODEL_FINISHED]));
+}
+
 #endif

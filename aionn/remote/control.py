@@ -33,7 +33,7 @@ from aionn.hal.types import (
     Result,
 )
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Grows with every change of a message. Two ends with different numbers refuse each other at once."""
 
 STACKS_SIGNAL = int(signal.SIGRTMIN) + 7
@@ -132,6 +132,7 @@ class ConfigureExecutionBurst(_Message, frozen=True):
     prepared: int
     request_channel: MQMessage
     result_channel: MQMessage
+    anticipate: bool = False
 
 
 class FreeMemory(_Message, frozen=True):

@@ -227,9 +227,9 @@ class RemotePreparedModel:
         return executed.result
 
     async def configure_execution_burst(
-        self, callback: IBurstCallback, request_channel: MQDescriptor, result_channel: MQDescriptor
+        self, callback: IBurstCallback, request_channel: MQDescriptor, result_channel: MQDescriptor, anticipate: bool = False
     ) -> RemoteBurstContext:
-        body = ConfigureExecutionBurst(self.number, _queue(request_channel), _queue(result_channel))
+        body = ConfigureExecutionBurst(self.number, _queue(request_channel), _queue(result_channel), anticipate)
         fds = (*request_channel.fds, *result_channel.fds)
         configured, _ = await self.device.connection.call(body, Configured, fds, unwanted=self._close_burst)
         self.device.watch_burst(configured.burst, callback)

@@ -253,7 +253,7 @@ class DeviceService:
         self._last_number += 1
         number = self._last_number
         callback = _RemoteBurstCallback(self._connection, number)
-        self._bursts[number] = await prepared.configure_execution_burst(callback, requests, results)
+        self._bursts[number] = await prepared.configure_execution_burst(callback, requests, results, body.anticipate)
         return Configured(number)
 
     async def _close(self, table: dict[int, C], number: int) -> Done:

@@ -72,7 +72,9 @@ def test_the_native_code_takes_the_steps_of_the_model_in_their_order() -> None:
     assert in_order(
         top, "finish(", "!last->lent", "Py_DECREF", "lanes->jobs &&", "choose(", "sleep_for_events(", "take(", "share(", "idle("
     )
-    assert in_order(body_of("sleep_for_events", "_lane.c"), "sleeping++", "Py_BEGIN_ALLOW_THREADS", "epoll_wait", "sleeping--", "collect")
+    assert in_order(body_of("sleep_for_events", "_lane.c"), "sleeping++", "anticipate_sleep(", "sleeping--", "collect")
+    assert in_order(body_of("anticipate_sleep", "_anticipate.c"), "Py_BEGIN_ALLOW_THREADS", "epoll_wait", "Py_END_ALLOW_THREADS")
+    assert in_order(body_of("anticipate_finish", "_anticipate.c"), "running--", "lanes_call_once(&listener->idle)", "look(")
     assert in_order(body_of("choose", "_lane.c"), "lanes_collect", "lanes_enqueue(lanes, last)", "lanes_dequeue", "lanes_wake_one")
     assert in_order(body_of("share", "_lane.c"), "arm(listener)", "lanes_enqueue", "lanes_wake_one")
     assert in_order(body_of("lanes_lend", "_lanes.c"), "EPOLL_CTL_ADD", "lanes_enqueue", "lanes_wake_one")

@@ -56,6 +56,23 @@ def test_an_execution_is_seen_from_its_beginning_to_its_end(page: tuple[DriverPa
     assert activity.ended_ns >= again
 
 
+def test_a_dropped_execution_is_seen_and_does_not_count(page: tuple[DriverPage, PageReader]) -> None:
+    written, reader = page
+    slot = written.slot(11)
+    slot.end(slot.begin())
+    before = reader.read()
+    began = slot.begin()
+    assert [(execution.number, execution.since_ns) for execution in reader.read().executing] == [(2, began)]
+    slot.drop()
+    assert reader.read() == before
+    again = slot.begin()
+    assert [(execution.number, execution.since_ns) for execution in reader.read().executing] == [(2, again)]
+    slot.end(again)
+    assert reader.read().finished == 2
+    slot.drop()  # after its end it changes nothing
+    assert reader.read().finished == 2
+
+
 def test_loading_and_compiling_are_states_and_executing_goes_before_them(page: tuple[DriverPage, PageReader]) -> None:
     written, reader = page
     slot = written.slot(1)

@@ -306,7 +306,9 @@ async def test_many_calls_at_once_queue(fake: FakeDevice) -> None:
                         check(outputs, 7)
             del outputs
             statistics = burst.statistics()
-            assert (statistics["pinned_frames"], statistics["free_frames"]) == (0, FRAMES)
+            assert statistics["pinned_frames"] == 0
+            # At a moment when all frames are leased and none is with the driver, the burst takes one more page of them.
+            assert statistics["free_frames"] in (FRAMES, 2 * FRAMES)
 
 
 async def test_many_calls_whose_outputs_need_more_room_queue() -> None:

@@ -40,11 +40,13 @@ class LinkOptions:
         depth: so many requests may be in flight at once.
         queue_capacity: datums per queue.
         low_power: whether the app's end never stays awake while it waits.
+        anticipate: whether the driver may run the model shortly before it expects a request.
     """
 
     depth: int
     queue_capacity: int
     low_power: bool
+    anticipate: bool = False
 
 
 class Link:
@@ -135,7 +137,7 @@ async def open_link(serving: Serving, compiled: CompiledModel, frames: Frames, o
         raise
     controller = ExecutionBurstController(requests, results, depth=options.depth, low_power=options.low_power, counts=counts)
     try:
-        context = await serving.prepared.configure_execution_burst(frames, requests.descriptor(), results.descriptor())
+        context = await serving.prepared.configure_execution_burst(frames, requests.descriptor(), results.descriptor(), options.anticipate)
     except BaseException:
         controller.end(CallerError("the burst could not be opened"))
         raise

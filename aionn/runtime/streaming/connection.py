@@ -19,6 +19,7 @@ from typing import Any
 import anyio
 
 from aionn import trace
+from aionn.burst.spin_policy import SOON
 from aionn.errors import AionnError, CallerError, DeadlineError, again
 from aionn.hal.types import ExecutionPreference
 from aionn.memory.pool import Frame, FramePool
@@ -138,7 +139,10 @@ class BurstConnection:
         """Return a leased frame for inputs of these shapes, and its layout."""
         self.check_open()
         layout = self.executor.arguments.layout(shapes)
-        return layout, await self.executor.frames.lease(layout)
+        frame = await self.executor.frames.lease(layout)
+        if self._options.anticipate and self.link is not None:
+            self.link.controller.caller.nudge(SOON)  # a request over this frame mostly follows
+        return layout, frame
 
     async def route(self, deadline_ns: int | None) -> Link:
         """Return the link to send over. It is the right one until the next await."""
@@ -251,10 +255,11 @@ class Connections:
         counts = self.renewal.session.page.slot(Kind.BURST, parent=self._slot)
         return Executor(self.arguments, Frames(in_flight), self.renewal.compiled, counts)
 
-    def new(self, depth: int, queue_capacity: int) -> BurstConnection:
+    def new(self, depth: int, queue_capacity: int, anticipate: bool = False) -> BurstConnection:
         """Return the connection of a new burst, not yet open."""
         low_power = self.renewal.options.preference is ExecutionPreference.LOW_POWER
-        connection = BurstConnection(self.renewal, self.executor(depth + 1), LinkOptions(depth, queue_capacity, low_power))
+        options = LinkOptions(depth, queue_capacity, low_power, anticipate)
+        connection = BurstConnection(self.renewal, self.executor(depth + 1), options)
         self._all.add(connection)
         return connection
 
