@@ -152,6 +152,8 @@ class SourceThread:
                 if item is _END:
                     break
                 produced += 1
+                if self._stopped:
+                    break  # the stream has taken its leases back, also that of this item
                 self._leave(self._receiver.arrivals.entry(produced - 1, item, arrived_ns))
                 del item  # a thread that blocks holds no frame
         except (StopIteration, StopAsyncIteration) as raised:
