@@ -88,7 +88,7 @@ def test_two_bursts_that_come_at_once_wake_two_lanes_although_epoll_reports_one_
         lanes = Lanes()
         with bursts(2) as lent:
             taken: list[object] = []
-            threads = [threading.Thread(target=lambda lane=Lane(lanes), taken=taken: taken.append(lane.next(None))) for _ in lent]
+            threads = [threading.Thread(target=lambda: taken.append(Lane(lanes).next(None))) for _ in lent]  # noqa: B023 -- joined below
             for thread in threads:
                 thread.start()
             while lanes.sleeping < len(lent):
