@@ -243,7 +243,7 @@ static PyObject *lane_next(PyObject *object, PyObject *answer)
         last = lane->warms ? anticipate_finish(lane, answer) : finish(lane, answer);
         if (!last)
             return NULL;
-        if (!last->lent) {
+        if (last->lanes != lanes) { /* not lent any more, or to others */
             Py_DECREF((PyObject *)last); /* this may run any Python code, so it comes before the look at `jobs` */
             last = NULL;
         }

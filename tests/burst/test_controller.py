@@ -14,7 +14,7 @@ from aionn.burst import DATUM_BYTES, ExecutionBurstController, PacketError, Pool
 from aionn.burst.packets import encode_request_body
 from aionn.errors import AionnError, CallerError, DeadlineError, DriverDiedError, ExecutionError
 from aionn.fmq import QueueClosedError
-from aionn.hal.types import ErrorStatus, Result
+from aionn.hal.types import ErrorStatus, Request, Result
 from tests.burst.ends import RawDriver, raw_driver, request
 
 pytestmark = pytest.mark.anyio
@@ -212,6 +212,25 @@ async def test_writers_that_wait_for_room_keep_their_order_and_may_leave() -> No
     assert [call.result is not None for call in calls] == [True, True, True, False, True, True]
 
 
+async def test_a_small_request_does_not_overtake_a_larger_one_that_waits_for_room() -> None:
+    small = encode_request_body(Request((), ()), (), False, framed=True)
+    room = 2 * (len(BODY) + DATUM_BYTES) // DATUM_BYTES - 1  # for one, and for a small one beside it
+    assert len(BODY) + len(small) + 2 * DATUM_BYTES <= room * DATUM_BYTES
+    async with raw_driver(depth=8, capacity=room) as (controller, driver), anyio.create_task_group() as app:
+        calls = [Call(controller, body=body) for body in (BODY, BODY, small)]
+        for call in calls:
+            app.start_soon(call)
+            await anyio.lowlevel.checkpoint()
+        await anyio.wait_all_tasks_blocked()
+        assert controller.in_flight == 1
+        order = []
+        for _ in calls:
+            order.append((await driver.wait_for(1))[0])
+            driver.answer()
+    assert order == [1, 2, 3]
+    assert all(call.result is not None for call in calls)
+
+
 async def test_a_request_larger_than_the_queue_is_refused_before_anything_is_written() -> None:
     async with raw_driver(capacity=8) as (controller, driver):
         call = Call(controller)
@@ -251,6 +270,26 @@ async def test_a_hostile_answer_ends_the_burst_with_a_reason_and_hangs_nobody(wh
     assert isinstance(controller.ended_by, PacketError)
     assert all(len(call.settled) == 1 for call in calls)
     assert sum(isinstance(call.error, ExecutionError) and isinstance(call.error.__cause__, PacketError) for call in calls) >= 2
+
+
+async def test_an_answer_to_a_request_that_was_not_sent_yet_ends_the_burst() -> None:
+    async with raw_driver(depth=1) as (controller, driver), anyio.create_task_group() as app:
+        calls = [Call(controller) for _ in range(3)]
+        app.start_soon(calls[0])
+        assert await driver.wait_for(1) == [1]
+        driver.answer()  # so that the answer's body is known
+        while not calls[0].settled:
+            await anyio.lowlevel.checkpoint()
+        for call in calls[1:]:
+            app.start_soon(call)
+        assert await driver.wait_for(1) == [2]
+        driver.answer(3)
+        with anyio.fail_after(20):
+            while controller.ended_by is None:
+                await anyio.lowlevel.checkpoint()
+    assert isinstance(controller.ended_by, PacketError)
+    assert controller.lost == 1
+    assert [call.settled for call in calls[1:]] == [[None], [None]]
 
 
 async def test_a_driver_that_closes_its_queues_ends_the_burst() -> None:

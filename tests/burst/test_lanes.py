@@ -309,6 +309,35 @@ async def test_requests_with_device_memory_run_alone_and_in_order_within_their_b
         assert client.server._native.taken - before == 300
 
 
+async def test_a_request_with_device_memory_waits_for_those_that_run_and_holds_up_those_behind_it() -> None:
+    async with raw_model(lanes=3) as raw:
+        client = await raw.burst()
+        await warm(client, 2)
+        serial = await device_request(raw, 3, 0)
+        mark(client, 3, 3)
+        assert (await client.answer_to(serial)).result.status is ErrorStatus.NONE
+        await until(lambda: client.server._native.lent)
+        native = client.server._native
+        taken = native.taken
+        gates = Gates(1, 3)
+        raw.engine.see = gates
+        mark(client, 0, 1)
+        await client.send(numbered(0, 10))
+        await gates[1].entered()
+        await client.send(encode_request(RequestPacket(serial.request, serial.pools, False, 11)))
+        await client.send(numbered(1, 12))
+        for _ in range(100):  # two lanes are free, and take none of them
+            await anyio.lowlevel.checkpoint()
+        assert (native.lent, native.taken - taken, gates.seen) == (True, 1, [1])
+        gates[1].open()
+        await gates[3].entered()
+        for _ in range(100):
+            await anyio.lowlevel.checkpoint()
+        assert (native.lent, native.taken - taken, gates.seen) == (True, 2, [1, 3])
+        gates[3].open()
+        await good(client, [10, 11, 12])
+
+
 # ---- recall, and the end in each phase ---------------------------------------------------------------------------------------------
 
 

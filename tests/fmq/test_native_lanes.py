@@ -82,6 +82,97 @@ def test_a_job_that_comes_while_a_lane_drops_its_burst_is_not_slept_through() ->
         assert (dropped, returned) == ([0], [1])
 
 
+def test_two_bursts_that_come_at_once_wake_two_lanes_although_epoll_reports_one_signal() -> None:
+    """Neither lane ends its run here, so nothing else would look at the second burst."""
+    for _ in range(20):
+        lanes = Lanes()
+        with bursts(2) as lent:
+            taken: list[object] = []
+            threads = [threading.Thread(target=lambda: taken.append(Lane(lanes).next(None))) for _ in lent]  # noqa: B023 -- joined below
+            for thread in threads:
+                thread.start()
+            while lanes.sleeping < len(lent):
+                threading.Event().wait(0.0001)
+            for burst in lent:
+                burst.send(1)
+            for burst in lent:
+                assert lanes.lend(burst.listener, lambda: None)
+            for thread in threads:
+                thread.join(10)
+            slept = [thread for thread in threads if thread.is_alive()]
+            lanes.stop()
+            for thread in threads:
+                thread.join(10)
+            assert not slept
+            assert len(taken) == 2
+            assert None not in taken
+
+
+def test_a_burst_that_is_lent_to_other_lanes_while_its_run_is_in_flight_is_theirs() -> None:
+    lanes, others = Lanes(), Lanes()
+    with bursts(7) as [*before, burst]:
+        assert lanes.lend(burst.listener, lambda: None)
+        burst.send(1)
+        lane = Lane(lanes)
+        lane.next(None)
+        lanes.recall(burst.listener)
+        for one in before:
+            assert others.lend(one.listener, lambda: None)
+        assert others.lend(burst.listener, lambda: None)
+        other = Lane(others)
+        for _ in range(2):  # the second one comes after a look at all bursts
+            others.announce()
+            assert other.next(None) is None
+        lanes.announce()
+        assert lane.next(ANSWER) is None
+        lanes.announce()
+        assert in_thread(lambda: lane.next(None), lanes) is None
+        burst.send(2)
+        assert in_thread(lambda: other.next(None), others) is not None
+        assert (burst.listener.taken, burst.answers()) == (2, [1])
+
+
+def test_a_burst_whose_answer_had_no_room_is_given_back_at_once() -> None:
+    lanes = Lanes()
+    with bursts(1) as [burst]:
+        told: list[str] = []
+        assert lanes.lend(burst.listener, lambda: told.append("first"))
+        lane = Lane(lanes)
+        answer = None
+        for identity in range(33):  # 32 answers fill the queue
+            burst.send(identity)
+            assert lane.next(answer) is not None
+            answer = ANSWER
+        lanes.recall(burst.listener)
+        lanes.announce()
+        assert lane.next(ANSWER) is None
+        assert burst.listener.blocked
+        assert lanes.lend(burst.listener, lambda: told.append("second"))
+        assert (burst.listener.lent, lanes.lent, told) == (False, 0, ["first", "second"])
+        assert [identity for _, identity, _ in burst.listener.held()] == [32]
+        assert burst.answers() == list(range(32))
+        lanes.stop()
+
+
+def test_bursts_that_wait_for_a_lane_keep_their_turns_as_more_are_lent() -> None:
+    lanes = Lanes()
+    with bursts(12) as lent:
+        lane = Lane(lanes)
+        answer = None
+        for number, burst in enumerate(lent):
+            burst.send(number)
+            assert lanes.lend(burst.listener, lambda: None)
+            if number % 3 == 2:  # so the first in the queue is not in its first place when the queue grows
+                assert lane.next(answer) is not None
+                answer = ANSWER
+        for _ in range(8):
+            assert lane.next(answer) is not None
+        lanes.announce()
+        assert lane.next(answer) is None
+        assert [burst.answers() for burst in lent] == [[number] for number in range(12)]
+        lanes.stop()
+
+
 def test_a_burst_is_lent_once_at_a_time_and_returns_while_its_run_is_in_flight() -> None:
     lanes, others = Lanes(), Lanes()
     with bursts(1) as [burst]:

@@ -297,6 +297,29 @@ def test_a_pool_that_was_released_lends_no_frame_and_what_is_held_keeps_its_byte
     assert (held == 7).all()
 
 
+def mapped() -> int:
+    with open("/proc/self/maps") as maps:
+        return sum("/memfd:" in line for line in maps)
+
+
+@pytest.mark.parametrize("pins", [0, 1, 2])
+def test_a_frame_that_a_traceback_holds_gives_its_memory_back_with_its_last_pin(memory: Memory, pins: int) -> None:
+    before = mapped()
+    pool = memory.pool(PAGE)
+    frame = pool.lease()
+    settled = frame.settled
+    if pins == 0:
+        settled(None)
+    elif pins == 2:
+        frame.pins += 1
+    assert mapped() == before + 1
+    pool.close()
+    for left in range(pins, 0, -1):
+        assert (frame.pins, mapped()) == (left, before + 1)  # a driver may still write to it
+        frame.settled(None)
+    assert (frame.pins, mapped()) == (0, before)
+
+
 def test_a_frame_of_ever_new_shapes_remembers_few_arrays(memory: Memory) -> None:
     pool = memory.pool(PAGE)
     for number in range(200):

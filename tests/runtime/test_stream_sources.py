@@ -475,6 +475,38 @@ async def test_a_frame_that_comes_after_its_stream_was_closed_is_counted_as_drop
     assert burst.statistics()["dropped"] == 1
 
 
+async def test_a_leased_frame_that_comes_after_its_stream_was_closed_is_no_error_of_its_source(
+    burst: aionn.Burst, caplog: pytest.LogCaptureFixture
+) -> None:
+    reads, release = threading.Event(), threading.Event()
+    resumed = []
+
+    def camera() -> Iterator[aionn.Frame]:
+        leased = burst.lease()
+        leased["input"][...] = 0
+        reads.set()
+        release.wait(60)
+        try:
+            yield leased
+        except GeneratorExit:
+            resumed.append("closed")
+            raise
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(anext, burst.map(camera()))
+        await wait(reads)
+        (thread,) = [thread for thread in threading.enumerate() if thread.name.startswith("aionn source")]
+        tasks.cancel_scope.cancel()
+    assert burst.statistics()["pinned_frames"] == 0
+    release.set()
+    await anyio.to_thread.run_sync(thread.join, 30)
+    await anyio.lowlevel.checkpoint()
+    assert resumed == ["closed"]
+    assert burst.statistics()["dropped"] == 1
+    (warning,) = [record for record in caplog.records if record.name == "aionn.runtime" and record.levelno == logging.WARNING]
+    assert "still blocks" in warning.getMessage()
+
+
 async def test_a_thread_that_cannot_be_started_is_one_sentence(burst: aionn.Burst, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_thread(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")

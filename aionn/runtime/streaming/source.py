@@ -152,7 +152,7 @@ class SourceThread:
                 if item is _END:
                     break
                 produced += 1
-                self._leave(self._receiver.arrivals.entry(produced - 1, item, arrived_ns))
+                self._leave(produced - 1, item, arrived_ns)
                 del item  # a thread that blocks holds no frame
         except (StopIteration, StopAsyncIteration) as raised:
             error = RuntimeError(f"the source of this stream raised {type(raised).__name__}")
@@ -163,8 +163,10 @@ class SourceThread:
         call_soon_from_anywhere(self._session.loop, self._end, produced, error)
         del error  # or its traceback would hold this call, and this call the error
 
-    def _leave(self, entry: Entry) -> None:
-        self._left.append(entry)
+    def _leave(self, seq: int, item: Any, arrived_ns: int) -> None:
+        if self._stopped:
+            return  # the stream has taken its leases back, also that of this item
+        self._left.append(self._receiver.arrivals.entry(seq, item, arrived_ns))
         if not self._announced:
             self._announced = True
             call_soon_from_anywhere(self._session.loop, self._arrive)
