@@ -31,7 +31,7 @@ the proof, and a model checker runs it in tests/fmq/test_weak_memory.py.
 What exists for parity with the reference: the unsynchronized flavour, libfmq's layout, and waiting by futex.
 """
 
-from aionn.fmq._ring import Caller, Lane, Lanes, Listener
+from aionn.fmq._ring import LONGEST_KNOWN, SOON, Caller, Lane, Lanes, Listener
 from aionn.fmq.errors import QueueClosedError, QueueCorruptedError
 from aionn.fmq.event_flag import EventFlag
 from aionn.fmq.layout import NOT_EMPTY, NOT_FULL
@@ -39,8 +39,10 @@ from aionn.fmq.message_queue import MessageQueue
 from aionn.hal.types import MQDescriptor, MQFlavor
 
 __all__ = [
+    "LONGEST_KNOWN",
     "NOT_EMPTY",
     "NOT_FULL",
+    "SOON",
     "Caller",
     "EventFlag",
     "Lane",

@@ -31,7 +31,7 @@
 #include "rhythm.h"
 
 #define AHEAD 64u                   /* requests of one burst that may be taken and not answered */
-#define SOON 0x4u                   /* spin_policy.py: a bit of the event flag; a request is about to come */
+#define SOON 0x4u                   /* a bit of the event flag: a request is about to come */
 #define COMPANY_NS INT64_C(1000000) /* another model that was served this lately counts as company */
 #define EVENTS 8                    /* that one look at epoll takes */
 #define SIGNAL UINT64_MAX           /* epoll data of `signal_fd`; else the place of a burst in `seats` and its generation */

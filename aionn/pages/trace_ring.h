@@ -24,7 +24,7 @@
 
 #include "words.h"
 
-enum trace_kind { /* layout.py has the same numbers */
+enum trace_kind { /* app_layout.py has the same numbers */
     TRACE_SENT = 1, /* app: the request lies in the queue */
     TRACE_TAKEN,    /* driver: a lane or the listener has taken it */
     TRACE_BEGUN,    /* driver: the engine begins */

@@ -36,9 +36,9 @@ from aionn.burst.packets import (
     split_requests,
     split_results,
 )
-from aionn.burst.spin_policy import APP_WINDOW_NS, SOON
+from aionn.burst.spin_policy import APP_WINDOW_NS
 from aionn.errors import DeadlineError, ExecutionError
-from aionn.fmq import Caller, Lane, Lanes, Listener, MessageQueue
+from aionn.fmq import SOON, Caller, Lane, Lanes, Listener, MessageQueue
 from aionn.hal.types import ErrorStatus, OutputShape, Result
 from tests.burst.ends import Gate, RawDriver, packet, raw_client, raw_driver, request
 from tests.fmq.queues import duplicated
