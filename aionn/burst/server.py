@@ -1,6 +1,6 @@
 """The driver's end of a burst: listen, execute, answer (NNAPI's ExecutionBurstServer). The listener is an async task.
 
-The task owns the burst. While only known packets come, it lends the burst to the lanes of its executable (`ILanes`): threads that
+The task owns the burst. While only known packets come, it lends the burst to the lanes of its model (`ILanes`): threads that
 take, run and answer them natively. It gets the burst back for every other packet, for `free_memory`, and for the end.
 
 Packets that differ only in their identity are decoded, checked and bound to their memories once. `_native` remembers such a packet

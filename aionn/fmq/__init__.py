@@ -15,7 +15,7 @@ The design on one page
         `_request.c`     sending one of them
         `_caller.c`      `Caller`, the app's end of a burst
         `_listener.c`    `Listener`, the driver's end of one burst (lanes_object.h)
-        `_lanes.c`       `Lanes`: which bursts are lent to the threads of one executable
+        `_lanes.c`       `Lanes`: which bursts are lent to the threads of one prepared model
         `_lane.c`        `Lane`: one of these threads, which takes, answers and waits
     `message_queue`  `MessageQueue(Ring)`: making, attaching, waiting, ending, closing
     `waiting`        the tasks that wait on one side of one queue; one persistent `add_reader` for all of them

@@ -282,7 +282,7 @@ class Listener:
         """
 
 class Lanes:
-    """Bursts that are served by the threads of one executable; see _lanes.c. Every method returns at once.
+    """Bursts that are served by the threads of one prepared model; see lanes_object.h. Every method returns at once.
 
     Attributes:
         stopped: whether `stop` was called.

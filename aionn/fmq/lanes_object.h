@@ -82,7 +82,7 @@ typedef struct {
     uint64_t number;
     struct exchange_stamp stamp;
     int64_t began_ns;
-    int64_t since_ns; /* since when the lane has had nothing to do, or 0 */
+    int64_t since_ns; /* since when the lane has had nothing to do. 0: it has just run. -1: not known, and it does not look again */
     bool slept, after_job;
     Py_buffer page; /* the memory of `slot`, or empty */
     struct page_slot *slot; /* shows the runs of this lane, or NULL */

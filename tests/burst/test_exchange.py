@@ -38,7 +38,7 @@ from aionn.burst.packets import (
 )
 from aionn.burst.spin_policy import APP_WINDOW_NS
 from aionn.errors import DeadlineError, ExecutionError
-from aionn.fmq import SOON, Caller, Lane, Lanes, Listener, MessageQueue
+from aionn.fmq import LONGEST_KNOWN, SOON, Caller, Lane, Lanes, Listener, MessageQueue
 from aionn.hal.types import ErrorStatus, OutputShape, Result
 from tests.burst.ends import Gate, RawDriver, packet, raw_client, raw_driver, request
 from tests.fmq.queues import duplicated
@@ -309,7 +309,7 @@ def test_what_cannot_be_written_is_not_sent() -> None:
 
 def test_a_request_longer_than_any_that_is_recognised_is_written_whole() -> None:
     body = encode_request_body(request(inputs=200), (PoolReference(0),), False, framed=True)
-    assert len(body) > 4032  # EXCHANGE_MOST
+    assert len(body) > LONGEST_KNOWN
     with exchange(capacity=len(body) // DATUM_BYTES + 5) as ends:
         Calls(ends.caller)
         for identity in (1, 2):  # the second one wraps
