@@ -5,6 +5,7 @@ The design on one page
     `ring.h`         the protocol in C11: counters, armed words, event flag word; without Python, tested natively
     `spin.h`         looking at a queue for a while without sleeping, and the rule for how long
     `exchange.h`     packets that come again with another last element
+    `rhythm.h`       when the next request of a burst is due, and whether to prepare for it
     `_ring`          the extension module: one C call for each operation (_ring.pyi); each object has its invariants in a header
         `_module.c`      makes the types from the tables of the others
         `_ring.c`        the life of a `Ring`: its buffers, its end, whether a call may use it (ring_object.h)
@@ -17,6 +18,7 @@ The design on one page
         `_listener.c`    `Listener`, the driver's end of one burst (lanes_object.h)
         `_lanes.c`       `Lanes`: which bursts are lent to the threads of one prepared model
         `_lane.c`        `Lane`: one of these threads, which takes, answers and waits
+        `_anticipate.c`  lets a lane run the model once before the next request is due
     `message_queue`  `MessageQueue(Ring)`: making, attaching, waiting, ending, closing
     `waiting`        the tasks that wait on one side of one queue; one persistent `add_reader` for all of them
     `event_flag`     `EventFlag`: 32 bits with libfmq's semantics, for threads, libfmq peers and tasks
