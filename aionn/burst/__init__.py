@@ -3,10 +3,13 @@
     packets      the wire format (sans-IO)
     controller   the app's end, with its requests in flight
     executors    what that end needs of a device
-    server       the driver's end: an async task that listens, lends the burst to lanes, and answers the rest
-    spin_policy  the rule for how long an end looks for its peer before it sleeps
+    server       the driver's end: an async task that owns the burst, lends it to lanes, and answers the rest
+    spin_policy  when an end may look for its peer before it sleeps, and for how long
 
 The app creates both queues, and the driver attaches. Memories are named by slot and fetched once through `IBurstCallback`.
+
+A usual request passes none of these files. `fmq.Caller` sends it and settles its answer. A lane (`fmq.Lane`) takes and answers it. The
+rest comes here: packets that come for the first time, deadlines that pass, freed memory, and the end.
 """
 
 from aionn.burst.controller import ExecutionBurstController

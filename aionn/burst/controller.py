@@ -26,9 +26,9 @@ from aionn.burst.packets import (
     read_result_identity,
     split_results,
 )
-from aionn.burst.spin_policy import APP_WINDOW_NS, INLINE_NS, SOON, YIELD_NS, SpinPolicy
+from aionn.burst.spin_policy import APP_WINDOW_NS, INLINE_NS, YIELD_NS, may_stay_awake
 from aionn.errors import AionnError, CallerError, DeadlineError, ExecutionError, again
-from aionn.fmq import Caller, MessageQueue, QueueClosedError, QueueCorruptedError
+from aionn.fmq import SOON, Caller, MessageQueue, QueueClosedError, QueueCorruptedError
 from aionn.hal.types import ErrorStatus, Result
 from aionn.memo import Memo
 from aionn.pages import BurstSlot
@@ -79,7 +79,7 @@ class ExecutionBurstController:
         self.lost = 0
         self.caller = caller = Caller(requests, results)
         caller.inline_ns, caller.yield_ns = INLINE_NS, YIELD_NS
-        self._may_look = SpinPolicy(APP_WINDOW_NS, low_power=low_power).allowed
+        self._may_look = may_stay_awake(low_power=low_power)
         window_ns = APP_WINDOW_NS if self._may_look else 0
         calls = (loop.create_future, loop.call_soon, self._take_unknown, self._cannot_send, self._wake_by, _trace)
         number = requests.inode  # of this burst, in both processes

@@ -14,7 +14,7 @@ from aionn.hal.types import ErrorStatus, IMemory, Request, Result
 
 
 class ILanes(Protocol):
-    """The threads of one executable; see `fmq._ring.Lanes`."""
+    """The threads of one prepared model; see `fmq.Lanes`."""
 
     def lend(self, listener: Listener, returned: Callable[[], object], /) -> bool:
         """Serve the known packets of a burst from now on. Returns False, and does nothing, if it cannot be served.

@@ -1,6 +1,6 @@
 """The driver's end of a burst: listen, execute, answer (NNAPI's ExecutionBurstServer). The listener is an async task.
 
-The task owns the burst. While only known packets come, it lends the burst to the lanes of its executable (`ILanes`): threads that
+The task owns the burst. While only known packets come, it lends the burst to the lanes of its model (`ILanes`): threads that
 take, run and answer them natively. It gets the burst back for every other packet, for `free_memory`, and for the end.
 
 Packets that differ only in their identity are decoded, checked and bound to their memories once. `_native` remembers such a packet
@@ -50,16 +50,13 @@ from aionn.burst.packets import (
     result_identity_datum,
     split_requests,
 )
-from aionn.burst.spin_policy import DRIVER_WINDOW_NS, YIELD_NS, SpinPolicy
+from aionn.burst.spin_policy import DRIVER_WINDOW_NS, YIELD_NS, may_stay_awake
 from aionn.errors import AionnError, CallerError, ExecutionError
-from aionn.fmq import Listener, MessageQueue
+from aionn.fmq import LONGEST_KNOWN, Listener, MessageQueue
 from aionn.hal.interfaces import IBurstCallback, IPreparedModel
 from aionn.hal.types import ErrorStatus, MQDescriptor, MQFlavor, Result
 
 logger = logging.getLogger("aionn.driver")
-
-LONGEST_KNOWN = 4032
-"""Bytes of the longest packet that lanes recognise (EXCHANGE_MOST in exchange.h)."""
 
 CLOSE_S = 2.0
 """How long the end of a burst waits for a run in flight."""
@@ -138,7 +135,7 @@ class ExecutionBurstServer:
                 queue.close()
             raise refused
         with_cache = executor if isinstance(executor, IBurstExecutorWithCache) else DefaultBurstExecutorWithCache(executor)
-        window_ns = DRIVER_WINDOW_NS if SpinPolicy(DRIVER_WINDOW_NS, low_power=low_power).allowed else 0
+        window_ns = DRIVER_WINDOW_NS if may_stay_awake(low_power=low_power) else 0
         return cls(callback, (queues[0], queues[1]), with_cache, lanes, window_ns, anticipate)
 
     async def serve(self) -> None:

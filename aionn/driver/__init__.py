@@ -5,13 +5,14 @@
     memories   the memories of a request as the device sees them
     execution  requests, bound to their bytes, as a lane runs them
     instances  the executables of a prepared model, one per instance
-    lanes      the threads that wait for requests, and run them
+    lanes      the threads of a prepared model, one per instance: each waits for requests natively, and runs them
     priority   lets executions of high priority go first
     threads    the threads for compiling and loading
     artifacts  stores what was compiled, and loads it verified
     blobs      the blob cache that a device hands to its engine
     schedule   when a driver process gets CPU time
     process    what `python -m aionn.driver NAME` does: bind its life to its parent's, greet, serve
+    __main__   makes settings that must come before the imports, and calls `process`
 
 Engines see arrays, and clients see HAL calls. No module here knows the runtime.
 

@@ -1,7 +1,8 @@
 """Lanes: the threads that run one executable. Each waits natively for the requests of the bursts that are lent to it.
 
-A lane runs two kinds of work: the known requests of bursts (`lend`), and jobs (`run`): everything that the loop submits. Each
-lane has one executable, so lanes may run beside each other over one copy of the weights.
+A lane runs two kinds of work. One are the known requests of bursts (`lend`), which pass no loop. The other are jobs (`run`): everything
+that the loop submits. A lane takes both in turn. Each lane has one executable, so lanes may run beside each other over one copy of the
+weights. fmq/lanes_object.h has the native half, with its invariants.
 
 Invariants
     An executable is run by its lane only.

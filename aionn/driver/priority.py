@@ -6,8 +6,8 @@ bound is the ageing: a model of high priority that never pauses slows the others
 
 A compilation of low priority lives in another process under SCHED_IDLE, where the kernel decides. Engines do not look at the priority.
 
-Use it from any thread, with `end` in a `finally`. While no execution of high priority runs, a turn of another
-priority costs one comparison.
+Use it from any thread. Each `begin` of high priority needs its `end`. While no execution of high priority runs, a turn of another priority
+costs one comparison.
 
 Invariants
     `urgent` counts the turns of high priority that have begun and not ended. It changes under `_lock`.
@@ -45,8 +45,8 @@ class Turns:
     def begin(self, priority: Priority) -> None:
         """Begin a turn: at once with high priority, else after the turns of high priority or `MAX_WAIT_S`. Blocks the thread.
 
-        A lane of a model with high priority begins one turn for all requests that wait in its queue, and ends it when the queue is
-        empty. So no other execution begins between two of them.
+        A lane begins a turn for each execution. It keeps the GIL from the end of one turn to the next request that is there already. So
+        the threads that wait see no gap between two executions of high priority.
         """
         if priority is _HIGH:
             with self._lock:

@@ -95,7 +95,7 @@ static void unqueue(LanesObject *lanes, ListenerObject *listener)
     }
 }
 
-/* Stop taking requests of this burst, and tell its task. Lanes may still run requests of it. */
+/* Stop taking requests of this burst, and call its task back. Lanes may still run requests of it. */
 void lanes_give_back(ListenerObject *listener)
 {
     LanesObject *lanes = listener->lanes;

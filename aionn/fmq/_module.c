@@ -3,6 +3,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include "lanes_object.h"
 #include "ring_object.h"
 
 #define MOST_METHODS 40
@@ -65,6 +66,8 @@ static int module_exec(PyObject *module)
     Py_XDECREF(caller);
     Py_XDECREF(lane);
     if (!lane)
+        return -1;
+    if (PyModule_AddIntConstant(module, "SOON", SOON) < 0 || PyModule_AddIntConstant(module, "LONGEST_KNOWN", EXCHANGE_MOST) < 0)
         return -1;
     return PyModule_AddIntConstant(module, "CONTROL_BYTES", sizeof(struct ring_control));
 }

@@ -16,6 +16,13 @@ Data: TypeAlias = Buffer | NDArray[Any]
 """Contiguous bytes. Arrays are named apart, because NumPy declares them as buffers only from Python 3.12 on."""
 
 CONTROL_BYTES: int
+"""Size of aionn's own words of a queue."""
+
+LONGEST_KNOWN: int
+"""Bytes of the longest packet that `Caller` and `Listener` recognise."""
+
+SOON: int
+"""Bit of a request queue's event flag: a request will come soon. A driver's wake-up takes 40 to 70 us here, a copy of 1 MB 20 to 70."""
 
 class Ring:
     """One process's handle of one queue.
@@ -275,7 +282,7 @@ class Listener:
         """
 
 class Lanes:
-    """Bursts that are served by the threads of one executable; see _lanes.c. Every method returns at once.
+    """Bursts that are served by the threads of one prepared model; see lanes_object.h. Every method returns at once.
 
     Attributes:
         stopped: whether `stop` was called.

@@ -31,7 +31,7 @@
 #include "rhythm.h"
 
 #define AHEAD 64u                   /* requests of one burst that may be taken and not answered */
-#define SOON 0x4u                   /* spin_policy.py: a bit of the event flag; a request is about to come */
+#define SOON 0x4u                   /* a bit of the event flag: a request is about to come */
 #define COMPANY_NS INT64_C(1000000) /* another model that was served this lately counts as company */
 #define EVENTS 8                    /* that one look at epoll takes */
 #define SIGNAL UINT64_MAX           /* epoll data of `signal_fd`; else the place of a burst in `seats` and its generation */
@@ -82,7 +82,7 @@ typedef struct {
     uint64_t number;
     struct exchange_stamp stamp;
     int64_t began_ns;
-    int64_t since_ns; /* since when the lane has had nothing to do, or 0 */
+    int64_t since_ns; /* since when the lane has had nothing to do. 0: it has just run. -1: not known, and it does not look again */
     bool slept, after_job;
     Py_buffer page; /* the memory of `slot`, or empty */
     struct page_slot *slot; /* shows the runs of this lane, or NULL */

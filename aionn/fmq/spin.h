@@ -1,4 +1,4 @@
-/* Looking at a ring for a bounded time without sleeping. The policy that decides when this pays is in aionn/burst. */
+/* Looking at a ring for a bounded time without sleeping. The rule that decides when this pays is below. */
 #ifndef AIONN_FMQ_SPIN_H
 #define AIONN_FMQ_SPIN_H
 
@@ -69,7 +69,7 @@ static inline bool ring_apart(const struct ring *sent, const struct ring *taken)
     return peers && peers != own;
 }
 
-/* The rule for how long an end looks before it sleeps. burst/spin_policy.py has it in Python and explains it. */
+/* The rule for how long an end looks before it sleeps. burst/spin_policy.py explains it and has the windows. */
 struct spin_policy {
     int64_t window_ns; /* 0: never look */
     double average_ns; /* moving average of recent waits */
@@ -77,7 +77,7 @@ struct spin_policy {
     bool brisk;
 };
 
-#define SPIN_PROBE_EVERY 64
+#define SPIN_PROBE_EVERY 64 /* while the average says sleep, one wait in so many is watched for twice the window */
 
 static inline void spin_begin(struct spin_policy *p, int64_t window_ns)
 {

@@ -5,7 +5,7 @@
     page        a driver's page as its process writes it and as its app reads it; maps memory
     app_page    the app's page: slots given out and taken back
     finding     pages and trace rings of other processes, found by the links in /proc
-    _page       native: the slots, and what a reader does in one step
+    _page       native: the slots (_slots.c), and what a reader does in one step (_page.c); slot_objects.h has what they share
 
 Header-only C, which `aionn.fmq` includes for the frame path:
 

@@ -1,4 +1,4 @@
-/* `Slot`, `BurstSlot` and `Trace`: what native code counts into, as Python holds it. layout.py says what the words mean.
+/* `Slot`, `BurstSlot` and `Trace`: what native code counts into, as Python holds it. layout.py and app_layout.py say what the words mean.
  *
  * Invariants
  *     A buffer is held until its object is freed, so Python cannot unmap what a struct of words.h points to.

@@ -5,8 +5,8 @@ All slots of an app's page have one form. What a slot is for says its first word
     other        counts for what found no free slot; written with the heartbeat, so it is up to half a second old
     runtime      one open `Runtime`: its name, its event loop's heartbeat, the counts of compilations that are closed
     device       one driver process
-    compilation  executions without a burst, and the counts of bursts that are closed
-    burst        one open burst
+    compilation  the counts of its bursts that are closed
+    burst        one open burst, also the one behind `Compilation.compute`
 
 Invariants
     A slot's first word is 0 if and only if the slot is free.
@@ -63,7 +63,7 @@ class Kind(IntEnum):
 
 
 class TraceKind(IntEnum):
-    """What happened to a frame. The app writes SENT and SETTLED, and its driver the others."""
+    """What happened to a frame. The app writes SENT and SETTLED, and a lane of its driver TAKEN and ANSWERED."""
 
     SENT = 1
     TAKEN = 2

@@ -1,4 +1,4 @@
-/* What the app counts of one burst, from C: a request went out, an answer came back. layout.py says what the words mean.
+/* What the app counts of one burst, from C: a request went out, an answer came back. app_layout.py says what the words mean.
  *
  * Every function does nothing if `slot` is NULL or off. The callers hold the GIL, so each slot has one writer at a time.
  * The buckets are stored before ANSWERED is published, so a reader that loads ANSWERED first, with acquire, never finds fewer durations. */
@@ -7,7 +7,7 @@
 
 #include "words.h"
 
-/* layout.py: words of an app's slot. The first eight counters of a frame share one cache line. */
+/* app_layout.py: words of an app's slot. The first eight counters of a frame share one cache line. */
 enum {
     SLOT_SENT = 32, SLOT_ANSWERED, SLOT_COMPUTED, SLOT_FAILED, SLOT_COPIED_BYTES, SLOT_DRIVER_BUSY_NS, SLOT_LOST, SLOT_DROPPED,
     SLOT_CONNECTIONS,
@@ -16,7 +16,7 @@ enum {
     SLOT_SERVICE_TIMES = 160,
     SLOT_WORDS = 256,
 };
-_Static_assert(SLOT_CONNECTIONS == 40, "layout.py has the same numbers");
+_Static_assert(SLOT_CONNECTIONS == 40, "app_layout.py has the same numbers");
 _Static_assert(SLOT_CALL_TIMES + PAGE_BUCKETS <= SLOT_SERVICE_TIMES && SLOT_SERVICE_TIMES + PAGE_BUCKETS <= SLOT_WORDS, "no overlap");
 
 /* Add to one counter, SLOT_SENT to SLOT_CONNECTIONS. */

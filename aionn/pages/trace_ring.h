@@ -24,11 +24,11 @@
 
 #include "words.h"
 
-enum trace_kind { /* layout.py has the same numbers */
+enum trace_kind { /* app_layout.py has the same numbers */
     TRACE_SENT = 1, /* app: the request lies in the queue */
-    TRACE_TAKEN,    /* driver: a lane or the listener has taken it */
-    TRACE_BEGUN,    /* driver: the engine begins */
-    TRACE_ENDED,    /* driver: the engine has ended */
+    TRACE_TAKEN,    /* driver: a lane has taken it */
+    TRACE_BEGUN,    /* driver: the engine begins; not written, because a lane runs what it has taken */
+    TRACE_ENDED,    /* driver: the engine has ended; not written, because a lane answers at once */
     TRACE_ANSWERED, /* driver: the answer lies in the queue */
     TRACE_SETTLED,  /* app: the answer has been taken */
 };

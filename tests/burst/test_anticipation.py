@@ -13,9 +13,8 @@ import pytest
 from numpy.typing import NDArray
 
 import aionn
-from aionn.burst.spin_policy import SOON
 from aionn.driver.device import EngineDevice, EnginePreparedModel
-from aionn.fmq import Caller, MessageQueue
+from aionn.fmq import SOON, Caller, MessageQueue
 from aionn.hal import PrepareOptions
 from aionn.hal.types import ErrorStatus, ExecutionPreference
 from aionn.pages import DriverPage, PageReader

@@ -36,9 +36,9 @@ from aionn.burst.packets import (
     split_requests,
     split_results,
 )
-from aionn.burst.spin_policy import APP_WINDOW_NS, SOON
+from aionn.burst.spin_policy import APP_WINDOW_NS
 from aionn.errors import DeadlineError, ExecutionError
-from aionn.fmq import Caller, Lane, Lanes, Listener, MessageQueue
+from aionn.fmq import LONGEST_KNOWN, SOON, Caller, Lane, Lanes, Listener, MessageQueue
 from aionn.hal.types import ErrorStatus, OutputShape, Result
 from tests.burst.ends import Gate, RawDriver, packet, raw_client, raw_driver, request
 from tests.fmq.queues import duplicated
@@ -309,7 +309,7 @@ def test_what_cannot_be_written_is_not_sent() -> None:
 
 def test_a_request_longer_than_any_that_is_recognised_is_written_whole() -> None:
     body = encode_request_body(request(inputs=200), (PoolReference(0),), False, framed=True)
-    assert len(body) > 4032  # EXCHANGE_MOST
+    assert len(body) > LONGEST_KNOWN
     with exchange(capacity=len(body) // DATUM_BYTES + 5) as ends:
         Calls(ends.caller)
         for identity in (1, 2):  # the second one wraps
@@ -554,7 +554,7 @@ def test_an_exchange_takes_two_open_queues_of_datums_and_nothing_else() -> None:
 
 @contextmanager
 def two_cpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """SpinPolicy also where the tests have one CPU."""
+    """Let both ends stay awake also where the tests have one CPU."""
     with monkeypatch.context() as patch:
         patch.setattr("aionn.burst.spin_policy.usable_cpus", lambda: 2)
         yield

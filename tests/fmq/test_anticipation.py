@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from aionn.burst.spin_policy import DRIVER_WINDOW_NS, SOON
-from aionn.fmq import Caller, Lane, Lanes, Listener, MessageQueue
+from aionn.burst.spin_policy import DRIVER_WINDOW_NS
+from aionn.fmq import SOON, Caller, Lane, Lanes, Listener, MessageQueue
 from tests.fmq.queues import both_ends
 from tests.fmq.test_native import ADDRESS, compiled, run
 

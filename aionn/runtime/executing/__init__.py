@@ -4,12 +4,12 @@ attempt         `Attempt`: one general execution, from its arguments to its outp
 control         the control call as a channel
 link            a burst's queues as a channel: its connection to one driver
 recurrent       the usual step of a stream that keeps its state in the driver
-bodies          encoded requests, remembered with each frame
+bodies          encoded requests, remembered with each frame; `fmq.Caller` sends them
 placement       arguments that do not lie in the frame
 device_memory   `DeviceMemory`: a tensor that lives in the driver, as an app uses it
 device_state    what uses a device memory now, and how the memory moves to another driver at a swap
 device_buffers  the two buffers of a device memory
 device_roles    which inputs and outputs a device memory may stand for
-frames          the frames of a burst or a compilation, by size
+frames          the frames of a burst, by size: allocated as needed, waited for in order, given back when superfluous
 arguments       shapes and types checked, and the layout of a frame for them
 """

@@ -1,4 +1,4 @@
-"""The frames of one burst or one compilation: a pool per frame size, and one slot number per region.
+"""The frames of one burst: a pool per frame size, and one slot number per region.
 
 A frame has the size that its layout needs. A model with open dimensions may see ever new shapes, so two rules bound its pools:
 

@@ -36,8 +36,6 @@ from aionn.runtime.executing.device_buffers import lost_with
 from aionn.runtime.executing.device_memory import DeviceMemory, state_of
 from aionn.runtime.executing.device_state import DeviceState
 
-Placed = Memory | HardwareBuffer | DeviceMemory
-
 
 @dataclass(frozen=True, slots=True)
 class Place:

@@ -92,8 +92,8 @@ class Burst:
             shapes: of inputs with open dimensions, by name; the others' are known.
 
         Raises:
-            CallerError: a shape is missing or does not fit the model, the burst is closed, or the app holds too many frames.
-            MemoryAllocationError: there is no memory for frames of these shapes.
+            CallerError: a shape is missing or does not fit the model, or the burst is closed.
+            MemoryAllocationError: there is no memory for one more frame of these shapes. The app may hold too many.
         """
         frame = Frame(self._connection, self._executor.arguments.check_shapes(shapes or {}), leases_here.get())
         if _get_running_loop() is None:

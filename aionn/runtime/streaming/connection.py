@@ -19,8 +19,8 @@ from typing import Any
 import anyio
 
 from aionn import trace
-from aionn.burst.spin_policy import SOON
 from aionn.errors import AionnError, CallerError, DeadlineError, again
+from aionn.fmq import SOON
 from aionn.hal.types import ExecutionPreference
 from aionn.memory.pool import Frame, FramePool
 from aionn.pages import Kind
