@@ -99,7 +99,7 @@ static enum taken take(LaneObject *lane, ListenerObject *listener, int *known)
         lanes_give_back(listener);
         return RETURNED;
     }
-    if (lane->since_ns)
+    if (lane->since_ns > 0)
         spin_waited(&listener->spin, now_ns - lane->since_ns, lane->slept);
     rhythm_arrived(&listener->rhythm, now_ns);
     listener->running++;
@@ -211,7 +211,8 @@ static bool idle(LaneObject *lane, ListenerObject *listener)
         return false;
     }
     bool warm = rhythm_announce(&listener->rhythm);
-    spin_waited(&listener->spin, ring_now_ns() - lane->since_ns, true);
+    if (lane->since_ns > 0)
+        spin_waited(&listener->spin, ring_now_ns() - lane->since_ns, true);
     lane->since_ns = -1; /* such a look says nothing about the next one, so it does not count */
     if (!warm)
         look(lane, listener, listener->spin.window_ns);
