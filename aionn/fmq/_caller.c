@@ -190,6 +190,10 @@ static PyObject *caller_late(PyObject *object, PyObject *Py_UNUSED(none))
 {
     CallerObject *self = (CallerObject *)object;
     PyObject *late = PyList_New(0);
+    if (!late) {
+        self->timer_ns = 0; /* the next request that has a deadline sets the timer again */
+        return NULL;
+    }
     if (!self->over)
         flight_look(self, 0, false); /* an answer that lies in the queue counts */
     int64_t by_ns = ring_now_ns() + EARLY_NS;

@@ -67,9 +67,14 @@ static PyObject *request(CallerObject *self, PyObject *body, PyObject *settled, 
     if (alone) {
         PyObject *answer = answer_at_once(self, r);
         if (answer || PyErr_Occurred()) {
+            PyObject *type = NULL, *error = NULL, *trace = NULL;
+            if (!answer)
+                PyErr_Fetch(&type, &error, &trace); /* no memory; what follows may run any Python code */
             if (settled)
                 flight_call(settled, answer ? PyTuple_GetItem(answer, 0) : Py_None);
             flight_report(self);
+            if (!answer)
+                PyErr_Restore(type, error, trace);
             return answer;
         }
         if (self->spare != r) /* another thread has ended the burst meanwhile */

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -368,6 +369,33 @@ async def test_calls_whose_deadline_passes_in_the_queue_are_late_and_the_others_
         timed = Calls(compilation, MANY, timeout_s=60)
         assert await timed.all_ended() == ["right"] * MANY
         assert at_rest(compilation)
+
+
+async def test_a_call_that_has_waited_for_its_place_has_so_much_less_time_left(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float | None] = []
+    compute = aionn.Burst.compute
+
+    async def noting(burst: aionn.Burst, inputs: Any, *, timeout_s: float | None = None, **arguments: Any) -> aionn.Outputs:
+        given.append(timeout_s)
+        return await compute(burst, inputs, timeout_s=timeout_s, **arguments)
+
+    async with leak_check(), aionn.Runtime() as runtime:
+        compilation = await runtime.compile(MODEL, devices=(fake.name,))
+        await compilation.compute({"x": x(0)})
+        monkeypatch.setattr(aionn.Burst, "compute", noting)
+        fake.hang()
+        calls = Calls(compilation, DEPTH + 1, timeout_s=1000.0)
+        await fake.heard("run")
+        assert len(kept_of(compilation)._turns) == 1
+        before = time.monotonic()
+        await anyio.sleep(0.02)
+        waited_s = time.monotonic() - before
+        fake.behave()
+        assert await calls.all_ended() == ["right"] * (DEPTH + 1)
+    assert given[:DEPTH] == [1000.0] * DEPTH
+    (left_s,) = given[DEPTH:]
+    assert left_s is not None
+    assert left_s <= 1000 - waited_s
 
 
 async def test_a_driver_that_dies_ends_the_calls_that_it_had_and_a_new_one_answers_those_that_waited(fake: FakeDevice) -> None:
