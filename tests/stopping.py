@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import platform
 import signal
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -32,3 +33,18 @@ async def kill_under(pid: int, call: Callable[[], Coroutine[Any, Any, Any]]) -> 
     with pytest.raises(aionn.DriverDiedError) as died:
         await task
     return died.value
+
+
+_FCNTL = {"x86_64": "72", "aarch64": "25"}[platform.machine()]
+"""The kernel's number of fcntl, in which `FakeDevice.hang(with_gil=True)` waits."""
+
+
+async def holds_the_gil(pid: int) -> None:
+    """Return when a thread of the driver hangs with the GIL held. What the engine announces comes a moment before."""
+
+    def waits(thread: str) -> bool:
+        return Path(f"/proc/{pid}/task/{thread}/syscall").read_text(encoding="ascii").split()[0] == _FCNTL
+
+    with anyio.fail_after(20):
+        while not any(map(waits, os.listdir(f"/proc/{pid}/task"))):  # noqa: ASYNC110  (its system call has no event)
+            await anyio.sleep(0.001)

@@ -119,6 +119,10 @@ class Bodies:
         return body
 
 
+_NO_MEMORY = encode_result_body(Result(ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT), framed=True)
+"""The answer of a driver that has no memory for another one."""
+
+
 class Bound(NamedTuple):
     """A request bound to its memories. The native listener remembers it. A lane calls it."""
 
@@ -132,7 +136,10 @@ class Bound(NamedTuple):
             result = self.execution.run(lane, self.measure_timing)
         except BaseException as error:
             result = result_of(error)
-        return self.bodies.of(result)
+        try:
+            return self.bodies.of(result)
+        except MemoryError:
+            return _NO_MEMORY
 
     def warm_up(self, lane: Any) -> bool:
         """Run before a request is due, and drop the result. Raises nothing."""

@@ -1,4 +1,4 @@
-"""`Caller` where the interpreter has no memory: `MemoryError` or the usual outcome, and each request is settled once."""
+"""Both ends of a burst where the interpreter has no memory: `MemoryError` or the usual outcome, and each request is settled once."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
-from aionn.burst.packets import result_identity_datum
+from aionn.burst.executors import Bodies, Bound
+from aionn.burst.packets import decode_result, result_identity_datum
 from aionn.burst.spin_policy import APP_WINDOW_NS
+from aionn.hal.types import ErrorStatus, Result
 from tests.burst.test_exchange import BODY, RESULTS, Calls, Ends, exchange
 from tests.fmq.test_native_objects import in_child
 
@@ -80,3 +82,24 @@ def test_an_answer_that_comes_at_once_and_finds_no_memory_is_a_memory_error() ->
         return failed
 
     assert in_child(use) > 0
+
+
+def test_a_lane_without_memory_for_an_answer_says_so_and_goes_on() -> None:
+    class Full(Bodies):
+        def of(self, result: Result) -> bytes:
+            raise MemoryError
+
+    class Runs:
+        serial = False
+
+        def run(self, lane: object, measure_timing: bool) -> Result:
+            return Result(ErrorStatus.NONE)
+
+        async def execute(self, measure_timing: bool, deadline_ns: int | None) -> Result:
+            raise AssertionError("a lane calls `run`")
+
+        def warm_up(self, lane: object) -> bool:
+            raise AssertionError("a lane calls `run`")
+
+    body = Bound(Runs(), False, Full())(None)
+    assert decode_result(body + result_identity_datum(7, 1)).result.status is ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT

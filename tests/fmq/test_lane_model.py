@@ -70,7 +70,7 @@ def test_each_ingredient_of_the_model_has_its_fault() -> None:
 def test_the_native_code_takes_the_steps_of_the_model_in_their_order() -> None:
     top = body_of("lane_next", "_lane.c")
     assert in_order(
-        top, "finish(", "!last->lent", "Py_DECREF", "lanes->jobs &&", "choose(", "sleep_for_events(", "take(", "share(", "idle("
+        top, "finish(", "last->lanes != lanes", "Py_DECREF", "lanes->jobs &&", "choose(", "sleep_for_events(", "take(", "share(", "idle("
     )
     assert in_order(body_of("sleep_for_events", "_lane.c"), "sleeping++", "anticipate_sleep(", "sleeping--", "collect")
     assert in_order(body_of("anticipate_sleep", "_anticipate.c"), "Py_BEGIN_ALLOW_THREADS", "epoll_wait", "Py_END_ALLOW_THREADS")

@@ -22,6 +22,7 @@ from aionn.runtime.processes.devices import Device
 from aionn.testing import FakeDevice, identity_model
 from aionn.testing.fake_engine import SecondFakeEngine
 from tests.leaks import leak_check
+from tests.stopping import holds_the_gil
 
 pytestmark = pytest.mark.anyio
 
@@ -84,6 +85,8 @@ async def standstill() -> AsyncIterator[Standstill]:
                         tasks.start_soon(run)
                         await fake.heard("run")
                         pid = device.pid
+                        assert pid is not None
+                        await holds_the_gil(pid)
                         yield here
                         assert device.pid == pid
                         assert here.released or not here.over
