@@ -97,7 +97,8 @@ def read_beside_a_writer(reads: int) -> None:
                     now = {counter: view.total(counter) for counter in COUNTERS}
                     assert all(now[counter] >= before[counter] for counter in COUNTERS), (before, now)
                     before = now
-            assert names == set("abcdefghijx")
+            assert names <= set("abcdefghijx")
+            assert len(names) > 2  # names did change meanwhile; which of them a reader meets is chance
             process.stdin.write("end\n")
             process.stdin.flush()
             count = int(process.stdout.readline())
