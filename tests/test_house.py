@@ -11,7 +11,7 @@ HOUSE = Path(__file__).parent.parent / "aionn"
 
 # From the ground up. A room may use the rooms below its own floor, and its own package.
 FLOORS = (
-    {"_mapping", "lazy", "errors", "memo", "tasks", "trace"},
+    {"_mapping", "errors", "file_ranges", "lazy", "memo", "tasks", "trace"},
     {"hal"},
     {"caching", "memory", "graph", "pages"},
     {"fmq", "engines"},
@@ -21,8 +21,8 @@ FLOORS = (
     {"__init__", "__main__", "cli", "testing"},
 )
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-# Ground rooms may lean on each other, in this order: _mapping, lazy, memo and errors know nothing, tasks and trace know errors.
-GROUND_ORDER = ("_mapping", "lazy", "memo", "errors", "trace", "tasks")
+# Ground rooms may lean on each other, in this order: the first five know nothing, tasks and trace know errors.
+GROUND_ORDER = ("_mapping", "file_ranges", "lazy", "memo", "errors", "trace", "tasks")
 
 IO_MODULES = {"anyio", "os", "socket", "mmap", "asyncio", "fcntl", "subprocess", "select", "selectors", "aiofiles"}
 SANS_IO = (

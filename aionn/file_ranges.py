@@ -1,0 +1,130 @@
+"""Read ranges of files at the speed of memory: copied into private memory, digested from that copy, or both.
+
+The order is always copy, digest, use the copy. So no other process can change bytes between their digest and their use.
+
+One thread reads ahead while the calling thread digests what has been read; BLAKE3 takes the usable cores for large chunks. A digest
+without a copy uses the same few buffers again, because fresh memory costs more than reading does. Every function blocks, releases the
+GIL, and may be called in several threads at once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import blake3
+
+__all__ = ["FileRange", "ShortFileError", "copy_ranges", "digest_ranges"]
+
+_CHUNK_BYTES = 4 << 20
+_AHEAD = 4
+"""So many chunks are read before they are digested."""
+_SERIAL_BYTES = 8 << 20
+"""Fewer bytes in all are read by the calling thread: starting another one costs more than it saves."""
+_PARALLEL_BYTES = 2 << 20
+"""Below this, starting BLAKE3's threads costs more than it gains."""
+
+
+class ShortFileError(OSError):
+    """A file ended before the range did."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileRange:
+    """`length` bytes of an open file, from `offset` on."""
+
+    fd: int
+    offset: int
+    length: int
+
+
+def digest_ranges(ranges: Sequence[FileRange]) -> list[bytes]:
+    """Return BLAKE3 of each range, 32 bytes. No more than a few chunks are in memory at a time.
+
+    Raises:
+        ShortFileError: a file ends before its range.
+        OSError: a file cannot be read.
+    """
+    return _digests(ranges, None)
+
+
+def copy_ranges(ranges: Sequence[FileRange], targets: Sequence[Any]) -> list[bytes]:
+    """Copy each range into its target, and return BLAKE3 of each copy, 32 bytes.
+
+    Args:
+        targets: writable bytes-like objects, each of its range's length. Only the caller may have references to them.
+
+    Raises:
+        ShortFileError: a file ends before its range.
+        OSError: a file cannot be read.
+    """
+    views = [memoryview(target).cast("B") for target in targets]
+    for place, view in zip(ranges, views, strict=True):
+        if view.nbytes != place.length:
+            raise ValueError(f"a target has {view.nbytes} bytes for a range of {place.length}")
+    return _digests(ranges, views)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    index: int
+    offset: int
+    view: memoryview
+
+
+def _digests(ranges: Sequence[FileRange], targets: Sequence[memoryview] | None) -> list[bytes]:
+    hashers = [blake3.blake3(max_threads=blake3.blake3.AUTO if place.length >= _PARALLEL_BYTES else 1) for place in ranges]
+    chunks = _chunks(ranges, targets)
+    if sum(place.length for place in ranges) <= _SERIAL_BYTES:
+        for chunk in chunks:
+            _read(ranges[chunk.index].fd, chunk)
+            hashers[chunk.index].update(chunk.view)
+        return [hasher.digest() for hasher in hashers]
+    reading: deque[tuple[_Chunk, Future[None]]] = deque()
+
+    def digest_oldest() -> None:
+        chunk, read = reading.popleft()
+        read.result()
+        hashers[chunk.index].update(chunk.view)
+
+    with ThreadPoolExecutor(1, "aionn read") as reader:
+        try:
+            for chunk in chunks:
+                reading.append((chunk, reader.submit(_read, ranges[chunk.index].fd, chunk)))
+                if len(reading) == _AHEAD:  # the generator may use the oldest chunk's buffer again after this
+                    digest_oldest()
+            while reading:
+                digest_oldest()
+        finally:
+            reader.shutdown(cancel_futures=True)
+    return [hasher.digest() for hasher in hashers]
+
+
+def _chunks(ranges: Sequence[FileRange], targets: Sequence[memoryview] | None) -> Iterator[_Chunk]:
+    """Yield all ranges chunk by chunk. Without targets, every chunk uses the buffer of the chunk `_AHEAD` before it."""
+    ring: list[memoryview] = []
+    count = 0
+    for index, place in enumerate(ranges):
+        for at in range(0, place.length, _CHUNK_BYTES):
+            length = min(_CHUNK_BYTES, place.length - at)
+            if targets is not None:
+                view = targets[index][at : at + length]
+            else:
+                if len(ring) < _AHEAD:
+                    ring.append(memoryview(bytearray(min(_CHUNK_BYTES, max(place.length for place in ranges)))))
+                view = ring[count % len(ring) if len(ring) == _AHEAD else -1][:length]
+                count += 1
+            yield _Chunk(index, place.offset + at, view)
+
+
+def _read(fd: int, chunk: _Chunk) -> None:
+    done = 0
+    while done < chunk.view.nbytes:
+        got = os.preadv(fd, [chunk.view[done:]], chunk.offset + done)
+        if not got:
+            raise ShortFileError(f"the file ends at byte {chunk.offset + done}, {chunk.view.nbytes - done} bytes before the range does")
+        done += got
