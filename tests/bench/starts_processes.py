@@ -12,7 +12,8 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -48,8 +49,9 @@ class Worker:
                 if self._process.wait(PATIENCE_S) != 0:
                     raise WorkerError(f"the process of kind {self._kind!r} ended with code {self._process.returncode}")
         finally:
-            self._process.kill()
-            self._process.wait()
+            with ended(self.drivers()):
+                self._process.kill()
+                self._process.wait()
             self._process.stdin.close()
             self._process.stdout.close()
 
@@ -80,6 +82,23 @@ class Worker:
 
     def memory_bytes(self) -> int:
         return group_bytes([self.pid, *self.drivers()])
+
+
+@contextmanager
+def ended(pids: list[int]) -> Iterator[None]:
+    """Wait until processes have ended whose parent is killed inside, because they write to folders that go next."""
+    watched = []
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            watched.append(os.pidfd_open(pid))
+    try:
+        yield
+        for pidfd in watched:
+            if not select.select([pidfd], [], [], PATIENCE_S)[0]:
+                raise WorkerError("a driver process did not end after its app")
+    finally:
+        for pidfd in watched:
+            os.close(pidfd)
 
 
 def descendants(pid: int) -> list[int]:
