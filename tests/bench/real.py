@@ -9,6 +9,7 @@ Rows, one ratio or more each, with the bound that aionn means to reach. Ratios a
     P7        Silero with its state in the driver, by 1 to 64 bursts
     P8        descriptors, memory and opening of a burst
     P9, P10   `compute()` beside a burst and a process pool, and a thousand calls at once
+    P11-P15   start-up, cache hits and large models in fresh processes; `tests.bench.starts` says more (P15 only with --large)
     P16, P17  threads and instances: two streams, a batch of pictures beside the best pool of sessions
     P18       a stream with priority high beside a model with priority low that is flat out
     P19, P20  a bound for threads, and anticipation
@@ -25,7 +26,7 @@ from collections.abc import Awaitable, Callable
 
 import uvloop
 
-from tests.bench import real_hot, real_lanes, real_many, real_paced, real_urgent
+from tests.bench import real_hot, real_lanes, real_many, real_paced, real_urgent, starts
 from tests.bench.machine import Others, machine_lines
 from tests.bench.real_report import NotAvailableError, Options, Report
 
@@ -39,7 +40,6 @@ GROUPS: tuple[tuple[tuple[str, ...], Callable[[Report, Options], Awaitable[None]
     (("P8",), real_many.holdings),
     (("P9",), real_hot.one_call),
     (("P10",), real_hot.at_once),
-    # P11 to P15 are start-up, cache hits and large models.
     (("P16",), real_lanes.instances),
     (("P17",), real_lanes.batch),
     (("P18",), real_urgent.priorities),
@@ -47,7 +47,7 @@ GROUPS: tuple[tuple[tuple[str, ...], Callable[[Report, Options], Awaitable[None]
     (("P20",), real_urgent.anticipation),
 )
 INTERRUPTED = 130
-ROWS = sorted((row for rows, _ in GROUPS for row in rows), key=lambda row: int(row[1:]))
+ROWS = sorted((*starts.ROWS, *(row for rows, _ in GROUPS for row in rows)), key=lambda row: int(row[1:]))
 
 
 def rows_of(text: str) -> frozenset[str]:
@@ -76,8 +76,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--frames", type=int, default=150, help="frames per lane and round; more at high rates")
     parser.add_argument(
-        "--pinned", action="store_true", help="the app on the first CPU, all others on the last; not for P4, P8, P16 to P19"
+        "--pinned", action="store_true", help="the app on the first CPU, all others on the last; not for P4, P8, P11 to P19"
     )
+    parser.add_argument("--large", action="store_true", help="P15, too: a model of 2.4 GB")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     options = parser.parse_args(argv)
     usable = sorted(os.sched_getaffinity(0))
@@ -90,6 +91,8 @@ def main(argv: list[str]) -> None:
     interrupted = False
     try:
         uvloop.run(measure(report, Options(options.rounds, options.frames, cpus)))
+        if report.wanted & set(starts.ROWS):
+            starts.measure(report, starts.Options(options.rounds, large=options.large))
     except KeyboardInterrupt:
         interrupted = True
         report.say("\ninterrupted; this is what was measured before")
