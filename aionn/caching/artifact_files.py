@@ -6,7 +6,6 @@ Nothing here is kept. `integrity` decides which bytes may be used. Everything is
 from __future__ import annotations
 
 import fcntl
-import io
 import os
 import stat
 from collections.abc import Sequence
@@ -16,13 +15,13 @@ import numpy as np
 from blake3 import blake3
 
 from aionn.caching.outcomes import MissReason, Refusal
+from aionn.file_ranges import FileRange, copy_ranges, digest_ranges
 
-__all__ = ["Purpose", "check_descriptors", "digest_of", "read_private", "reopen", "write_whole"]
+__all__ = ["Purpose", "check_descriptors", "digest_of", "digests_of_files", "private_memory", "read_private", "reopen", "write_whole"]
 
 _PARALLEL_BYTES = 2 << 20  # below this, starting BLAKE3's threads costs more than it gains
-_PIPELINED_BYTES = 16 << 20  # below this, BLAKE3's threads over the whole are quicker than hashing while the rest is read
-_WRITABLE_BYTES = 64 << 10  # smaller ones are `bytes`: one system call and no array
-_CHUNK_BYTES = 4 << 20
+_WRITABLE_BYTES = 64 << 10  # smaller copies are `bytes`
+_ALIGNMENT_BYTES = 64
 _WRITE_BYTES = 4 << 20  # on kernels that do not preempt, a longer system call would keep a CPU from others, such as an event loop
 Purpose = Literal["read", "write"]
 
@@ -79,28 +78,37 @@ def write_whole(fd: int, buffer: memoryview) -> None:
         at += os.pwrite(fd, buffer[at : at + _WRITE_BYTES], at)
 
 
-def read_private(fd: int, length: int) -> tuple[bytes | memoryview, bytes]:
-    """Copy `length` bytes from the beginning of the file, or fewer if it has been cut. Return the copy and its digest.
+def read_private(fds: Sequence[int], lengths: Sequence[int]) -> tuple[list[bytes | memoryview], list[bytes]]:
+    """Copy the first `lengths` bytes of the files, all in one pass. Return the copies and the digests of those copies.
 
-    Only this process has the copy. All but small copies are writable, so an engine that needs writable memory uses them in place.
+    Only the caller has references to the copies. Copies of 64 KiB or more are writable and begin at a multiple of 64 bytes, so an
+    engine uses them in place.
+
+    Raises:
+        ShortFileError: a file has been cut.
+        MemoryError: there is not enough memory for the copies.
     """
-    if length < _WRITABLE_BYTES:
-        content = os.pread(fd, length, 0)
-        return content, digest_of(content)
-    if length < _PIPELINED_BYTES:
-        # A bytearray would be zeroed first. NumPy asks for huge pages for an array: clearing one in the kernel takes longer than
-        # reading and hashing so few bytes. `BytesIO` does not copy the bytes, because it has the only reference to them.
-        view = io.BytesIO(os.pread(fd, length, 0)).getbuffer()
-        return view, digest_of(view)
-    buffer = np.empty(length, np.uint8).data
-    at = 0
-    from concurrent.futures import ThreadPoolExecutor
+    copies: list[Any] = [private_memory(length) if length >= _WRITABLE_BYTES else bytearray(length) for length in lengths]
+    digests = copy_ranges(_whole(fds, lengths), copies)
+    return [copy if isinstance(copy, memoryview) else bytes(copy) for copy in copies], digests
 
-    # One thread copies while another hashes what was copied. The copy costs twice what the hash does, so the whole costs little more
-    # than reading.
-    hasher = blake3()
-    with ThreadPoolExecutor(1, "aionn verify") as hashing:
-        while at < length and (count := os.preadv(fd, [buffer[at : at + _CHUNK_BYTES]], at)):
-            hashing.submit(hasher.update, buffer[at : at + count])
-            at += count
-    return buffer[:at], hasher.digest()
+
+def digests_of_files(fds: Sequence[int], lengths: Sequence[int]) -> list[bytes]:
+    """Return the digests of the first `lengths` bytes of the files, and keep no copy.
+
+    Raises:
+        ShortFileError: a file has been cut.
+    """
+    return digest_ranges(_whole(fds, lengths))
+
+
+def private_memory(length: int) -> memoryview:
+    """Return uninitialised memory that begins at a multiple of 64 bytes. Large memory has huge pages where the system gives them."""
+    # NumPy asks for huge pages from 4 MiB on. They make fresh memory several times cheaper.
+    memory = np.empty(length + _ALIGNMENT_BYTES, np.uint8)
+    begin = -memory.ctypes.data % _ALIGNMENT_BYTES
+    return memory.data[begin : begin + length]
+
+
+def _whole(fds: Sequence[int], lengths: Sequence[int]) -> list[FileRange]:
+    return [FileRange(fd, 0, length) for fd, length in zip(fds, lengths, strict=True)]
