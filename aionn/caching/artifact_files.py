@@ -1,49 +1,45 @@
 """A driver's cache files: checked descriptors, whole writes, and private copies with their digests.
 
-Nothing here is kept. `integrity` decides which bytes may be used. Everything is blocking and runs in threads.
+Nothing here is kept, and nothing opens a file: all descriptors come from the app. `integrity` decides which bytes may be used.
+Everything is blocking and runs in threads.
 """
 
 from __future__ import annotations
 
 import fcntl
-import io
 import os
 import stat
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import numpy as np
 from blake3 import blake3
 
 from aionn.caching.outcomes import MissReason, Refusal
+from aionn.file_ranges import FileRange, copy_ranges, digest_ranges
 
-__all__ = ["Purpose", "check_descriptors", "digest_of", "read_private", "reopen", "write_whole"]
+__all__ = ["Purpose", "check_descriptors", "digest_of", "digests_of_files", "private_memory", "read_private", "sole_writer", "write_whole"]
 
 _PARALLEL_BYTES = 2 << 20  # below this, starting BLAKE3's threads costs more than it gains
-_PIPELINED_BYTES = 16 << 20  # below this, BLAKE3's threads over the whole are quicker than hashing while the rest is read
-_WRITABLE_BYTES = 64 << 10  # smaller ones are `bytes`: one system call and no array
-_CHUNK_BYTES = 4 << 20
+_WRITABLE_BYTES = 64 << 10  # smaller copies are `bytes`
+_ALIGNMENT_BYTES = 64
 _WRITE_BYTES = 4 << 20  # on kernels that do not preempt, a longer system call would keep a CPU from others, such as an event loop
+_RETRY_S = 0.01
+_writers = threading.Lock()
+_written: set[tuple[int, int]] = set()
+"""Device and inode of the first file of each set that this process is writing."""
 Purpose = Literal["read", "write"]
 
 
-def reopen(fd: int) -> int:
-    """Return a new descriptor for the same file, with an offset and locks that it shares with no other. The caller closes it.
-
-    A lock on a descriptor that came over a socket belongs to the open file description, and so to its sender as well.
-    `dup` would share the lock, too.
-
-    Raises:
-        OSError: the descriptor is closed, or the file may not be opened again as it is open now.
-    """
-    access = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE
-    return os.open(f"/proc/self/fd/{fd}", access | os.O_CLOEXEC)
-
-
-def digest_of(buffer: Any) -> bytes:
-    """Return BLAKE3 of a bytes-like object, 32 bytes. Large buffers use several threads. Releases the GIL."""
-    threads = blake3.AUTO if memoryview(buffer).nbytes >= _PARALLEL_BYTES else 1
-    return blake3(buffer, max_threads=threads).digest()
+def digest_of(*pieces: Any) -> bytes:
+    """Return BLAKE3 of bytes-like objects, one after the other: 32 bytes. Large ones use several threads. Releases the GIL."""
+    hasher = blake3(max_threads=blake3.AUTO if sum(memoryview(piece).nbytes for piece in pieces) >= _PARALLEL_BYTES else 1)
+    for piece in pieces:
+        hasher.update(piece)
+    return hasher.digest()
 
 
 def check_descriptors(fds: Sequence[int], purpose: Purpose) -> Refusal | None:
@@ -70,37 +66,87 @@ def check_descriptors(fds: Sequence[int], purpose: Purpose) -> Refusal | None:
     return None
 
 
-def write_whole(fd: int, buffer: memoryview) -> None:
-    """Replace the contents of a file by `buffer`."""
+@contextmanager
+def sole_writer(fd: int, patience_s: float) -> Iterator[bool]:
+    """Hold the right to write a set of files, which its first file stands for. Yields False if another writer stays longer than that.
+
+    flock keeps out writers with other open file descriptions, in any process. Duplicates of one description share its lock, so the
+    writers of this process are kept apart by the file's identity as well.
+    """
+    from filelock import lock_descriptor, unlock_descriptor  # 6 ms of a driver's first hit that only a save needs
+
+    status = os.fstat(fd)
+    identity = (status.st_dev, status.st_ino)
+    given_up_at = time.monotonic() + patience_s
+    while not _begin_to_write(identity):
+        if time.monotonic() > given_up_at:
+            yield False
+            return
+        time.sleep(_RETRY_S)
+    try:
+        while not (locked := lock_descriptor(fd, blocking=False)) and time.monotonic() <= given_up_at:
+            time.sleep(_RETRY_S)
+        try:
+            yield locked
+        finally:
+            if locked:
+                unlock_descriptor(fd)  # the client may keep the description open
+    finally:
+        with _writers:
+            _written.remove(identity)
+
+
+def _begin_to_write(identity: tuple[int, int]) -> bool:
+    with _writers:
+        if identity in _written:
+            return False
+        _written.add(identity)
+        return True
+
+
+def write_whole(fd: int, *pieces: memoryview) -> None:
+    """Replace the contents of a file by `pieces`, one after the other."""
     # "the driver must truncate a file to zero size before writing" (HAL 1.2, prepareModel)
     os.ftruncate(fd, 0)
     at = 0
-    while at < buffer.nbytes:
-        at += os.pwrite(fd, buffer[at : at + _WRITE_BYTES], at)
+    for piece in pieces:
+        done = 0
+        while done < piece.nbytes:
+            done += os.pwrite(fd, piece[done : done + _WRITE_BYTES], at + done)
+        at += done
 
 
-def read_private(fd: int, length: int) -> tuple[bytes | memoryview, bytes]:
-    """Copy `length` bytes from the beginning of the file, or fewer if it has been cut. Return the copy and its digest.
+def read_private(fds: Sequence[int], lengths: Sequence[int]) -> tuple[list[bytes | memoryview], list[bytes]]:
+    """Copy the first `lengths` bytes of the files, all in one pass. Return the copies and the digests of those copies.
 
-    Only this process has the copy. All but small copies are writable, so an engine that needs writable memory uses them in place.
+    Only the caller has references to the copies. Copies of 64 KiB or more are writable and begin at a multiple of 64 bytes, so an
+    engine uses them in place.
+
+    Raises:
+        ShortFileError: a file has been cut.
+        MemoryError: there is not enough memory for the copies.
     """
-    if length < _WRITABLE_BYTES:
-        content = os.pread(fd, length, 0)
-        return content, digest_of(content)
-    if length < _PIPELINED_BYTES:
-        # A bytearray would be zeroed first. NumPy asks for huge pages for an array: clearing one in the kernel takes longer than
-        # reading and hashing so few bytes. `BytesIO` does not copy the bytes, because it has the only reference to them.
-        view = io.BytesIO(os.pread(fd, length, 0)).getbuffer()
-        return view, digest_of(view)
-    buffer = np.empty(length, np.uint8).data
-    at = 0
-    from concurrent.futures import ThreadPoolExecutor
+    copies: list[Any] = [private_memory(length) if length >= _WRITABLE_BYTES else bytearray(length) for length in lengths]
+    digests = copy_ranges(_whole(fds, lengths), copies)
+    return [copy if isinstance(copy, memoryview) else bytes(copy) for copy in copies], digests
 
-    # One thread copies while another hashes what was copied. The copy costs twice what the hash does, so the whole costs little more
-    # than reading.
-    hasher = blake3()
-    with ThreadPoolExecutor(1, "aionn verify") as hashing:
-        while at < length and (count := os.preadv(fd, [buffer[at : at + _CHUNK_BYTES]], at)):
-            hashing.submit(hasher.update, buffer[at : at + count])
-            at += count
-    return buffer[:at], hasher.digest()
+
+def digests_of_files(fds: Sequence[int], lengths: Sequence[int]) -> list[bytes]:
+    """Return the digests of the first `lengths` bytes of the files, and keep no copy.
+
+    Raises:
+        ShortFileError: a file has been cut.
+    """
+    return digest_ranges(_whole(fds, lengths))
+
+
+def private_memory(length: int) -> memoryview:
+    """Return uninitialised memory that begins at a multiple of 64 bytes. Large memory has huge pages where the system gives them."""
+    # NumPy asks for huge pages from 4 MiB on. They make fresh memory several times cheaper.
+    memory = np.empty(length + _ALIGNMENT_BYTES, np.uint8)
+    begin = -memory.ctypes.data % _ALIGNMENT_BYTES
+    return memory.data[begin : begin + length]
+
+
+def _whole(fds: Sequence[int], lengths: Sequence[int]) -> list[FileRange]:
+    return [FileRange(fd, 0, length) for fd, length in zip(fds, lengths, strict=True)]

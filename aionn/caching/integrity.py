@@ -23,11 +23,12 @@ import logging
 import os
 import sqlite3
 import threading
-import time
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from aionn import trace
-from aionn.caching.artifact_files import Purpose, check_descriptors, digest_of, read_private, reopen, write_whole
+from aionn.caching.artifact_files import Purpose, check_descriptors, digest_of, digests_of_files, read_private, sole_writer, write_whole
 from aionn.caching.outcomes import MissReason, Refusal, refusal_of_os_error
 from aionn.caching.state import (
     UnsafeStateError,
@@ -41,15 +42,29 @@ from aionn.caching.state import (
     refusal_of_database_error,
     transaction,
 )
+from aionn.file_ranges import ShortFileError
 from aionn.hal.interfaces import Artifact, CacheHandles
 from aionn.hal.types import CACHE_TOKEN_BYTES, CacheFiles
 
-__all__ = ["IntegrityStore"]
+__all__ = ["IntegrityStore", "Verified"]
 
 _log = logging.getLogger("aionn.caching")
 _CANDIDATES = 16  # the published set, one being published, two savers at once; and the same model in other cache directories
 _LOCK_WAIT_S = 5.0  # two drivers write the same files: the second waits for the first, which takes a fraction of a second
 _RECORD_BYTES = 8 + 32
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """Cache files whose digests match a record.
+
+    Attributes:
+        digests: the record: for each file, model files first, its length in 8 bytes, little-endian, and its BLAKE3 of 32 bytes.
+        artifact: private copies of the files, or None if the caller needs none.
+    """
+
+    digests: bytes
+    artifact: Artifact | None
 
 
 class IntegrityStore:
@@ -136,21 +151,23 @@ class IntegrityStore:
 
     # --- save --------------------------------------------------------------------------------------------------------
 
-    def save(self, handles: CacheHandles, artifact: Artifact) -> Refusal | None:
+    def save(self, handles: CacheHandles, artifact: Artifact, trailer: bytes = b"") -> Refusal | None:
         """Record and write an artifact. Returns None if it was stored. The files are whole and recorded, or a load refuses them.
+
+        Args:
+            trailer: bytes that follow the engine's in the first file.
 
         The files are truncated and written from their beginning, wherever the descriptors' offsets stand. The app's store syncs them
         to disk when it publishes them.
         """
         with trace.span("cache.save", device=self.device):
-            refusal = self._save(handles, artifact)
+            refusal = self._save(handles, artifact, trailer)
         if refusal is not None:
             _log.info("device %s did not store an artifact: %s", self.device, refusal)
         trace.count("cache.saved" if refusal is None else "cache.save_failed", device=self.device)
         return refusal
 
-    def _save(self, handles: CacheHandles, artifact: Artifact) -> Refusal | None:
-        own: list[int] = []
+    def _save(self, handles: CacheHandles, artifact: Artifact, trailer: bytes) -> Refusal | None:
         try:
             if CacheFiles(len(artifact.model), len(artifact.data)) != self.files:
                 return Refusal(
@@ -160,22 +177,20 @@ class IntegrityStore:
             refusal = self._check(handles, "write")
             if refusal is not None:
                 return refusal
-            buffers = [memoryview(buffer).cast("B") for buffer in (*artifact.model, *artifact.data)]
-            digests = b"".join(buffer.nbytes.to_bytes(8, "little") + digest_of(buffer) for buffer in buffers)
-            refusal = self._record(handles.token, digests)
+            files = [[memoryview(buffer).cast("B")] for buffer in (*artifact.model, *artifact.data)]
+            if trailer:
+                files[0].append(memoryview(trailer))
+            lengths = [sum(piece.nbytes for piece in pieces) for pieces in files]
+            refusal = self._record(handles.token, _record(lengths, [digest_of(*pieces) for pieces in files]))
             if refusal is not None:
                 return refusal
-            own.extend(reopen(fd) for fd in (*handles.model, *handles.data))
-            from filelock import lock_descriptor  # 6 ms of a driver's first hit that only a save needs
-
-            # One lock for the set: if two drivers get the same files, the later set stays, unmixed.
-            given_up_at = time.monotonic() + _LOCK_WAIT_S
-            while not lock_descriptor(own[0], blocking=False):
-                if time.monotonic() > given_up_at:
+            fds = (*handles.model, *handles.data)
+            # One right for the set: if two drivers get the same files, the later set stays, unmixed.
+            with sole_writer(fds[0], _LOCK_WAIT_S) as alone:
+                if not alone:
                     return Refusal(MissReason.BUSY, f"another driver has been writing these files for {_LOCK_WAIT_S} s")
-                time.sleep(0.01)
-            for fd, buffer in zip(own, buffers, strict=True):
-                write_whole(fd, buffer)
+                for fd, pieces in zip(fds, files, strict=True):
+                    write_whole(fd, *pieces)
         except OSError as error:
             return refusal_of_os_error(error, "writing the cache files")
         except (TypeError, ValueError, BufferError) as error:
@@ -183,9 +198,6 @@ class IntegrityStore:
         except sqlite3.Error as error:
             self._begin_anew_if_damaged(error)
             return refusal_of_database_error(error, "recording the digests")
-        finally:
-            for fd in own:
-                os.close(fd)
         return None
 
     def _record(self, token: bytes, digests: bytes) -> Refusal | None:
@@ -242,15 +254,30 @@ class IntegrityStore:
     # --- load --------------------------------------------------------------------------------------------------------
 
     def load(self, handles: CacheHandles) -> Artifact | Refusal:
-        """Return the artifact that this driver stored under `handles.token`, or why it cannot.
+        """Return the artifact that this driver stored under `handles.token`, or why it cannot."""
+        verified = self.verify(handles)
+        if isinstance(verified, Refusal):
+            return verified
+        assert verified.artifact is not None  # nothing is known
+        return verified.artifact
 
-        Returns:
-            `Artifact` of private buffers whose digests match a record. Only the caller has references to them. Buffers of 64 KiB or more
-            are writable memoryviews, smaller ones are `bytes`.
+    def verify(self, handles: CacheHandles, known: Container[bytes] = ()) -> Verified | Refusal:
+        """Verify the files, and return their digests and private copies of them, or why this driver did not store them.
+
+        Args:
+            known: digests of artifacts that the caller needs no copy of, because it has their executables. If this driver recorded
+                such an artifact under the token, the files are digested without being kept. They are read once more and copied if
+                they turn out to be another artifact.
+
+        The copies are private: only the caller has references to them. Copies of 64 KiB or more are writable memoryviews that begin at a
+        multiple of 64 bytes, smaller ones are `bytes`.
         """
+        result: Verified | Refusal
         with trace.span("cache.verify", device=self.device):
             try:
-                result = self._load(handles)
+                result = self._verify(handles, known)
+            except ShortFileError as error:
+                result = Refusal(MissReason.WRONG_BYTES, f"a file was cut while it was read ({error})")
             except OSError as error:
                 result = refusal_of_os_error(error, "reading the cache files")
             except sqlite3.Error as error:
@@ -263,23 +290,13 @@ class IntegrityStore:
             trace.count("cache.refused", device=self.device, reason=result.reason.value)
         return result
 
-    def _load(self, handles: CacheHandles) -> Artifact | Refusal:
+    def _verify(self, handles: CacheHandles, known: Container[bytes]) -> Verified | Refusal:
         refusal = self._check(handles, "read")
         if refusal is not None:
             return refusal
-        with self._lock:
-            if self._database is None:
-                return self.unavailable or Refusal(MissReason.IO_ERROR, "integrity store is closed")
-            rows = query(self._database, "SELECT digests FROM records WHERE token = ? ORDER BY number DESC", (handles.token,))
-            recorded = [digests for (digests,) in rows if isinstance(digests, bytes)]  # SQLite keeps any type in any column
-            if recorded:
-                self._used.pop(handles.token, None)
-                self._used[handles.token] = None
-        if not recorded:
-            return Refusal(
-                MissReason.NO_INTEGRITY_RECORD, f"this driver has no record of token {handles.token.hex()[:16]} in {self._path.parent}"
-            )
-
+        recorded = self._recorded(handles.token)
+        if isinstance(recorded, Refusal):
+            return recorded
         fds = (*handles.model, *handles.data)
         lengths = [os.fstat(fd).st_size for fd in fds]
         # Before reading anything: a file that was made huge must not cost its size in memory.
@@ -287,13 +304,30 @@ class IntegrityStore:
         if not candidates:
             stored = " or ".join(str(_lengths(digests)) for digests in recorded)
             return Refusal(MissReason.WRONG_LENGTH, f"the files have {lengths} bytes, stored were {stored}")
-        copies = [read_private(fd, length) for fd, length in zip(fds, lengths, strict=True)]
-        found = b"".join(len(buffer).to_bytes(8, "little") + digest for buffer, digest in copies)
-        # All candidates are compared: the time must not show which candidate matched, or how much of one.
-        if not sum([hmac.compare_digest(found, digests) for digests in candidates]):
-            return Refusal(MissReason.WRONG_BYTES, f"the contents of {len(fds)} files are not what this driver stored")
-        buffers = tuple(buffer for buffer, _ in copies)
-        return Artifact(buffers[: self.files.model], buffers[self.files.model :])
+        if any(digests in known for digests in candidates):
+            found = _record(lengths, digests_of_files(fds, lengths))
+            if not _matches(found, candidates):
+                return _wrong_bytes(fds)
+            if found in known:
+                return Verified(found, None)
+        copies, digests = read_private(fds, lengths)
+        found = _record(lengths, digests)
+        if not _matches(found, candidates):
+            return _wrong_bytes(fds)
+        return Verified(found, Artifact(tuple(copies[: self.files.model]), tuple(copies[self.files.model :])))
+
+    def _recorded(self, token: bytes) -> list[bytes] | Refusal:
+        """Return the records of a token, the newest first, and note its use."""
+        with self._lock:
+            if self._database is None:
+                return self.unavailable or Refusal(MissReason.IO_ERROR, "integrity store is closed")
+            rows = query(self._database, "SELECT digests FROM records WHERE token = ? ORDER BY number DESC", (token,))
+            recorded = [digests for (digests,) in rows if isinstance(digests, bytes)]  # SQLite keeps any type in any column
+            if recorded:
+                self._used.pop(token, None)
+                self._used[token] = None
+                return recorded
+        return Refusal(MissReason.NO_INTEGRITY_RECORD, f"this driver has no record of token {token.hex()[:16]} in {self._path.parent}")
 
     def _check(self, handles: CacheHandles, purpose: Purpose) -> Refusal | None:
         """Check what shows without reading: number of files, the token's length, access mode, kind of file."""
@@ -309,6 +343,20 @@ class IntegrityStore:
         if len(handles.token) != CACHE_TOKEN_BYTES:
             return Refusal(MissReason.WRONG_TOKEN, f"the token has {len(handles.token)} bytes, expected {CACHE_TOKEN_BYTES}")
         return check_descriptors((*handles.model, *handles.data), purpose)
+
+
+def _record(lengths: Sequence[int], digests: Sequence[bytes]) -> bytes:
+    """Return what is recorded of an artifact: for each file its length in 8 bytes, little-endian, and its digest of 32 bytes."""
+    return b"".join(length.to_bytes(8, "little") + digest for length, digest in zip(lengths, digests, strict=True))
+
+
+def _matches(found: bytes, candidates: Sequence[bytes]) -> bool:
+    # All candidates are compared: the time must not show which candidate matched, or how much of one.
+    return sum([hmac.compare_digest(found, digests) for digests in candidates]) > 0
+
+
+def _wrong_bytes(fds: Sequence[int]) -> Refusal:
+    return Refusal(MissReason.WRONG_BYTES, f"the contents of {len(fds)} files are not what this driver stored")
 
 
 def _lengths(digests: bytes) -> list[int]:

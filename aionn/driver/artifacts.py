@@ -14,9 +14,10 @@ from __future__ import annotations
 import os
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -43,6 +44,19 @@ class Description(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     model_token: bytes
     inputs: tuple[tuple[str, Operand], ...]
     outputs: tuple[tuple[str, Operand], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """An executable that was made of verified cache files.
+
+    Attributes:
+        digests: lengths and digests of the files, as `caching.integrity.Verified` has them.
+    """
+
+    executable: Executable
+    description: Description
+    digests: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,16 +189,16 @@ class Artifacts:
             return str(changed)
         if artifact is None:
             return "declined"
-        try:
-            described = _with_description(artifact, model)
-        except (TypeError, ValueError, MemoryError) as error:
-            return str(Refusal(MissReason.IO_ERROR, f"the engine's artifact is not made of bytes ({error})"))
         store = self._integrity()
-        refusal = store if isinstance(store, Refusal) else store.save(handles, described)
+        refusal = store if isinstance(store, Refusal) else store.save(handles, artifact, _described(model))
         return "saved" if refusal is None else str(refusal)
 
-    def load(self, handles: CacheHandles, options: CompileOptions) -> tuple[Executable, Description]:
-        """Verify and load.
+    def load(self, handles: CacheHandles, options: CompileOptions, known: Mapping[bytes, Loaded] = MappingProxyType({})) -> Loaded:
+        """Verify and load. The files are verified also where their executable is known.
+
+        Args:
+            known: what has been loaded with the same options, by `Loaded.digests`. If the files are one of these, that one is returned,
+                and the engine loads nothing.
 
         Raises:
             CallerError: the number of files is not the one that the device asks for.
@@ -195,16 +209,18 @@ class Artifacts:
         if refusal := self._wrong_number(handles):
             raise CallerError(refusal.detail)
         store = self._integrity()
-        loaded = store if isinstance(store, Refusal) else store.load(handles)
-        if isinstance(loaded, Refusal):
-            raise _refused(loaded)
+        verified = store if isinstance(store, Refusal) else store.verify(handles, known)
+        if isinstance(verified, Refusal):
+            raise _refused(verified)
+        if verified.artifact is None:
+            return known[verified.digests]
         try:
-            artifact, description = _without_description(loaded)
+            artifact, description = _without_description(verified.artifact)
             executable = self._engine.load(artifact, options)
         except Exception as error:  # the bytes are verified, so the fault lies in the engine
             why = error.reason if isinstance(error, CompilationError) else f"{type(error).__name__}: {error}"
             raise _refused(Refusal(MissReason.REFUSED_BY_DEVICE, why)) from error
-        return executable, description
+        return Loaded(executable, description, verified.digests)
 
     def _wrong_number(self, handles: CacheHandles) -> Refusal | None:
         given = CacheFiles(len(handles.model), len(handles.data))
@@ -232,12 +248,10 @@ class Artifacts:
                 self._store = None
 
 
-def _with_description(artifact: Artifact, model: Model) -> Artifact:
+def _described(model: Model) -> bytes:
+    """Return what stands behind the engine's bytes in the first file."""
     description = msgspec.msgpack.encode(Description(FORMAT, model.token, tuple(model.inputs.items()), tuple(model.outputs.items())))
-    files = [*artifact.model, *artifact.data]
-    if files:  # the integrity store refuses an artifact with fewer files than the engine has announced
-        files[0] = b"".join((files[0], description, _LENGTH.pack(len(description))))
-    return Artifact(tuple(files[: len(artifact.model)]), tuple(files[len(artifact.model) :]))
+    return description + _LENGTH.pack(len(description))
 
 
 def _without_description(stored: Artifact) -> tuple[Artifact, Description]:

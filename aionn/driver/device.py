@@ -196,16 +196,17 @@ class EngineDevice:
         lent = LentHandles(cache)
         try:
             with trace.span("driver.load", device=self.name):
-                executable, stored = await self._blocking(
+                loaded = await self._blocking(
                     lambda: lent.during(lambda handles: self._artifacts.load(handles, compile_options)),
                     flag,
                     options.deadline_ns,
                     loading=True,
                 )
-            executables = await self._instances(executable, options, flag)
+            executables = await self._instances(loaded.executable, options, flag)
         finally:
             lent.give_up()
         self._threads.behind(self._artifacts.note_uses)  # the answer does not wait for this work
+        stored = loaded.description
         return EnginePreparedModel(self, executables, dict(stored.inputs), dict(stored.outputs), options)
 
     async def allocate(
