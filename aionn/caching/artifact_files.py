@@ -19,7 +19,7 @@ import numpy as np
 from blake3 import blake3
 
 from aionn.caching.outcomes import MissReason, Refusal
-from aionn.file_ranges import FileRange, copy_ranges, digest_ranges
+from aionn.file_ranges import FileRange, ShortFileError, copy_ranges, digest_ranges
 
 __all__ = ["Purpose", "check_descriptors", "digest_of", "digests_of_files", "private_memory", "read_private", "sole_writer", "write_whole"]
 
@@ -34,10 +34,11 @@ _written: set[tuple[int, int]] = set()
 Purpose = Literal["read", "write"]
 
 
-def digest_of(*pieces: Any) -> bytes:
-    """Return BLAKE3 of bytes-like objects, one after the other: 32 bytes. Large ones use several threads. Releases the GIL."""
-    hasher = blake3(max_threads=blake3.AUTO if sum(memoryview(piece).nbytes for piece in pieces) >= _PARALLEL_BYTES else 1)
-    for piece in pieces:
+def digest_of(buffer: Any, *more: Any) -> bytes:
+    """Return BLAKE3 of bytes-like objects, one after the other: 32 bytes. A large first one uses several threads. Releases the GIL."""
+    threads = blake3.AUTO if memoryview(buffer).nbytes >= _PARALLEL_BYTES else 1
+    hasher = blake3(buffer, max_threads=threads)
+    for piece in more:
         hasher.update(piece)
     return hasher.digest()
 
@@ -126,9 +127,26 @@ def read_private(fds: Sequence[int], lengths: Sequence[int]) -> tuple[list[bytes
         ShortFileError: a file has been cut.
         MemoryError: there is not enough memory for the copies.
     """
+    if sum(lengths) < _PARALLEL_BYTES:
+        small = [_read_at_once(fd, length) for fd, length in zip(fds, lengths, strict=True)]
+        return small, [digest_of(copy) for copy in small]
     copies: list[Any] = [private_memory(length) if length >= _WRITABLE_BYTES else bytearray(length) for length in lengths]
     digests = copy_ranges(_whole(fds, lengths), copies)
     return [copy if isinstance(copy, memoryview) else bytes(copy) for copy in copies], digests
+
+
+def _read_at_once(fd: int, length: int) -> bytes | memoryview:
+    """Copy a file in one system call. That costs half of what a pass over ranges costs, if the file has a few KB."""
+    copy: bytes | memoryview
+    if length < _WRITABLE_BYTES:
+        copy = os.pread(fd, length, 0)
+        count = len(copy)
+    else:
+        copy = private_memory(length)
+        count = os.preadv(fd, [copy], 0)
+    if count != length:
+        raise ShortFileError(f"the file has only {count} of {length} bytes")
+    return copy
 
 
 def digests_of_files(fds: Sequence[int], lengths: Sequence[int]) -> list[bytes]:

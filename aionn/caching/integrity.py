@@ -23,7 +23,7 @@ import logging
 import os
 import sqlite3
 import threading
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -261,7 +261,7 @@ class IntegrityStore:
         assert verified.artifact is not None  # nothing is known
         return verified.artifact
 
-    def verify(self, handles: CacheHandles, known: Container[bytes] = ()) -> Verified | Refusal:
+    def verify(self, handles: CacheHandles, known: Collection[bytes] = ()) -> Verified | Refusal:
         """Verify the files, and return their digests and private copies of them, or why this driver did not store them.
 
         Args:
@@ -290,7 +290,7 @@ class IntegrityStore:
             trace.count("cache.refused", device=self.device, reason=result.reason.value)
         return result
 
-    def _verify(self, handles: CacheHandles, known: Container[bytes]) -> Verified | Refusal:
+    def _verify(self, handles: CacheHandles, known: Collection[bytes]) -> Verified | Refusal:
         refusal = self._check(handles, "read")
         if refusal is not None:
             return refusal
@@ -304,7 +304,7 @@ class IntegrityStore:
         if not candidates:
             stored = " or ".join(str(_lengths(digests)) for digests in recorded)
             return Refusal(MissReason.WRONG_LENGTH, f"the files have {lengths} bytes, stored were {stored}")
-        if any(digests in known for digests in candidates):
+        if known and any(digests in known for digests in candidates):
             found = _record(lengths, digests_of_files(fds, lengths))
             if not _matches(found, candidates):
                 return _wrong_bytes(fds)

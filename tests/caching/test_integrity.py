@@ -8,21 +8,19 @@ import shutil
 import sqlite3
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from itertools import combinations
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from aionn.caching import artifact_files, integrity
-from aionn.caching.artifact_files import digest_of
+from aionn.caching.artifact_files import digest_of, read_private
 from aionn.caching.integrity import IntegrityStore, Verified
 from aionn.caching.outcomes import MissReason, Refusal
 from aionn.caching.state import UNUSED_KEPT_S
 from aionn.caching.store.lending import reopen
-from aionn.file_ranges import FileRange, copy_ranges
 from aionn.hal.interfaces import Artifact, CacheHandles
 from aionn.hal.types import CacheFiles
 from tests.caching.copier import Copier
@@ -260,23 +258,33 @@ def test_no_file_is_read_after_it_was_verified(start: Start, cache: Cache, mul_f
     refused(store.load(cache.handles()), MissReason.WRONG_BYTES)
 
 
-def test_what_is_digested_is_the_only_reading_of_each_byte(
-    start: Start, cache: Cache, mul_files: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every byte changes as soon as it has been read. So digesting the file before it is copied, or after, would let the MUL chain in."""
-    store, read, places = start(), os.preadv, Counter[tuple[int, int]]()
-    assert store.save(cache.handles(), ADD) is None
+@pytest.mark.parametrize("size", [80_000, 9 << 20], ids=["small", "large"])
+def test_what_is_digested_is_the_only_reading_of_each_byte(start: Start, cache: Cache, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """Every byte changes as soon as it has been read. So a digest of the file, before or after the copy, is not of what was copied."""
+    store, made, read, read_into = start(), artifact(random.Random(size).randbytes(size)), os.pread, os.preadv
+    assert store.save(cache.handles(), made) is None
+    places: list[tuple[int, int, int]] = []
 
-    def changing(fd: int, buffers: list[memoryview], offset: int) -> int:
-        count = read(fd, buffers, offset)
-        places.update((os.fstat(fd).st_ino, at) for at in range(offset, offset + count))
-        os.pwrite(fd, bytes(byte ^ 255 for byte in os.pread(fd, count, offset)), offset)
+    def change(fd: int, count: int, offset: int) -> None:
+        places.append((os.fstat(fd).st_ino, offset, offset + count))
+        os.pwrite(fd, (~np.frombuffer(read(fd, count, offset), np.uint8)).tobytes(), offset)
+
+    def changing_read(fd: int, length: int, offset: int) -> bytes:
+        content = read(fd, length, offset)
+        change(fd, len(content), offset)
+        return content
+
+    def changing_read_into(fd: int, buffers: list[memoryview], offset: int) -> int:
+        count = read_into(fd, buffers, offset)
+        change(fd, count, offset)
         return count
 
-    monkeypatch.setattr(os, "preadv", changing)
-    same(store.load(cache.handles()), ADD)
-    assert set(places.values()) == {1}
-    assert len(places) == sum(len(content) for content in (*ADD.model, *ADD.data))
+    monkeypatch.setattr(os, "pread", changing_read)
+    monkeypatch.setattr(os, "preadv", changing_read_into)
+    same(store.load(cache.handles()), made)
+    places.sort()
+    assert sum(end - begin for _, begin, end in places) == sum(len(content) for content in (*made.model, *made.data))
+    assert all(one[0] != next_one[0] or one[2] <= next_one[1] for one, next_one in pairwise(places))  # none is read twice
     monkeypatch.undo()
     refused(store.load(cache.handles()), MissReason.WRONG_BYTES)
 
@@ -284,21 +292,20 @@ def test_what_is_digested_is_the_only_reading_of_each_byte(
 def test_a_file_that_is_cut_between_its_measuring_and_its_reading_is_refused(
     start: Start, cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, copy, cuts = start(), copy_ranges, 0
-    large = Artifact((b"a", bytes(9 << 20)), (b"c", b"d"))
+    store, cuts = start(), 0
 
-    def cutting(ranges: list[FileRange], targets: list[memoryview]) -> list[bytes]:
+    def cutting(fds: Sequence[int], lengths: Sequence[int]) -> tuple[list[bytes | memoryview], list[bytes]]:
         nonlocal cuts
         cuts += 1
-        os.ftruncate(ranges[1].fd, ranges[1].length - 1)
-        return copy(ranges, targets)
+        os.ftruncate(fds[1], lengths[1] - 1)
+        return read_private(fds, lengths)
 
-    for made in (ADD, large):
-        assert store.save(cache.handles(), made) is None
-        monkeypatch.setattr(artifact_files, "copy_ranges", cutting)
+    for size in (100, 100_000, 9 << 20):
+        assert store.save(cache.handles(), Artifact((b"a", bytes(size)), (b"c", b"d"))) is None
+        monkeypatch.setattr(integrity, "read_private", cutting)
         refused(store.load(cache.handles()), MissReason.WRONG_BYTES)
         monkeypatch.undo()
-    assert cuts == 2
+    assert cuts == 3
 
 
 def test_files_of_a_known_artifact_are_verified_and_not_kept(start: Start, cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
