@@ -15,12 +15,12 @@ import os
 import weakref
 from collections.abc import Awaitable, Sequence
 from functools import cached_property
+from importlib import import_module
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from aionn.errors import CallerError, DeadlineError
 from aionn.runtime.processes.early import checked_start, end_early, spawn_early
-from aionn.runtime.processes.importing import import_in_thread
-from aionn.runtime.processes.spawning import DEFAULT_HANG_S, GRACE_S, KILL_S, Settings, Spawned
+from aionn.runtime.processes.spawning import DEFAULT_HANG_S, GRACE_S, KILL_S, Settings
 from aionn.tasks import (
     OwnedTasks,
     bounded_shield,
@@ -54,7 +54,7 @@ CLOSE_S = GRACE_S + KILL_S + CLOSE_STORES_S
 """What closing a runtime may take."""
 
 _NEEDED = ("importlib.metadata", "aionn.runtime.asked", "aionn.runtime.compilation", "aionn.runtime.preparing.plan", "aionn.caching.store")
-"""What an open runtime needs: the modules that `open` imports in a thread, while a driver starts."""
+"""What `open` imports while a driver starts. It does so in the loop's thread, because two threads cannot import NumPy at once."""
 
 T = TypeVar("T")
 Preference = Literal["fast_single_answer", "sustained_speed", "low_power"]
@@ -106,8 +106,6 @@ class Runtime:
             most = checked_count("Runtime: threads", threads, 1, MAX_THREADS)
         self._settings = Settings(_checked_state_dir(state_dir), checked_seconds("hang_s", hang_s), most)
         self._start = checked_start(start)
-        self._early: dict[str, Spawned] = {}
-        self._opening = False
         self._session: Session | None = None
         self._devices: Devices
         self._tasks: OwnedTasks
@@ -132,22 +130,21 @@ class Runtime:
         """Open the runtime in this event loop; `aclose` must follow. A runtime is opened once.
 
         Raises:
-            CallerError: it has been opened before, it was closed meanwhile, or no asyncio or uvloop loop runs.
+            CallerError: it has been opened before, or no asyncio or uvloop loop runs.
         """
-        if self._opening:
+        if self._session is not None:
             raise CallerError("this runtime has been opened already; make a new aionn.Runtime() to open another one")
         loop = running_loop()
         is_ours(loop)  # noted, before there can be a fork
-        self._opening = True
+        early = spawn_early(self._start, self._settings)
         try:
-            self._early = spawn_early(self._start, self._settings)
-            await import_in_thread(_NEEDED)
-            if not self._opening:
-                raise CallerError("the runtime was closed while it opened")
+            for module in _NEEDED:
+                import_module(module)
             await self._open(loop)
-            self._devices.start_early(self._start, self._early)
+            self._opened()  # it may have been closed meanwhile
+            self._devices.start_early(self._start, early)
         finally:
-            end_early(self._early)
+            end_early(early)
 
     async def _open(self, loop: asyncio.AbstractEventLoop) -> None:
         from aionn.runtime.processes.devices import Devices
@@ -173,11 +170,7 @@ class Runtime:
             CallerError: the runtime belongs to another event loop.
         """
         session = self._session
-        if session is None:
-            self._opening = False
-            end_early(self._early)
-            return
-        if session.inherited:
+        if session is None or session.inherited:
             return
         if running_loop() is not session.loop:
             raise CallerError("this runtime belongs to another event loop; close it in the loop that opened it")
