@@ -50,10 +50,10 @@ if _typing.TYPE_CHECKING:
     from aionn.runtime.compilation import Compilation as Compilation
     from aionn.runtime.executing.arguments import Outputs as Outputs
     from aionn.runtime.executing.device_memory import DeviceMemory as DeviceMemory
+    from aionn.runtime.loop import run as run
     from aionn.runtime.model import Model as Model
     from aionn.runtime.processes.devices import Device as Device
     from aionn.runtime.runtime import Runtime as Runtime
-    from aionn.runtime.runtime import run as run
     from aionn.runtime.staging.comparing import Comparison as Comparison
     from aionn.runtime.staging.comparing import Tolerance as Tolerance
     from aionn.runtime.staging.stage import Stage as Stage
@@ -75,9 +75,10 @@ else:
         "aionn.runtime.compilation": "Compilation",
         "aionn.runtime.executing.arguments": "Outputs",
         "aionn.runtime.executing.device_memory": "DeviceMemory",
+        "aionn.runtime.loop": "run",
         "aionn.runtime.model": "Model",
         "aionn.runtime.processes.devices": "Device",
-        "aionn.runtime.runtime": "Runtime run",
+        "aionn.runtime.runtime": "Runtime",
         "aionn.runtime.staging.comparing": "Comparison Tolerance",
         "aionn.runtime.staging.stage": "Stage StagePolicy",
         "aionn.runtime.streaming.burst": "Burst",

@@ -3,6 +3,8 @@
 A caller who enters one of aionn's `async with` blocks has started no task and must be able to write `except DriverDiedError`.
 So `ungrouped` undoes anyio's wrapping. `OwnedTasks` is a task group that any task of the loop may open and close. A callback sets
 an `Answer`, and one task awaits it. `leave_in_child` and `is_ours` keep a child of `os.fork` away from what its parent owns.
+
+`Runtime.open` imports this module before it starts a driver, so anyio is imported where it is used.
 """
 
 from __future__ import annotations
@@ -17,12 +19,13 @@ import time
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Any, Generic, Protocol, TypeVar, overload
-
-import anyio
-from anyio.abc import TaskGroup
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, overload
 
 from aionn.errors import CallerError, DeadlineError
+
+if TYPE_CHECKING:
+    import anyio
+    from anyio.abc import TaskGroup
 
 logger = logging.getLogger("aionn.runtime")
 
@@ -51,6 +54,8 @@ def ungrouped() -> Iterator[None]:
 @contextmanager
 def bounded_shield(seconds: float) -> Iterator[anyio.CancelScope]:
     """Finish the body within that time, even if the caller is cancelled."""
+    import anyio
+
     with anyio.move_on_after(seconds, shield=True) as scope:
         yield scope
 
@@ -65,6 +70,8 @@ def ending_by(deadline_ns: int | None, what: str) -> Iterator[None]:
     if deadline_ns is None:
         yield
         return
+    import anyio
+
     with anyio.move_on_after(seconds_until(deadline_ns)) as scope:
         yield
     if scope.cancelled_caught:
@@ -210,6 +217,8 @@ class OwnedTasks:
             raise failure
 
     async def _live(self) -> None:
+        import anyio
+
         try:
             async with anyio.create_task_group() as group:
                 self._group = group

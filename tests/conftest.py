@@ -49,6 +49,14 @@ def what_is_there_already_is_no_garbage() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_driver_starts_early() -> Iterator[None]:
+    """A driver starts when a test needs one. The tests of the early start turn the default on."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("aionn.runtime.processes.early.BY_DEFAULT", False)
+        yield
+
+
 @pytest.fixture(
     params=[
         pytest.param(("asyncio", {"use_uvloop": False}), id="asyncio"),

@@ -18,7 +18,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import platformdirs
 from blake3 import blake3
 
 from aionn.caching.outcomes import MissReason, Refusal
@@ -68,7 +67,11 @@ def private_directory(directory: str | os.PathLike[str] | None = None) -> Path:
         UnsafeStateError: it is a symlink, is not a directory, or belongs to another account.
         OSError: it cannot be made.
     """
-    path = Path(directory) if directory is not None else platformdirs.user_state_path("aionn")
+    if directory is None:
+        import platformdirs
+
+        directory = platformdirs.user_state_path("aionn")
+    path = Path(directory)
     path.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)

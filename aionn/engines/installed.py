@@ -14,6 +14,13 @@ if TYPE_CHECKING:
 
 GROUP = "aionn.engines"
 
+BUILT_IN = {
+    "onnxruntime": "aionn.engines.onnxruntime:OnnxRuntimeEngine",
+    "openvino": "aionn.engines.openvino:OpenVINOEngine",
+    "reference": "aionn.engines.reference:ReferenceEngine",
+}
+"""The engines of this package and their classes, best first. Another package may install an engine under the same name."""
+
 
 def installed_engines() -> dict[str, EntryPoint]:
     """Return every installed engine's entry point by name; the first of a name wins.

@@ -11,4 +11,5 @@ The lines stand in the order of imports. A package or module here imports the on
     session      what the parts need from an open runtime
     serving      what serves now, and the swap                             processes    driver processes
     model        `Model.from_onnx`: an ONNX file becomes a model with its weights in shared memory
+    asked        checks what `compile` is asked for                        loop       `run`: a main function on uvloop
 """

@@ -7,7 +7,7 @@ the model there again, once, however many callers wait (`preparing.renewal`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aionn.caching.outcomes import CacheOutcome
 from aionn.errors import CallerError
@@ -17,9 +17,11 @@ from aionn.runtime.executing.arguments import Outputs
 from aionn.runtime.executing.device_memory import DeviceMemory
 from aionn.runtime.executing.device_roles import DeviceRoles
 from aionn.runtime.parts import CompilationParts
-from aionn.runtime.staging.stage import Stage
 from aionn.runtime.streaming.burst import QUEUE_CAPACITY, Burst
 from aionn.tasks import checked_count, deadline_of, ending_by
+
+if TYPE_CHECKING:
+    from aionn.runtime.staging.stage import Stage
 
 
 class Compilation:

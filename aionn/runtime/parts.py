@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from aionn import trace
 from aionn.caching.outcomes import CacheOutcome
@@ -24,14 +25,15 @@ from aionn.runtime.executing.link import CLOSE_S
 from aionn.runtime.preparing.renewal import Order, Renewal
 from aionn.runtime.serving.serving import Serving
 from aionn.runtime.session import Session
-from aionn.runtime.staging.measuring import Inputs, Run
-from aionn.runtime.staging.stage import Stage, StagePolicy
-from aionn.runtime.staging.stages import Staging
-from aionn.runtime.staging.swapping import NewModel
-from aionn.runtime.staging.target import Target
 from aionn.runtime.streaming.connection import BurstConnection, Connections
 from aionn.runtime.streaming.kept_burst import KeptBurst
 from aionn.tasks import bounded_shield
+
+if TYPE_CHECKING:  # most apps make no stages
+    from aionn.runtime.staging.measuring import Inputs, Run
+    from aionn.runtime.staging.stage import Stage, StagePolicy
+    from aionn.runtime.staging.stages import Staging
+    from aionn.runtime.staging.swapping import NewModel
 
 _TRIALS = 16
 """So many trials of one compilation may run at once."""
@@ -112,6 +114,9 @@ class CompilationParts:
 
     def begin_stages(self, stages: Sequence[Stage], policy: StagePolicy) -> None:
         """Make better stages from now on."""
+        from aionn.runtime.staging.stages import Staging
+        from aionn.runtime.staging.target import Target
+
         renewal = self.renewal
         options = dataclasses.replace(renewal.options, deadline_ns=None)
         target = Target(self.session.devices, self.compiled, renewal.model, options, renewal.cache, _trial_runs(self._trials))
@@ -120,6 +125,8 @@ class CompilationParts:
 
     def new_model(self) -> NewModel:
         """Return what an app's new version of the model needs to take over."""
+        from aionn.runtime.staging.swapping import NewModel
+
         return NewModel(self.renewal, self.staging, self.begin_stages, _trial_runs(self._trials), self._last_inputs, self.bursts.static)
 
     def _last_inputs(self) -> list[Inputs]:

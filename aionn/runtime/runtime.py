@@ -3,39 +3,24 @@
 A runtime belongs to the event loop it was opened in. Its tasks live in a separate task (`OwnedTasks`), so any task of that loop
 may close it. Closing ends calls that still wait with `CallerError`, and every driver process, in bounded time. A loop that ends closes
 the runtimes that were left open in it. A child of `os.fork` can close a runtime of its parent, which does nothing.
+
+`open` starts a driver process before it imports what an open runtime needs. So this module imports nothing heavy, and its methods
+import what they use.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import asyncio
 import os
 import weakref
-from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, TypeVar
+from collections.abc import Awaitable, Sequence
+from functools import cached_property
+from importlib import import_module
+from typing import TYPE_CHECKING, Literal, TypeVar
 
-import anyio
-
-from aionn import trace
-from aionn.caching.store import CacheStore
 from aionn.errors import CallerError, DeadlineError
-from aionn.hal.interfaces import PrepareOptions
-from aionn.hal.model import Model
-from aionn.hal.types import CACHE_TOKEN_BYTES, MAX_INSTANCES, MAX_THREADS, ExecutionPreference, Priority
-from aionn.runtime.compilation import Compilation, parts_of
-from aionn.runtime.parts import CompilationParts
-from aionn.runtime.preparing.cached import CacheChoice
-from aionn.runtime.preparing.plan import prepare_on_best
-from aionn.runtime.preparing.renewal import Order
-from aionn.runtime.processes.devices import Device, Devices
-from aionn.runtime.processes.liveness import DEFAULT_HANG_S
-from aionn.runtime.processes.process import GRACE_S, KILL_S
-from aionn.runtime.processes.spawning import Settings
-from aionn.runtime.session import Session
-from aionn.runtime.staging.first import prepare_first
-from aionn.runtime.staging.stage import StagePolicy
-from aionn.runtime.staging.swapping import swap_model
+from aionn.runtime.processes.early import checked_start, end_early, spawn_early
+from aionn.runtime.processes.spawning import DEFAULT_HANG_S, GRACE_S, KILL_S, Settings
 from aionn.tasks import (
     OwnedTasks,
     bounded_shield,
@@ -48,11 +33,28 @@ from aionn.tasks import (
     seconds_until,
 )
 
+if TYPE_CHECKING:
+    from pathlib import Path
+    from types import TracebackType
+
+    from aionn.caching.store import CacheStore
+    from aionn.hal.model import Model
+    from aionn.runtime.compilation import Compilation
+    from aionn.runtime.parts import CompilationParts
+    from aionn.runtime.preparing.cached import CacheChoice
+    from aionn.runtime.preparing.renewal import Order
+    from aionn.runtime.processes.devices import Device, Devices
+    from aionn.runtime.session import Session
+    from aionn.runtime.staging.stage import StagePolicy
+
 CLOSE_STORES_S = 5.0
 """A cache directory on a disk that hangs must not hold up the app's end."""
 
 CLOSE_S = GRACE_S + KILL_S + CLOSE_STORES_S
 """What closing a runtime may take."""
+
+_NEEDED = ("importlib.metadata", "aionn.runtime.asked", "aionn.runtime.compilation", "aionn.runtime.preparing.plan", "aionn.caching.store")
+"""What `open` imports while a driver starts. It does so in the loop's thread, because two threads cannot import NumPy at once."""
 
 T = TypeVar("T")
 Preference = Literal["fast_single_answer", "sustained_speed", "low_power"]
@@ -72,9 +74,12 @@ class Runtime:
             None: it is logged, and never killed.
         threads: the most engine threads that one compilation may have in its driver process. Several compilations in one driver add up.
             None: as many as the CPUs that the process may use, by its affinity and the container's quota.
+        start: names of devices whose driver processes start when the runtime opens, while the app imports and reads. () starts none.
+            None: the first installed device. A driver that no `compile` asks for within 10 seconds ends again. A device that cannot
+            start is logged, and the first `compile` that needs it raises the error.
 
     Raises:
-        CallerError: `hang_s` or `threads` is not a positive number.
+        CallerError: `hang_s` or `threads` is not a positive number; or `start` names a device that is not installed.
 
     Attributes:
         stage_policy: a `StagePolicy`. It says when better stages are made, and what they must show, for later calls of `compile` with
@@ -92,15 +97,27 @@ class Runtime:
         threads: int | None = None,
         hang_s: float | None = DEFAULT_HANG_S,
         state_dir: str | os.PathLike[str] | None = None,
+        start: Sequence[str] | None = None,
     ) -> None:
-        most = 0 if threads is None else checked_count("Runtime: threads", threads, 1, MAX_THREADS)
+        most = 0
+        if threads is not None:
+            from aionn.hal.types import MAX_THREADS
+
+            most = checked_count("Runtime: threads", threads, 1, MAX_THREADS)
         self._settings = Settings(_checked_state_dir(state_dir), checked_seconds("hang_s", hang_s), most)
+        self._start = checked_start(start)
         self._session: Session | None = None
         self._devices: Devices
         self._tasks: OwnedTasks
         self._stores: dict[str, CacheStore] = {}
-        self.stage_policy = StagePolicy()
         self._compilations: weakref.WeakSet[CompilationParts] = weakref.WeakSet()
+
+    @cached_property
+    def stage_policy(self) -> StagePolicy:
+        """When better stages are made. Assign another one to change it."""
+        from aionn.runtime.staging.stage import StagePolicy
+
+        return StagePolicy()
 
     async def __aenter__(self) -> Runtime:
         await self.open()
@@ -119,6 +136,20 @@ class Runtime:
             raise CallerError("this runtime has been opened already; make a new aionn.Runtime() to open another one")
         loop = running_loop()
         is_ours(loop)  # noted, before there can be a fork
+        early = spawn_early(self._start, self._settings)
+        try:
+            for module in _NEEDED:
+                import_module(module)
+            await self._open(loop)
+            self._opened()  # it may have been closed meanwhile
+            self._devices.start_early(self._start, early)
+        finally:
+            end_early(early)
+
+    async def _open(self, loop: asyncio.AbstractEventLoop) -> None:
+        from aionn.runtime.processes.devices import Devices
+        from aionn.runtime.session import Session
+
         self._tasks = OwnedTasks(self._close, "runtime")
         self._devices = Devices(self._tasks, self._settings)
         self._session = Session(loop, self._tasks, self._devices)
@@ -161,6 +192,8 @@ class Runtime:
             if self._session is not None:
                 self._session.leave_page()
             # Side by side: no store waits for another one's disk before it ends the calls that wait in it.
+            import anyio
+
             with bounded_shield(CLOSE_STORES_S):
                 async with anyio.create_task_group() as closing:
                     for store in self._stores.values():
@@ -230,9 +263,15 @@ class Runtime:
             DeadlineError: it took longer than `timeout_s`.
             DriverDiedError, DriverHungError: the driver went away meanwhile.
         """
+        from aionn import trace
+        from aionn.runtime.asked import check_modes, options_of, with_threads
+        from aionn.runtime.compilation import Compilation
+        from aionn.runtime.parts import CompilationParts
+        from aionn.runtime.preparing.renewal import Order
+
         session = self._opened()
-        options = _with_threads(_options(preference, priority, timeout_s), threads, instances, self._settings.threads)
-        _check_modes(model, cache_dir, token, mode, stages, devices)
+        options = with_threads(options_of(preference, priority, timeout_s), threads, instances, self._settings.threads)
+        check_modes(model, cache_dir, token, mode, stages, devices)
         with trace.span("compile", preference=preference):
             cache = self._cache(cache_dir, token)
             order = Order(options, devices if stages is None else stages, cache)
@@ -249,6 +288,9 @@ class Runtime:
     def _cache(self, cache_dir: str | Path | None, token: bytes | None) -> CacheChoice | None:
         if cache_dir is None or token is None:
             return None
+        from aionn.caching.store import CacheStore
+        from aionn.runtime.preparing.cached import CacheChoice
+
         path = os.path.abspath(cache_dir)
         store = self._stores.get(path)
         if store is None:
@@ -256,12 +298,18 @@ class Runtime:
         return CacheChoice(store, token)
 
     async def _compile(self, session: Session, model: Model, order: Order) -> CompilationParts:
+        from aionn.runtime.parts import CompilationParts
+        from aionn.runtime.preparing.plan import prepare_on_best
+
         first = await prepare_on_best(session.devices, model, order.candidates, order.options, order.cache)
         return CompilationParts(session, model, order, first)
 
     async def _compile_staged(
         self, session: Session, model: Model, order: Order, names: Sequence[str], policy: StagePolicy
     ) -> CompilationParts:
+        from aionn.runtime.parts import CompilationParts
+        from aionn.runtime.staging.first import prepare_first
+
         prepared, outcome, stages = await prepare_first(session.devices, model, names, order.options, order.cache, policy)
         parts = CompilationParts(session, model, order, (prepared, outcome))
         parts.begin_stages(stages, policy)
@@ -294,6 +342,10 @@ class Runtime:
             DeadlineError, DriverDiedError, DriverHungError: as for `compile`.
             In all cases the model before goes on serving.
         """
+        from aionn import trace
+        from aionn.runtime.compilation import Compilation, parts_of
+        from aionn.runtime.staging.swapping import swap_model
+
         session = self._opened()
         if not isinstance(compilation, Compilation) or (parts := parts_of(compilation)).session is not session:
             raise CallerError("swap takes a compilation of this runtime")
@@ -301,53 +353,12 @@ class Runtime:
             await swap_model(parts.new_model(), model, timeout_s)
 
 
-def run(main: Callable[..., Awaitable[T]], *args: object) -> T:
-    """Run an async function to its end on uvloop: `anyio.run(main, *args)` with the fast loop; its result or error is handed on.
-
-    Where stdin, stdout or stderr is closed, as in some daemons, /dev/null takes its place. Otherwise a file of uvloop's may get one of
-    those numbers, over which uvloop aborts the process.
-    """
-    while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
-    os.close(opened)
-    return anyio.run(main, *args, backend="asyncio", backend_options={"use_uvloop": True})
-
-
 async def _within(timeout_s: float | None, deadline_ns: int | None, work: Awaitable[T]) -> T:
+    import anyio
+
     with anyio.move_on_after(seconds_until(deadline_ns)):
         return await work
     raise DeadlineError(f"the model was not prepared within {timeout_s} s; the compile has been cancelled")
-
-
-_PREFERENCES = {member.name.lower(): member for member in ExecutionPreference}
-_PRIORITIES = {member.name.lower(): member for member in Priority}
-
-
-def _options(preference: str, priority: str, timeout_s: float | None) -> PrepareOptions:
-    if not isinstance(preference, str) or preference not in _PREFERENCES:
-        raise CallerError(f"preference {preference!r}: it is one of {sorted(_PREFERENCES)}")
-    if not isinstance(priority, str) or priority not in _PRIORITIES:
-        raise CallerError(f"priority {priority!r}: it is one of {sorted(_PRIORITIES)}")
-    return PrepareOptions(_PREFERENCES[preference], _PRIORITIES[priority], deadline_of(timeout_s))
-
-
-def _with_threads(options: PrepareOptions, threads: int | None, instances: int, most: int) -> PrepareOptions:
-    """Return the options with the threads of a run. `most` is the bound of the runtime, or 0.
-
-    Raises:
-        CallerError: a number is wrong, or they ask for more threads than `most`.
-    """
-    instances = checked_count("compile: instances", instances, 1, MAX_INSTANCES)
-    chosen = None if threads is None else checked_count("compile: threads", threads, 1, MAX_THREADS)
-    wanted = (chosen or 1) * instances
-    if most and wanted > most:
-        raise CallerError(
-            f"compile: threads={chosen} with instances={instances} needs {wanted} engine threads, but this runtime allows {most}; "
-            f"ask for fewer, or allow more with Runtime(threads=)"
-        )
-    if chosen is not None:
-        return dataclasses.replace(options, threads=chosen, instances=instances)
-    return dataclasses.replace(options, threads=most // instances, at_most=True, instances=instances)
 
 
 def _checked_state_dir(state_dir: object) -> str:
@@ -357,31 +368,3 @@ def _checked_state_dir(state_dir: object) -> str:
     if not isinstance(state_dir, str | os.PathLike) or not (path := os.fspath(state_dir)) or not isinstance(path, str) or "\0" in path:
         raise CallerError(f"state_dir={state_dir!r}: give the path of a folder, or None for the user's state folder")
     return os.path.abspath(path)
-
-
-def _check_modes(
-    model: Any,
-    cache_dir: str | Path | None,
-    token: bytes | None,
-    mode: str,
-    stages: Sequence[str] | None,
-    devices: Sequence[str] | None,
-) -> None:
-    if not isinstance(model, Model):
-        raise CallerError(f"compile takes an aionn.Model, not {type(model).__name__}; read one with aionn.Model.from_onnx(path)")
-    if mode not in ("eager", "jit", "staged"):
-        raise CallerError(f"mode {mode!r}: it is one of 'eager', 'jit', 'staged'")
-    if (stages is not None) != (mode == "staged"):
-        raise CallerError(f"stages={stages!r} with mode={mode!r}: give stages with mode='staged', and with no other mode")
-    if (cache_dir is None) != (token is None):
-        raise CallerError("cache_dir and token go together: give both (token=model.token), or neither for no caching")
-    if token is not None and not isinstance(token, bytes):
-        raise CallerError(f"token of type {type(token).__name__}: a token is {CACHE_TOKEN_BYTES} bytes, as model.token")
-    if token is not None and len(token) != CACHE_TOKEN_BYTES:
-        raise CallerError(f"token of {len(token)} bytes: a token has {CACHE_TOKEN_BYTES}, as model.token")
-    if not isinstance(cache_dir, str | os.PathLike | None):
-        raise CallerError(f"cache_dir of type {type(cache_dir).__name__}: give a path, or None for no caching")
-    if cache_dir is not None and not os.fspath(cache_dir):
-        raise CallerError("cache_dir is an empty path; give a directory, or None for no caching")
-    if mode == "staged" and devices is not None:
-        raise CallerError(f"devices={devices!r} with mode='staged': the stages name the devices; leave devices out")

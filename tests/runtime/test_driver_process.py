@@ -400,7 +400,7 @@ async def main():
         asyncio.get_running_loop().add_signal_handler(number, told.set)
     x = {"input": np.zeros((1, 16), np.float32)}
     with FakeDevice() as fake:
-        async with aionn.Runtime() as runtime:
+        async with aionn.Runtime(start=()) as runtime:
             compilation = await runtime.compile(aionn.Model.from_onnx(identity_model()), devices=(fake.name,))
             async with compilation.burst() as burst:
                 await burst.compute(x)

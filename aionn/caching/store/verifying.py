@@ -6,7 +6,6 @@ import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-import aiofiles
 from blake3 import blake3
 
 from aionn.caching.manifest import file_names
@@ -77,6 +76,8 @@ async def _verify_entry(directory: CacheDirectory, key: bytes) -> BadEntry | Non
                 return BadEntry(key, device, MissReason.PARTIAL, f"file {name} is gone")
             if length != stored.length:
                 return BadEntry(key, device, MissReason.WRONG_LENGTH, f"file {name} has {length} bytes, {stored.length} were stored")
+            import aiofiles
+
             hasher = blake3()
             async with aiofiles.open(fd, "rb", buffering=0, closefd=False) as file:
                 while chunk := await file.read(_CHUNK_BYTES):

@@ -2,6 +2,7 @@
 
 devices   `Device` and `Devices`: which devices a runtime has, and the driver process of each
 process   `DriverProcess`: one driver process and the connection to it
+early     drivers that start when the runtime opens
 child     a child process, signalled and waited for through its pidfd
 spawning  `posix_spawn` of a driver
 liveness  whether a driver hangs or is busy, judged by its statistics page

@@ -2,25 +2,30 @@
 
 Invariants
     One live process per `Device`. The next `get` after its end starts a new one, one start at a time.
+    A process that was started early is the device's process from the start. No caller has asked for it until `_asked` is set.
     A name has two devices: the usual one, and one for compilations of low priority (`Device.low_priority`).
 """
 
 from __future__ import annotations
 
+import logging
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import anyio
 
 from aionn.engines.installed import installed_engines
-from aionn.errors import CallerError, DeviceUnavailableError, DriverDiedError, DriverHungError
+from aionn.errors import AionnError, CallerError, DeviceUnavailableError, DriverDiedError, DriverHungError
 from aionn.hal.types import CacheFiles, DeviceType, Priority
 from aionn.pages import Activity
 from aionn.remote.device import RemoteDevice
-from aionn.runtime.processes.process import USUAL, WHEN_IDLE, DriverProcess, end_processes
+from aionn.runtime.processes.early import EARLY_S
+from aionn.runtime.processes.process import DriverProcess, end_processes
 from aionn.runtime.processes.restarts import Restarts
-from aionn.runtime.processes.spawning import Settings
+from aionn.runtime.processes.spawning import USUAL, WHEN_IDLE, Settings, Spawned
 from aionn.tasks import Tasks
+
+logger = logging.getLogger("aionn.driver")
 
 
 class Device:
@@ -47,6 +52,7 @@ class Device:
         self.cache_files: CacheFiles | None = None
         self._process: DriverProcess | None = None
         self._starting = anyio.Lock()
+        self._asked = anyio.Event()
         self._starts = 0
         self._restarts = Restarts(name)
 
@@ -162,6 +168,7 @@ class Devices:
 
     async def _live(self, device: Device) -> RemoteDevice:
         process = device._process
+        device._asked.set()
         if process is not None and process.serving is not None:
             self.check_open()
             return device.introduced(process.serving)
@@ -169,17 +176,15 @@ class Devices:
             process = device._process
             if process is not None and not process.alive:
                 await process.wait_ended()
-                device._restarts.died(process.life)
+                if not process.refused:
+                    device._restarts.died(process.life)
                 process = device._process = None
             if process is None and not self._closed:
                 await device._restarts.pause()
             # No await from here to the start: `aclose` ends the processes that it finds, and nothing would end a later one.
             self.check_open()
             if process is None:
-                schedule = WHEN_IDLE if device.low_priority is None else USUAL
-                home = self._homes.get(device.name, "")
-                process = device._process = DriverProcess(device.name, self.tasks, schedule, home, self._settings)
-                device._starts += 1
+                process = self._started(device)
             try:
                 remote = await process.ready()
             except BaseException as error:
@@ -191,6 +196,45 @@ class Devices:
                 device._restarts.last_exit_code, device._process = process.life.exit_code, None
                 raise
             return device.introduced(remote)
+
+    def _started(self, device: Device, spawned: Spawned | None = None) -> DriverProcess:
+        schedule = WHEN_IDLE if device.low_priority is None else USUAL
+        home = self._homes.get(device.name, "")
+        process = device._process = DriverProcess(device.name, self.tasks, schedule, home, self._settings, spawned)
+        device._starts += 1
+        return process
+
+    def start_early(self, names: Sequence[str] | None, spawned: dict[str, Spawned]) -> None:
+        """Start the drivers of these devices without waiting, or of the first installed one. The log records what cannot start.
+
+        Args:
+            spawned: processes that were started already, by name. Those that fit are taken over and removed.
+        """
+        for name in self.installed[:1] if names is None else names:
+            try:
+                device = self.find(name)
+                fits = name in spawned and spawned[name].home == self._homes.get(name, "")
+                process = self._started(device, spawned.pop(name) if fits else None)
+            except DeviceUnavailableError as error:
+                logger.warning("the early start of a driver failed: %s", error)
+            else:
+                self.tasks.start_soon(self._watch_early, device, process, name=f"early start of {name}")
+
+    async def _watch_early(self, device: Device, process: DriverProcess) -> None:
+        """Log why a driver cannot start, unless a caller has asked for it and gets the error. End a driver that no caller asks for."""
+        with anyio.move_on_after(EARLY_S):
+            try:
+                await process.ready()
+                await device._asked.wait()
+            except AionnError as error:
+                if process.refused and not device._asked.is_set():
+                    logger.warning("the early start of a driver failed: %s", error)
+            return
+        async with device._starting:
+            if device._asked.is_set() or device._process is not process or not process.alive:
+                return
+            await end_processes([process])
+            device._restarts.last_exit_code, device._process = process.life.exit_code, None
 
     async def restart(self, device: Device) -> None:
         """See `Device.restart`."""
@@ -247,7 +291,8 @@ class Devices:
         for device in devices:
             device._restarts.forgive()
         processes = [device._process for device in devices if device._process is not None]
-        for worker in self._workers:
+        unasked = [device._process for device in devices if device._process is not None and not device._asked.is_set()]
+        for worker in (*self._workers, *unasked):
             worker.kill(None)  # nothing in it is worth waiting for
         processes += self._workers
         await end_processes(processes)

@@ -29,8 +29,6 @@ from aionn.pages import BEAT_S, Activity, Execution, PageReader, start_time_of
 
 logger = logging.getLogger("aionn.driver")
 
-DEFAULT_HANG_S = 10.0
-
 _LONGEST_TICK_S = 1.0
 _TICKS = 5
 """How many looks at a driver's threads must agree before the driver counts as hung, where `hang_s` is short."""

@@ -14,8 +14,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-import socket
-import sys
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -32,28 +30,16 @@ from aionn.remote.control import PROTOCOL, STACKS_SIGNAL, CallBody, ControlError
 from aionn.remote.device import RemoteDevice
 from aionn.remote.failures import error_of
 from aionn.runtime.processes.child import Child
-from aionn.runtime.processes.liveness import DEFAULT_HANG_S, Judge, waiting_cpu_ns, watch
+from aionn.runtime.processes.liveness import Judge, waiting_cpu_ns, watch
 from aionn.runtime.processes.restarts import Life
-from aionn.runtime.processes.spawning import Settings, spawn
+from aionn.runtime.processes.spawning import ABORT_S, DEFAULT_HANG_S, GRACE_S, KILL_S, USUAL, WHEN_IDLE, Settings, Spawned
 from aionn.tasks import Tasks, bounded_shield
 
 logger = logging.getLogger("aionn.runtime")
 driver_logger = logging.getLogger("aionn.driver")
 
-GRACE_S = 2.0
-"""How long a driver whose socket has ended may take to free its device. Then it is killed."""
-
-KILL_S = 5.0
-"""How long to wait for a killed process: the kernel may be busy freeing its memory. The process is then left to init."""
-
-ABORT_S = 1.0
-"""How long to wait for a killed process where closing is cancelled. The loop stands still meanwhile."""
-
 START_S = 60.0
 """A driver must greet within this time: importing an engine from a cold disk takes seconds. While it waits for a CPU, it may take more."""
-
-USUAL, WHEN_IDLE = "0", "idle"
-"""How the system schedules a driver process: like the app, or only where no other process wants the CPU (SCHED_IDLE)."""
 
 _CPU_LOOK_S = 5.0
 """Under SCHED_IDLE a start is given up when it has got no CPU time at all for so long."""
@@ -66,6 +52,7 @@ class DriverProcess:
         name: of its device.
         connection: to the driver.
         life: when the process started and ended, and whether it has worked.
+        refused: whether the driver has reported that it cannot serve. Its end then counts as no death.
     """
 
     def __init__(
@@ -75,6 +62,7 @@ class DriverProcess:
         schedule: str = USUAL,
         home: str = "",
         settings: Settings = Settings(),  # noqa: B008 -- frozen
+        spawned: Spawned | None = None,
     ) -> None:
         """Start the process, without waiting for its greeting (`ready`).
 
@@ -82,10 +70,13 @@ class DriverProcess:
             schedule: `USUAL` for the app's priority, `WHEN_IDLE` for SCHED_IDLE, or a number of CPUs for a worker in the background.
             home: "package.module:Class" of an installed engine, so that the driver need not look for the class again.
             settings: of the runtime.
+            spawned: the process, if it was started already. It is taken over.
         """
+        spawned = spawned or Spawned(name, home, schedule, settings)
         self.name = name
         self._started = anyio.Event()
         self._start_error: AionnError | None = None
+        self.refused = False
         self._ended = anyio.Event()
         self._killed_by: AionnError | None = None
         self._broke: Exception | None = None
@@ -93,20 +84,9 @@ class DriverProcess:
         self._when_idle = schedule == WHEN_IDLE
         self._remote: RemoteDevice | None = None
         self._page: PageReader | None = None
-        self.life = Life(time.monotonic_ns())
-        try:
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-            with theirs:
-                try:
-                    pid, pidfd = spawn(f"{name}={home}" if home else name, name, theirs, schedule, settings)
-                except BaseException:
-                    ours.close()
-                    raise
-        except OSError as error:
-            raise DeviceUnavailableError(
-                name, f"device {name!r} cannot start: its driver process ({sys.executable}) was not made: {error.strerror}"
-            ) from error
-        self._child = Child(pid, pidfd, self._exited)
+        self.life = Life(spawned.started_ns)
+        pidfd, ours = spawned.take_over()
+        self._child = Child(spawned.pid, pidfd, self._exited)
         self._calls: asyncio.Queue[tuple[int, CallBody, Descriptors] | None] = asyncio.Queue()
         tasks.start_soon(self._answer_calls, name=f"answers to {name}")
         tasks.start_soon(self._watch, settings.hang_s, name=f"watch over {name}")
@@ -167,7 +147,7 @@ class DriverProcess:
 
     def _start_failed(self, error: AionnError) -> None:
         if not self._started.is_set():
-            self._start_error = error
+            self._start_error, self.refused = error, isinstance(error, DeviceUnavailableError)
             self._started.set()
 
     def _greeted(self, greeting: Ready | Refused, descriptors: Descriptors) -> None:

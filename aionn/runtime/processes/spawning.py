@@ -1,22 +1,41 @@
 """Start the process of a driver. Only this file starts processes.
 
 A driver is started by posix_spawn and exec, so nothing of the app's loop or threads is copied into it.
+
+`Runtime.open` spawns a driver before it imports what a runtime needs. So this module imports nothing heavy.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import select
 import signal
 import socket
 import sys
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 
 from aionn.errors import DeviceUnavailableError
-from aionn.runtime.processes.liveness import DEFAULT_HANG_S
+from aionn.tasks import leave_in_child
+
+DEFAULT_HANG_S = 10.0
+
+USUAL, WHEN_IDLE = "0", "idle"
+"""How the system schedules a driver process: like the app, or only where no other process wants the CPU (SCHED_IDLE)."""
 
 _SOCKET_FD = 3
 
+
+GRACE_S = 2.0
+"""How long a driver whose socket has ended may take to free its device. Then it is killed."""
+
+KILL_S = 5.0
+"""How long to wait for a killed process: the kernel may be busy freeing its memory. The process is then left to init."""
+
+ABORT_S = 1.0
+"""How long to wait for a killed process where closing is cancelled. The loop stands still meanwhile."""
 
 _POOL_SIZES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS")
 """Variables that bound the thread pools of libraries which an engine's settings do not reach, such as NumPy's BLAS."""
@@ -37,7 +56,70 @@ class Settings:
     threads: int = 0
 
 
-def spawn(engine: str, name: str, theirs: socket.socket, schedule: str, settings: Settings) -> tuple[int, int]:
+class Spawned:
+    """A driver process that was just started. Its owner takes the pidfd and the socket over, or calls `end`.
+
+    Attributes:
+        pid: its number.
+        pidfd: a descriptor of the process. -1 once it was taken over or closed.
+        sock: the app's end of the control socket.
+        home: "package.module:Class" of its engine, or an empty text.
+        started_ns: by CLOCK_MONOTONIC.
+    """
+
+    def __init__(self, name: str, home: str, schedule: str, settings: Settings) -> None:
+        """Start the process. `schedule` and `home` are as for `DriverProcess`.
+
+        Raises:
+            DeviceUnavailableError: the process cannot be started. Nothing of it is left.
+        """
+        self.home = home
+        self.started_ns = time.monotonic_ns()
+        try:
+            self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            with theirs:
+                try:
+                    self.pid, self.pidfd = _spawn(f"{name}={home}" if home else name, name, theirs, schedule, settings)
+                except BaseException:
+                    self.sock.close()
+                    raise
+        except OSError as error:
+            raise DeviceUnavailableError(
+                name, f"device {name!r} cannot start: its driver process ({sys.executable}) was not made: {error.strerror}"
+            ) from error
+        leave_in_child(self)
+
+    def take_over(self) -> tuple[int, socket.socket]:
+        """Give the pidfd and the socket to the caller, who must close them and wait for the process."""
+        pidfd, self.pidfd = self.pidfd, -1
+        return pidfd, self.sock
+
+    def end(self) -> None:
+        """Kill the process and wait for its end, unless it was taken over. A process that does not end is left to the system."""
+        if self.pidfd < 0:
+            return
+        pidfd, sock = self.take_over()
+        try:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            (waiting := select.poll()).register(pidfd, select.POLLIN)
+            waiting.poll(ABORT_S * 1000)
+            os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG)
+        except ChildProcessError:
+            pass  # the app has reaped the process
+        finally:
+            os.close(pidfd)
+            sock.close()
+
+    def leave(self) -> None:
+        """Close the descriptors in a child of fork: the process is the parent's."""
+        if self.pidfd >= 0:
+            pidfd, sock = self.take_over()
+            os.close(pidfd)
+            sock.close()
+
+
+def _spawn(engine: str, name: str, theirs: socket.socket, schedule: str, settings: Settings) -> tuple[int, int]:
     """Start `python -m aionn.driver ENGINE`. Returns the pid and the pidfd.
 
     The child has the socket as descriptor 3, no stdin, and prints to the app's stderr. `schedule` is as for `DriverProcess`.

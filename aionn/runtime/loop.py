@@ -1,0 +1,28 @@
+"""`run`: an async main function, run to its end on uvloop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def run(main: Callable[..., Awaitable[T]], *args: object) -> T:
+    """Run an async function to its end on uvloop, as `asyncio.run` does on asyncio's loop. Its result or error is handed on.
+
+    Where stdin, stdout or stderr is closed, as in some daemons, /dev/null takes its place. Otherwise a file of uvloop's may get one of
+    those numbers, over which uvloop aborts the process.
+    """
+    while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(opened)
+    from uvloop import new_event_loop
+
+    async def wait() -> T:
+        return await main(*args)
+
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        return runner.run(wait())
