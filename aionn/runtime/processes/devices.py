@@ -2,13 +2,16 @@
 
 Invariants
     One live process per `Device`. The next `get` after its end starts a new one, one start at a time.
+    A process that nothing uses any more may be ended (`end_unused`). It is no longer its device's while it ends.
     A name has two devices: the usual one, and one for compilations of low priority (`Device.low_priority`).
 """
 
 from __future__ import annotations
 
+import logging
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import anyio
 
@@ -21,6 +24,8 @@ from aionn.runtime.processes.process import USUAL, WHEN_IDLE, DriverProcess, end
 from aionn.runtime.processes.restarts import Restarts
 from aionn.runtime.processes.spawning import Settings
 from aionn.tasks import Tasks
+
+logger = logging.getLogger("aionn.runtime")
 
 
 class Device:
@@ -48,6 +53,7 @@ class Device:
         self._process: DriverProcess | None = None
         self._starting = anyio.Lock()
         self._starts = 0
+        self._kept = 0
         self._restarts = Restarts(name)
 
     def __repr__(self) -> str:
@@ -116,6 +122,7 @@ class Devices:
         self._homes = {name: f"{point.module}:{point.attr}" for name, point in installed_engines().items()}
         self._devices: dict[str, Device] = {name: Device(name, self) for name in self._homes}
         self._workers: set[DriverProcess] = set()
+        self._ending: set[DriverProcess] = set()
         self._closed = False
 
     @property
@@ -157,8 +164,47 @@ class Devices:
         Raises:
             DeviceUnavailableError, DriverDiedError, DriverHungError: the driver process cannot be started.
         """
+        return await self._live(self._of(name, priority))
+
+    def _of(self, name: str, priority: Priority) -> Device:
         device = self.find(name)
-        return await self._live((device.low_priority if priority is Priority.LOW else None) or device)
+        return (device.low_priority if priority is Priority.LOW else None) or device
+
+    @contextmanager
+    def kept(self, name: str, priority: Priority) -> Iterator[None]:
+        """Keep the device's driver process from being ended as unused for the body, which prepares a model in it.
+
+        Raises: as `find`.
+        """
+        device = self._of(name, priority)
+        device._kept += 1
+        try:
+            yield
+        finally:
+            device._kept -= 1
+
+    def end_unused(self, name: str, priority: Priority) -> None:
+        """End the device's driver process if nothing is prepared, allocated or under way in it. The next `get` starts another one.
+
+        Call it in a task of the runtime. The end of the process is awaited in the background, and is no death.
+        """
+        device = self._of(name, priority)
+        process = device._process
+        remote = None if process is None else process.serving
+        if process is None or remote is None or device._kept or self._closed or not remote.unused:
+            return
+        device._process = None
+        device._restarts.forgive()
+        self._ending.add(process)
+        self.tasks.start_soon(self._end, device, process, name=f"end of {name}")
+
+    async def _end(self, device: Device, process: DriverProcess) -> None:
+        try:
+            await end_processes([process], "the driver process was ended, because nothing was prepared in it")
+        finally:
+            self._ending.discard(process)
+            device._restarts.last_exit_code = process.life.exit_code
+        logger.info("the driver process %d of device %r was ended, because no compilation needs it now", process.pid, device.name)
 
     async def _live(self, device: Device) -> RemoteDevice:
         process = device._process
@@ -249,7 +295,7 @@ class Devices:
         processes = [device._process for device in devices if device._process is not None]
         for worker in self._workers:
             worker.kill(None)  # nothing in it is worth waiting for
-        processes += self._workers
+        processes += [*self._workers, *self._ending]
         await end_processes(processes)
 
 
