@@ -186,7 +186,7 @@ class Devices:
     def end_unused(self, name: str, priority: Priority) -> None:
         """End the device's driver process if nothing is prepared, allocated or under way in it. The next `get` starts another one.
 
-        Call it in a task of the runtime. The end of the process is awaited in the background, and is no death.
+        Call it in a task of the runtime. The end of the process is awaited in the background. It does not count as a death.
         """
         device = self._of(name, priority)
         process = device._process

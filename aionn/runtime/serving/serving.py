@@ -148,7 +148,7 @@ class Use:
 
     Attributes:
         executions: so many have begun. last_ns: CLOCK_MONOTONIC, when the last one did.
-        touches: so many uses have begun or ended that are no executions over an open burst.
+        touches: counts uses other than executions over an open burst.
         held: so many acts need the prepared model to stay, such as a swap.
         over: set when the compilation is closed or has been collected.
     """
