@@ -33,7 +33,7 @@ LOOKS = 4
 
 
 class Idling:
-    """Watches the use of one compilation. It holds neither the compilation nor its renewal."""
+    """Watches the use of one compilation. Between two looks its task holds no part of the compilation but `CompiledModel`."""
 
     def __init__(self, session: Session, compiled: CompiledModel, names: Sequence[str], priority: Priority) -> None:
         """`names`: of the devices that the app has chosen, if it has. Their drivers are ended when they are not needed."""
@@ -52,12 +52,26 @@ class Idling:
                 await over.wait()
             if over.is_set() or self._session.inherited:
                 return
-            serving = self._compiled.serving
-            if serving is not None and serving.asleep:
-                self._end_drivers(serving)
-            elif serving is not None and (rests := self._rested()) is not None:
-                await self._give_back(serving, rests)
-                self._end_drivers(serving)
+            await self._look()
+
+    async def _look(self) -> None:
+        serving = self._compiled.serving
+        if serving is None or not (serving.asleep or self._fell_asleep(serving)):
+            return
+        await self._release(serving)
+        for name in {serving.device, *self._names}:
+            self._session.devices.end_unused(name, self._priority)
+
+    def _fell_asleep(self, serving: Serving) -> bool:
+        """Give the links of open bursts back if the compilation was not used for `LOOKS` looks. Returns whether it did so."""
+        rests = self._rested()
+        if rests is None:
+            return False
+        serving.asleep = True
+        for rest in rests:
+            rest.give_back()
+        trace.count("compilation.idle", device=serving.device)
+        return True
 
     def _rested(self) -> list[Rest] | None:
         """Return what can be given back, if the compilation was not used for `LOOKS` looks."""
@@ -67,16 +81,9 @@ class Idling:
         self._seen = seen
         return rests if self._quiet >= LOOKS else None
 
-    async def _give_back(self, serving: Serving, rests: Sequence[Rest]) -> None:
-        serving.asleep = True
-        for rest in rests:
-            rest.give_back()
-        trace.count("compilation.idle", device=serving.device)
+    async def _release(self, serving: Serving) -> None:
+        """Let the driver free the model, if that is not done yet."""
         try:
             await serving.aclose()
         except AionnError as error:
             trace.count("compilation.release_failed", reason=str(error))  # the driver is gone, and the model with it
-
-    def _end_drivers(self, serving: Serving) -> None:
-        for name in {serving.device, *self._names}:
-            self._session.devices.end_unused(name, self._priority)
