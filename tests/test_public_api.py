@@ -195,6 +195,7 @@ def test_a_runtime_compiles_with_these_options() -> None:
         "*token": None,
         "*mode": "eager",
         "*stages": None,
+        "*idle_s": None,
         "*timeout_s": None,
     }
 

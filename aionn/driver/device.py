@@ -29,7 +29,7 @@ from aionn.driver.instances import instances_of
 from aionn.driver.lanes import Lane, Lanes
 from aionn.driver.memories import EngineBuffer, bound_pool, constants_of
 from aionn.driver.priority import Turns
-from aionn.driver.threads import Threads
+from aionn.driver.threads import Threads, trim_arenas
 from aionn.errors import AionnError, CallerError, CompilationError, DeadlineError, ExecutionError
 from aionn.hal.interfaces import (
     CacheHandles,
@@ -91,6 +91,7 @@ class EngineDevice:
         self._page = page
         self._tasks = tasks
         self._threads = Threads(f"{engine.name} compilation", _COMPILES_AT_ONCE)
+        self.behind = self._threads.behind  # runs what no answer waits for
         self._artifacts = Artifacts(engine, state_directory)
         self._blobs = DeviceBlobs(engine.name, engine.version, state_directory)
         self.buffers = DeviceBuffers(reserve)
@@ -357,6 +358,7 @@ class EnginePreparedModel:
         await self._lanes.aclose()
         self._executables = ()
         self._free_slots()
+        self.device.behind(trim_arenas)  # an engine's weights are freed now; the C library would keep much of their memory
 
     def _free_slots(self) -> None:
         for slot in self._slots:

@@ -10,6 +10,7 @@ All threads here are daemons. Use this module from the loop only: jobs are submi
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import queue
 import threading
@@ -23,6 +24,15 @@ from aionn.tasks import Answer
 logger = logging.getLogger("aionn.driver")
 
 T = TypeVar("T")
+
+
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl keeps no arenas, and has none
+
+
+def trim_arenas() -> None:
+    """Give memory that is free in the C library's arenas back to the system. That took 4 ms after a model of 160 MB."""
+    if _malloc_trim is not None:
+        _malloc_trim(0)
 
 
 class Job(Generic[T]):

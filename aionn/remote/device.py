@@ -75,11 +75,17 @@ class RemoteDevice:
         self.priority_matters = ready.priority_matters
         self._bursts: dict[int, IBurstCallback] = {}
         self._models: dict[int, str] = {}
+        self._buffers: set[int] = set()
 
     @property
     def models(self) -> list[str]:
         """The prepared models for log lines, by name, or by the first digits of the token."""
-        return sorted(set(self._models.values()))
+        return sorted({name for name in self._models.values() if name})
+
+    @property
+    def unused(self) -> bool:
+        """Whether the driver holds no prepared model and no buffer, and owes no answer."""
+        return not (self._models or self._buffers or self.connection.calls_in_flight)
 
     def remember(self, number: int, model: Model) -> None:
         """Note which model a prepared model was made of."""
@@ -130,6 +136,7 @@ class RemoteDevice:
 
     async def _prepare(self, body: CallBody, fds: Sequence[int], deadline_ns: int | None) -> RemotePreparedModel:
         prepared, _ = await self.connection.call(body, Prepared, fds, unwanted=self._release, deadline_ns=deadline_ns)
+        self._models[prepared.prepared] = ""  # until its owner says which model it is
         return RemotePreparedModel(self, prepared)
 
     def _release(self, unwanted: ReplyBody) -> None:
@@ -157,11 +164,16 @@ class RemoteDevice:
             numbers.append(prepared.number)
         body = Allocate(desc, tuple(numbers), tuple(input_roles), tuple(output_roles))
         allocated, _ = await self.connection.call(body, Allocated, unwanted=self._free)
+        self._buffers.add(allocated.token)
         return RemoteBuffer(self, allocated.token)
 
     def _free(self, unwanted: ReplyBody) -> None:
         if isinstance(unwanted, Allocated):
             self.post(FreeBuffer(unwanted.token))
+
+    def forget_buffer(self, token: int) -> None:
+        """Forget a buffer that is freed."""
+        self._buffers.discard(token)
 
     def watch_burst(self, number: int, callback: IBurstCallback) -> None:
         """Let `callback` answer the driver's questions about a burst from now on."""
@@ -327,12 +339,14 @@ class RemoteBuffer:
     async def aclose(self) -> None:
         if not self._closed and self.device.connection.ended_by is None:
             self._closed = True
+            self.device.forget_buffer(self.token)
             await self.device.connection.call(FreeBuffer(self.token), Done)
 
     def release(self) -> None:
         """Free the buffer without waiting."""
         if not self._closed:
             self._closed = True
+            self.device.forget_buffer(self.token)
             self.device.post(FreeBuffer(self.token))
 
 

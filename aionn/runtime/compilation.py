@@ -92,7 +92,7 @@ class Compilation:
         staging = self._parts.staging
         if staging is None:
             raise CallerError("this compilation has no stages; compile the model with mode='staged'")
-        await staging.wait_for(name, timeout_s)
+        await self._parts.wait_for_stage(staging, name, timeout_s)
 
     async def allocate(
         self,

@@ -27,7 +27,7 @@ from aionn.runtime.serving.serving import Serving
 from aionn.runtime.session import Session
 from aionn.runtime.streaming.connection import BurstConnection, Connections
 from aionn.runtime.streaming.kept_burst import KeptBurst
-from aionn.tasks import bounded_shield
+from aionn.tasks import bounded_shield, deadline_of, seconds_until
 
 if TYPE_CHECKING:  # most apps make no stages
     from aionn.runtime.staging.measuring import Inputs, Run
@@ -65,13 +65,26 @@ class CompilationParts:
 
     async def allocate(self, roles: DeviceRoles, deadline_ns: int | None) -> DeviceMemory:
         """Return device memory in the driver that serves."""
-        while True:
-            serving = await self.renewal.live(deadline_ns)
-            with trace.span("allocate", device=serving.device):
-                buffer = await roles.allocate(serving.prepared)
-            if serving is self.compiled.serving:
-                return DeviceMemory(self.renewal, BufferPair(serving.prepared, buffer, roles))
-            buffer.release()  # another stage has been swapped in meanwhile
+        with self.compiled.use.hold():
+            while True:
+                serving = await self.renewal.live(deadline_ns)
+                with trace.span("allocate", device=serving.device):
+                    buffer = await roles.allocate(serving.prepared)
+                if serving is self.compiled.serving:
+                    return DeviceMemory(self.renewal, BufferPair(serving.prepared, buffer, roles))
+                buffer.release()  # another stage has been swapped in meanwhile
+
+    async def wait_for_stage(self, staging: Staging, name: str, timeout_s: float | None) -> None:
+        """See `Compilation.wait_for_stage`. A stage is compared with what serves, so a model that was given back is loaded first."""
+        from aionn.runtime.staging.stage import settled
+
+        serving = self.compiled.serving
+        with self.compiled.use.hold():
+            if serving is not None and serving.asleep and not settled(staging.stage(name)).is_set():
+                deadline_ns = deadline_of(timeout_s)
+                await self.renewal.live(deadline_ns)
+                timeout_s = None if deadline_ns is None else max(seconds_until(deadline_ns), 1e-9)
+            await staging.wait_for(name, timeout_s)
 
     # --- closing -------------------------------------------------------------------------------------------------------
 

@@ -229,6 +229,7 @@ class Runtime:
         token: bytes | None = None,
         mode: Mode = "eager",
         stages: Sequence[str] | None = None,
+        idle_s: float | None = None,
         timeout_s: float | None = None,
     ) -> Compilation:
         """Prepare a model on a device, in the device's driver process.
@@ -251,6 +252,9 @@ class Runtime:
                 "staged" serves from the best of `stages` that is stored, else from the first one. It makes the better ones in the
                 background, as `stage_policy` says.
             stages: devices from quick to best, only with mode "staged", and in place of `devices`.
+            idle_s: after so many seconds without use, up to a quarter more, the driver's memory is given back, and a driver that holds
+                nothing else ends. The next use loads the model again, with `cache_dir` from there; without, it compiles again, as some
+                apps want it. Device memory, leased frames and requests in flight keep the model; a silent burst does not. None: never.
             timeout_s: seconds after which the call ends with `DeadlineError` and the compile is cancelled.
 
         Returns:
@@ -272,11 +276,12 @@ class Runtime:
         session = self._opened()
         options = with_threads(options_of(preference, priority, timeout_s), threads, instances, self._settings.threads)
         check_modes(model, cache_dir, token, mode, stages, devices)
+        idle = checked_seconds("idle_s", idle_s)
         with trace.span("compile", preference=preference):
             cache = self._cache(cache_dir, token)
-            order = Order(options, devices if stages is None else stages, cache)
+            order = Order(options, devices if stages is None else stages, cache, idle)
             if mode == "jit":
-                parts = CompilationParts(session, model, Order(options, self._named(devices), cache))
+                parts = CompilationParts(session, model, Order(options, self._named(devices), cache, idle))
             elif stages is not None:
                 work = self._compile_staged(session, model, order, stages, self.stage_policy)
                 parts = await _within(timeout_s, options.deadline_ns, work)
@@ -349,7 +354,7 @@ class Runtime:
         session = self._opened()
         if not isinstance(compilation, Compilation) or (parts := parts_of(compilation)).session is not session:
             raise CallerError("swap takes a compilation of this runtime")
-        with trace.span("swap"), ending_by(deadline_of(timeout_s), "the new model was not swapped in"):
+        with trace.span("swap"), parts.compiled.use.hold(), ending_by(deadline_of(timeout_s), "the new model was not swapped in"):
             await swap_model(parts.new_model(), model, timeout_s)
 
 

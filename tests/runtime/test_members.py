@@ -40,6 +40,9 @@ class Recorded:
         self.at_prepare()
         return self
 
+    def rest(self) -> None:
+        """In use, always."""
+
     async def wait_idle(self) -> None: ...
 
     def count_from_now(self) -> None: ...

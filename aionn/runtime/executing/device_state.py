@@ -24,7 +24,7 @@ from aionn.memory.region import Region
 from aionn.remote.control import Done
 from aionn.remote.device import RemoteBuffer, RemotePreparedModel
 from aionn.runtime.executing.device_buffers import BufferPair, losing, lost_with
-from aionn.runtime.serving.members import NotNowError
+from aionn.runtime.serving.members import NotNowError, Rest
 from aionn.runtime.serving.serving import Serving
 from aionn.runtime.session import Session
 from aionn.tasks import call_soon_from_anywhere
@@ -271,6 +271,10 @@ class DeviceState:
     @property
     def holds_state(self) -> bool:
         return not self.fresh and not self.closed
+
+    def rest(self) -> Rest | None:
+        """Return None while the app can use it, because its contents lie in the driver alone."""
+        return Rest(0, lambda: None) if self.closed or self.buffers.ended_by is not None else None
 
     async def wait_idle(self) -> None:
         """Return at once: `Serving.users` counts the executions that use it."""

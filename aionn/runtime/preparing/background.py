@@ -98,7 +98,7 @@ async def make(
         DeadlineError: the call took longer than `timeout_s`.
         CompilationError, DeviceUnavailableError, DriverDiedError, DriverHungError, MemoryAllocationError
     """
-    with anyio.move_on_after(timeout_s):
+    with devices.kept(name, options.priority), anyio.move_on_after(timeout_s):
         serving = await devices.get(name, options.priority)
         if not serving.cache_files.supported:
             phase("compiling")

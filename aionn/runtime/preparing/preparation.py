@@ -45,7 +45,7 @@ async def prepare(
         UnsupportedOperationError: the device cannot run every node.
         CompilationError, DeadlineError, DeviceUnavailableError, DriverDiedError, DriverHungError, MemoryAllocationError
     """
-    with nullcontext() if cache is None else cache.store.in_use():
+    with devices.kept(name, options.priority), nullcontext() if cache is None else cache.store.in_use():
         prepared, outcome = await _prepare(devices, name, model, options, cache)
     reason = outcome.reason.value if outcome.reason is not None else ""
     trace.count("compile.cache", kind=outcome.kind.value, reason=reason, detail=outcome.detail, device=name)

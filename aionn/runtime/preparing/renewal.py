@@ -1,5 +1,7 @@
 """`Renewal`: keeps the model of one compilation prepared. It prepares it at the first use, and anew when its driver has died.
 
+A model that was given back after idle time (`idling`) is prepared anew in the same way.
+
 A just-in-time compilation begins without a prepared model, and its first use prepares it. NNAPI has a driver keep the descriptors of
 cache files from `prepareModel` until the first execution. Here the app's side keeps the entry's name instead, and opens the files when
 they are used. Entries are published by renaming, so a kept descriptor would write to a file that cannot be found any more. It would
@@ -36,6 +38,7 @@ from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model
 from aionn.remote.device import RemotePreparedModel
 from aionn.runtime.preparing.cached import CacheChoice
+from aionn.runtime.preparing.idling import Idling
 from aionn.runtime.preparing.plan import prepare_on_best
 from aionn.runtime.preparing.preparation import prepare
 from aionn.runtime.serving.compiled_model import CompiledModel
@@ -55,11 +58,13 @@ class Order:
         options: how to prepare the model.
         candidates: names of the devices that may be used, best first, or None for every installed one.
         cache: where the compilation is kept, or None.
+        idle_s: after so long without use, the driver's memory is given back. None: never.
     """
 
     options: PrepareOptions
     candidates: Sequence[str] | None
     cache: CacheChoice | None
+    idle_s: float | None = None
 
 
 class Renewal:
@@ -88,6 +93,9 @@ class Renewal:
             first[0].remember(model)
             self.compiled.serving = Serving((first[0],), model, self.compiled.use)
             self.outcomes = (first[1],)
+        if order.idle_s is not None:
+            idling = Idling(session, self.compiled, order.candidates or (), order.options.priority)
+            session.tasks.start_soon(idling.watch, order.idle_s, name="idling")
         self._finalizer = weakref.finalize(self, call_soon_from_anywhere, session.loop, self.compiled.release)
         self._finalizer.atexit = False
 
@@ -103,11 +111,12 @@ class Renewal:
         self.compiled.abandon()
 
     async def live(self, deadline_ns: int | None = None) -> Serving:
-        """Return what executions run on now. The model is prepared first if it is not yet, or if its driver is gone.
+        """Return what executions run on now. The model is prepared first if it is not yet, if its driver is gone, or if it was given back.
 
         One preparation runs at a time, however many callers wait. It belongs to the runtime, so a caller that leaves does not end it.
         """
         self.check_usable()
+        self.compiled.use.touches += 1
         serving = self.compiled.serving
         if serving is not None and serving.alive:
             return serving
@@ -115,7 +124,7 @@ class Renewal:
         if preparing is None:
             preparing = self._preparing = _Preparing()
             self.session.tasks.start_soon(self._prepare, preparing, name="preparing")
-        with anyio.move_on_after(seconds_until(deadline_ns)):
+        with self.compiled.use.hold(), anyio.move_on_after(seconds_until(deadline_ns)):
             await preparing.over.wait()
         if preparing.serving is not None:
             self.check_usable()

@@ -3,6 +3,7 @@
 Invariants
     One live process per `Device`. The next `get` after its end starts a new one, one start at a time.
     A process that was started early is the device's process from the start. No caller has asked for it until `_asked` is set.
+    A process that nothing uses any more may be ended (`end_unused`). It is no longer its device's while it ends.
     A name has two devices: the usual one, and one for compilations of low priority (`Device.low_priority`).
 """
 
@@ -10,7 +11,8 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import anyio
 
@@ -54,6 +56,7 @@ class Device:
         self._starting = anyio.Lock()
         self._asked = anyio.Event()
         self._starts = 0
+        self._kept = 0
         self._restarts = Restarts(name)
 
     def __repr__(self) -> str:
@@ -122,6 +125,7 @@ class Devices:
         self._homes = {name: f"{point.module}:{point.attr}" for name, point in installed_engines().items()}
         self._devices: dict[str, Device] = {name: Device(name, self) for name in self._homes}
         self._workers: set[DriverProcess] = set()
+        self._ending: set[DriverProcess] = set()
         self._closed = False
 
     @property
@@ -163,8 +167,47 @@ class Devices:
         Raises:
             DeviceUnavailableError, DriverDiedError, DriverHungError: the driver process cannot be started.
         """
+        return await self._live(self._of(name, priority))
+
+    def _of(self, name: str, priority: Priority) -> Device:
         device = self.find(name)
-        return await self._live((device.low_priority if priority is Priority.LOW else None) or device)
+        return (device.low_priority if priority is Priority.LOW else None) or device
+
+    @contextmanager
+    def kept(self, name: str, priority: Priority) -> Iterator[None]:
+        """Keep the device's driver process from being ended as unused for the body, which prepares a model in it.
+
+        Raises: as `find`.
+        """
+        device = self._of(name, priority)
+        device._kept += 1
+        try:
+            yield
+        finally:
+            device._kept -= 1
+
+    def end_unused(self, name: str, priority: Priority) -> None:
+        """End the device's driver process if nothing is prepared, allocated or under way in it. The next `get` starts another one.
+
+        Call it in a task of the runtime. The end of the process is awaited in the background. It does not count as a death.
+        """
+        device = self._of(name, priority)
+        process = device._process
+        remote = None if process is None else process.serving
+        if process is None or remote is None or device._kept or self._closed or not remote.unused:
+            return
+        device._process = None
+        device._restarts.forgive()
+        self._ending.add(process)
+        self.tasks.start_soon(self._end, device, process, name=f"end of {name}")
+
+    async def _end(self, device: Device, process: DriverProcess) -> None:
+        try:
+            await end_processes([process], "the driver process was ended, because nothing was prepared in it")
+        finally:
+            self._ending.discard(process)
+            device._restarts.last_exit_code = process.life.exit_code
+        logger.info("the driver process %d of device %r was ended, because no compilation needs it now", process.pid, device.name)
 
     async def _live(self, device: Device) -> RemoteDevice:
         process = device._process
@@ -294,7 +337,7 @@ class Devices:
         unasked = [device._process for device in devices if device._process is not None and not device._asked.is_set()]
         for worker in (*self._workers, *unasked):
             worker.kill(None)  # nothing in it is worth waiting for
-        processes += self._workers
+        processes += [*self._workers, *self._ending]
         await end_processes(processes)
 
 

@@ -253,10 +253,10 @@ class DriverProcess:
             why = "before it was ready (what it wrote to stderr tells why)"
         return DriverDiedError(self.name, self._child.exit_code, why)
 
-    def close(self) -> None:
-        """End the connection, so that the driver ends by itself. Callers that wait get a `CallerError`."""
-        self._start_failed(CallerError("the runtime was closed"))
-        self.connection.end(CallerError("the runtime was closed"))
+    def close(self, why: str) -> None:
+        """End the connection, so that the driver ends by itself. Callers that wait get a `CallerError`, which says why."""
+        self._start_failed(CallerError(why))
+        self.connection.end(CallerError(why))
 
     def abort(self) -> None:
         """Kill and reap a process that has not ended yet. Leave it to the system if it does not end within ABORT_S."""
@@ -271,14 +271,14 @@ class DriverProcess:
             self._over()
 
 
-async def end_processes(processes: Sequence[DriverProcess]) -> None:
+async def end_processes(processes: Sequence[DriverProcess], why: str = "the runtime was closed") -> None:
     """Close the sockets of driver processes, wait for GRACE_S, then kill the processes. Takes bounded time.
 
     If the caller is cancelled, the processes are killed at once.
     """
     try:
         for process in processes:
-            process.close()
+            process.close(why)
         for seconds in (GRACE_S, KILL_S):
             with bounded_shield(seconds):
                 for process in processes:

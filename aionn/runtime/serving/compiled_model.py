@@ -7,7 +7,7 @@ So every execution sees the old model or the new one. No execution is lost. No e
 the swap are answered before the next one is sent. The same gate holds a stream for a single run while stages are compared (`held`).
 
 Invariants
-    `serving` is replaced by `swap`, and by `Renewal` after a driver's death. It is never set back to a dead one.
+    `serving` is replaced by `swap`, and by `Renewal` after a driver's death or idle time. It is never set back to a dead one.
     While the gate is closed no execution enters `serving`, and it is closed for a bounded time.
 """
 
@@ -24,7 +24,7 @@ from anyio.lowlevel import checkpoint
 from aionn import trace
 from aionn.errors import AionnError, CallerError, DeadlineError
 from aionn.runtime.serving.gate import Gate
-from aionn.runtime.serving.members import Change, Member, NotNowError
+from aionn.runtime.serving.members import Change, Member, NotNowError, Rest
 from aionn.runtime.serving.serving import Serving, Use
 from aionn.tasks import Tasks
 
@@ -60,7 +60,7 @@ class CompiledModel:
         on_failure: called when an execution of the app's was answered with an error, and when the driver has died under one; with the
             inputs if they are at hand.
         devices_for: gives the devices that may serve after a driver's death, the best first; or None for the same device.
-        replaced: called when the model was prepared anew after a driver's death.
+        replaced: called when the model was prepared anew after a driver's death, or after idle time.
         closed: whether the compilation has been closed or collected, or its runtime closed.
     """
 
@@ -84,6 +84,7 @@ class CompiledModel:
     def abandon(self) -> None:
         """Stop what works for the compilation, which is closed or has been collected. Call it in the loop's thread."""
         self.closed = True
+        self.use.over.set()
         if self.abandoned is not None:
             self.abandoned()
 
@@ -108,6 +109,17 @@ class CompiledModel:
             yield
         finally:
             self.watched -= 1
+
+    # --- giving the driver's memory back -------------------------------------------------------------------------------
+
+    def rests(self) -> list[Rest] | None:
+        """Return what its members can give back while the app does not use it. Returns None if it is in use, or does not serve."""
+        serving = self.serving
+        if serving is None or not serving.alive or serving.users or self.use.held or self.gate.shut or self._swapping.locked():
+            return None
+        rests = [member.rest() for member in list(self.members)]
+        found = [rest for rest in rests if rest is not None]
+        return found if len(found) == len(rests) else None
 
     # --- state that executions leave behind ----------------------------------------------------------------------------
 

@@ -13,7 +13,8 @@ changes are aborted, and nothing has changed.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 from aionn.errors import CallerError
 from aionn.runtime.serving.serving import Serving
@@ -51,6 +52,18 @@ class Change(Protocol):
         ...
 
 
+class Rest(NamedTuple):
+    """What a member can give back while the app does not use it.
+
+    Attributes:
+        sent: so many requests have gone over it.
+        give_back: free its part in the driver, without waiting. The next use makes it anew.
+    """
+
+    sent: int
+    give_back: Callable[[], None]
+
+
 class Member(Protocol):
     """An open burst, or a device memory, of a compilation."""
 
@@ -71,6 +84,10 @@ class Member(Protocol):
             NotNowError: the member is in use.
             AionnError: the other driver cannot serve it.
         """
+        ...
+
+    def rest(self) -> Rest | None:
+        """Return what it can give back now. Returns None if the app uses it, or if it would lose what the app needs."""
         ...
 
     async def wait_idle(self) -> None:

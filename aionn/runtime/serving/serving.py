@@ -37,9 +37,10 @@ class Serving:
         model: what it computes.
         users: calls that have taken it, and requests not yet answered.
         lost: whether its driver ended while an execution was in flight.
+        asleep: whether it was given back because the app did not use it (`preparing.idling`). The next use prepares it again.
     """
 
-    __slots__ = ("_idle", "lost", "model", "stage", "steps", "use", "users")
+    __slots__ = ("_idle", "asleep", "lost", "model", "stage", "steps", "use", "users")
 
     def __init__(self, steps: tuple[RemotePreparedModel, ...], model: Model, use: Use, stage: str | None = None) -> None:
         self.steps = steps
@@ -48,6 +49,7 @@ class Serving:
         self.use = use
         self.users = 0
         self.lost = False
+        self.asleep = False
         self._idle: list[anyio.Event] = []
 
     @property
@@ -67,7 +69,8 @@ class Serving:
 
     @property
     def alive(self) -> bool:
-        return self.ended_by is None
+        """Whether it can be used: its drivers live, and it was not given back."""
+        return not self.asleep and self.ended_by is None
 
     def check_alive(self) -> None:
         """Raise why one of its drivers has ended, if one has."""
@@ -144,9 +147,12 @@ class Use:
 
     Attributes:
         executions: so many have begun. last_ns: CLOCK_MONOTONIC, when the last one did.
+        touches: counts uses other than executions over an open burst.
+        held: so many acts need the prepared model to stay, such as a swap.
+        over: set when the compilation is closed or has been collected.
     """
 
-    __slots__ = ("_awaited", "_idle_ns", "_idle_since_ns", "_left_ns", "_reached", "executions", "last_ns")
+    __slots__ = ("_awaited", "_idle_ns", "_idle_since_ns", "_left_ns", "_reached", "executions", "held", "last_ns", "over", "touches")
 
     def __init__(self) -> None:
         self.executions = 0
@@ -156,6 +162,19 @@ class Use:
         self._left_ns: deque[int] = deque(maxlen=_DEADLINES)
         self._awaited = -1
         self._reached = anyio.Event()
+        self.touches = 0
+        self.held = 0
+        self.over = anyio.Event()
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Keep the prepared model in its driver for the body, which counts as use."""
+        self.held += 1
+        try:
+            yield
+        finally:
+            self.held -= 1
+            self.touches += 1
 
     def count(self) -> None:
         self.executions += 1

@@ -45,6 +45,10 @@ class StageMaker:
             StageRejected: the comparison refused the stage, now or earlier.
             AionnError: the stage cannot be made.
         """
+        with self._target.compiled.use.hold():
+            await self._make(stage)
+
+    async def _make(self, stage: Stage) -> None:
         target, policy = self._target, self._policy
         if (reason := await self._known.known(stage.name, policy)) not in (None, verdicts.APPROVED):
             raise StageRejected(stage.name, f"as an earlier comparison found: {reason}")

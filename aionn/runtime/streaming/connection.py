@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
 from typing import Any
 
 import anyio
@@ -24,12 +25,13 @@ from aionn.fmq import SOON
 from aionn.hal.types import ExecutionPreference
 from aionn.memory.pool import Frame, FramePool
 from aionn.pages import Kind
-from aionn.pages.app_layout import CONNECTIONS
+from aionn.pages.app_layout import CONNECTIONS, SENT
 from aionn.runtime.executing.arguments import Arguments, FrameLayout, Shapes
 from aionn.runtime.executing.attempt import Executor
 from aionn.runtime.executing.frames import Frames
 from aionn.runtime.executing.link import Link, LinkOptions, open_link, release
 from aionn.runtime.preparing.renewal import Renewal
+from aionn.runtime.serving.members import Rest
 from aionn.runtime.serving.serving import Serving
 from aionn.tasks import call_soon_from_anywhere
 
@@ -55,6 +57,7 @@ class BurstConnection:
         self._renewal = renewal
         self._compiled = renewal.compiled
         self._options = options
+        self._link_to = partial(open_link, compiled=renewal.compiled, frames=executor.frames, options=options, counts=executor.counts)
         self.session = renewal.session
         self.executor = executor
         self.link: Link | None = None
@@ -127,6 +130,7 @@ class BurstConnection:
         for close in list(self.when_closed):
             close()
         self._compiled.members.discard(self)
+        self._compiled.use.touches += 1
 
     def start(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run `work` in a task that the runtime owns. It must handle its errors."""
@@ -193,16 +197,14 @@ class BurstConnection:
             link = self.link
             if link is not None and link.alive:
                 return link
-            serving = await self._renewal.live(deadline_ns)
-            with trace.span("burst.connect", device=serving.device):
-                link = await self._link_to(serving)
-            if serving is self._compiled.serving and self._open:
-                self.install(link)
-                return link
+            with self._compiled.use.hold():
+                serving = await self._renewal.live(deadline_ns)
+                with trace.span("burst.connect", device=serving.device):
+                    link = await self._link_to(serving)
+                if serving is self._compiled.serving and self._open:
+                    self.install(link)
+                    return link
             await link.aclose(CallerError("another stage has been swapped in"))
-
-    async def _link_to(self, serving: Serving) -> Link:
-        return await open_link(serving, self._compiled, self.executor.frames, self._options, self.executor.counts)
 
     # --- a swap ----------------------------------------------------------------------------------------------------------
 
@@ -220,6 +222,13 @@ class BurstConnection:
         self.executor.counts.add(CONNECTIONS, 1)
         self.session.page.rename(self.executor.counts, "", link.device, link.serving.stage)
         return before
+
+    def rest(self) -> Rest | None:
+        """Return None while a frame is leased or a request is in flight. An open burst that is silent rests."""
+        link = self.link
+        if self.executor.frames.count()["pinned_frames"] or (link is not None and link.controller.in_flight):
+            return None
+        return Rest(self.executor.counts.get(SENT), partial(_disconnect, self))
 
     async def wait_idle(self) -> None:
         if self.link is not None:
@@ -288,6 +297,16 @@ class BurstChange:
 
     def abort(self) -> None:
         self._connection.session.tasks.start_soon(_close, self._link, name="a link of no use")
+
+
+def _disconnect(connection: BurstConnection) -> None:
+    """Give a resting burst's link back, without waiting. The next request connects anew, and asks for the same frames."""
+    link, connection.link = connection.link, None
+    connection.usual = _NOTHING
+    connection.executor.frames.on_gone = None
+    connection._held.clear()
+    if link is not None:
+        link.release(CallerError("the burst was given back while it was not used"))
 
 
 async def _close(link: Link) -> None:
