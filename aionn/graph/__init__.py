@@ -36,7 +36,8 @@ from aionn.lazy import imported_when_asked as _imported_when_asked
 if _typing.TYPE_CHECKING:
     from aionn.graph.arrays import arrays_over, constant_arrays
     from aionn.graph.constants import embed_constants, settle_exported
-    from aionn.graph.reading import Home, ReadGraph, read_onnx
+    from aionn.graph.files import Home
+    from aionn.graph.reading import ReadGraph, read_onnx
     from aionn.graph.shapes import resolve_shapes
     from aionn.graph.support import gather_tables, supported_operations
     from aionn.graph.unchanged import changeable_contents, contents_of, written_ns
@@ -59,7 +60,7 @@ __all__ = [
 
 if not _typing.TYPE_CHECKING:
     _HOMES = {
-        "Home": "aionn.graph.reading",
+        "Home": "aionn.graph.files",
         "ReadGraph": "aionn.graph.reading",
         "arrays_over": "aionn.graph.arrays",
         "changeable_contents": "aionn.graph.unchanged",
