@@ -19,7 +19,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from aionn.errors import CallerError, CompilationError
 from aionn.graph import ReadGraph, constant_arrays, embed_constants, read_onnx, resolve_shapes
-from aionn.graph.wire import WireError, excise
+from aionn.graph.wire import Survey, WireError, survey
 from aionn.hal import CONSTANT_COPY_BYTES, IMemory, MemoryDescription, MemoryKind, Model, Operand, OperandType
 from aionn.testing.models import identity_model
 from tests.engines.onnx_graphs import attribute, branching, identity, matmul, model_of, returning_constants, value, weights
@@ -344,7 +344,11 @@ def test_a_message_nested_too_deep_is_refused() -> None:
         for tag in (0x32, 0x2A, 0x0A):
             content = bytes([tag]) + varint(len(content)) + content
     with pytest.raises(WireError, match="nested"):
-        excise(memoryview(b"\x3a" + varint(len(content)) + content), CONSTANT_COPY_BYTES)
+        surveyed_bytes(b"\x3a" + varint(len(content)) + content)
+
+
+def surveyed_bytes(content: bytes) -> Survey:
+    return survey(lambda offset, length: content[offset : offset + length], len(content))
 
 
 def varint(number: int) -> bytes:

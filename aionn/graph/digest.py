@@ -166,7 +166,8 @@ def unchanged(file: OpenFile, beside: Beside) -> bool:
     Raises:
         CallerError: a file was written to.
     """
-    return all([other.check() for other in (file, *list(beside.files.values()))])
+    same = [other.check() for other in (file, *list(beside.files.values()))]  # each is asked, so that each may raise
+    return all(same)
 
 
 def _same_files(known: _Known, beside: Beside) -> bool:

@@ -215,7 +215,7 @@ def _content(source: str | os.PathLike[str] | bytes) -> tuple[Content, tuple[Pat
 
 def _parse(excision: Excision, where: str) -> ModelProto:
     try:
-        model = onnx.ModelProto.FromString(excision.message)
+        model: ModelProto = onnx.ModelProto.FromString(excision.message)
     except DecodeError as error:
         raise not_a_model(where, error) from error
     if not model.HasField("graph") or not model.graph.output:

@@ -63,6 +63,17 @@ class Model:
     token: bytes
     contents: bytes = field(default=b"", repr=False)
 
+    @property
+    def known_token(self) -> bytes:
+        """Return the token, or nothing where no digest has been made."""
+        token: bytes = self.__dict__.get("token", b"")
+        return token
+
+    @property
+    def label(self) -> str:
+        """Return a short name for log lines and pages: the first digits of the token, or the file's name."""
+        return self.known_token.hex()[:16] or getattr(self, "name", "")
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "inputs", MappingProxyType(dict(self.inputs)))
         object.__setattr__(self, "outputs", MappingProxyType(dict(self.outputs)))

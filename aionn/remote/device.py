@@ -78,12 +78,12 @@ class RemoteDevice:
 
     @property
     def models(self) -> list[str]:
-        """The prepared models for log lines, by name, or by the first digits of the token."""
+        """The prepared models for log lines, by the first digits of the token, or by name."""
         return sorted(set(self._models.values()))
 
     def remember(self, number: int, model: Model) -> None:
         """Note which model a prepared model was made of."""
-        self._models[number] = getattr(model, "name", None) or model.token.hex()[:12]
+        self._models[number] = model.label[:12]
 
     def forget(self, number: int) -> None:
         """Forget a prepared model that is released."""
@@ -334,7 +334,7 @@ def model_message(model: Model) -> ModelMessage:
         model.operations,
         model.constants,
         tuple(pool.description for pool in model.pools),
-        model.token,
+        model.known_token,
         model.contents,
     )
 

@@ -158,13 +158,6 @@ class Model(hal_model.Model):
         if lazy is not None:
             await _in_thread(lambda: lazy.read(self))
 
-    def adopt(self, inputs: Mapping[str, Operand], outputs: Mapping[str, Operand]) -> bool:
-        """Take over the operands of a compilation of this model. Returns whether they are this model's, as far as that is known."""
-        if "inputs" in self.__dict__:
-            return list(self.inputs.items()) == list(inputs.items()) and list(self.outputs.items()) == list(outputs.items())
-        _set(self, inputs=MappingProxyType(dict(inputs)), outputs=MappingProxyType(dict(outputs)))
-        return True
-
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> object:
@@ -188,9 +181,33 @@ class Model(hal_model.Model):
 _FIELDS = frozenset({"graph", "inputs", "outputs", "operations", "constants", "pools", "token"})
 
 
-def _set(model: Model, **values: object) -> None:
+def _set(model: hal_model.Model, **values: object) -> None:
     for name, value in values.items():
         object.__setattr__(model, name, value)  # the dataclass is frozen for its users
+
+
+async def digest(model: hal_model.Model) -> bytes:
+    """Return a model's token, digested if it must be."""
+    return await model.digest() if isinstance(model, Model) else model.token
+
+
+async def read(model: hal_model.Model) -> None:
+    """Read a model's graph, if it has not been read."""
+    if isinstance(model, Model):
+        await model.read()
+
+
+def is_read(model: hal_model.Model) -> bool:
+    """Return whether a model's graph is known."""
+    return "graph" in model.__dict__
+
+
+def adopt(model: hal_model.Model, inputs: Mapping[str, Operand], outputs: Mapping[str, Operand]) -> bool:
+    """Return whether a compilation's operands are the model's. A model that does not know its operands takes these."""
+    if "inputs" in model.__dict__:
+        return list(model.inputs.items()) == list(inputs.items()) and list(model.outputs.items()) == list(outputs.items())
+    _set(model, inputs=MappingProxyType(dict(inputs)), outputs=MappingProxyType(dict(outputs)))
+    return True
 
 
 async def _in_thread(work: Callable[[], T]) -> T:
@@ -243,7 +260,7 @@ class _Lazy:
                 pools=read.pools,
                 token=b"",
             )
-            if not model.adopt(whole.inputs, whole.outputs):
+            if not adopt(model, whole.inputs, whole.outputs):
                 raise CallerError(
                     f"{self._file.where}: it has other inputs or outputs than the compilation that the cache has under this token; "
                     "a token is unique to one model"
