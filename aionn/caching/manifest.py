@@ -99,8 +99,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class Wanted:
     """What a lookup expects of an entry beyond its key; a publication records the same.
 
-    `model_digest` is empty where the app names the model by a token of its own, and its file has not been digested. Then the key alone
-    says which model is wanted, and what is published gets the digest first. `parts` explains a miss and decides nothing. It is what the
+    `model_digest` is empty where the model has not been digested, because the app gave another token. Then the key alone says which
+    model is wanted. The digest is made before an entry is published. `parts` explains a miss and decides nothing. It is what the
     key was made of, see `Manifest`.
     """
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 LARGE_BYTES = 4096
-"""More bytes of raw_data than this are a span. A constant of so many bytes is worth a place of its own, and a smaller one is not."""
+"""More bytes of raw_data than this are a span. For fewer bytes, a place in a file costs more than a copy."""
 
 Read = Callable[[int, int], bytes]
 """Returns the bytes of the source from an offset on, and of a length."""

@@ -216,7 +216,7 @@ class Runtime:
                 instances with one thread each; a single caller gains from several threads.
             cache_dir: where compilations are kept, or None for no caching.
             token: 32 bytes, unique to the model within the app, only with `cache_dir`. None: the model's own token, for which a loaded
-                model is digested first. With a token of the app's own, a loaded model is digested only before something is stored.
+                model is digested first. With another token, it is digested only before something is stored.
             mode: "eager" compiles now. "jit" compiles at the first execution, once for all callers; `timeout_s` does not count then.
                 "staged" serves from the best of `stages` that is stored, else from the first one. It makes the better ones in the
                 background, as `stage_policy` says.
@@ -251,11 +251,7 @@ class Runtime:
         return Compilation(parts)
 
     async def load(self, path: str | os.PathLike[str]) -> AppModel:
-        """Open an ONNX model, as `aionn.Model.load`. The model does not belong to the runtime.
-
-        Raises:
-            CallerError: the runtime is not open, or `path` is not a readable file with at least one byte.
-        """
+        """Open an ONNX model, as `aionn.Model.load` does. The model may outlive the runtime."""
         self._opened()
         return await AppModel.load(path)
 

@@ -2,8 +2,8 @@
 
 Which model an entry is for. The token that names an entry is the app's claim. Drivers get another token and keep digests
 under it. That token is made of the entry's key and the model's own digest (`bound`). So the driver does not know an artifact of
-another model, whatever the directory or the app's token says. The digest of a loaded model may be unknown, because the app gave a token
-of its own. Then the entry says which model it was stored for, and the driver still takes the bytes only if it stored them so.
+another model, whatever the directory or the app's token says. The digest of a loaded model may be unknown, because the app gave another
+token. Then the entry says which model it was stored for, and the driver still takes the bytes only if it stored them so.
 
 Deadlines. A cache must leave the compiler its time. Looking the entry up ends after half of the time that is left, although
 another compiler may be waited for. Loading ends after half of what is left then, unless compiling took longer last time.
