@@ -134,7 +134,7 @@ def test_the_format_of_a_token_is_pinned() -> None:
 
 
 def test_a_walk_enters_every_field_that_leads_to_a_tensor() -> None:
-    names = {
+    names: dict[str, Any] = {
         "model": onnx.ModelProto, "training": onnx.TrainingInfoProto, "graph": onnx.GraphProto, "node": onnx.NodeProto,
         "sparse": onnx.SparseTensorProto, "attribute": onnx.AttributeProto, "function": onnx.FunctionProto, "tensor": TensorProto,
     }  # fmt: skip
@@ -364,7 +364,8 @@ def _outside(model: onnx.ModelProto, **entries: str) -> None:
 def _first(act: Callable[[onnx.ModelProto], object]) -> bytes:
     model = adding(1)
     act(model)
-    return model.SerializeToString()
+    content: bytes = model.SerializeToString()
+    return content
 
 
 BROKEN: dict[str, bytes] = {
@@ -392,7 +393,9 @@ async def test_a_broken_file_fails_at_the_first_miss_in_the_words_of_from_onnx(t
             path.write_bytes(content)
             with pytest.raises(AionnError) as eager:
                 aionn.Model.from_onnx(path)
-            for options in ({}, {"cache_dir": tmp_path / "cache"}, {"cache_dir": tmp_path / "cache", "token": OWN}, {"devices": None}):
+            cache = {"cache_dir": tmp_path / "cache"}
+            ways: list[dict[str, Any]] = [{}, cache, {**cache, "token": OWN}, {"devices": None}]
+            for options in ways:
                 model = await runtime.load(path)
                 with pytest.raises(AionnError) as late:
                     await runtime.compile(model, **{"devices": ("reference",), **options})
