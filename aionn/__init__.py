@@ -4,7 +4,7 @@
 
     async def main() -> None:
         async with aionn.Runtime() as runtime:
-            compilation = await runtime.compile(aionn.Model.from_onnx("model.onnx"))
+            compilation = await runtime.compile(await runtime.load("model.onnx"))
             async with compilation.burst() as burst:
                 outputs = await burst.compute({"input": x})
 

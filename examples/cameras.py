@@ -133,7 +133,7 @@ async def watch_all(model_path: Path, options: argparse.Namespace) -> dict[str, 
         for number, (name, seen) in enumerate(cameras.items()):
             make_video(Path(folder, f"{name}.mp4"), seen.turned, number)
         async with aionn.Runtime() as runtime:
-            compilation = await runtime.compile(aionn.Model.from_onnx(model_path), devices=("onnxruntime",))
+            compilation = await runtime.compile(await runtime.load(model_path), devices=("onnxruntime",))
             async with anyio.create_task_group() as tasks:
                 for name, seen in cameras.items():
                     tasks.start_soon(watch, compilation, Path(folder, f"{name}.mp4"), options, seen)

@@ -51,11 +51,10 @@ async def camera(size: int, fps: float, seconds: float) -> AsyncIterator[dict[st
 
 async def watch(options: argparse.Namespace) -> list[tuple[float, str, float]]:
     """(seconds since the first frame, stage, latency in ms) of each frame; prints every change of stage."""
-    model = aionn.Model.from_onnx(packaged("rapidocr", "models/PP-OCRv6_det_small.onnx"))
-    token = None if options.cache_dir is None else model.token
+    model = await aionn.Model.load(packaged("rapidocr", "models/PP-OCRv6_det_small.onnx"))
     found: list[tuple[float, str, float]] = []
     async with aionn.Runtime() as runtime:
-        compilation = await runtime.compile(model, mode="staged", stages=STAGES, cache_dir=options.cache_dir, token=token)
+        compilation = await runtime.compile(model, mode="staged", stages=STAGES, cache_dir=options.cache_dir)
         began = time.monotonic()
         async with compilation.burst() as burst:
             async for result in burst.map(camera(options.size, options.fps, options.seconds), policy="latest", depth=2):

@@ -125,7 +125,7 @@ def test_arrows_inside_runtime_run_downward() -> None:
         for other in others
         if name.startswith("aionn.runtime.") and other.startswith("aionn.runtime.")
     }
-    assert {room for arrow in arrows for room in arrow} == floor_of.keys() - {"aionn.runtime.loop", "aionn.runtime.model"}
+    assert {room for arrow in arrows for room in arrow} == floor_of.keys() - {"aionn.runtime.loop"}
     assert [arrow for arrow in arrows if arrow[0] != arrow[1] and floor_of[arrow[0]] <= floor_of[arrow[1]]] == []
 
 

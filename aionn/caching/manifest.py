@@ -99,7 +99,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class Wanted:
     """What a lookup expects of an entry beyond its key; a publication records the same.
 
-    `parts` explains a miss and decides nothing. It is what the key was made of, see `Manifest`.
+    `model_digest` is empty where the model has not been digested, because the app gave another token. Then the key alone says which
+    model is wanted. The digest is made before an entry is published. `parts` explains a miss and decides nothing. It is what the
+    key was made of, see `Manifest`.
     """
 
     key: bytes
@@ -155,7 +157,7 @@ def reason_to_miss(manifest: Manifest, wanted: Wanted, lengths: Sequence[int | N
         return Refusal(MissReason.WRONG_TOKEN, f"entry of device {manifest.device!r}, wanted {wanted.device!r}")
     if manifest.device_version != wanted.device_version:
         return Refusal(MissReason.OTHER_DRIVER_VERSION, f"stored by driver {manifest.device_version!r}, now {wanted.device_version!r}")
-    if not hmac.compare_digest(manifest.model_digest, wanted.model_digest):
+    if wanted.model_digest and not hmac.compare_digest(manifest.model_digest, wanted.model_digest):
         return Refusal(
             MissReason.OTHER_MODEL,
             f"stored for model {manifest.model_digest.hex()[:16]}, this is {wanted.model_digest.hex()[:16]}: the token is not unique",

@@ -144,7 +144,7 @@ def _differing(parts: Sequence[str]) -> str:
 
 async def _compile(path: str, options: CompileOptions) -> list[dict[str, Any]]:
     cache_dir, devices = options.cache_dir, options.devices
-    model = aionn.Model.from_onnx(path)
+    model = await aionn.Model.load(path)
     done = []
     names: Sequence[str | None] = devices or [None]
     async with aionn.Runtime(state_dir=options.state_dir) as runtime:
@@ -152,7 +152,7 @@ async def _compile(path: str, options: CompileOptions) -> list[dict[str, Any]]:
             began = time.monotonic()
             with progress(f"{Path(path).name} for {name or 'the best device'}"):
                 compilation = await runtime.compile(
-                    model, devices=None if name is None else (name,), cache_dir=cache_dir, token=model.token, **options.of_engine
+                    model, devices=None if name is None else (name,), cache_dir=cache_dir, **options.of_engine
                 )
             took_s = time.monotonic() - began
             (outcome,) = compilation.outcomes
@@ -169,9 +169,7 @@ async def _stages(
 ) -> list[dict[str, Any]]:
     """Return the outcome of each stage as JSON values."""
     with progress(f"{Path(path).name} in stages"):
-        compilation = await runtime.compile(
-            model, mode="staged", stages=names, cache_dir=options.cache_dir, token=model.token, **options.of_engine
-        )
+        compilation = await runtime.compile(model, mode="staged", stages=names, cache_dir=options.cache_dir, **options.of_engine)
         for name in names:
             with suppress(aionn.StageRejected):  # the table shows its reason
                 await compilation.wait_for_stage(name)

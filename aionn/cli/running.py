@@ -113,8 +113,7 @@ def _completed(given: Arrays, model: aionn.Model) -> Arrays:
 
 async def _run(path: str, given: Arrays, options: RunOptions) -> dict[str, Any]:
     device, repeat, cache_dir = options.device, options.repeat, options.cache_dir
-    model = aionn.Model.from_onnx(path)
-    inputs = _completed(given, model)
+    model = await aionn.Model.load(path)
     async with aionn.Runtime(state_dir=options.state_dir) as runtime:
         began = time.monotonic()
         with progress(f"{Path(path).name} for {device or 'the best device'}"):
@@ -124,9 +123,9 @@ async def _run(path: str, given: Arrays, options: RunOptions) -> dict[str, Any]:
                 threads=options.threads,
                 instances=options.instances,
                 cache_dir=cache_dir,
-                token=None if cache_dir is None else model.token,
             )
         prepared_s = time.monotonic() - began
+        inputs = _completed(given, model)
         try:
             if options.burst:
                 async with compilation.burst() as stream:

@@ -1,11 +1,13 @@
 """ONNX file <-> `Model`: large constants go out into one pool, the rest stays the standard's own protobuf.
 
-`read_onnx` never parses a weight. `wire` walks the file's protobuf down to the tensors and leaves out each `raw_data` of
-more than `CONSTANT_COPY_BYTES`. The `onnx` package then parses a few kilobytes, and each weight is copied once, from the
-source into the pool. So a model needs its own size twice for a moment (source and pool), not four times (source,
-message, Python bytes, pool).
+`reading` never parses a weight. `wire` walks the file's protobuf down to the tensors and leaves out each large `raw_data`.
+The `onnx` package then parses a few kilobytes. A loaded model (`read_content` over an `OpenFile`) leaves each weight in its file. For a
+model that is read whole (`read_onnx`), each weight is copied once, from the source into the pool. So such a model needs its own size
+twice for a moment (source and pool), not four times (source, message, Python bytes, pool).
 
-    wire       leaves large tensors out of a serialized model
+    wire       finds tensors in a serialized model, and leaves large ones out
+    files      the model's file and those beside it: opened, read by ranges, compared with what they were
+    digest     a model's token, made without the `onnx` package, and remembered while the files stay the same
     constants  takes large constants out of the graph and puts them back (`embed_constants`)
     places     finds every tensor of a model, wherever the schema lets one stand
     arrays     shows constants as arrays where they lie; `unchanged` says whether they are still what was read
@@ -23,7 +25,7 @@ What changes in the graph, and nothing else does
     Initializers are left out of the graph's inputs, and the IR version is at least 4, so a constant has one fixed value.
     Constants whose element type `OperandType` cannot name (int4, bfloat16, string) stay inline.
     Every tensor that stays carries its own bytes, also where a file held them: functions, attributes, sparse initializers. So an
-    engine never looks for a file, and the token covers all that it computes with.
+    engine never looks for a file.
 
 Used by runtime.model (reading) and the engines (`constant_arrays`, `embed_constants`, `settle_exported`, `resolve_shapes`). Names are
 imported when they are asked for: `onnx` costs 50 ms, and who only looks at arrays does without.
@@ -36,7 +38,8 @@ from aionn.lazy import imported_when_asked as _imported_when_asked
 if _typing.TYPE_CHECKING:
     from aionn.graph.arrays import arrays_over, constant_arrays
     from aionn.graph.constants import embed_constants, settle_exported
-    from aionn.graph.reading import Home, ReadGraph, read_onnx
+    from aionn.graph.files import Home
+    from aionn.graph.reading import ReadGraph, read_onnx
     from aionn.graph.shapes import resolve_shapes
     from aionn.graph.support import gather_tables, supported_operations
     from aionn.graph.unchanged import changeable_contents, contents_of, written_ns
@@ -59,7 +62,7 @@ __all__ = [
 
 if not _typing.TYPE_CHECKING:
     _HOMES = {
-        "Home": "aionn.graph.reading",
+        "Home": "aionn.graph.files",
         "ReadGraph": "aionn.graph.reading",
         "arrays_over": "aionn.graph.arrays",
         "changeable_contents": "aionn.graph.unchanged",

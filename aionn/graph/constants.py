@@ -215,7 +215,7 @@ def _check_length(tensor: TensorProto, name: str, length: int) -> None:
 
 
 def _own_payload(tensor: TensorProto) -> Payload:
-    """Bytes that the tensor carries in one of its typed fields (or in a small raw_data, which is then too short)."""
+    """Bytes that the tensor carries, in a raw_data that is not a span or in one of its typed fields."""
     if tensor.HasField("raw_data"):
         content: Any = tensor.raw_data
     else:

@@ -48,7 +48,8 @@ class Model:
         operations: the nodes of the main graph, in order; `get_supported_operations` answers per entry.
         constants: the large constants.
         pools: where the large constants' bytes are.
-        token: 32 bytes that name the content: the graph and every constant.
+        token: 32 bytes that name the content: the graph and every constant. Empty where no digest has been made, which only a
+            model for a preparation without cache files may leave out.
         contents: digest of the constants that can still be written to, as they were when `token` was made
             (`aionn.graph.unchanged`). Empty without such constants, or where the digest is not known.
     """
@@ -62,10 +63,21 @@ class Model:
     token: bytes
     contents: bytes = field(default=b"", repr=False)
 
+    @property
+    def known_token(self) -> bytes:
+        """Return the token, or nothing where no digest has been made."""
+        token: bytes = self.__dict__.get("token", b"")
+        return token
+
+    @property
+    def label(self) -> str:
+        """Return a short name for log lines and pages: the first digits of the token, or the file's name."""
+        return self.known_token.hex()[:16] or getattr(self, "name", "")
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "inputs", MappingProxyType(dict(self.inputs)))
         object.__setattr__(self, "outputs", MappingProxyType(dict(self.outputs)))
-        if len(self.token) != CACHE_TOKEN_BYTES:
+        if len(self.token) not in (0, CACHE_TOKEN_BYTES):
             raise CallerError(
                 f"the model's token has {len(self.token)} bytes, but a token has {CACHE_TOKEN_BYTES}; give a digest of that size"
             )

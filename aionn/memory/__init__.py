@@ -4,6 +4,7 @@
     descriptors      whether a descriptor from another process may be mapped
     region           one piece of shared memory, mapped; beside `aionn.pages`, the only place that maps memory
     memory           `Memory`: what an app holds and slices
+    file_memory      a file that drivers copy from; mapped here only if its bytes are looked at
     hardware_buffer  `HardwareBuffer`: images, their planes and strides, as tensors
     pool             the frames of a burst that have one size
     requests         whether a request may touch the bytes it names; pure

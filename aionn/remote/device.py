@@ -79,7 +79,7 @@ class RemoteDevice:
 
     @property
     def models(self) -> list[str]:
-        """The prepared models for log lines, by name, or by the first digits of the token."""
+        """The prepared models for log lines, by the first digits of the token, or by name."""
         return sorted({name for name in self._models.values() if name})
 
     @property
@@ -89,7 +89,7 @@ class RemoteDevice:
 
     def remember(self, number: int, model: Model) -> None:
         """Note which model a prepared model was made of."""
-        self._models[number] = getattr(model, "name", None) or model.token.hex()[:12]
+        self._models[number] = model.label[:12]
 
     def forget(self, number: int) -> None:
         """Forget a prepared model that is released."""
@@ -364,7 +364,7 @@ def model_message(model: Model) -> ModelMessage:
         model.operations,
         model.constants,
         tuple(pool.description for pool in model.pools),
-        model.token,
+        model.known_token,
         model.contents,
     )
 

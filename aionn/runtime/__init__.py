@@ -10,6 +10,6 @@ The lines stand in the order of imports. A package or module here imports the on
     preparing    a model gets ready on a device, from the cache or compiled
     session      what the parts need from an open runtime
     serving      what serves now, and the swap                             processes    driver processes
-    model        `Model.from_onnx`: an ONNX file becomes a model with its weights in shared memory
+    model        `Model.load` opens an ONNX file, and reads what is needed when it is needed; `Model.from_onnx` reads it whole
     asked        checks what `compile` is asked for                        loop       `run`: a main function on uvloop
 """

@@ -54,13 +54,13 @@ def check_modes(
     devices: Sequence[str] | None,
 ) -> None:
     if not isinstance(model, Model):
-        raise CallerError(f"compile takes an aionn.Model, not {type(model).__name__}; read one with aionn.Model.from_onnx(path)")
+        raise CallerError(f"compile takes an aionn.Model, not {type(model).__name__}; open one with await aionn.Model.load(path)")
     if mode not in ("eager", "jit", "staged"):
         raise CallerError(f"mode {mode!r}: it is one of 'eager', 'jit', 'staged'")
     if (stages is not None) != (mode == "staged"):
         raise CallerError(f"stages={stages!r} with mode={mode!r}: give stages with mode='staged', and with no other mode")
-    if (cache_dir is None) != (token is None):
-        raise CallerError("cache_dir and token go together: give both (token=model.token), or neither for no caching")
+    if cache_dir is None and token is not None:
+        raise CallerError("a token without cache_dir has no use; give both, or neither for no caching")
     if token is not None and not isinstance(token, bytes):
         raise CallerError(f"token of type {type(token).__name__}: a token is {CACHE_TOKEN_BYTES} bytes, as model.token")
     if token is not None and len(token) != CACHE_TOKEN_BYTES:

@@ -1,42 +1,90 @@
-"""`aionn.Model`: an ONNX file, read once, its weights in shared memory that every driver can map.
+"""`aionn.Model`: an ONNX file, opened and read when that is needed (`load`), or read whole at once (`from_onnx`).
 
-The weights are frozen before any other process sees the pool: no driver can get a writable mapping of them. The pool goes
-with the last reference to the model.
+A loaded model keeps the file open and leaves its weights there. It reads two things, each once and in a thread.
+
+    digest   every byte, for the token: before the first lookup in a cache, or before an entry is stored
+    graph    everything except weights: at the first access to `inputs`, unless a cache hit has said what they are, and before compiling
+
+A model that is served from a cache under a token of the app's own needs neither. The driver copies weights out of the files.
+
+The weights of a model from `from_onnx` lie in shared memory, which is frozen before any other process sees it. No driver gets a writable
+mapping of them. Pool and descriptors go with the last reference to the model.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, TypeVar
+
+import anyio
+import anyio.to_thread
 
 from aionn.errors import CallerError, ExecutionError
-from aionn.graph import Home, contents_of, read_onnx
+from aionn.graph.digest import Digested, digest_file, unchanged
+from aionn.graph.files import Beside, Home, OpenFile, open_model
 from aionn.hal import model as hal_model
-from aionn.hal.types import IMemory
+from aionn.hal.types import IMemory, Operand
+from aionn.memory.file_memory import FileMemory
 from aionn.memory.memory import Memory
 from aionn.memory.region import PROT_READ, Region
 
+if TYPE_CHECKING:
+    from aionn.graph.reading import ReadGraph
+
+T = TypeVar("T")
+
 
 class Model(hal_model.Model):
-    """A model as an app holds it: its graph, and its large constants in shared memory.
+    """A model as an app holds it: its graph, and its large constants.
 
     Attributes:
-        inputs: `hal.Operand` by name, in the graph's order, with `.type`, `.dimensions` (0: open) and `.symbols`.
+        inputs: `hal.Operand` by name, in the graph's order, with `.type`, `.dimensions` (0: open) and `.symbols`. A loaded model reads
+            its graph when they are first asked for, which blocks for some milliseconds. After `runtime.compile` they are there.
         outputs: the same for its outputs, as the file declares them. Files do declare wrong shapes; arrays have the true ones.
-        token: 32 bytes that name the content (graph and every constant): the same file gives the same token in every
-            run and at every path.
+        token: 32 bytes that name the content (the file and every byte beside it that it refers to): the same file gives the same
+            token in every run and at every path. A loaded model has it after `await model.digest()`.
+        name: the file's name, or an empty text for a model that was given as bytes.
 
     Example:
-        >>> model = aionn.Model.from_onnx("silero_vad.onnx")
+        >>> model = await aionn.Model.load("silero_vad.onnx")
+        >>> compilation = await runtime.compile(model, cache_dir=cache_dir)
         >>> model.inputs["state"].dimensions
         (2, 1, 128)
-        >>> compilation = await runtime.compile(model, cache_dir=cache_dir, token=model.token)
     """
+
+    name = ""
+    _lazy: _Lazy | None = None
+
+    @classmethod
+    async def load(cls, path: str | os.PathLike[str]) -> Model:
+        """Open an ONNX model. Nothing is read yet, so a broken file fails when its graph is first needed.
+
+        Weights stay in the file and in files beside it, and drivers copy them from there. Leave these files as they are for as long as
+        the model is used. Replace a file by a new one (rename) rather than write into it.
+
+        Args:
+            path: of a .onnx file. Its weights may lie in files beside it, or beside the file that it links to (as in Hugging Face's
+                cache). Files elsewhere are refused.
+
+        Raises:
+            CallerError: `path` is not a readable file with at least one byte.
+        """
+        if not isinstance(path, str | os.PathLike):
+            raise CallerError(f"model of type {type(path).__name__}: load takes the path of an ONNX file (.onnx)")
+        file, directories = await _in_thread(lambda: open_model(path))
+        model = cls.__new__(cls)
+        _set(model, _lazy=_Lazy(file, Beside(file.where, directories, {})), name=file.path.name)
+        return model
 
     @classmethod
     def from_onnx(cls, source: str | os.PathLike[str] | bytes, *, memories: Mapping[str, Memory] | None = None) -> Model:
-        """Read an ONNX model. Blocks for as long as its bytes take to be read and copied once.
+        """Read an ONNX model whole. This blocks for as long as its bytes take to be read, digested and copied: 1 s for 500 MB.
+
+        It is for scripts. In an event loop, use `await aionn.Model.load(path)`.
 
         Weights in files beside the model are not copied but mapped, here and in drivers. Leave such a file as it is for as long as the
         model is used. Replace it by a new one (rename) rather than write into it.
@@ -53,11 +101,7 @@ class Model(hal_model.Model):
             CompilationError: the graph is broken, or has inputs or outputs that are not tensors.
             MemoryAllocationError: the weights do not fit into shared memory.
         """
-        regions: list[Region] = []
-
-        def allocate(size_bytes: int) -> IMemory:
-            regions.append(Region.allocate(size_bytes, freezable=True))
-            return regions[-1]
+        from aionn.graph.reading import read_onnx  # brings `onnx`, which a cache hit does without
 
         homes = {}
         pools: dict[Region, Memory] = {}
@@ -65,15 +109,13 @@ class Model(hal_model.Model):
             # One pool for all slices of it, with a user of its own: the app may close what it gave.
             whole = pools.setdefault(memory.pool, memory.whole())
             homes[name] = Home(whole, memory.offset_bytes, memory.size_bytes)
+        frozen = _Frozen()
         try:
-            read = read_onnx(source, allocate, _mapped, homes)
+            read = read_onnx(source, frozen.allocate, _mapped, homes)
         except ExecutionError as error:
             raise CallerError(f"the model's weights cannot be read: {error}. Put the whole file back") from error
-        for region in regions:
-            region.freeze()
-        changeable = [hal_model.may_change(pool) for pool in read.pools]
-        digests = zip(read.constants, read.digests, strict=True)
-        return cls(
+        frozen.freeze()
+        model = cls(
             graph=read.graph,
             inputs=read.inputs,
             outputs=read.outputs,
@@ -81,14 +123,185 @@ class Model(hal_model.Model):
             constants=read.constants,
             pools=read.pools,
             token=read.token,
-            contents=contents_of(digest for constant, digest in digests if changeable[constant.location.pool_index]),
+            contents=read.contents(read.digested) if read.digested is not None else b"",
         )
+        if isinstance(source, str | os.PathLike):
+            _set(model, name=Path(source).name)
+        return model
+
+    async def digest(self) -> bytes:
+        """Digest the model in a thread, and return its token. The bytes are read once and not kept.
+
+        The token is remembered, in this process for every model of the same files, while they have the same inode, size and times.
+
+        Raises:
+            CallerError: the file cannot be a model, or a file cannot be read, or has changed since the model was loaded.
+        """
+        lazy = self._lazy
+        if lazy is not None:
+            await _in_thread(lambda: lazy.digest(self))
+        return self.token
+
+    @property
+    def is_digested(self) -> bool:
+        """Return whether `token` is known."""
+        return "token" in self.__dict__
+
+    async def read(self) -> None:
+        """Read the graph in a thread, if it has not been read. `runtime.compile` does so before it compiles.
+
+        Raises:
+            CallerError: the file is not an ONNX model, or has changed since the model was loaded.
+            CompilationError, MemoryAllocationError: as `from_onnx`.
+        """
+        lazy = self._lazy
+        if lazy is not None:
+            await _in_thread(lambda: lazy.read(self))
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> object:
+            # A field of a loaded model is missing until it is needed, so Python calls this.
+            lazy = self.__dict__.get("_lazy")
+            if lazy is None or name not in _FIELDS:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            if name == "token":
+                raise CallerError(f"model {self.name!r} has been loaded but not digested, so its token is not known; await model.digest()")
+            lazy.read(self)
+            return self.__dict__[name]
+
+    def __repr__(self) -> str:
+        token = f", token={self.token.hex()[:12]}" if self.is_digested else ""
+        return f"<aionn.Model {self.name!r}{token}>"
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
 
 
-def _mapped(path: Path) -> IMemory:
+_FIELDS = frozenset({"graph", "inputs", "outputs", "operations", "constants", "pools", "token"})
+
+
+def _set(model: hal_model.Model, **values: object) -> None:
+    for name, value in values.items():
+        object.__setattr__(model, name, value)  # the dataclass is frozen for its users
+
+
+async def digest(model: hal_model.Model) -> bytes:
+    """Return a model's token, digested if it must be."""
+    return await model.digest() if isinstance(model, Model) else model.token
+
+
+async def read(model: hal_model.Model) -> None:
+    """Read a model's graph, if it has not been read."""
+    if isinstance(model, Model):
+        await model.read()
+
+
+def is_read(model: hal_model.Model) -> bool:
+    """Return whether a model's graph is known."""
+    return "graph" in model.__dict__
+
+
+def adopt(model: hal_model.Model, inputs: Mapping[str, Operand], outputs: Mapping[str, Operand]) -> bool:
+    """Return whether a compilation's operands are the model's. A model that does not know its operands takes these."""
+    if "inputs" in model.__dict__:
+        return list(model.inputs.items()) == list(inputs.items()) and list(model.outputs.items()) == list(outputs.items())
+    _set(model, inputs=MappingProxyType(dict(inputs)), outputs=MappingProxyType(dict(outputs)))
+    return True
+
+
+async def _in_thread(work: Callable[[], T]) -> T:
+    """Run `work` in a thread. A cancelled caller leaves at once, and the thread ends when it has read what it reads."""
+    return await anyio.to_thread.run_sync(work, abandon_on_cancel=True)
+
+
+class _Lazy:
+    """The files of a loaded model, and what has been read of them. Its methods block, and may be called in several threads at once."""
+
+    def __init__(self, file: OpenFile, beside: Beside) -> None:
+        self._file, self._beside = file, beside
+        self._digested: Digested | None = None
+        self._read: ReadGraph | None = None
+        # Two locks, so that an app which asks for `inputs` does not wait for the digest of the weights.
+        self._digesting, self._reading, self._joining = threading.Lock(), threading.Lock(), threading.Lock()
+
+    def digest(self, model: Model) -> None:
+        """Give the model its token. Compare the token with the present files if it has one."""
+        with self._digesting:
+            before = self._digested
+            if before is not None and unchanged(self._file, self._beside):
+                return
+            read = self._read
+            now = digest_file(self._file, self._beside, None if read is None else read.survey)
+            if before is not None and now.token != before.token:
+                raise self._changed()
+            for file in (self._file, *self._beside.files.values()):
+                file.renew()
+            self._join(model, now, None)
+
+    def read(self, model: Model) -> None:
+        """Give the model its graph. Check that the files are still the same if it has one."""
+        with self._reading:
+            unchanged(self._file, self._beside)
+            if self._read is not None:
+                return
+            from aionn.graph.reading import read_content  # brings `onnx`, which a cache hit does without
+
+            frozen = _Frozen()
+            read = read_content(self._file, self._beside, self._digested, frozen.allocate, FileMemory)
+            frozen.freeze()
+            unchanged(self._file, self._beside)
+            whole = hal_model.Model(
+                graph=read.graph,
+                inputs=read.inputs,
+                outputs=read.outputs,
+                operations=read.operations,
+                constants=read.constants,
+                pools=read.pools,
+                token=b"",
+            )
+            if not adopt(model, whole.inputs, whole.outputs):
+                raise CallerError(
+                    f"{self._file.where}: it has other inputs or outputs than the compilation that the cache has under this token; "
+                    "a token is unique to one model"
+                )
+            _set(model, graph=whole.graph, operations=whole.operations, constants=whole.constants, pools=whole.pools)
+            self._join(model, None, read)
+
+    def _join(self, model: Model, digested: Digested | None, read: ReadGraph | None) -> None:
+        """Note what has been found out. Once graph and digest are known, `contents` is, too."""
+        with self._joining:
+            self._digested, self._read = digested or self._digested, read or self._read
+            if self._digested is None:
+                return
+            if self._read is not None:
+                if self._read.kept != self._digested.kept:
+                    raise self._changed()
+                _set(model, contents=self._read.contents(self._digested))
+            _set(model, token=self._digested.token)
+
+    def _changed(self) -> CallerError:
+        return CallerError(f"{self._file.where}: it has changed since it was loaded; load the model again")
+
+
+class _Frozen:
+    """The pool for constants that do not stay in a file."""
+
+    def __init__(self) -> None:
+        self._regions: list[Region] = []
+
+    def allocate(self, size_bytes: int) -> IMemory:
+        self._regions.append(Region.allocate(size_bytes, freezable=True))
+        return self._regions[-1]
+
+    def freeze(self) -> None:
+        for region in self._regions:
+            region.freeze()
+
+
+def _mapped(file: OpenFile) -> IMemory:
     """Return a file beside the model, mapped for reading."""
-    with open(path, "rb", buffering=0) as file:
-        return Memory.from_fd(file, os.fstat(file.fileno()).st_size, PROT_READ)
+    return Memory.from_fd(file, file.size, PROT_READ)
 
 
 def _by_name(memories: Mapping[str, Memory] | None) -> Iterable[tuple[str, Memory]]:

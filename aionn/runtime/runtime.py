@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from aionn.caching.store import CacheStore
     from aionn.hal.model import Model
     from aionn.runtime.compilation import Compilation
+    from aionn.runtime.model import Model as AppModel
     from aionn.runtime.parts import CompilationParts
     from aionn.runtime.preparing.cached import CacheChoice
     from aionn.runtime.preparing.renewal import Order
@@ -87,7 +88,7 @@ class Runtime:
 
     Example:
         >>> async with aionn.Runtime() as runtime:
-        ...     compilation = await runtime.compile(aionn.Model.from_onnx("model.onnx"))
+        ...     compilation = await runtime.compile(await runtime.load("model.onnx"))
         ...     outputs = await compilation.compute({"input": x})
     """
 
@@ -235,7 +236,7 @@ class Runtime:
         """Prepare a model on a device, in the device's driver process.
 
         Args:
-            model: from `Model.from_onnx`.
+            model: from `runtime.load`, `Model.load` or `Model.from_onnx`.
             devices: names of the devices that may be used, best first, or None for every installed device. With None, the next device
                 is tried if one fails to prepare the model, with a warning in the log. `compilation.device` is the one that it became.
                 Explicit devices forbid any fallback. "package.module:Class" names an engine that is not installed as an entry point.
@@ -247,7 +248,8 @@ class Runtime:
             instances: how many runs may go on beside each other, over one copy of the weights. Many callers gain from several
                 instances with one thread each; a single caller gains from several threads.
             cache_dir: where compilations are kept, or None for no caching.
-            token: 32 bytes, unique to the model within the app (`model.token`); given exactly when `cache_dir` is.
+            token: 32 bytes, unique to the model within the app, only with `cache_dir`. None: the model's own token, for which a loaded
+                model is digested first. With another token, it is digested only before something is stored.
             mode: "eager" compiles now. "jit" compiles at the first execution, once for all callers; `timeout_s` does not count then.
                 "staged" serves from the best of `stages` that is stored, else from the first one. It makes the better ones in the
                 background, as `stage_policy` says.
@@ -270,25 +272,33 @@ class Runtime:
         from aionn import trace
         from aionn.runtime.asked import check_modes, options_of, with_threads
         from aionn.runtime.compilation import Compilation
-        from aionn.runtime.parts import CompilationParts
+        from aionn.runtime.model import digest
         from aionn.runtime.preparing.renewal import Order
 
         session = self._opened()
         options = with_threads(options_of(preference, priority, timeout_s), threads, instances, self._settings.threads)
         check_modes(model, cache_dir, token, mode, stages, devices)
         idle = checked_seconds("idle_s", idle_s)
+        names = self._named(devices) if mode == "jit" else devices
+
+        async def compiled() -> CompilationParts:
+            own = await digest(model) if cache_dir is not None and token is None else token
+            order = Order(options, names if stages is None else stages, self._cache(cache_dir, own), idle)
+            if stages is not None:
+                return await self._compile_staged(session, model, order, stages, self.stage_policy)
+            return await self._compile(session, model, order, mode == "jit")
+
         with trace.span("compile", preference=preference):
-            cache = self._cache(cache_dir, token)
-            order = Order(options, devices if stages is None else stages, cache, idle)
-            if mode == "jit":
-                parts = CompilationParts(session, model, Order(options, self._named(devices), cache, idle))
-            elif stages is not None:
-                work = self._compile_staged(session, model, order, stages, self.stage_policy)
-                parts = await _within(timeout_s, options.deadline_ns, work)
-            else:
-                parts = await _within(timeout_s, options.deadline_ns, self._compile(session, model, order))
+            parts = await _within(timeout_s, options.deadline_ns, compiled())
         self._compilations.add(parts)
         return Compilation(parts)
+
+    async def load(self, path: str | os.PathLike[str]) -> AppModel:
+        """Open an ONNX model, as `aionn.Model.load` does. The model may outlive the runtime."""
+        from aionn.runtime.model import Model as AppModel
+
+        self._opened()
+        return await AppModel.load(path)
 
     def _cache(self, cache_dir: str | Path | None, token: bytes | None) -> CacheChoice | None:
         if cache_dir is None or token is None:
@@ -302,19 +312,25 @@ class Runtime:
             store = self._stores[path] = CacheStore(path)
         return CacheChoice(store, token)
 
-    async def _compile(self, session: Session, model: Model, order: Order) -> CompilationParts:
+    async def _compile(self, session: Session, model: Model, order: Order, later: bool) -> CompilationParts:
+        from aionn.runtime.model import read
         from aionn.runtime.parts import CompilationParts
         from aionn.runtime.preparing.plan import prepare_on_best
 
+        if later:
+            await read(model)  # the first execution is laid out before it is compiled
+            return CompilationParts(session, model, order)
         first = await prepare_on_best(session.devices, model, order.candidates, order.options, order.cache)
         return CompilationParts(session, model, order, first)
 
     async def _compile_staged(
         self, session: Session, model: Model, order: Order, names: Sequence[str], policy: StagePolicy
     ) -> CompilationParts:
+        from aionn.runtime.model import digest
         from aionn.runtime.parts import CompilationParts
         from aionn.runtime.staging.first import prepare_first
 
+        await digest(model)  # what the comparisons of stages are kept under
         prepared, outcome, stages = await prepare_first(session.devices, model, names, order.options, order.cache, policy)
         parts = CompilationParts(session, model, order, (prepared, outcome))
         parts.begin_stages(stages, policy)

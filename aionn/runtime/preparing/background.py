@@ -37,6 +37,7 @@ from aionn.hal.interfaces import CacheHandles, PrepareOptions
 from aionn.hal.model import Model
 from aionn.hal.types import CACHE_TOKEN_BYTES, CacheFiles
 from aionn.remote.device import RemoteDevice, RemotePreparedModel
+from aionn.runtime.model import digest
 from aionn.runtime.preparing.cached import (
     CacheChoice,
     bound,
@@ -99,6 +100,7 @@ async def make(
         CompilationError, DeviceUnavailableError, DriverDiedError, DriverHungError, MemoryAllocationError
     """
     with devices.kept(name, options.priority), anyio.move_on_after(timeout_s):
+        await digest(model)
         serving = await devices.get(name, options.priority)
         if not serving.cache_files.supported:
             phase("compiling")
@@ -140,7 +142,7 @@ class _Making:
             try:
                 if isinstance(found, Hit):
                     try:
-                        prepared = await self._load(serving, found.handles)
+                        prepared = await self._load(serving, bound(found.handles, found.manifest.model_digest))
                         return Made(prepared, by)
                     except AionnError as error:
                         refusals += 1
@@ -150,7 +152,7 @@ class _Making:
                         log_refusal(cache.store, serving, refused[1], error)
                         continue
                 if isinstance(found, Declined):
-                    raise_if_unsupported(serving, self._model, found)
+                    await raise_if_unsupported(serving, self._model, found)
                     self._phase("compiling")
                     prepared = await compile_model(serving, self._model, self._options)
                     return Made(prepared, "driver")
@@ -179,7 +181,7 @@ class _Making:
         with _anonymous((await self._serving()).cache_files) as handles:
             outcome = await self._compile(handles)
             if outcome == "saved":
-                return Made(await self._load(await self._serving(), handles), "worker")
+                return Made(await self._load(await self._serving(), bound(handles, self._model.token)), "worker")
             if outcome != "declined":
                 raise CompilationError(f"the artifact of device {self._name!r} could not be stored: {outcome}", reason=outcome)
         return Made(await compile_model(await self._serving(), self._model, self._options), "driver")
@@ -196,7 +198,7 @@ class _Making:
             async with worker(self._devices, self._name, self._threads) as remote:
                 options = PrepareOptions(self._options.preference, self._options.priority, None, self._threads)
                 await check_supported(remote, self._model, options)
-                prepared = await remote.prepare_model(self._model, options, bound(handles, self._model))
+                prepared = await remote.prepare_model(self._model, options, bound(handles, self._model.token))
                 return prepared.save_outcome
 
 

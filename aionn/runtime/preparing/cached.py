@@ -2,7 +2,8 @@
 
 Which model an entry is for. The token that names an entry is the app's claim. Drivers get another token and keep digests
 under it. That token is made of the entry's key and the model's own digest (`bound`). So the driver does not know an artifact of
-another model, whatever the directory or the app's token says.
+another model, whatever the directory or the app's token says. The digest of a loaded model may be unknown, because the app gave another
+token. Then the entry says which model it was stored for, and the driver still takes the bytes only if it stored them so.
 
 Deadlines. A cache must leave the compiler its time. Looking the entry up ends after half of the time that is left, although
 another compiler may be waited for. Loading ends after half of what is left then, unless compiling took longer last time.
@@ -26,6 +27,7 @@ from aionn.hal.interfaces import CacheHandles, PrepareOptions
 from aionn.hal.model import Model
 from aionn.hal.types import MAX_CACHE_FILES, NO_LANES
 from aionn.remote.device import RemoteDevice, RemotePreparedModel
+from aionn.runtime.model import adopt
 from aionn.runtime.preparing.in_time import in_time
 from aionn.runtime.processes.devices import Devices
 from aionn.tasks import seconds_until
@@ -49,9 +51,9 @@ class CacheChoice:
 # --- looking up ------------------------------------------------------------------------------------------------------
 
 
-def bound(handles: CacheHandles, model: Model) -> CacheHandles:
-    """Return the same files under the token by which a device knows them: the entry's key and this model's digest in one."""
-    both = blake3(handles.token + model.token, derive_key_context="aionn 1 cache entry and model")
+def bound(handles: CacheHandles, model_digest: bytes) -> CacheHandles:
+    """Return the same files under the token by which a device knows them: the entry's key and a model's digest in one."""
+    both = blake3(handles.token + model_digest, derive_key_context="aionn 1 cache entry and model")
     return dataclasses.replace(handles, token=both.digest())
 
 
@@ -65,7 +67,7 @@ def wanted_of(remote: RemoteDevice, model: Model, options: PrepareOptions, token
         priority=options.priority if remote.priority_matters else None,
     )
     encoded, key, family = encoded_keys(parts)
-    return Wanted(key, family, remote.name, remote.version, model.token, remote.cache_files, encoded)
+    return Wanted(key, family, remote.name, remote.version, model.known_token, remote.cache_files, encoded)
 
 
 def why_not_cached(remote: RemoteDevice) -> str:
@@ -166,18 +168,21 @@ async def load(remote: RemoteDevice, model: Model, options: PrepareOptions, hit:
     if left_s is not None and hit.outcome.saved_s <= left_s * _CACHE_SHARE:
         options = dataclasses.replace(options, deadline_ns=time.monotonic_ns() + int(left_s * _CACHE_SHARE * 1e9))
     with trace.span("prepare.from_cache", device=remote.name):
-        return await load_files(remote, model, options, hit.handles)
+        return await load_files(remote, model, options, bound(hit.handles, hit.manifest.model_digest))
 
 
 async def load_files(remote: RemoteDevice, model: Model, options: PrepareOptions, handles: CacheHandles) -> RemotePreparedModel:
-    """Load cache files in the driver, whatever the time.
+    """Load cache files in the driver, whatever the time. A model whose operands are not known yet takes them from there.
+
+    Args:
+        handles: as `bound` returns them.
 
     Raises:
         AionnError: the driver refused the files.
         CompilationError: the driver loaded a model with other inputs or outputs, or with another order of them.
     """
-    prepared = await remote.prepare_model_from_cache(options, bound(handles, model))
-    if list(prepared.inputs.items()) != list(model.inputs.items()) or list(prepared.outputs.items()) != list(model.outputs.items()):
+    prepared = await remote.prepare_model_from_cache(options, handles)
+    if not adopt(model, prepared.inputs, prepared.outputs):
         prepared.release()
         raise CompilationError(
             "the cached compilation has other inputs or outputs than the model",

@@ -18,6 +18,7 @@ from aionn.errors import CompilationError
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model, Operation
 from aionn.remote.device import RemoteDevice, RemotePreparedModel
+from aionn.runtime.model import digest, read
 from aionn.runtime.preparing.cached import bound, refusal_from
 from aionn.runtime.preparing.in_time import in_time
 from aionn.tasks import Tasks, seconds_until
@@ -33,11 +34,13 @@ class UnsupportedOperationError(CompilationError):
 
 
 async def check_supported(remote: RemoteDevice, model: Model, options: PrepareOptions) -> None:
-    """Ask the device whether it can run every node.
+    """Read the model if it has not been read, and ask the device whether it can run every node.
 
     Raises:
+        CallerError, CompilationError: the model's file is broken, or has changed.
         UnsupportedOperationError: the first node that the device cannot run is `.node`.
     """
+    await read(model)
     with trace.span("plan.supported_operations", device=remote.name):
         supported = await remote.get_supported_operations(model, options.deadline_ns)
     for operation, fits in zip(model.operations, supported, strict=True):
@@ -46,10 +49,11 @@ async def check_supported(remote: RemoteDevice, model: Model, options: PrepareOp
             raise UnsupportedOperationError(f"device {remote.name!r} {what}", node=operation.name, reason=what)
 
 
-def raise_if_unsupported(remote: RemoteDevice, model: Model, declined: Declined) -> None:
+async def raise_if_unsupported(remote: RemoteDevice, model: Model, declined: Declined) -> None:
     """Raise `UnsupportedOperationError` if the cache remembers that the device cannot run the model."""
     what = declined.outcome.detail
     if what.startswith(_UNSUPPORTED):
+        await read(model)
         node = next((operation.name for operation in model.operations if what == f"{_UNSUPPORTED}{_described(operation)}"), None)
         raise UnsupportedOperationError(f"device {remote.name!r} {what}", node=node, reason=what)
 
@@ -80,6 +84,8 @@ async def compile_and_publish(
     publisher = miss.publisher
     if publisher is None:
         return await compile_model(remote, model, options), miss.outcome
+    # The digest first, so that what is read is compared with it.
+    publisher.wanted = dataclasses.replace(publisher.wanted, model_digest=await digest(model))
     try:
         await check_supported(remote, model, options)
     except UnsupportedOperationError as error:
@@ -87,7 +93,7 @@ async def compile_and_publish(
         raise
     began_ns = time.monotonic_ns()
     with trace.span("prepare", device=remote.name):
-        prepared = await remote.prepare_model(model, options, bound(publisher.handles, model))
+        prepared = await remote.prepare_model(model, options, bound(publisher.handles, model.token))
     took_ns = time.monotonic_ns() - began_ns
     if prepared.save_outcome not in ("saved", "declined"):
         failure: Refusal | None = refusal_from(prepared.save_outcome, MissReason.IO_ERROR)

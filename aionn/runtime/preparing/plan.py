@@ -25,7 +25,8 @@ from aionn.errors import (
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model
 from aionn.remote.device import RemotePreparedModel
-from aionn.runtime.preparing.cached import CacheChoice
+from aionn.runtime.model import is_read
+from aionn.runtime.preparing.cached import CacheChoice, wants_lanes
 from aionn.runtime.preparing.compiling import UnsupportedOperationError
 from aionn.runtime.preparing.preparation import prepare
 from aionn.runtime.processes.devices import Devices
@@ -67,8 +68,8 @@ async def prepare_on_best(
                 shortfalls.append(error)
                 trace.count("plan.device_cannot", device=name)
             except (CompilationError, MemoryAllocationError, DriverDiedError, DriverHungError) as error:
-                if names is not None or devices.closed:
-                    raise
+                if names is not None or devices.closed or (not is_read(model) and not wants_lanes(error)):
+                    raise  # with a model that is not read, the fault lies in its graph, and no device can help
                 failures.append(error)
                 # The text alone: a log record with the error would keep its traceback, and with the traceback the model.
                 logger.warning("device %r failed to prepare the model and is passed over: %s", name, str(error))

@@ -72,7 +72,7 @@ async def _prepare(
             if isinstance(found, Miss):
                 prepared, outcome = await compile_and_publish(devices.tasks, remote, model, options, found, cache.store)
             elif isinstance(found, Declined):
-                raise_if_unsupported(remote, model, found)
+                await raise_if_unsupported(remote, model, found)
                 prepared = await compile_model(remote, model, options)
             else:
                 try:

@@ -20,6 +20,7 @@ from typing import Any
 
 from aionn.errors import AionnError, CallerError, CompilationError, DeadlineError
 from aionn.hal.model import Model
+from aionn.runtime.model import digest, read
 from aionn.runtime.preparing import background
 from aionn.runtime.preparing.cached import CacheChoice
 from aionn.runtime.preparing.renewal import Renewal
@@ -62,6 +63,9 @@ async def swap_model(target: NewModel, model: Model, timeout_s: float | None) ->
     renewal, staging, compiled = target.renewal, target.staging, target.renewal.compiled
     if not isinstance(model, Model):
         raise CallerError(f"swap takes an aionn.Model, not {type(model).__name__}; read one with aionn.Model.from_onnx(path)")
+    if renewal.cache is not None:
+        await digest(model)
+    await read(model)
     _check_border(renewal.model, model)
     serving = await renewal.live()
     policy = StagePolicy() if staging is None else staging.policy

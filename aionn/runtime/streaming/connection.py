@@ -253,7 +253,7 @@ class Connections:
         self.arguments = arguments
         model = renewal.model
         self.static = all(operand.size_bytes is not None for operand in (*model.inputs.values(), *model.outputs.values()))
-        self._slot = renewal.session.page.slot(Kind.COMPILATION, model.token.hex()[:16], parent=renewal.session.slot)
+        self._slot = renewal.session.page.slot(Kind.COMPILATION, model.label[:16], parent=renewal.session.slot)
         self._all: weakref.WeakSet[BurstConnection] = weakref.WeakSet()
 
     def __iter__(self) -> Iterator[BurstConnection]:

@@ -1,0 +1,190 @@
+"""A model's token: 32 bytes that name its file and every byte that it refers to. Without `onnx`, NumPy and protobuf.
+
+The file is cut at its spans, which are the `raw_data` of large tensors (`wire`). The token is BLAKE3 over one record per range.
+
+    record   kind (1 byte) | length u64 little-endian | BLAKE3 of the range
+    k, s     what is kept of the file and each span, in turn, from the file's first byte to its last
+    o        each tensor outside, in the order of the file: its bytes in a file beside the model
+    a        such a tensor whose bytes cannot be had now, with length and digest zero
+
+The records of k and s are the whole file, and every o is all that a tensor names. So two models with one token have the same
+bytes. Each range is digested by itself, because a driver compares the constants of a model one by one (`unchanged`).
+
+A tensor whose file is missing does not fail the digest. Another token says that it was missing, and reading the graph says what is wrong.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import blake3
+
+from aionn.errors import CallerError
+from aionn.graph.files import Beside, Content, Home, Identity, OpenFile
+from aionn.graph.wire import Survey, WireError, survey
+from aionn.memo import Memo
+from aionn.trace import span
+
+Place = tuple[str | None, int, int]
+"""A range of bytes: a file's location beside the model, or None for the model's own file; offset and length."""
+
+_TOKEN_CONTEXT = "aionn 3 model token"
+
+_RACY_NS = 2_000_000_000
+"""A file that was written to more recently than this may be written to again and keep its times.
+
+The kernel takes them from a clock that moves every few milliseconds, some file systems round them to two seconds. Git calls
+such entries of its index "racily clean", and reads the files again.
+"""
+
+_REMEMBERED = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Digested:
+    """A model's token and what it was made of.
+
+    Attributes:
+        survey: where the spans lie.
+        kept: digest of each range that is kept of the file.
+        digests: of every span, and of every tensor outside that can be had.
+    """
+
+    token: bytes
+    survey: Survey
+    kept: tuple[bytes, ...]
+    digests: dict[Place, bytes]
+
+
+def surveyed(content: Content) -> Survey:
+    """Return where the model's tensors lie.
+
+    Raises:
+        CallerError: the bytes cannot be a model.
+    """
+    try:
+        return survey(content.read, content.size)
+    except WireError as error:
+        raise not_a_model(content.where, error) from error
+
+
+def not_a_model(where: str, error: Exception) -> CallerError:
+    """Return the error for bytes that protobuf cannot read."""
+    return CallerError(f"{where}: this is not an ONNX model, or not a whole one ({error}); give a serialized onnx.ModelProto")
+
+
+def digest_model(content: Content, beside: Beside, found: Survey | None = None) -> Digested:
+    """Digest a model. Blocks as long as it takes to read all its bytes.
+
+    Args:
+        found: what `surveyed` has returned for `content`, if that is known.
+
+    Raises:
+        CallerError: the bytes cannot be a model, or a file cannot be read to its end.
+    """
+    found = surveyed(content) if found is None else found
+    with span("graph.digest", bytes=found.size):
+        kept = found.kept
+        turns = [place for pair in zip(kept, found.spans, strict=False) for place in pair] + kept[-1:]
+        own = content.digests(turns)
+        records = bytearray()
+        digests: dict[Place, bytes] = {}
+        for index, ((start, end), digest) in enumerate(zip(turns, own, strict=True)):
+            records += _record(b"ks"[index % 2 : index % 2 + 1], end - start, digest)
+            if index % 2:
+                digests[None, start, end - start] = digest
+        for place in _digest_outside(beside, found, digests):
+            records += _record(b"a", 0, bytes(32)) if place is None else _record(b"o", place[2], digests[place])
+        token = blake3.blake3(records, derive_key_context=_TOKEN_CONTEXT).digest()
+        return Digested(token, found, tuple(own[::2]), digests)
+
+
+def _record(kind: bytes, length: int, digest: bytes) -> bytes:
+    return kind + length.to_bytes(8, "little") + digest
+
+
+def _digest_outside(beside: Beside, found: Survey, digests: dict[Place, bytes]) -> list[Place | None]:
+    """Digest every tensor outside, each range once. Returns their places in order, None where the bytes cannot be had."""
+    places: list[Place | None] = []
+    wanted: dict[str, tuple[Home | OpenFile, dict[Place, None]]] = {}
+    for tensor in found.outside:
+        try:
+            holder, offset, length = beside.place(tensor.entries, tensor.dims, tensor.data_type, "a tensor")
+        except CallerError:
+            places.append(None)
+            continue
+        location = str(tensor.entries["location"])
+        place = (location, offset, length)
+        places.append(place)
+        wanted.setdefault(location, (holder, {}))[1][place] = None
+    for holder, ranges in wanted.values():
+        ordered = list(ranges)
+        digests.update(zip(ordered, holder.digests([(offset, offset + length) for _, offset, length in ordered]), strict=True))
+    return places
+
+
+# --- files -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    digested: Digested
+    files: dict[str, Identity]
+
+
+_known: Memo[tuple[Identity, tuple[Path, ...]], _Known] = Memo(_REMEMBERED)
+_known_lock = threading.Lock()
+
+
+def digest_file(file: OpenFile, beside: Beside, found: Survey | None = None) -> Digested:
+    """Digest a model's file and what lies beside it, or return what is remembered of the same files.
+
+    Digests are remembered in this process, for as long as every file's identity stays the same.
+
+    Raises:
+        CallerError: the bytes cannot be a model, or a file has changed since it was opened, or cannot be read.
+    """
+    key = (file.identity, beside.directories)
+    if unchanged(file, beside):
+        with _known_lock:
+            known = _known.get(key)
+        if known is not None and _same_files(known, beside):
+            return known.digested
+    began_ns = time.time_ns()
+    digested = digest_model(file, beside, found)
+    if unchanged(file, beside):
+        _remember(key, _Known(digested, {location: other.identity for location, other in beside.files.items()}), began_ns)
+    return digested
+
+
+def unchanged(file: OpenFile, beside: Beside) -> bool:
+    """Return whether the identity of every file is the same in every part, as `OpenFile.check`.
+
+    Raises:
+        CallerError: a file was written to.
+    """
+    same = [other.check() for other in (file, *list(beside.files.values()))]  # each is asked, so that each may raise
+    return all(same)
+
+
+def _same_files(known: _Known, beside: Beside) -> bool:
+    """Whether the same files lie beside the model as then. A name may lead to another file by now."""
+    try:
+        for location in known.files.keys() - beside.files.keys():
+            beside.files[location] = beside.open(location, "a tensor")
+    except CallerError:
+        return False
+    return all(beside.files[location].identity == identity for location, identity in known.files.items())
+
+
+def _remember(key: tuple[Identity, tuple[Path, ...]], known: _Known, began_ns: int) -> None:
+    outside = {str(tensor.entries.get("location", "")) for tensor in known.digested.survey.outside}
+    if outside != known.files.keys():
+        return  # a file was missing, and may come
+    latest = max(max(identity.mtime_ns, identity.ctime_ns) for identity in (key[0], *known.files.values()))
+    if latest <= began_ns - _RACY_NS:
+        with _known_lock:
+            _known[key] = known
