@@ -36,7 +36,7 @@ PERIOD_S = 0.02
 @pytest.fixture(autouse=True)
 def with_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aionn.driver.device.LANES", True)
-    monkeypatch.setattr("aionn.burst.spin_policy.usable_cpus", lambda: 2)
+    monkeypatch.setattr("aionn.burst.spin_policy.cpus_for_both_ends", lambda: 2)
 
 
 class Client(RawClient):

@@ -556,7 +556,7 @@ def test_an_exchange_takes_two_open_queues_of_datums_and_nothing_else() -> None:
 def two_cpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let both ends stay awake also where the tests have one CPU."""
     with monkeypatch.context() as patch:
-        patch.setattr("aionn.burst.spin_policy.usable_cpus", lambda: 2)
+        patch.setattr("aionn.burst.spin_policy.cpus_for_both_ends", lambda: 2)
         yield
 
 
