@@ -202,7 +202,7 @@ async def test_a_warm_run_that_fails_harms_no_frame() -> None:
     async with anticipating() as client:
 
         def fail() -> None:
-            raise RuntimeError("told to fail")
+            raise RuntimeError("failed on demand")
 
         await client.warm_up(fail)
         await client.over()

@@ -310,7 +310,7 @@ async def test_device_memory_set_input_from_memory(way: str) -> None:
                 np.testing.assert_array_equal(await read.snapshot(), GOOD)  # a refused request changes nothing
                 # A failed execution with it as output.
                 fake.fail()
-                with pytest.raises(aionn.ExecutionError, match="told to fail"):
+                with pytest.raises(aionn.ExecutionError, match="failed on demand"):
                     await compute({"x": GOOD, "z": GOOD}, outputs={"z_out": memory})
                 fake.behave()
                 with pytest.raises(aionn.ExecutionError, match="not initialized") as caught:

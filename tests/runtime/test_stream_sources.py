@@ -58,7 +58,7 @@ async def wait(event: threading.Event) -> None:
 
 
 class Blocking:
-    """A camera that blocks for ever in the middle of a frame, until it is released."""
+    """A camera that blocks in the middle of a frame until it is released."""
 
     def __init__(self, burst: aionn.Burst, good: int = 0) -> None:
         self._burst = burst
@@ -78,7 +78,7 @@ class Blocking:
             place = leased["input"]
             self.reads.set()
             self.release.wait(60)
-            place[...] = 7  # the memory is still there, and is no other request's
+            place[...] = 7  # the memory is still mapped, and belongs to this request alone
             yield leased
         finally:
             self.closed_in = threading.current_thread()

@@ -67,7 +67,7 @@ def test_acts_in_several_threads_are_each_counted_once(monkeypatch: pytest.Monke
             thread.start()
         for thread in threads:
             thread.join(30)
-        assert failures == ["told to fail"]
+        assert failures == ["failed on demand"]
 
 
 def test_a_clean_test_passes_and_a_leak_is_named(tmp_path: Path) -> None:
