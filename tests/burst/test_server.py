@@ -57,7 +57,7 @@ async def test_free_memory_before_burst() -> None:
 
 
 async def test_free_burst_before_memory() -> None:
-    """The burst goes first; freeing its memory afterwards is no error."""
+    """The burst goes first; freeing its memory afterwards is not an error."""
     async with raw_client() as client:
         await client.answer_to(packet(identity=1))
         await client.server.aclose()

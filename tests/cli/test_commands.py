@@ -271,7 +271,7 @@ def test_at_a_terminal_progress_is_one_line_that_goes_away(terminal: Terminal) -
     while True:
         try:
             piece = os.read(ours, 4096)
-        except OSError:  # how Linux tells that nobody holds the other end any more
+        except OSError:  # how Linux reports that the other end is closed
             break
         if not piece:
             break

@@ -1,4 +1,4 @@
-"""What happens to memory when somebody dies, leaves, or lies: cycles, kills, streams with their state in the driver, hostile
+"""What happens to memory when a process dies, leaves, or lies: cycles, kills, streams with their state in the driver, hostile
 clients. The short forms run always; `pytest -m soak tests/conformance/test_memory_lifetimes.py` runs the full numbers.
 """
 

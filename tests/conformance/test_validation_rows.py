@@ -196,7 +196,7 @@ async def test_invalid_compilation_memory_desc_add_role() -> None:
 
 
 async def test_memory_desc_memory_copying(compilation: aionn.Compilation) -> None:
-    """In the order of the row. A memory that a copy could not fill is no source of another copy."""
+    """In the order of the row. A memory that a copy could not fill cannot be the source of another copy."""
     good, small, large = (aionn.Memory.allocate(size) for size in (8, 4, 16))
     good.array(np.float32, 2)[:] = GOOD[0]
     one = await compilation.allocate(inputs=("x",))

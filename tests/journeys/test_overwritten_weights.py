@@ -55,7 +55,7 @@ class Weights:
         self._path.write_bytes(OLD.tobytes() + REST.tobytes())
 
     def overwrite(self, first: NDArray[np.float32]) -> None:
-        """In place: the inode stays, and whoever has the file mapped sees it."""
+        """In place: the inode stays, and every mapping of the file shows it."""
         with open(self._path, "r+b", buffering=0) as file:
             file.write(first.tobytes())
 

@@ -128,7 +128,7 @@ def test_the_counts_of_an_ended_slot_go_to_its_parent_and_its_room_to_the_next(p
         page.free(burst)
         page.free(burst)
         assert burst.get(app_layout.COMPUTED) == 1
-        burst.add(app_layout.DROPPED, 5)  # late, and nobody else's
+        burst.add(app_layout.DROPPED, 5)  # late, and counted for no other slot
     view = look(found)
     assert view.slots_lost == 0
     assert [slot.kind for slot in view.slots] == [Kind.OTHER, Kind.COMPILATION]

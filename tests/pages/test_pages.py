@@ -114,7 +114,7 @@ def test_a_released_models_slot_is_empty_for_the_next_one_and_its_last_run_is_no
     written.free(slot)
     assert reader.read().state == "idle"
     next_one = written.slot(2)
-    assert slot.end(began_ns) > 0  # the run that was in progress ends in nobody's slot
+    assert slot.end(began_ns) > 0  # the run that was in progress ends in no slot
     assert (reader.read().state, reader.read().finished) == ("idle", 0)
     next_one.end(next_one.begin())
     assert reader.read().finished == 1

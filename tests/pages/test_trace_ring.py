@@ -1,4 +1,4 @@
-"""Trace records: written only while somebody asks, read from another process, and each record whole, late or counted as lost."""
+"""Trace records: written only while a tracer asks, read from another process, and each record whole, late or counted as lost."""
 
 from __future__ import annotations
 

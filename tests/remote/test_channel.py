@@ -109,7 +109,7 @@ async def test_a_frame_that_is_none_ends_the_channel_with_a_reason_and_leaves_no
     assert ear.channel.closed
     ear.peer.close()
     assert open_fds() == before  # while `end` and its traceback are remembered
-    ear.channel.post(Reply(1, Done()))  # after the end: nobody is there to hear it, and it is no error
+    ear.channel.post(Reply(1, Done()))  # after the end: no peer hears it, and it is not an error
 
 
 async def test_descriptors_piled_onto_one_unfinished_frame_end_the_channel() -> None:

@@ -42,7 +42,7 @@ def test_leaky(fake_device):
 
 
 def test_acts_in_several_threads_are_each_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two acts that begin at the same moment are the second and the third, whoever looks first."""
+    """Two acts that begin at the same moment are the second and the third, whichever looks first."""
     with FakeDevice() as fake:
         engine = FakeEngine()
         fake.fail(act="run", after=2)
