@@ -70,6 +70,12 @@ def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.fixture
+def fake() -> Iterator[FakeDevice]:
+    with FakeDevice() as device:
+        yield device
+
+
+@pytest.fixture
 def quick() -> Iterator[FakeDevice]:
     """A stage that serves at once, 10 ms a run."""
     with FakeDevice() as device:

@@ -72,12 +72,6 @@ def terminal(tmp_path: Path) -> Terminal:
     return Terminal(tmp_path)
 
 
-@pytest.fixture
-def fake() -> Iterator[FakeDevice]:
-    with FakeDevice() as fake:
-        yield fake
-
-
 def test_compile_stores_what_later_starts_load_and_shows_its_steps(terminal: Terminal) -> None:
     out, err = terminal.run("compile", "model.onnx", "--cache-dir", "cache", "--device", "onnxruntime", "--device", "openvino")
     assert [line.split()[:3] for line in out.splitlines()[1:]] == [["onnxruntime", "miss", "absent"], ["openvino", "miss", "absent"]]

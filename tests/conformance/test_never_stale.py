@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import os
 import shutil
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -321,12 +321,6 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def runtime(anyio_backend: Any, records: Path) -> AsyncIterator[aionn.Runtime]:
     async with aionn.Runtime(state_dir=records) as runtime:
         yield runtime
-
-
-@pytest.fixture
-def fake() -> Iterator[FakeDevice]:
-    with FakeDevice() as device:
-        yield device
 
 
 def same(some: Outputs, others: Outputs) -> bool:

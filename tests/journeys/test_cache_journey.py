@@ -59,12 +59,6 @@ def cache_dir(tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
-@pytest.fixture
-def fake() -> Iterator[FakeDevice]:
-    with FakeDevice() as fake:
-        yield fake
-
-
 def picture() -> Arrays:
     return {"x": np.random.default_rng(1).standard_normal((1, 3, 224, 224)).astype(np.float32)}
 

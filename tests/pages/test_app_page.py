@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Iterator
 from importlib.metadata import version
 
 import pytest
@@ -27,21 +26,6 @@ from aionn.pages import (
 )
 from aionn.pages._page import BurstSlot, bucket_of
 from aionn.pages.app_layout import TraceKind
-
-
-@pytest.fixture
-def page() -> Iterator[AppPage]:
-    written = open_page()
-    yield written
-    close_page(written)
-
-
-@pytest.fixture
-def found(page: AppPage) -> Iterator[FoundPage]:
-    reader = find_page(os.getpid())
-    assert reader is not None
-    with reader:
-        yield reader
 
 
 def look(found: FoundPage) -> PageView:

@@ -34,12 +34,6 @@ MANY = 100
 MODEL = aionn.Model.from_onnx(identity_model({"x": (4,)}))
 
 
-@pytest.fixture
-def fake() -> Iterator[FakeDevice]:
-    with FakeDevice() as device:
-        yield device
-
-
 def x(number: float) -> NDArray[np.float32]:
     return np.full(4, number, np.float32)
 

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import aclosing
 from typing import Any
 
@@ -29,20 +29,6 @@ from aionn.testing import FakeDevice, identity_model
 pytestmark = pytest.mark.anyio
 
 Inputs = dict[str, NDArray[np.float32]]
-
-
-@pytest.fixture
-def fake() -> Iterator[FakeDevice]:
-    with FakeDevice() as device:
-        yield device
-
-
-@pytest.fixture
-async def burst(fake: FakeDevice) -> AsyncIterator[aionn.Burst]:
-    async with aionn.Runtime() as runtime:
-        compilation = await runtime.compile(aionn.Model.from_onnx(identity_model()), devices=(fake.name,))
-        async with compilation.burst() as burst:
-            yield burst
 
 
 def frame(number: int) -> Inputs:
