@@ -5,6 +5,7 @@
 #define _GNU_SOURCE
 #include "burst_slot.h"
 #include "model_slot.h"
+#include "must.h"
 #include "sequence.h"
 #include "trace_ring.h"
 
@@ -12,15 +13,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-
-/* Not assert: it must hold in every build. */
-#define MUST(condition)                                                                                                \
-    do {                                                                                                               \
-        if (!(condition)) {                                                                                            \
-            fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition);                                            \
-            abort();                                                                                                   \
-        }                                                                                                              \
-    } while (0)
 
 static page_word *some_words(size_t count)
 {
