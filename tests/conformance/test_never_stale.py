@@ -49,14 +49,14 @@ class Outcome:
 
     def __str__(self) -> str:
         if not isinstance(self.kind, CacheOutcomeKind):
-            return f"`{self.kind.__name__}`: the model cannot be read"
+            return f"`{self.kind.__name__}`: put the file back, or read the model again"
         words = self.kind.name if self.reason is None else f"{self.kind.name}, `{self.reason.value}`"
         return f"{words}, with what was stored" if self.stored else words
 
 
 HIT, NO_CACHE, DECLINED = Outcome(CacheOutcomeKind.HIT), Outcome(CacheOutcomeKind.NO_CACHE), Outcome(CacheOutcomeKind.DECLINED)
 AS_READ = Outcome(CacheOutcomeKind.HIT, stored=True)
-UNREADABLE_MODEL = Outcome(aionn.CallerError)
+UNUSABLE_FILE = Outcome(aionn.CallerError)
 
 
 def miss(reason: MissReason) -> Outcome:
@@ -189,8 +189,8 @@ TABLE: dict[str, tuple[Row, ...]] = {
         differs("The output gets another name", lambda case: case.rewrite(names=("x", "b")), ABSENT),
         Row("The model states another opset", lambda case: case.rewrite(opset=18), ABSENT),
         Row("The model names another producer", lambda case: case.rewrite(producer="another"), ABSENT),
-        Row("The file is cut", lambda case: os.truncate(case.path, 1000), UNREADABLE_MODEL),
-        Row("The file is gone", lambda case: case.path.unlink(), UNREADABLE_MODEL),
+        Row("The file is cut", lambda case: os.truncate(case.path, 1000), UNUSABLE_FILE),
+        Row("The file is gone", lambda case: case.path.unlink(), UNUSABLE_FILE),
     ),
     "Weights in a file beside the model": (
         Row("The file of weights is touched", lambda case: os.utime(case.beside, (1, 1)), HIT, BESIDE),
@@ -206,11 +206,11 @@ TABLE: dict[str, tuple[Row, ...]] = {
         differs(
             "One weight changes: a new file of weights replaces the old one", lambda case: case.replace_beside(weight=1.0), ABSENT, BESIDE
         ),
-        Row("The file of weights is cut", lambda case: os.truncate(case.beside, 1000), UNREADABLE_MODEL, BESIDE),
-        Row("The file of weights is gone", lambda case: case.beside.unlink(), UNREADABLE_MODEL, BESIDE),
+        Row("The file of weights is cut", lambda case: os.truncate(case.beside, 1000), UNUSABLE_FILE, BESIDE),
+        Row("The file of weights is gone", lambda case: case.beside.unlink(), UNUSABLE_FILE, BESIDE),
     ),
     "The same `Model` object is compiled again": (
-        Row("The file changes in place meanwhile", lambda case: case.overwrite(weight=1.0), AS_READ, REUSED, True, loaded=ABSENT),
+        Row("The file changes in place meanwhile", lambda case: case.overwrite(weight=1.0), AS_READ, REUSED, True, loaded=UNUSABLE_FILE),
         Row("A new file replaces the old one meanwhile", lambda case: case.rewrite(weight=1.0), AS_READ, REUSED, True),
         Row(
             "Weights beside the model change in place meanwhile",
@@ -218,7 +218,7 @@ TABLE: dict[str, tuple[Row, ...]] = {
             AS_READ,
             both(REUSED, BESIDE),
             True,
-            loaded=ABSENT,
+            loaded=UNUSABLE_FILE,
         ),
     ),
     "The token": (
