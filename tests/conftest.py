@@ -37,7 +37,7 @@ hypothesis.settings.load_profile("aionn")
 def pytest_configure(config: pytest.Config) -> None:
     if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
         # Processes by the thousand start in these tests; without bytecode each would compile aionn anew, a third of its start.
-        # Theirs is kept elsewhere, since somebody wants none here.
+        # Theirs is kept elsewhere, since the environment forbids it here.
         os.environ["PYTHONPYCACHEPREFIX"] = bytecode = tempfile.mkdtemp(prefix="aionn-tests-bytecode-")
         config.add_cleanup(lambda: shutil.rmtree(bytecode, ignore_errors=True))
 
@@ -75,6 +75,12 @@ def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("aionn.driver.device.LANES", lanes)
     monkeypatch.setenv("AIONN_LANES", "1" if lanes else "0")
     return lanes
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeDevice]:
+    with FakeDevice() as device:
+        yield device
 
 
 @pytest.fixture

@@ -3,10 +3,10 @@
 `with leak_check():` or `async with leak_check():` takes an inventory, runs the body and takes it again. What is new
 is named thing by thing in one `LeakError`. It looks at
 
-    processes     children and their children, zombies too: an ended driver that nobody has reaped is a leak
+    processes     children and their children, zombies too: an ended driver that was not reaped is a leak
     descriptors   /proc/self/fd by what they point at; a memfd, socket or pipe by its inode, so a lost one is not
                   hidden by another of the same kind that was closed
-    mappings      shared mappings of aionn's memfds; a NumPy view that somebody kept is found here
+    mappings      shared mappings of aionn's memfds; a NumPy view that a test kept is found here
     threads       by name; pools that belong to the event loop, not to aionn, are left out
     /dev/shm      names with "aionn" in them
 
@@ -38,7 +38,7 @@ Key = TypeVar("Key")
 
 # The pools of worker threads of anyio, asyncio and uvloop live as long as the event loop and are reused by everybody on it.
 LOOP_THREADS = ("AnyIO worker thread", "asyncio_", "uvloop_", "ThreadPoolExecutor-")  # the last: uvloop before 0.22
-# libuv makes one pipe for signals with the first loop of a process and keeps it for ever: it is there before we count.
+# libuv makes one pipe for signals with the first loop of a process and keeps it: it is there before we count.
 uvloop.new_event_loop().close()
 
 # pytest-timeout's watchdog thread of the running test.

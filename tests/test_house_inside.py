@@ -137,6 +137,15 @@ def test_the_search_for_circles_finds_one() -> None:
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [frozenset("abc")]
 
 
+def test_native_files_define_each_function_once() -> None:
+    """A compiler does not see a second definition that stands under an `#if` for another processor."""
+    definition = re.compile(r"^\w[^;{}()#]*?(\w+)\([^;{}]*?\)\s*\{", re.MULTILINE)
+    files = {path: definition.findall(path.read_text(encoding="utf-8")) for ending in ("*.c", "*.h") for path in HOUSE.rglob(ending)}
+    assert sum(map(len, files.values())) > 200, "the pattern finds the definitions"
+    twice = {str(path.relative_to(HOUSE)): [name for name in set(found) if found.count(name) > 1] for path, found in files.items()}
+    assert {place: names for place, names in twice.items() if names} == {}
+
+
 def private_reads(path: Path, tree: ast.Module) -> Iterator[str]:
     """Private names of another file's classes or modules: `other._name`, and `from module import _name`."""
     own: set[str] = set()

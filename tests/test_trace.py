@@ -1,4 +1,4 @@
-"""Spans and counters: what exists, what a viewer gets, and that nothing is done while nobody listens."""
+"""Spans and counters: what exists, what a viewer gets, and that nothing is done without a listener."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_the_file_is_what_viewers_open(tmp_path: Path) -> None:
     recording.write_chrome(tmp_path / "t.json")
 
     def refuse(word: str) -> None:
-        raise AssertionError(f"{word} is no JSON")
+        raise AssertionError(f"{word} is not JSON")
 
     written = json.loads((tmp_path / "t.json").read_text(), parse_constant=refuse)
     spans = [event for event in written["traceEvents"] if event["ph"] == "X"]

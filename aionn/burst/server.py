@@ -235,28 +235,28 @@ class ExecutionBurstServer:
 
     async def _serve_first(self, datums: bytes) -> None:
         """Bind the packets that lanes do not know yet, so that lanes take them. Or answer the first packet, if they cannot."""
-        packets = split_requests(datums)
-        for number, packet in enumerate(packets):
+        for number, packet in enumerate(split_requests(datums)):
             framed = is_framed_request(packet) and len(packet) <= LONGEST_KNOWN
             key = packet[:-DATUM_BYTES] if framed else None
-            if key is None or (number == 0 and self._native.find(key) is not None):
-                break  # lanes have given a known packet back because it is late, for instance
-            if self._native.find(key) is None:
+            refusal: Result | None = None
+            if key is not None and self._native.find(key) is None:
                 try:
                     async with self._working:
                         await self._bind(packet, key)
+                    continue
                 except Exception as error:  # as in `_result_of`
-                    if number == 0:
-                        await self._catch_up()
-                        self._requests.read(len(packet) // DATUM_BYTES)
-                        await self._send(result_of(error), read_identity(packet)[0], time.monotonic_ns())
-                    return
-        else:
+                    refusal = result_of(error)
+            elif key is not None and number:
+                continue
+            if number == 0:  # lanes have given a known packet back because it is late, for instance
+                await self._catch_up()
+                if self._requests.read(len(packet) // DATUM_BYTES) is None:
+                    return  # a broken client has taken datums back
+                if refusal is None:
+                    await self._answer(packet)
+                else:
+                    await self._send(refusal, read_identity(packet)[0], time.monotonic_ns())
             return
-        if number == 0:
-            await self._catch_up()
-            if self._requests.read(len(packet) // DATUM_BYTES) is not None:
-                await self._answer(packet)
 
     async def _catch_up(self) -> None:
         """Wait until every request that lanes have taken is answered. Before that, the listener answers none. The burst is not lent."""

@@ -41,7 +41,7 @@ YIELD_NS = 100_000
 """A caller whose answers come at once lets the app's loop run after this long. A busy listener does the same in the driver."""
 
 
-def usable_cpus() -> int:
+def cpus_for_both_ends() -> int:
     """Return the CPUs that this process and its peers may spend: the machine's, cut by a cgroup quota (rounded down, at least 1).
 
     The affinity does not count, because an app and a driver that are pinned to one CPU each have two. Peers on the same CPU are
@@ -59,4 +59,4 @@ def usable_cpus() -> int:
 
 def may_stay_awake(*, low_power: bool) -> bool:
     """Return whether an end of a burst may look for its peer at all, rather than sleep at once."""
-    return not low_power and usable_cpus() > 1
+    return not low_power and cpus_for_both_ends() > 1

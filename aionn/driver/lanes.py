@@ -13,7 +13,6 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -80,20 +79,21 @@ class Lanes:
         self._turns = turns or Turns()
         self._priority = priority
         self._closed: Job[None] | None = None
+        native: NativeLanes | None = None
         try:
-            self._native = NativeLanes()
+            native = self._native = NativeLanes()
             for number, lane in enumerate(lanes):
                 work = threading.Thread(target=self._serve, args=(lane,), name=f"{name} {number}", daemon=True)
                 work.start()
         except (OSError, RuntimeError) as error:
-            with contextlib.suppress(AttributeError):
-                self._native.stop()
+            if native is not None:
+                native.stop()
             raise ExecutionError(
                 f"the driver cannot start the {len(lanes)} threads of a model: {error}; raise its limits of processes, memory or files",
                 status=ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT,
             ) from error
-        self.lend = self._native.lend
-        self.recall = self._native.recall
+        self.lend = native.lend
+        self.recall = native.recall
 
     async def run(self, job: Callable[[Lane], T]) -> T:
         """Run `job` on a free lane and return its result, or raise its error. A cancelled caller leaves, and the job runs on.

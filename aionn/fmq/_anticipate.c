@@ -110,15 +110,13 @@ PyObject *anticipate_begin(LaneObject *lane, ListenerObject *listener)
 static bool is_there(ListenerObject *listener)
 {
     struct ring *requests = ring_if_usable(listener->exchange.requests);
-    uint64_t readable, writable;
-    return !requests || ring_available(requests, &readable, &writable) != RING_OK || readable || ring_is_closed(requests);
+    return !requests || ring_would_wake(requests, 1);
 }
 
 /* As ring_spin, also if the app was seen last on this CPU: it sleeps, and wakes on another one while this thread looks. */
 static void spin(const struct ring *r, int64_t deadline_ns)
 {
-    uint64_t readable, writable;
-    for (unsigned turn = 1; ring_available(r, &readable, &writable) == RING_OK && !readable && !ring_is_closed(r); turn++) {
+    for (unsigned turn = 1; !ring_would_wake(r, 1); turn++) {
         if (turn % 32 == 0 && ring_now_ns() >= deadline_ns)
             return;
         ring_pause();

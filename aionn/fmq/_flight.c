@@ -137,7 +137,7 @@ void flight_finish(CallerObject *self, struct request *r, PyObject *answer, PyOb
 /* Count the answer, and return (value, service time). NULL sets an exception. */
 PyObject *flight_answer(CallerObject *self, const struct request *r, PyObject *value, uint64_t service_ns, int64_t now_ns)
 {
-    slot_answered(self->slot, now_ns - r->began_ns, service_ns > INT64_MAX ? -1 : (int64_t)service_ns, 0, 0);
+    slot_answered(self->slot, now_ns - r->began_ns, service_ns > INT64_MAX ? -1 : (int64_t)service_ns);
     slot_trace(self->slot, TRACE_SETTLED, self->burst, r->identity, now_ns, service_ns, 0);
     PyObject *service = PyLong_FromUnsignedLongLong(service_ns), *answer = service ? PyTuple_New(2) : NULL;
     if (!answer) {

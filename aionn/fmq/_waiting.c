@@ -149,26 +149,6 @@ static PyObject *ring_wait_flag(PyObject *object, PyObject *const *args, Py_ssiz
     return PyLong_FromUnsignedLong(taken); /* 0 means: look at the clock, then wait again */
 }
 
-static PyObject *cpu(PyObject *object, bool reads, bool publish)
-{
-    struct ring *r = ring_usable((RingObject *)object);
-    if (!r)
-        return NULL;
-    if (!r->control)
-        Py_RETURN_NONE;
-    _Atomic uint32_t *word = reads ? &r->control->reader_cpu : &r->control->writer_cpu;
-    if (publish)
-        ring_publish_cpu(word);
-    uint32_t number = atomic_load_explicit(word, memory_order_relaxed); /* a hint, ordered with nothing */
-    if (!number)
-        Py_RETURN_NONE;
-    return PyLong_FromUnsignedLong(number - 1);
-}
-
-static PyObject *ring_reader_cpu(PyObject *object, PyObject *Py_UNUSED(none)) { return cpu(object, true, false); }
-static PyObject *ring_writer_cpu(PyObject *object, PyObject *Py_UNUSED(none)) { return cpu(object, false, false); }
-static PyObject *ring_publish_writer_cpu(PyObject *object, PyObject *Py_UNUSED(none)) { return cpu(object, false, true); }
-
 PyMethodDef ring_waiting_methods[] = {
     {"arm_reader", FAST(ring_arm_reader)},
     {"arm_writer", FAST(ring_arm_writer)},
@@ -182,8 +162,5 @@ PyMethodDef ring_waiting_methods[] = {
     {"peek_flag", ring_peek_flag, METH_NOARGS, NULL},
     {"await_futex", ring_await_futex, METH_O, NULL},
     {"wait_flag", FAST(ring_wait_flag)},
-    {"publish_writer_cpu", ring_publish_writer_cpu, METH_NOARGS, NULL},
-    {"reader_cpu", ring_reader_cpu, METH_NOARGS, NULL},
-    {"writer_cpu", ring_writer_cpu, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };

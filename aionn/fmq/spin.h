@@ -17,20 +17,14 @@ static inline void ring_pause(void)
     __builtin_ia32_pause();
 #elif defined(__aarch64__)
     __asm__ __volatile__("yield");
-/* Return whether a side of this queue may arm and sleep. A libfmq queue has no words for that. */
-static inline bool ring_can_sleep(const struct ring *r) { return r->control != NULL; }
-
-/* Publish this CPU as the writer's of `sent`. Return whether the writer of `taken`, the peer, was last seen on another one. An
- * unknown CPU counts as the same. Both can sleep. */
-static inline bool ring_apart(const struct ring *sent, const struct ring *taken)
-{
-    ring_publish_cpu(&sent->control->writer_cpu);
-    uint32_t own = atomic_load_explicit(&sent->control->writer_cpu, memory_order_relaxed); /* hints, ordered with nothing */
-    uint32_t peers = atomic_load_explicit(&taken->control->writer_cpu, memory_order_relaxed);
-    return peers && peers != own;
+#endif
 }
 
-#endif
+/* Return whether a reader that sleeps would wake: so many bytes are there, or the queue is closed or corrupt. */
+static inline bool ring_would_wake(const struct ring *r, uint64_t bytes)
+{
+    uint64_t readable, writable;
+    return ring_available(r, &readable, &writable) != RING_OK || readable >= bytes || ring_is_closed(r);
 }
 
 /* Look for `bytes` to read until `deadline_ns`. Return true as soon as a sleeper would wake. A writer on the same core
@@ -40,8 +34,7 @@ static inline bool ring_spin(const struct ring *r, uint64_t bytes, int64_t deadl
     _Atomic uint32_t *mine = r->control ? &r->control->reader_cpu : NULL;
     _Atomic uint32_t *peers = r->control ? &r->control->writer_cpu : NULL;
     for (unsigned turn = 0;; turn++) {
-        uint64_t readable, writable;
-        if (ring_available(r, &readable, &writable) != RING_OK || readable >= bytes || ring_is_closed(r))
+        if (ring_would_wake(r, bytes))
             return true;
         if (turn % 32 == 0) {
             if (mine) {

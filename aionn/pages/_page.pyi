@@ -67,8 +67,8 @@ class BurstSlot:
     def get(self, word: int, /) -> int:
         """Return a word. After `release` a counter goes on from where it was."""
 
-    def answered(self, call_ns: int, service_ns: int, copied_bytes: int, outcome: int, /) -> None:
-        """Count one answer, as the native frame path does. A negative `service_ns` is unknown; `outcome` is a counter, or 0."""
+    def answered(self, call_ns: int, service_ns: int, /) -> None:
+        """Count one answer, as the native frame path does. A negative `service_ns` is unknown."""
 
     def describe(self, word: int, content: Buffer, /) -> None:
         """Store whole words in front of the counters. A reader sees all of them or none."""

@@ -350,15 +350,13 @@ static PyObject *burst_slot_get(PyObject *object, PyObject *word)
     return PyLong_FromUnsignedLongLong(page_load(&(words ? words : self->own)[number]));
 }
 
-/* answered(call_ns, service_ns, copied_bytes, outcome) */
+/* answered(call_ns, service_ns) */
 static PyObject *burst_slot_answered(PyObject *object, PyObject *args)
 {
     long long call_ns, service_ns;
-    unsigned long long copied_bytes;
-    unsigned int outcome;
-    if (!PyArg_ParseTuple(args, "LLKI", &call_ns, &service_ns, &copied_bytes, &outcome) || (outcome && !is_counter(outcome)))
+    if (!PyArg_ParseTuple(args, "LL", &call_ns, &service_ns))
         return NULL;
-    slot_answered(&((SlotObject *)object)->slot, call_ns, service_ns, copied_bytes, outcome);
+    slot_answered(&((SlotObject *)object)->slot, call_ns, service_ns);
     Py_RETURN_NONE;
 }
 

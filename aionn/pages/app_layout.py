@@ -67,8 +67,6 @@ class TraceKind(IntEnum):
 
     SENT = 1
     TAKEN = 2
-    BEGUN = 3
-    ENDED = 4
     ANSWERED = 5
     SETTLED = 6
 

@@ -34,29 +34,24 @@ static inline void slot_sent(struct page_slot *slot) { slot_add(slot, SLOT_SENT,
 static inline void slot_lost(struct page_slot *slot, uint64_t requests) { slot_add(slot, SLOT_LOST, requests); }
 
 /* slot_answered for words that are there. */
-static inline void slot_count_answer(page_word *words, int64_t call_ns, int64_t service_ns, uint64_t copied_bytes, unsigned outcome)
+static inline void slot_count_answer(page_word *words, int64_t call_ns, int64_t service_ns)
 {
     page_add(&words[SLOT_CALL_TIMES + page_bucket_of(page_ns(call_ns))], 1);
     if (service_ns >= 0) {
         page_add(&words[SLOT_SERVICE_TIMES + page_bucket_of((uint64_t)service_ns)], 1);
         page_add(&words[SLOT_DRIVER_BUSY_NS], (uint64_t)service_ns);
     }
-    page_add(&words[SLOT_COPIED_BYTES], copied_bytes);
-    if (outcome)
-        page_add(&words[outcome], 1);
     page_publish(&words[SLOT_ANSWERED], page_load(&words[SLOT_ANSWERED]) + 1);
 }
 
-/* One request has been answered.
- *     call_ns       from sending to this answer, by the app's clock
- *     service_ns    the driver's time on it, or negative if unknown
- *     copied_bytes  that were written into its frame
- *     outcome       the counter that grows by 1: SLOT_COMPUTED or SLOT_FAILED; 0 if Python judges the answer and counts it */
-static inline void slot_answered(struct page_slot *slot, int64_t call_ns, int64_t service_ns, uint64_t copied_bytes, unsigned outcome)
+/* One request has been answered. Python judges the answer, and counts it as computed or failed.
+ *     call_ns     from sending to this answer, by the app's clock
+ *     service_ns  the driver's time on it, or negative if unknown */
+static inline void slot_answered(struct page_slot *slot, int64_t call_ns, int64_t service_ns)
 {
     page_word *words = page_words(slot);
     if (words)
-        slot_count_answer(words, call_ns, service_ns, copied_bytes, outcome);
+        slot_count_answer(words, call_ns, service_ns);
 }
 
 #endif

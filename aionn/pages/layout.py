@@ -48,7 +48,7 @@ MODEL, BEGUN, FINISHED, SINCE, ENDED, HISTOGRAM = 0, 1, 2, 3, 4, 16
 BUCKETS = 90
 
 # Four buckets per octave from 2^-18 s to 2^4 s, in units of 2^-30 s, one for shorter and one for longer durations.
-_FIRST_OCTAVE, _LAST_OCTAVE = 12, 33
+_FIRST_OCTAVE = 12
 
 State = Literal["idle", "loading", "compiling", "executing"]
 
@@ -142,19 +142,6 @@ def activity(words: Sequence[int]) -> Activity:
 def slot_word(slot: int) -> int:
     """Return the index of a slot's first word."""
     return (SLOT_OFFSET + slot * SLOT_BYTES) // 8
-
-
-def bucket_of(nanoseconds: int) -> int:
-    """Return the histogram's bucket for a duration. words.h does the same, and a test compares the two."""
-    units = nanoseconds * 1152921504 >> 30  # as the native code rounds it
-    if nanoseconds >= 16 * 10**9:
-        return BUCKETS - 1
-    octave = units.bit_length() - 1
-    if octave < _FIRST_OCTAVE:
-        return 0
-    if octave > _LAST_OCTAVE:
-        return BUCKETS - 1
-    return 1 + (octave - _FIRST_OCTAVE) * 4 + (units >> (octave - 2)) - 4
 
 
 def longest_in_bucket_s(bucket: int) -> float:

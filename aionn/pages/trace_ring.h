@@ -25,12 +25,10 @@
 #include "words.h"
 
 enum trace_kind { /* app_layout.py has the same numbers */
-    TRACE_SENT = 1, /* app: the request lies in the queue */
-    TRACE_TAKEN,    /* driver: a lane has taken it */
-    TRACE_BEGUN,    /* driver: the engine begins; not written, because a lane runs what it has taken */
-    TRACE_ENDED,    /* driver: the engine has ended; not written, because a lane answers at once */
-    TRACE_ANSWERED, /* driver: the answer lies in the queue */
-    TRACE_SETTLED,  /* app: the answer has been taken */
+    TRACE_SENT = 1,     /* app: the request lies in the queue */
+    TRACE_TAKEN = 2,    /* driver: a lane has taken it */
+    TRACE_ANSWERED = 5, /* driver: the answer lies in the queue */
+    TRACE_SETTLED = 6,  /* app: the answer has been taken */
 };
 #ifndef TRACE_RECORDS /* the weak-memory test runs with fewer and smaller ones */
 #define TRACE_RECORDS 8192

@@ -115,7 +115,7 @@ class FakeDevice:
         """Take that much longer for the act."""
         self.tell(delay_s={**self._behaviour.delay_s, act: seconds}, after=self._after(act, after))
 
-    def fail(self, message: str = "told to fail", act: str = "run", *, after: int = 0) -> None:
+    def fail(self, message: str = "failed on demand", act: str = "run", *, after: int = 0) -> None:
         """Raise in that act."""
         self.tell(fail=(*self._behaviour.fail, act), fail_message=message, after=self._after(act, after))
 

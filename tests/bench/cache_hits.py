@@ -62,7 +62,7 @@ def own_load(name: str, engine: Any, directory: Path, threads: int) -> Any:
     """What an app without aionn would do with these files, on as many threads as aionn's engine takes for them."""
     options = CompileOptions()
     if name == "onnxruntime":
-        # As `load` does, but for the weights, which ORT finds beside the graph and maps by itself.
+        # As `load` does, except for the weights, which ORT finds beside the graph and maps by itself.
         settings = engine._settings(options, threads)
         settings.graph_optimization_level = engine._ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         return engine._ort.InferenceSession(str(directory / "own"), settings, providers=["CPUExecutionProvider"])
@@ -88,7 +88,7 @@ def rivals(name: str, directory: Path) -> None:
         del own
         return {"own": (after - before) * 1e3}
 
-    # In a worker thread, as whoever has an event loop does it: its memory is another heap's than the main thread's.
+    # In a worker thread, as a program with an event loop does it: its memory is another heap's than the main thread's.
     with ThreadPoolExecutor(1) as worker:
         for line in sys.stdin:
             work = worker.submit(own) if line == "own\n" else worker.submit(parts, engine, paths)

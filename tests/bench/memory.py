@@ -3,7 +3,7 @@
 Frames: 1920 x 1080, RGB (6.2 MB) and NV12 (3.1 MB), into a model that casts and averages the whole frame, over a burst:
     by array        a NumPy array of the app's, copied once into the burst's frame
     by memory       `HardwareBuffer.allocate`: the app's image lies in shared memory, used in place
-    by descriptor   `HardwareBuffer.from_fd` over a memfd that somebody else made, used in place
+    by descriptor   `HardwareBuffer.from_fd` over a memfd that another process made, used in place
 States: Silero VAD and an LSTM of 4 layers x 1024, batch 1, over a burst:
     in the driver   `DeviceMemory`; nothing of it crosses
     over the queue  the app feeds the output back as the next input

@@ -15,6 +15,7 @@ from typing import Any
 
 import anyio
 import numpy as np
+from anyio.abc import TaskGroup
 from numpy.typing import NDArray
 
 from aionn.burst import (
@@ -308,3 +309,17 @@ async def raw_driver(**options: Any) -> AsyncIterator[tuple[ExecutionBurstContro
     finally:
         controller.end(CallerError("the test is over"))
         driver.close()
+
+
+async def begin_to_free(server: ExecutionBurstServer, tasks: TaskGroup) -> anyio.Event:
+    """Begin to free the memory of slot 0 in a task, and return once it waits. The event is set at its end."""
+    freed = anyio.Event()
+
+    async def free() -> None:
+        await server.free_memory(0)
+        freed.set()
+
+    tasks.start_soon(free)
+    await anyio.wait_all_tasks_blocked()
+    assert not freed.is_set()
+    return freed

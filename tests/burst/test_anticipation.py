@@ -21,7 +21,7 @@ from aionn.pages import DriverPage, PageReader
 from aionn.runtime.model import Model as OnnxModel
 from aionn.testing import FakeDevice
 from aionn.testing.models import identity_model
-from tests.burst.ends import ELEMENTS, Gate, RawClient, ScriptedEngine, Slots, packet
+from tests.burst.ends import ELEMENTS, Gate, RawClient, ScriptedEngine, Slots, begin_to_free, packet
 from tests.fmq.queues import duplicated
 
 pytestmark = [
@@ -36,7 +36,7 @@ PERIOD_S = 0.02
 @pytest.fixture(autouse=True)
 def with_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aionn.driver.device.LANES", True)
-    monkeypatch.setattr("aionn.burst.spin_policy.usable_cpus", lambda: 2)
+    monkeypatch.setattr("aionn.burst.spin_policy.cpus_for_both_ends", lambda: 2)
 
 
 class Client(RawClient):
@@ -146,17 +146,10 @@ async def test_a_warm_run_shows_while_it_goes_on_and_is_no_execution_of_the_stat
 
 async def test_a_free_waits_for_the_warm_run_and_nothing_old_is_warmed_afterwards() -> None:
     async with anticipating() as client, anyio.create_task_group() as app:
-        gate, freed = Gate(), anyio.Event()
+        gate = Gate()
         await client.warm_up(gate)
         await gate.entered()
-
-        async def free() -> None:
-            await client.server.free_memory(0)
-            freed.set()
-
-        app.start_soon(free)
-        await anyio.wait_all_tasks_blocked()
-        assert not freed.is_set()
+        freed = await begin_to_free(client.server, app)
         gate.open()
         with anyio.fail_after(20):
             await freed.wait()
@@ -202,7 +195,7 @@ async def test_a_warm_run_that_fails_harms_no_frame() -> None:
     async with anticipating() as client:
 
         def fail() -> None:
-            raise RuntimeError("told to fail")
+            raise RuntimeError("failed on demand")
 
         await client.warm_up(fail)
         await client.over()

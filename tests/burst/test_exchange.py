@@ -69,7 +69,7 @@ class Taker:
         self.remember, self.forget, self.held = self.listener.remember, self.listener.forget, self.listener.held
 
     def next(self) -> Any:
-        """The value of the next request, or None if it is not known, or there is none."""
+        """The value of the next request, or None if it is not known or has not come."""
         if not self.listener.lent and not self._lanes.lend(self.listener, self._lanes.announce):
             return None
         if not self._requests.available_to_read():
@@ -556,7 +556,7 @@ def test_an_exchange_takes_two_open_queues_of_datums_and_nothing_else() -> None:
 def two_cpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let both ends stay awake also where the tests have one CPU."""
     with monkeypatch.context() as patch:
-        patch.setattr("aionn.burst.spin_policy.usable_cpus", lambda: 2)
+        patch.setattr("aionn.burst.spin_policy.cpus_for_both_ends", lambda: 2)
         yield
 
 
@@ -769,7 +769,7 @@ async def test_a_driver_that_answers_what_it_has_not_read_ends_the_burst() -> No
 async def test_a_nudge_wakes_a_reader_that_sleeps_and_awaits_it_and_no_other() -> None:
     with exchange() as ends:
         queue = ends.requests_read
-        ends.caller.nudge(SOON)  # nobody sleeps: nothing is left behind that would make anybody look later
+        ends.caller.nudge(SOON)  # no end sleeps: nothing is left behind that would make one look later
         assert queue.peek_flag() == 0
         async with anyio.create_task_group() as app:
             for flag in (0, SOON):

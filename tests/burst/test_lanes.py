@@ -24,7 +24,18 @@ from numpy.typing import NDArray
 
 from aionn.burst import PoolReference, RequestPacket, encode_request
 from aionn.hal.types import BufferDesc, BufferRole, DataLocation, ErrorStatus, Request, RequestArgument
-from tests.burst.ends import ARGUMENT_BYTES, ELEMENTS, Gate, RawClient, RawModel, nothing_computed, packet, raw_model, request
+from tests.burst.ends import (
+    ARGUMENT_BYTES,
+    ELEMENTS,
+    Gate,
+    RawClient,
+    RawModel,
+    begin_to_free,
+    nothing_computed,
+    packet,
+    raw_model,
+    request,
+)
 from tests.fmq.queues import open_fds
 from tests.leaks import leak_check
 
@@ -352,15 +363,7 @@ async def test_freeing_a_memory_takes_the_burst_back_when_its_run_is_over() -> N
         await gate.entered()
         native = client.server._native
         assert (native.lent, native.running) == (True, 1)
-        freed = anyio.Event()
-
-        async def free() -> None:
-            await client.server.free_memory(0)
-            freed.set()
-
-        app.start_soon(free)
-        await anyio.wait_all_tasks_blocked()
-        assert not freed.is_set()
+        freed = await begin_to_free(client.server, app)
         assert not native.lent
         raw.engine.act = None
         gate.open()
@@ -509,21 +512,14 @@ async def test_a_free_and_a_late_packet_both_wait_for_the_run_in_flight() -> Non
         await client.send(dataclasses.replace(numbered(0, 2), deadline_ns=1))
         await until(lambda: not native.lent)
         await anyio.wait_all_tasks_blocked()
-        freed = anyio.Event()
-
-        async def free() -> None:
-            await client.server.free_memory(0)
-            freed.set()
-
-        for _ in range(2):
-            app.start_soon(free)
-        await anyio.wait_all_tasks_blocked()
-        assert (native.running, freed.is_set()) == (1, False)
+        freed = [await begin_to_free(client.server, app) for _ in range(2)]
+        assert native.running == 1
         gates[1].open()
         await good(client, [1])
         assert (await client.receive()).result.status is ErrorStatus.MISSED_DEADLINE_TRANSIENT
         with anyio.fail_after(20):
-            await freed.wait()
+            for each in freed:
+                await each.wait()
 
 
 # ---- many bursts --------------------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from aionn.errors import CallerError, ExecutionError
 from aionn.fmq import MessageQueue, MQDescriptor
 from aionn.hal.types import ErrorStatus, IMemory, MQFlavor, Request, Result
 from aionn.memory.region import Region
-from tests.burst.ends import Gate, RawClient, Slots, nothing_computed, packet, raw_client
+from tests.burst.ends import Gate, RawClient, Slots, begin_to_free, nothing_computed, packet, raw_client
 from tests.fmq.queues import duplicated, open_fds
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("both_ways")]
@@ -57,7 +57,7 @@ async def test_free_memory_before_burst() -> None:
 
 
 async def test_free_burst_before_memory() -> None:
-    """The burst goes first; freeing its memory afterwards is no error."""
+    """The burst goes first; freeing its memory afterwards is not an error."""
     async with raw_client() as client:
         await client.answer_to(packet(identity=1))
         await client.server.aclose()
@@ -144,15 +144,7 @@ async def test_a_free_waits_for_the_execution_in_flight_and_for_no_other() -> No
         for identity in range(1, 6):
             await client.send(packet(identity=identity))
         await gate.entered()
-        freed = anyio.Event()
-
-        async def free() -> None:
-            await client.server.free_memory(0)
-            freed.set()
-
-        app.start_soon(free)
-        await anyio.wait_all_tasks_blocked()
-        assert not freed.is_set()
+        freed = await begin_to_free(client.server, app)
         gate.open()
         with anyio.fail_after(20):
             await freed.wait()

@@ -67,5 +67,5 @@ def test_the_native_rule_decides_as_the_one_in_python(build: Path, seed: int, wi
 def test_an_end_stays_awake_only_with_a_cpu_to_spend_and_never_with_low_power(
     monkeypatch: pytest.MonkeyPatch, cpus: int, low_power: bool, may: bool
 ) -> None:
-    monkeypatch.setattr(spin_policy, "usable_cpus", lambda: cpus)
+    monkeypatch.setattr(spin_policy, "cpus_for_both_ends", lambda: cpus)
     assert may_stay_awake(low_power=low_power) is may

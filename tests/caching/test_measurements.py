@@ -49,7 +49,7 @@ async def test_a_measurement_takes_the_place_of_the_one_before(tmp_path: Path) -
         assert await store.measurements(SCOPE) == [another, second]  # the newest first
     async with CacheStore(tmp_path / "cache") as store:
         assert len(await store.measurements()) == 3
-        assert await store.entries() == []  # a measurement is no entry
+        assert await store.entries() == []  # a measurement is not an entry
 
 
 async def test_made_up_inputs_take_no_real_ones_place(tmp_path: Path) -> None:

@@ -686,7 +686,7 @@ async def test_cancelling_the_task_itself_keeps_no_lock_and_no_descriptor(direct
 
 
 async def test_no_file_is_touched_in_the_event_loops_thread(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Deterministic where a lag probe is not: whoever never opens, reads, writes, syncs or renames cannot wait for a disk."""
+    """Deterministic where a lag probe is not: a loop that never opens, reads, writes, syncs or renames cannot wait for a disk."""
     touched: list[str] = []
     gc.collect()  # what other tests left to finalizers is not ours
     loop_thread = threading.get_ident()

@@ -72,12 +72,6 @@ def terminal(tmp_path: Path) -> Terminal:
     return Terminal(tmp_path)
 
 
-@pytest.fixture
-def fake() -> Iterator[FakeDevice]:
-    with FakeDevice() as fake:
-        yield fake
-
-
 def test_compile_stores_what_later_starts_load_and_shows_its_steps(terminal: Terminal) -> None:
     out, err = terminal.run("compile", "model.onnx", "--cache-dir", "cache", "--device", "onnxruntime", "--device", "openvino")
     assert [line.split()[:3] for line in out.splitlines()[1:]] == [["onnxruntime", "miss", "absent"], ["openvino", "miss", "absent"]]
@@ -271,7 +265,7 @@ def test_at_a_terminal_progress_is_one_line_that_goes_away(terminal: Terminal) -
     while True:
         try:
             piece = os.read(ours, 4096)
-        except OSError:  # how Linux tells that nobody holds the other end any more
+        except OSError:  # how Linux reports that the other end is closed
             break
         if not piece:
             break

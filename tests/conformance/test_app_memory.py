@@ -4,7 +4,7 @@ Constants and arguments from files, shared memory, blobs and images; over comput
 that nothing stays mapped.
 """
 
-# Tests open small files; nobody waits for the loop meanwhile.
+# Tests open small files; no task waits for the loop meanwhile.
 # ruff: noqa: ASYNC230
 
 from __future__ import annotations

@@ -426,7 +426,7 @@ async def test_empty_files_are_refused(device: IDevice, files: Files) -> None:
 async def test_a_preparation_for_another_preference_loads_what_was_stored(
     device: IDevice, files: Files, model: aionn.Model, kind: Kind, expected: NDArray[Any]
 ) -> None:
-    """Preference and priority shape the key and the artifact, and are no part of loading one."""
+    """Preference and priority shape the key and the artifact, and are not a part of loading one."""
     await saved(device, model, files.handles())
     for preference in ExecutionPreference:
         prepared = await device.prepare_model_from_cache(PrepareOptions(preference=preference), files.handles())

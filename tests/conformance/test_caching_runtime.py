@@ -21,7 +21,7 @@ pytestmark = pytest.mark.anyio
 
 STATUSES: dict[str, AionnError | None] = {
     "NONE": None,
-    "GENERAL_FAILURE": CompilationError("told to fail"),
+    "GENERAL_FAILURE": CompilationError("failed on demand"),
     "DEVICE_UNAVAILABLE": DeviceUnavailableError("scripted", "told to be away"),
     "INVALID_ARGUMENT": CallerError("told to refuse"),
 }

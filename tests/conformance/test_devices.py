@@ -127,7 +127,7 @@ def holder(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture(params=list(ENGINES))
 def engine(request: pytest.FixtureRequest) -> str:
-    find_engine(ENGINES[request.param])  # what a library opens once per process, for good, is no leak of a test's
+    find_engine(ENGINES[request.param])  # what a library opens once per process, for good, is not a leak of a test's
     return ENGINES[request.param]
 
 

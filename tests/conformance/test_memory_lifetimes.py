@@ -1,4 +1,4 @@
-"""What happens to memory when somebody dies, leaves, or lies: cycles, kills, streams with their state in the driver, hostile
+"""What happens to memory when a process dies, leaves, or lies: cycles, kills, streams with their state in the driver, hostile
 clients. The short forms run always; `pytest -m soak tests/conformance/test_memory_lifetimes.py` runs the full numbers.
 """
 
@@ -145,7 +145,7 @@ async def test_a_failed_execution_leaves_a_state_as_it_was_and_empties_what_it_o
                 await compute({"state": state}, outputs={"stateN": state})
                 fake.fail()
                 for target in (state, other):
-                    with pytest.raises(aionn.ExecutionError, match="told to fail"):
+                    with pytest.raises(aionn.ExecutionError, match="failed on demand"):
                         await compute({"state": state}, outputs={"stateN": target})
                 np.testing.assert_array_equal(await state.snapshot(), [1, 2, 3, 4])
                 with pytest.raises(aionn.ExecutionError, match="not initialized"):

@@ -196,7 +196,7 @@ async def test_invalid_compilation_memory_desc_add_role() -> None:
 
 
 async def test_memory_desc_memory_copying(compilation: aionn.Compilation) -> None:
-    """In the order of the row. A memory that a copy could not fill is no source of another copy."""
+    """In the order of the row. A memory that a copy could not fill cannot be the source of another copy."""
     good, small, large = (aionn.Memory.allocate(size) for size in (8, 4, 16))
     good.array(np.float32, 2)[:] = GOOD[0]
     one = await compilation.allocate(inputs=("x",))
@@ -310,7 +310,7 @@ async def test_device_memory_set_input_from_memory(way: str) -> None:
                 np.testing.assert_array_equal(await read.snapshot(), GOOD)  # a refused request changes nothing
                 # A failed execution with it as output.
                 fake.fail()
-                with pytest.raises(aionn.ExecutionError, match="told to fail"):
+                with pytest.raises(aionn.ExecutionError, match="failed on demand"):
                     await compute({"x": GOOD, "z": GOOD}, outputs={"z_out": memory})
                 fake.behave()
                 with pytest.raises(aionn.ExecutionError, match="not initialized") as caught:

@@ -284,11 +284,11 @@ async def test_an_export_that_raises_fails_the_save_alone(opened: Opened, model:
     engine, device = opened
 
     def broken() -> None:
-        raise RuntimeError("told to fail")
+        raise RuntimeError("failed on demand")
 
     engine.exporting = broken
     prepared = await device.prepare_model(model, PrepareOptions(), handles)
-    assert prepared.save_outcome == "io_error: the engine's export failed (RuntimeError: told to fail)"
+    assert prepared.save_outcome == "io_error: the engine's export failed (RuntimeError: failed on demand)"
 
 
 async def test_onnxruntime_without_memory_for_its_artifact_compiles_and_stores_nothing(

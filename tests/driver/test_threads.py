@@ -77,7 +77,7 @@ async def test_no_more_run_at_once_than_somebody_may_wait_for_and_a_caller_who_l
             assert len(running) == 2  # the third waits for its turn, and never has it
             waiting.cancel_scope.cancel()
         callers.cancel_scope.cancel()
-    # Both threads are still at work for nobody; others do not wait for them.
+    # Both threads are still at work although their callers have left; others do not wait for them.
     assert await threads.run(lambda: len(running)) == 2
     assert max(most) == 2
     go.set()

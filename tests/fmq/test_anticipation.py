@@ -196,7 +196,7 @@ def test_an_announced_request_is_warmed_up_and_answered_as_always(lanes: int) ->
     with burst(value) as one, lent(one, lanes=lanes):
         assert one.stream(lambda: value.warm_ups >= 3)
         one.frame()
-        assert value.runs == one.listener.answered == one.sent  # a warm run is no answer
+        assert value.runs == one.listener.answered == one.sent  # a warm run does not count as an answer
         assert one.listener.warm_ups == value.warm_ups
 
 

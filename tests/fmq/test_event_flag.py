@@ -140,7 +140,7 @@ def test_commits_leave_the_word_alone_until_a_thread_has_waited(ends: tuple[Mess
         assert writer.write(b"d")
         assert words.flag[0] == NOT_EMPTY
         assert reader.read(1) == b"d"
-        assert words.flag[0] == NOT_EMPTY  # nobody waits for room by futex
+        assert words.flag[0] == NOT_EMPTY  # no end waits for room by futex
 
 
 def test_the_peers_close_ends_a_wait_for_any_bit(ends: tuple[MessageQueue, MessageQueue]) -> None:

@@ -416,7 +416,6 @@ async def test_nobody_spins_for_a_peer_on_the_same_cpu(ends: tuple[MessageQueue,
     try:
         assert writer.write(b"x")  # a commit publishes its CPU
         assert reader.read(1) == b"x"
-        assert reader.writer_cpu() == writer.reader_cpu() == min(before)
         started_ns = time.thread_time_ns()
         assert reader.spin_until_readable(1_000_000_000) is False
         assert time.thread_time_ns() - started_ns < 500_000_000

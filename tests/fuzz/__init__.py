@@ -1,6 +1,6 @@
 """Fuzzing of everything that a peer or a file controls.
 
-A target is a plain function of bytes that returns, or raises what nobody documented: that is a finding.
+A target is a plain function of bytes that returns, or raises what is not documented: that is a finding.
 
     python -m tests.fuzz                       the targets
     python -m tests.fuzz TARGET --runs 100000  one of them, guided by coverage where atheris is installed

@@ -8,7 +8,7 @@ from tests.fuzz.choices import EDGES, Target
 
 
 class Finding(AssertionError):
-    """A target raised what nobody documented.
+    """A target raised what is not documented.
 
     Attributes:
         data: the input, to be run again with `python -m tests.fuzz TARGET --input HEX`.

@@ -93,9 +93,6 @@ def call(queue: MessageQueue, choices: Choices) -> None:
         lambda: queue.wait_flag(1 + choices.below(255), 0),
         lambda: queue.write(bytes(choices.below(200))),
         lambda: queue.read_into(bytearray(choices.below(200))),
-        queue.reader_cpu,
-        queue.writer_cpu,
-        queue.publish_writer_cpu,
     ]
     with suppress(AionnError):
         choices.of(calls)()

@@ -197,7 +197,7 @@ def database_seeds() -> list[bytes]:
 
 
 def _twisted(kind: str, path: Path, choices: Choices) -> None:
-    """The database of that kind at `path`, with bytes or values that somebody else wrote."""
+    """The database of that kind at `path`, with bytes or values that another program wrote."""
     content = bytearray(_cached_database(kind))
     by_value = choices.byte() % 2 == 1
     if not by_value:

@@ -1,4 +1,4 @@
-"""An app for `test_interrupted_app`: streams for ever, or compiles for ever, until somebody ends it.
+"""An app for `test_interrupted_app`: streams without end, or compiles without end, until a test ends it.
 
     python -m tests.journeys.streaming_app MODEL {stream,compile} {uvloop,asyncio}
 

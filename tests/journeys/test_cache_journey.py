@@ -59,12 +59,6 @@ def cache_dir(tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
-@pytest.fixture
-def fake() -> Iterator[FakeDevice]:
-    with FakeDevice() as fake:
-        yield fake
-
-
 def picture() -> Arrays:
     return {"x": np.random.default_rng(1).standard_normal((1, 3, 224, 224)).astype(np.float32)}
 
@@ -356,7 +350,7 @@ async def test_records_that_are_lost_cost_a_compilation(
 
 
 async def test_an_entry_of_another_model_is_never_taken_for_this_ones_even_with_a_forged_manifest(cache_dir: Path, own_state: Path) -> None:
-    """One token for two models of the same shape, and somebody who may write to the directory puts the first one's files back."""
+    """One token for two models of the same shape, and another program that may write to the directory puts the first one's files back."""
     x = np.ones(64, np.float32)
     one, other = (aionn.Model.from_onnx(scaled_model(np.full(64, factor, np.float32))) for factor in (2, 3))
     token = bytes(32)
@@ -657,7 +651,7 @@ async def test_when_the_compiling_app_is_killed_half_way_another_takes_over(fake
             driver = await fake.heard("compile")
             (victim,) = [process for process in apps.processes if process.pid == parent_of(driver)]
             victim.send_signal(signal.SIGKILL)
-            await fake.heard("compile")  # somebody else has begun
+            await fake.heard("compile")  # another app has begun
             fake.behave()
             told = await anyio.to_thread.run_sync(apps.told)
     finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,6 @@ pytestmark = pytest.mark.anyio
 INPUTS = {"input": np.ones((1, 16), np.float32)}
 MODEL = aionn.Model.from_onnx(identity_model())
 TURNS = range(1, 9)
-
-
-@pytest.fixture
-def fake() -> Iterator[FakeDevice]:
-    with FakeDevice() as device:
-        yield device
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,6 @@ pytestmark = pytest.mark.anyio
 ROOT = Path(__file__).parent.parent.parent
 INPUTS = {"input": np.ones((1, 16), np.float32)}
 MODEL = aionn.Model.from_onnx(identity_model())
-
-
-@pytest.fixture
-def fake() -> Iterator[FakeDevice]:
-    with FakeDevice() as device:
-        yield device
 
 
 async def in_a_task(work: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import weakref
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import anyio
 import numpy as np
@@ -19,12 +19,6 @@ pytestmark = pytest.mark.anyio
 
 INPUTS = {"input": np.ones((1, 16), np.float32)}
 MODEL = aionn.Model.from_onnx(identity_model())
-
-
-@pytest.fixture
-def fake() -> Iterator[FakeDevice]:
-    with FakeDevice() as device:
-        yield device
 
 
 @pytest.fixture

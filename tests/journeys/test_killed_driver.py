@@ -202,7 +202,7 @@ async def test_the_death_of_one_driver_does_not_touch_the_others(silero_path: Pa
                     assert_same(await burst.compute(inputs), expected)
                     frames += 1
                     if frames == 20:
-                        # Stopped first, until a call waits that has no answer: one that dies between two calls is nobody's error,
+                        # Stopped first, until a call waits that has no answer: one that dies between two calls fails no call,
                         # the next starts another. What it had answered is taken in by a turn of the loop.
                         os.kill(second, signal.SIGSTOP)
                         for _ in range(3):

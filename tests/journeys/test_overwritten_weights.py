@@ -6,7 +6,6 @@ those of the old weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +39,6 @@ def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
-@pytest.fixture
-def fake() -> Iterator[FakeDevice]:
-    with FakeDevice() as device:
-        yield device
-
-
 class Weights:
     """x + a + b, with both constants in a file beside the model."""
 
@@ -55,7 +48,7 @@ class Weights:
         self._path.write_bytes(OLD.tobytes() + REST.tobytes())
 
     def overwrite(self, first: NDArray[np.float32]) -> None:
-        """In place: the inode stays, and whoever has the file mapped sees it."""
+        """In place: the inode stays, and every mapping of the file shows it."""
         with open(self._path, "r+b", buffering=0) as file:
             file.write(first.tobytes())
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -23,12 +22,6 @@ def users_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder that drivers use unless they are given another."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home"))
     return tmp_path / "home" / "aionn"
-
-
-@pytest.fixture
-def fake() -> Iterator[FakeDevice]:
-    with FakeDevice() as fake:
-        yield fake
 
 
 async def compiled(runtime: aionn.Runtime, device: str, cache_dir: Path, features: int = 16) -> CacheOutcome:

@@ -629,7 +629,7 @@ def test_a_request_that_comes_again_is_refused_as_a_new_one_would_be() -> None:
     one.copy_from(b"xyz", (3,))
     with request.use() as use:
         assert bytes(use.inputs[0]) == b"xyz"
-        assert status_of(request.use) is FAILED  # somebody writes the other
+        assert status_of(request.use) is FAILED  # another request writes the other
     assert not two.is_initialized  # it did not succeed
     device.buffers.free(two.token)
     assert status_of(request.use) is INVALID

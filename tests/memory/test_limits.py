@@ -1,4 +1,4 @@
-"""Allocation never lies: each limit is told beforehand, by name, with need and have; nobody is killed for asking."""
+"""Allocation never lies: each limit is reported beforehand, by name, with need and have; no process is killed for asking."""
 
 from __future__ import annotations
 
@@ -330,7 +330,7 @@ while True:
     except MemoryAllocationError:
         break
 assert 3 <= len(held) <= 12, len(held)
-# Memory that a peer has only promised must not be paid for by whoever maps it.
+# Memory that a peer has only promised must not be paid for by the process that maps it.
 fd = os.memfd_create("peer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 os.ftruncate(fd, 64 * MIB)
 fcntl.fcntl(fd, 1033, 2)

@@ -119,7 +119,7 @@ def test_frames_that_the_app_leases_are_limited_by_memory_alone(memory: Memory) 
         leased[-1].lent = True
     assert pool.pinned_frames == 100
     assert pool.size_bytes == 100 * PAGE
-    leased[0].pins += 1  # its request is in flight: somebody waits rather than take more memory
+    leased[0].pins += 1  # its request is in flight: a caller waits rather than take more memory
     with pytest.raises(FramesInFlightError):
         pool.lease()
 

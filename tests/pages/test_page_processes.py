@@ -31,7 +31,7 @@ while not over:
     letter = "abcdefghij"[turns % 10]
     for number, burst in enumerate(bursts):
         burst.add(app_layout.SENT, 1)
-        burst.answered(turns * 1000 % 20_000_000, turns, 64, app_layout.COMPUTED)
+        burst.answered(turns * 1000 % 20_000_000, turns)
     if turns % 3 == 0:
         page.rename(bursts[turns % 8], letter * 60, letter * 60)
     if turns % 5 == 0:  # slots change hands, and their counts go to the runtime's
@@ -104,10 +104,9 @@ def read_beside_a_writer(reads: int) -> None:
             count = int(process.stdout.readline())
             last = page.read()
             assert last is not None
-            assert last.total("sent") == last.total("answered") == last.total("computed") == count
+            assert last.total("sent") == last.total("answered") == count
             assert sum(sum(slot.call_times) for slot in last.slots) == count
             assert sum(sum(slot.service_times) for slot in last.slots) == count
-            assert last.total("copied_bytes") == 64 * count
 
 
 def test_counters_never_fall_and_no_name_is_torn() -> None:
@@ -168,7 +167,7 @@ def test_every_writer_is_off_in_a_child_of_fork() -> None:
             def child() -> None:
                 assert find_page(os.getpid()) is None
                 burst.add(app_layout.COMPUTED, 1)
-                burst.answered(1, 1, 1, app_layout.FAILED)
+                burst.answered(1, 1)
                 page.rename(burst, "child")
                 page.beat(runtime)
                 page.trace_note(1, 2, 3, time.monotonic_ns())

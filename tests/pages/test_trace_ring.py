@@ -1,15 +1,14 @@
-"""Trace records: written only while somebody asks, read from another process, and each record whole, late or counted as lost."""
+"""Trace records: written only while a tracer asks, read from another process, and each record whole, late or counted as lost."""
 
 from __future__ import annotations
 
 import os
 import resource
 import time
-from collections.abc import Iterator
 
 import pytest
 
-from aionn.pages import AppPage, FoundPage, TraceKind, TraceReader, app_layout, close_page, find_page, layout, open_page, tracing
+from aionn.pages import AppPage, FoundPage, TraceKind, TraceReader, app_layout, find_page, layout, tracing
 from aionn.pages._page import Trace
 from tests.pages.processes import program
 
@@ -25,21 +24,6 @@ while True:
     number += 1
     page.trace_note(1, 7, number, time.monotonic_ns(), number, number)
 """
-
-
-@pytest.fixture
-def page() -> Iterator[AppPage]:
-    written = open_page()
-    yield written
-    close_page(written)
-
-
-@pytest.fixture
-def found(page: AppPage) -> Iterator[FoundPage]:
-    reader = find_page(os.getpid())
-    assert reader is not None
-    with reader:
-        yield reader
 
 
 def rings() -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import array
 import os
-import resource
 import socket
 from collections.abc import Callable
 
@@ -30,6 +29,7 @@ from aionn.remote.control import (
     encode,
 )
 from aionn.remote.failures import MAX_MESSAGE_CHARACTERS, error_of, failure_of
+from tests.descriptors import free_descriptors
 
 pytestmark = pytest.mark.anyio
 
@@ -109,7 +109,7 @@ async def test_a_frame_that_is_none_ends_the_channel_with_a_reason_and_leaves_no
     assert ear.channel.closed
     ear.peer.close()
     assert open_fds() == before  # while `end` and its traceback are remembered
-    ear.channel.post(Reply(1, Done()))  # after the end: nobody is there to hear it, and it is no error
+    ear.channel.post(Reply(1, Done()))  # after the end: no peer hears it, and it is not an error
 
 
 async def test_descriptors_piled_onto_one_unfinished_frame_end_the_channel() -> None:
@@ -210,23 +210,8 @@ async def test_descriptors_lost_for_want_of_room_fail_their_own_message_alone() 
     lost = encode(Reply(2, Done()), 3)
     ear.send(encode(Reply(1, Done()), 1), [null])
     ear.send(lost[:5], [null] * 3)  # a header in two pieces
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    highest = max(int(fd) for fd in os.listdir("/proc/self/fd"))
-    fillers = []
-    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 3, hard))  # at least two are free, below or above the highest
-    try:
-        try:
-            while True:
-                fillers.append(os.open("/dev/null", os.O_RDONLY))
-        except OSError:
-            pass
-        for _ in range(2):  # room for the one of the first message, and for one of three of the second
-            os.close(fillers.pop())
+    with free_descriptors(2):  # room for the one of the first message, and for one of three of the second
         ear.channel.drain()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        for fd in fillers:
-            os.close(fd)
     ear.send(lost[5:])
     ear.send(encode(Reply(3, Done()), 2), [null] * 2)
     ear.channel.drain()

@@ -108,7 +108,7 @@ STATUSES: dict[str, Result] = {
     for status in ErrorStatus
     if status is not ErrorStatus.NONE
 }
-"""A driver that fails by the book, but for shapes and times that a failure does not have."""
+"""A driver that fails by the book, except for shapes and times that a failure does not have."""
 
 TIMINGS: dict[str, Result] = {
     f"times_{on_device}_{in_driver}": Result(ErrorStatus.NONE, (), Timing(on_device, in_driver))

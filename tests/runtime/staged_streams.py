@@ -18,7 +18,7 @@ SHAPE = (1, 16)
 
 
 def frame(number: int) -> dict[str, Any]:
-    """Small values for ever: what a comparison tolerates grows with them."""
+    """Small values without end: what a comparison tolerates grows with them."""
     return {"x": np.full(SHAPE, number % 97, np.float32)}
 
 

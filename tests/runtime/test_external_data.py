@@ -46,7 +46,7 @@ def floats(seed: int, count: int = N) -> NDArray[np.float32]:
     return np.random.default_rng(seed).integers(1, 100, count).astype(np.float32)
 
 
-# Each makes y of x and of tensors that are no initializers of the main graph, and says what y - x is.
+# Each makes y of x and of tensors that are not initializers of the main graph, and says what y - x is.
 
 
 def in_a_function(seed: int) -> tuple[ModelProto, NDArray[Any]]:
@@ -131,7 +131,7 @@ def outside(model: ModelProto) -> list[TensorProto]:
 
 
 def save(model: ModelProto, directory: Path, location: str = FILE) -> int:
-    """Write the model with every tensor's bytes in one file, but for the main graph's initializers; return how many went out."""
+    """Write the model with every tensor's bytes in one file, except the main graph's initializers; return how many went out."""
     kept = {id(found) for found in model.graph.initializer}
     content = b""
     moved = 0

@@ -320,12 +320,6 @@ async def test_many_calls_whose_outputs_need_more_room_queue() -> None:
             assert burst.statistics()["pinned_frames"] == 0
 
 
-@pytest.fixture
-def fake() -> Iterator[FakeDevice]:
-    with FakeDevice() as device:
-        yield device
-
-
 async def test_a_call_that_waits_for_a_frame_keeps_its_deadline_and_can_be_cancelled(fake: FakeDevice) -> None:
     async with leak_check(), aionn.Runtime() as runtime:
         compilation = await runtime.compile(model(), devices=(fake.name,))

@@ -133,7 +133,7 @@ def answers(burst: Burst) -> int:
 
 @pytest.fixture
 def anew(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """The inputs of each call that was no usual frame."""
+    """The inputs of each call that did not take the path of a usual frame."""
     general, seen = Burst._attempt, []
 
     async def noted(self: Burst, inputs: Any, *arguments: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The gate that holds executions back: in the order in which they came, whoever leaves, however often it closes."""
+"""The gate that holds executions back: in the order in which they came, although callers leave and however often it closes."""
 
 from __future__ import annotations
 

@@ -207,7 +207,7 @@ async def test_every_status_is_its_own_error_on_both_ways() -> None:
                             {"a": (4,), "b": (4,)} if status is ErrorStatus.OUTPUT_INSUFFICIENT_SIZE else None
                         )
                         del caught, error
-                assert burst.statistics()["connections"] == 1, "a failed execution is no end of a burst"
+                assert burst.statistics()["connections"] == 1, "a failed execution does not end a burst"
             await compilation.aclose()
 
 

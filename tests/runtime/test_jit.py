@@ -1,4 +1,4 @@
-"""JIT: nothing happens before the first execution, and then everything once, under the entry's locks, whoever waits or leaves."""
+"""JIT: nothing happens before the first execution, and then everything once, under the entry's locks, although callers wait or leave."""
 
 from __future__ import annotations
 

@@ -7,7 +7,8 @@ import gc
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +35,15 @@ MANY = 100
 MODEL = aionn.Model.from_onnx(identity_model({"x": (4,)}))
 
 
-@pytest.fixture
-def fake() -> Iterator[FakeDevice]:
-    with FakeDevice() as device:
-        yield device
-
-
 def x(number: float) -> NDArray[np.float32]:
     return np.full(4, number, np.float32)
+
+
+@asynccontextmanager
+async def compiled(fake: FakeDevice) -> AsyncIterator[aionn.Compilation]:
+    """Compile the model on the fake device, for a body that leaves nothing behind."""
+    async with leak_check(), aionn.Runtime() as runtime:
+        yield await runtime.compile(MODEL, devices=(fake.name,))
 
 
 def kept_of(compilation: aionn.Compilation) -> KeptBurst:
@@ -131,8 +133,7 @@ async def test_a_compilation_that_never_computes_opens_nothing_and_the_first_cal
 
 
 async def test_outputs_belong_to_the_caller_and_frames_are_used_again(fake: FakeDevice) -> None:
-    async with leak_check(), aionn.Runtime() as runtime:
-        compilation = await runtime.compile(MODEL, devices=(fake.name,))
+    async with compiled(fake) as compilation:
         results = [await compilation.compute({"x": x(number)}) for number in range(300)]  # more than a burst has frames
         for number, outputs in enumerate(results):
             assert outputs["x_out"].flags.owndata
@@ -145,8 +146,7 @@ async def test_outputs_belong_to_the_caller_and_frames_are_used_again(fake: Fake
 
 
 async def test_an_output_in_an_apps_memory_is_written_there_and_not_copied(fake: FakeDevice) -> None:
-    async with leak_check(), aionn.Runtime() as runtime:
-        compilation = await runtime.compile(MODEL, devices=(fake.name,))
+    async with compiled(fake) as compilation:
         with aionn.Memory.allocate(16) as memory:
             outputs = await compilation.compute({"x": x(5)}, outputs={"x_out": memory})
             memory.array(np.float32, (4,))[...] = 6
@@ -175,18 +175,15 @@ async def test_any_mapping_is_accepted_also_a_frame_of_the_apps_own_burst(fake: 
         def __len__(self) -> int:
             return 1
 
-    async with leak_check(), aionn.Runtime() as runtime:
-        compilation = await runtime.compile(MODEL, devices=(fake.name,))
-        async with compilation.burst() as burst, burst.frame() as frame:
-            frame["x"] = x(3)
-            for inputs in (Lazy(), frame):
-                np.testing.assert_array_equal((await compilation.compute(inputs))["x_out"], x(3))
+    async with compiled(fake) as compilation, compilation.burst() as burst, burst.frame() as frame:
+        frame["x"] = x(3)
+        for inputs in (Lazy(), frame):
+            np.testing.assert_array_equal((await compilation.compute(inputs))["x_out"], x(3))
 
 
 async def test_requests_that_packets_cannot_carry_go_over_the_control_socket(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """As memory of more than 4 GiB, where an offset has more than 32 bits."""
-    async with leak_check(), aionn.Runtime() as runtime:
-        compilation = await runtime.compile(MODEL, devices=(fake.name,))
+    async with compiled(fake) as compilation:
         with aionn.Memory.allocate(4096) as memory:
             memory.array(np.float32, (1024,))[512:516] = 7
             part = memory[2048:2064]
@@ -274,25 +271,22 @@ async def test_a_first_call_that_prepares_lets_all_others_wait_and_prepares_once
 
 async def test_calls_that_fail_keep_no_frame_in_use_while_the_app_keeps_their_errors(fake: FakeDevice) -> None:
     """An error has a traceback, which holds the frames of the functions that it passed."""
-    async with leak_check(), aionn.Runtime() as runtime:
-        compilation = await runtime.compile(MODEL, devices=(fake.name,))
-        async with compilation.burst() as burst:
-            for compute in (compilation.compute, burst.compute):
-                await compute({"x": x(0)})  # from now on the usual frame
-                fake.fail()
-                failed = await asyncio.gather(*(compute({"x": x(number)}) for number in range(600)), return_exceptions=True)
-                assert [type(error) for error in failed] == [aionn.ExecutionError] * 600
-                fake.behave()
-                np.testing.assert_array_equal((await compute({"x": x(9)}))["x_out"], x(9))
-                del failed
+    async with compiled(fake) as compilation, compilation.burst() as burst:
+        for compute in (compilation.compute, burst.compute):
+            await compute({"x": x(0)})  # from now on the usual frame
+            fake.fail()
+            failed = await asyncio.gather(*(compute({"x": x(number)}) for number in range(600)), return_exceptions=True)
+            assert [type(error) for error in failed] == [aionn.ExecutionError] * 600
+            fake.behave()
+            np.testing.assert_array_equal((await compute({"x": x(9)}))["x_out"], x(9))
+            del failed
 
 
 # --- cancelled, late, killed, closed ----------------------------------------------------------------------------------
 
 
 async def test_calls_that_are_cancelled_in_the_queue_or_with_the_driver_hold_up_no_other(fake: FakeDevice) -> None:
-    async with leak_check(), aionn.Runtime() as runtime:
-        compilation = await runtime.compile(MODEL, devices=(fake.name,))
+    async with compiled(fake) as compilation:
         await compilation.compute({"x": x(0)})
         fake.hang()
         calls = Calls(compilation, MANY)
@@ -312,8 +306,7 @@ async def test_calls_that_are_cancelled_in_the_queue_or_with_the_driver_hold_up_
 
 
 async def test_a_storm_of_cancelled_calls_grows_nothing(fake: FakeDevice) -> None:
-    async with leak_check(), aionn.Runtime() as runtime:
-        compilation = await runtime.compile(MODEL, devices=(fake.name,))
+    async with compiled(fake) as compilation:
         await compilation.compute({"x": x(0)})
         fake.hang()
         for _ in range(20):
@@ -331,8 +324,7 @@ async def test_a_storm_of_cancelled_calls_grows_nothing(fake: FakeDevice) -> Non
 
 
 async def test_a_call_that_is_cancelled_as_its_place_comes_passes_the_place_on(fake: FakeDevice) -> None:
-    async with leak_check(), aionn.Runtime() as runtime:
-        compilation = await runtime.compile(MODEL, devices=(fake.name,))
+    async with compiled(fake) as compilation:
         await compilation.compute({"x": x(0)})
         fake.hang()
         calls = Calls(compilation, DEPTH + 2)
@@ -355,8 +347,7 @@ async def test_a_call_that_is_cancelled_as_its_place_comes_passes_the_place_on(f
 
 
 async def test_calls_whose_deadline_passes_in_the_queue_are_late_and_the_others_are_right(fake: FakeDevice) -> None:
-    async with leak_check(), aionn.Runtime() as runtime:
-        compilation = await runtime.compile(MODEL, devices=(fake.name,))
+    async with compiled(fake) as compilation:
         await compilation.compute({"x": x(0)})
         fake.hang()
         patient = Calls(compilation, MANY)
@@ -379,8 +370,7 @@ async def test_a_call_that_has_waited_for_its_place_has_so_much_less_time_left(f
         given.append(timeout_s)
         return await compute(burst, inputs, timeout_s=timeout_s, **arguments)
 
-    async with leak_check(), aionn.Runtime() as runtime:
-        compilation = await runtime.compile(MODEL, devices=(fake.name,))
+    async with compiled(fake) as compilation:
         await compilation.compute({"x": x(0)})
         monkeypatch.setattr(aionn.Burst, "compute", noting)
         fake.hang()
@@ -399,8 +389,7 @@ async def test_a_call_that_has_waited_for_its_place_has_so_much_less_time_left(f
 
 
 async def test_a_driver_that_dies_ends_the_calls_that_it_had_and_a_new_one_answers_those_that_waited(fake: FakeDevice) -> None:
-    async with leak_check(), aionn.Runtime() as runtime:
-        compilation = await runtime.compile(MODEL, devices=(fake.name,))
+    async with compiled(fake) as compilation:
         await compilation.compute({"x": x(0)})
         for _ in range(3):
             fake.hang()
@@ -416,8 +405,7 @@ async def test_a_driver_that_dies_ends_the_calls_that_it_had_and_a_new_one_answe
 
 
 async def test_closing_a_compilation_answers_what_the_driver_has_and_refuses_what_waits(fake: FakeDevice) -> None:
-    async with leak_check(), aionn.Runtime() as runtime:
-        compilation = await runtime.compile(MODEL, devices=(fake.name,))
+    async with compiled(fake) as compilation:
         await compilation.compute({"x": x(0)})
         fake.hang()
         calls = Calls(compilation, MANY)
@@ -439,8 +427,7 @@ async def test_closing_a_compilation_whose_driver_stays_busy_ends_all_calls_with
     fake: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kept_burst, "CLOSE_S", 0.01)
-    async with leak_check(), aionn.Runtime() as runtime:
-        compilation = await runtime.compile(MODEL, devices=(fake.name,))
+    async with compiled(fake) as compilation:
         await compilation.compute({"x": x(0)})
         fake.hang()
         calls = Calls(compilation, MANY)
@@ -532,8 +519,7 @@ async def test_an_idle_burst_is_closed_by_its_timer_on_both_sides_and_the_next_c
     fake: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kept_burst, "IDLE_S", 0.01)
-    async with leak_check(), aionn.Runtime() as runtime:
-        compilation = await runtime.compile(MODEL, devices=(fake.name,))
+    async with compiled(fake) as compilation:
         (pid,) = driver_pids()
 
         def theirs() -> tuple[int, int]:
@@ -561,8 +547,7 @@ async def test_an_idle_burst_is_closed_by_its_timer_on_both_sides_and_the_next_c
 
 
 async def test_a_burst_is_not_idle_while_a_call_waits_or_the_driver_is_busy_for_one_that_has_left(fake: FakeDevice) -> None:
-    async with leak_check(), aionn.Runtime() as runtime:
-        compilation = await runtime.compile(MODEL, devices=(fake.name,))
+    async with compiled(fake) as compilation:
         kept = kept_of(compilation)
         kept.close_if_idle()  # nothing is open
         await compilation.compute({"x": x(0)})
@@ -588,8 +573,7 @@ async def test_a_burst_is_not_idle_while_a_call_waits_or_the_driver_is_busy_for_
 async def test_a_burst_that_is_closed_for_idleness_between_any_two_calls_loses_none(fake: FakeDevice) -> None:
     """A close at every turn of the loop, beside tasks that compute one after the other."""
     closed = 0
-    async with leak_check(), aionn.Runtime() as runtime:
-        compilation = await runtime.compile(MODEL, devices=(fake.name,))
+    async with compiled(fake) as compilation:
         over = anyio.Event()
         kept = kept_of(compilation)
 

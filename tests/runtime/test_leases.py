@@ -17,30 +17,12 @@ import pytest
 import aionn
 from aionn.errors import MemoryAllocationError
 from aionn.memory.region import PAGE_BYTES, Region
-from aionn.testing import FakeDevice, identity_model
+from aionn.testing import FakeDevice
 
 PAGE_FRAMES = PAGE_BYTES // 128
 """So many frames of this model fit a page. While a request is in flight, the burst allocates no more for leases."""
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-def fake() -> Iterator[FakeDevice]:
-    with FakeDevice() as device:
-        yield device
-
-
-@pytest.fixture
-async def compilation(fake: FakeDevice) -> AsyncIterator[aionn.Compilation]:
-    async with aionn.Runtime() as runtime:
-        yield await runtime.compile(aionn.Model.from_onnx(identity_model()), devices=(fake.name,))
-
-
-@pytest.fixture
-async def burst(compilation: aionn.Compilation) -> AsyncIterator[aionn.Burst]:
-    async with compilation.burst() as burst:
-        yield burst
 
 
 def number_in(result: aionn.StreamResult) -> int:

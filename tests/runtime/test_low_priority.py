@@ -27,7 +27,7 @@ from tests.runtime.asked_engine import AskedEngine, SecondAskedEngine
 from tests.runtime.test_liveness import Case
 from tests.stopping import kill_under
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("surroundings")]
 
 SHAPE = (1, 16)
 MODEL = aionn.Model.from_onnx(identity_model({"x": SHAPE}, outputs=["y"]))
@@ -38,12 +38,6 @@ PATIENCE_S = 120.0  # a driver under SCHED_IDLE gets what the rest of the machin
 @pytest.fixture
 def anyio_backend() -> Any:
     return ("asyncio", {"use_uvloop": True})
-
-
-@pytest.fixture(autouse=True)
-def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
 
 
 @asynccontextmanager

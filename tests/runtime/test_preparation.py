@@ -215,12 +215,12 @@ def test_a_drivers_word_becomes_a_value(told: str, reason: MissReason, detail: s
 
 async def test_a_failed_compilation_leaves_no_entry_and_the_next_may_compile(cache: CacheChoice) -> None:
     async def fails() -> None:
-        raise CompilationError("told to fail")
+        raise CompilationError("failed on demand")
 
     device = ScriptedDevice()
     device.while_compiling = fails
     async with scripted(device) as devices:
-        with pytest.raises(CompilationError, match="told to fail"):
+        with pytest.raises(CompilationError, match="failed on demand"):
             await devices.prepare(some_model(), cache)
         device.while_compiling = None
         _, outcome = await devices.prepare(some_model(), cache)

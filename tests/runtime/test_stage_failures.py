@@ -128,7 +128,7 @@ SOAK = [pytest.mark.soak, pytest.mark.timeout(1800)]
 
 @pytest.mark.parametrize(
     ("act", "times"),
-    # One timeout ends them all; the quick run waits for it where the engine's own code may really take for ever.
+    # One timeout ends them all; the quick run waits for it where the engine's own code may really never end.
     [("start", 1), ("compile", 1), *[pytest.param(act, 20, marks=SOAK) for act, _ in BEFORE_RUNS]],
 )
 async def test_hanging_before_it_runs(quick: FakeDevice, best: FakeDevice, tmp_path: Path, act: str, times: int) -> None:

@@ -127,7 +127,7 @@ async def test_a_stream_that_may_not_be_held_and_leaves_no_gap_keeps_its_stage(
                 assert "its speed could not be decided within 0.5 s" in await rejected(compilation, best)
                 assert stream.stages == [quick.name]
     assert recording.total("stage.held") == 0
-    # Nobody knows that it is bad, and nobody knows that it is good: it is stored, and has to show itself.
+    # It is not known to be bad or good: it is stored, and has to show itself.
     async with leak_check(), aionn.Runtime() as runtime:
         compilation = await staged(runtime, model, quick, best, tmp_path / "cache")
         assert [stage.state for stage in compilation.stages] == ["serving", "waiting"]

@@ -74,7 +74,7 @@ async def test_processes_killed_at_random_never_spoil_the_entry_they_share(
         assert wait_for_end(int(line.split()[1].rstrip(":")), 5), line
     async with CacheStore(cache_dir) as store:
         assert [bad async for bad in store.verify()] == []
-    async with aionn.Runtime() as runtime:  # nobody's lock is left behind
+    async with aionn.Runtime() as runtime:  # no lock is left behind
         model = aionn.Model.from_onnx(MODEL)
         for _ in range(2):
             compilation = await runtime.compile(model, devices=(BEST,), cache_dir=cache_dir, token=model.token, timeout_s=20)

@@ -21,24 +21,6 @@ pytestmark = pytest.mark.anyio
 Frame = dict[str, NDArray[np.float32]]
 
 
-@pytest.fixture
-def fake() -> Iterator[FakeDevice]:
-    with FakeDevice() as device:
-        yield device
-
-
-@pytest.fixture
-async def compilation(fake: FakeDevice) -> AsyncIterator[aionn.Compilation]:
-    async with aionn.Runtime() as runtime:
-        yield await runtime.compile(aionn.Model.from_onnx(identity_model()), devices=(fake.name,))
-
-
-@pytest.fixture
-async def burst(compilation: aionn.Compilation) -> AsyncIterator[aionn.Burst]:
-    async with compilation.burst() as burst:
-        yield burst
-
-
 def frame(number: int) -> Frame:
     return {"input": np.full((1, 16), number, np.float32)}
 

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import aclosing
 from typing import Any
 
@@ -31,20 +31,6 @@ pytestmark = pytest.mark.anyio
 Inputs = dict[str, NDArray[np.float32]]
 
 
-@pytest.fixture
-def fake() -> Iterator[FakeDevice]:
-    with FakeDevice() as device:
-        yield device
-
-
-@pytest.fixture
-async def burst(fake: FakeDevice) -> AsyncIterator[aionn.Burst]:
-    async with aionn.Runtime() as runtime:
-        compilation = await runtime.compile(aionn.Model.from_onnx(identity_model()), devices=(fake.name,))
-        async with compilation.burst() as burst:
-            yield burst
-
-
 def frame(number: int) -> Inputs:
     return {"input": np.full((1, 16), number, np.float32)}
 
@@ -58,7 +44,7 @@ async def wait(event: threading.Event) -> None:
 
 
 class Blocking:
-    """A camera that blocks for ever in the middle of a frame, until it is released."""
+    """A camera that blocks in the middle of a frame until it is released."""
 
     def __init__(self, burst: aionn.Burst, good: int = 0) -> None:
         self._burst = burst
@@ -78,7 +64,7 @@ class Blocking:
             place = leased["input"]
             self.reads.set()
             self.release.wait(60)
-            place[...] = 7  # the memory is still there, and is no other request's
+            place[...] = 7  # the memory is still mapped, and belongs to this request alone
             yield leased
         finally:
             self.closed_in = threading.current_thread()

@@ -23,7 +23,7 @@ from tests.real_models import carried, some_input
 from tests.runtime.asked_engine import AskedEngine, SecondAskedEngine, SecondSingleEngine, SingleEngine
 from tests.stopping import kill_under
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("surroundings")]
 
 SHAPE = (1, 16)
 MODEL = aionn.Model.from_onnx(identity_model({"x": SHAPE}, outputs=["y"]))
@@ -33,12 +33,6 @@ FRAME = {"x": np.ones(SHAPE, np.float32)}
 @pytest.fixture
 def anyio_backend() -> Any:
     return ("asyncio", {"use_uvloop": True})
-
-
-@pytest.fixture(autouse=True)
-def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
 
 
 async def asked(compilation: aionn.Compilation) -> dict[str, int]:

@@ -42,7 +42,7 @@ def test_leaky(fake_device):
 
 
 def test_acts_in_several_threads_are_each_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two acts that begin at the same moment are the second and the third, whoever looks first."""
+    """Two acts that begin at the same moment are the second and the third, whichever looks first."""
     with FakeDevice() as fake:
         engine = FakeEngine()
         fake.fail(act="run", after=2)
@@ -67,7 +67,7 @@ def test_acts_in_several_threads_are_each_counted_once(monkeypatch: pytest.Monke
             thread.start()
         for thread in threads:
             thread.join(30)
-        assert failures == ["told to fail"]
+        assert failures == ["failed on demand"]
 
 
 def test_a_clean_test_passes_and_a_leak_is_named(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ from aionn.runtime.executing.arguments import FrameLayout
 from aionn.tasks import seconds_until
 
 TRIM_S = 2.0
+"""A pool is trimmed so many seconds after it has grown, and again as long as the app holds its frames."""
 
 _KEPT_BYTES = 2**20
 """Pools of small frames with less memory than this together are kept: a model of short texts sees hundreds of sizes."""

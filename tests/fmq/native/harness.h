@@ -3,6 +3,7 @@
 #define HARNESS_H
 
 #define _GNU_SOURCE
+#include "must.h"
 #include "ring.h"
 #include "spin.h"
 
@@ -11,15 +12,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/eventfd.h>
-
-/* Not assert: it must hold in every build. */
-#define MUST(condition)                                                                                                \
-    do {                                                                                                               \
-        if (!(condition)) {                                                                                            \
-            fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition);                                            \
-            abort();                                                                                                   \
-        }                                                                                                              \
-    } while (0)
 
 struct shared { /* what two processes share */
     _Alignas(64) _Atomic uint64_t read;

@@ -47,7 +47,7 @@ static void queue(uint64_t quantum, uint64_t capacity, bool synchronized)
     weak_hint(&shared.control.reader_cpu);
 }
 
-/* Words that a program does not use are zero for ever: not to look at them makes the search smaller. */
+/* Words that a program does not use stay zero: not to look at them makes the search smaller. */
 static void asleep_by(bool futex)
 {
     by_futex = futex;

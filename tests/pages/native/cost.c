@@ -42,8 +42,8 @@ int main(void)
     atomic_store(&slot.words, words);
     atomic_store(&ring.page, page);
     COST("slot_sent", slot_sent(&slot));
-    COST("slot_answered", slot_answered(&slot, 1000 + i * 37 % 1000000, 500 + i * 31 % 500000, 64, SLOT_COMPUTED));
-    COST("slot_answered_without_slot", slot_answered(NULL, i, i, 64, SLOT_COMPUTED));
+    COST("slot_answered", slot_answered(&slot, 1000 + i * 37 % 1000000, 500 + i * 31 % 500000));
+    COST("slot_answered_without_slot", slot_answered(NULL, i, i));
     COST("slot_trace_off", slot_trace(&slot, TRACE_SENT, 1, (uint64_t)i, i, 0, 0));
     page_store(&page[PAGE_TRACE_UNTIL], UINT64_MAX);
     COST("slot_trace_on", slot_trace(&slot, TRACE_SENT, 1, (uint64_t)i, i, 0, 0));

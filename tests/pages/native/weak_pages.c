@@ -90,7 +90,7 @@ static void changing(void)
 static void answer(void)
 {
     for (unsigned i = 0; i < 2; i++)
-        slot_count_answer(words, 0, 0, 1, SLOT_COMPUTED);
+        slot_count_answer(words, 0, 0);
 }
 
 static void count(void)
@@ -108,8 +108,6 @@ static void answering(void)
     weak_location(&words[SLOT_ANSWERED]);
     weak_location(&words[SLOT_CALL_TIMES]);
     weak_location(&words[SLOT_SERVICE_TIMES]);
-    weak_location(&words[SLOT_COMPUTED]);
-    weak_location(&words[SLOT_COPIED_BYTES]);
     weak_location(&words[SLOT_DRIVER_BUSY_NS]);
     weak_thread(answer);
     weak_thread(count);
