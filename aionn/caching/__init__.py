@@ -13,7 +13,7 @@ stored, in a private place. It copies a file before it checks the copy, and then
 directory can cost a compilation, and nothing more. A cache that fails is a `Refusal`, and a `CacheOutcome` on `compilation.outcomes`.
 It is never an exception.
 
-A hit:    store.glance -> Hit -> prepare_model_from_cache(hit.handles) -> integrity.load -> engine.load(verified bytes)
+A hit:    store.glance -> Hit -> prepare_model_from_cache(hit.handles) -> integrity.verify -> engine.load(verified bytes)
 A miss:   store.open -> Miss -> prepare_model(model, publisher.handles) -> integrity.save -> publisher.publish()
 Refused:  hit.refuse(why) -> Miss, as above.
 

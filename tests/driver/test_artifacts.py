@@ -113,6 +113,40 @@ async def test_an_engine_is_given_exactly_the_bytes_it_exported(opened: Opened, 
     assert list(loaded.outputs.items()) == list(model.outputs.items())
 
 
+def test_a_known_executable_is_returned_only_for_files_that_are_verified(model: aionn.Model, handles: CacheHandles) -> None:
+    engine = ScriptedEngine()
+    artifacts = Artifacts(engine)
+    assert artifacts.save(engine.compile(model, CompileOptions(may_export=True)), model, handles) == "saved"
+    first = artifacts.load(handles, CompileOptions())
+    engine.given = None
+    assert artifacts.load(handles, CompileOptions(), {first.digests: first}) is first
+    assert engine.given is None  # the engine loads nothing
+    again = artifacts.load(handles, CompileOptions(), {b"another": first})
+    assert again is not first
+    assert (again.digests, again.description) == (first.digests, first.description)
+    (byte,) = os.pread(handles.data[0], 1, 0)
+    os.pwrite(handles.data[0], bytes([byte ^ 1]), 0)
+    with pytest.raises(CompilationError, match="wrong_bytes"):
+        artifacts.load(handles, CompileOptions(), {first.digests: first})
+    artifacts.close()
+
+
+def test_what_an_engine_exports_is_digested_and_written_where_it_lies(
+    model: aionn.Model, handles: CacheHandles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy of the first file, to which the description is added, would need the memory of the weights twice."""
+    exported, written = np.arange(1000, dtype=np.uint8), list[tuple[memoryview, ...]]()
+    engine = ScriptedEngine()
+    monkeypatch.setattr(engine, "export", lambda executable: Artifact((exported,), (b"data",)))
+    monkeypatch.setattr("aionn.caching.integrity.write_whole", lambda fd, *pieces: written.append(pieces))
+    artifacts = Artifacts(engine)
+    assert artifacts.save(engine.compile(model, CompileOptions(may_export=True)), model, handles) == "saved"
+    (first, description), _ = written
+    assert np.shares_memory(np.frombuffer(first, np.uint8), exported)
+    assert int.from_bytes(description[-8:], "little") == len(description) - 8
+    artifacts.close()
+
+
 @pytest.mark.parametrize("said", [True, False], ids=["the_client_says_what_they_were", "it_does_not"])
 @pytest.mark.parametrize("declines", [True, False], ids=["declined", "exported"])
 async def test_weights_that_change_while_they_are_compiled_are_not_stored(
