@@ -25,6 +25,7 @@ import pytest
 
 import aionn
 from aionn.cli import main
+from aionn.runtime.preparing.idling import Idling
 from aionn.testing import FakeDevice
 from tests.leaks import leak_check
 
@@ -87,6 +88,7 @@ WORLDS = {
     "How many threads, and how many runs at once",
     "A bound for the machine",
     "Priority",
+    "How long a driver process and its memory live",
     "Testing your app",
 }
 
@@ -254,6 +256,26 @@ async def test_first_frame_at_once(silero_path: Path) -> None:
         assert outputs.stage == "onnxruntime"
         assert [(stage.name, stage.reason) for stage in world["compilation"].stages] == [("onnxruntime", ""), ("openvino", "")]
         assert isinstance(runtime.stage_policy, aionn.StagePolicy)
+
+
+@pytest.mark.anyio
+async def test_an_unused_model_gives_its_memory_back_as_the_page_says(
+    silero_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = Idling.watch
+    monkeypatch.setattr(Idling, "watch", lambda self, idle_s: watch(self, idle_s / 1000))
+    model = aionn.Model.from_onnx(silero_path)
+    async with leak_check(), aionn.Runtime() as runtime:
+        world: dict[str, Any] = {"runtime": runtime, "model": model, "cache_dir": tmp_path / "cache"}
+        await run_block("How long a driver process and its memory live", world)
+        first = await world["compilation"].compute(voice())
+        device = next(device for device in runtime.devices if device.name == world["compilation"].device)
+        with anyio.fail_after(20):
+            while device.pid is not None:  # noqa: ASYNC110  (another process ends)
+                await anyio.sleep(0.001)
+        again = await world["compilation"].compute(voice())
+        np.testing.assert_array_equal(again["output"], first["output"])
+        assert [outcome.kind.name for outcome in world["compilation"].outcomes] == ["HIT"]
 
 
 @pytest.mark.anyio

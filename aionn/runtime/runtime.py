@@ -254,9 +254,9 @@ class Runtime:
                 "staged" serves from the best of `stages` that is stored, else from the first one. It makes the better ones in the
                 background, as `stage_policy` says.
             stages: devices from quick to best, only with mode "staged", and in place of `devices`.
-            idle_s: after so many seconds without use, up to a quarter more, the driver's memory is given back, and a driver that holds
-                nothing else ends. The next use loads the model again, with `cache_dir` from there; without, it compiles again, as some
-                apps want it. Device memory, leased frames and requests in flight keep the model; a silent burst does not. None: never.
+            idle_s: give the driver's memory back after so many seconds without use, or up to a quarter more. A driver process that holds
+                nothing else ends then. The next use loads the model again from `cache_dir`, or compiles it again without one. Executions,
+                leased frames and open device memories are use. An open burst alone is not. None: never. See docs/drivers.md.
             timeout_s: seconds after which the call ends with `DeadlineError` and the compile is cancelled.
 
         Returns:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, cast
 
 import anyio
@@ -110,6 +110,11 @@ class ScriptedDevices:
     def check_open(self) -> None:
         if self.closed:
             raise CallerError("the runtime was closed")
+
+    @contextmanager
+    def kept(self, name: str, priority: Priority) -> Iterator[None]:
+        """Nothing ends these devices."""
+        yield
 
     async def get(self, name: str, priority: Priority = Priority.MEDIUM) -> ScriptedDevice:
         if self._unavailable:

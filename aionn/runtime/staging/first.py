@@ -52,7 +52,8 @@ async def prepare_first(
             break
         # A disk may hang in any of this, and the app's deadline does not wait for it.
         work = partial(_stored, devices, names[index], names[:index], model, options, cache, policy)
-        found = await in_time(devices.tasks, work, patience_s, _release)
+        with devices.kept(names[index], options.priority):
+            found = await in_time(devices.tasks, work, patience_s, _release)
         if found is not None:
             for stage in stages[:index]:
                 enter_state(stage, "skipped", f"stage {names[index]!r} was stored already")
