@@ -53,7 +53,7 @@ def imported(script: str, *arguments: str) -> set[str]:
 def packages(modules: set[str]) -> set[str]:
     """The packages that are not part of Python."""
     names = {module.partition(".")[0] for module in modules}
-    return {name for name in names - sys.stdlib_module_names if not name.startswith("_")}
+    return {name for name in names - sys.stdlib_module_names - {"cython_runtime"} if not name.startswith("_")}
 
 
 def aionns(modules: set[str]) -> set[str]:

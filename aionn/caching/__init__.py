@@ -17,7 +17,8 @@ A hit:    store.glance -> Hit -> prepare_model_from_cache(hit.handles) -> integr
 A miss:   store.open -> Miss -> prepare_model(model, publisher.handles) -> integrity.save -> publisher.publish()
 Refused:  hit.refuse(why) -> Miss, as above.
 
-This module is the face for `runtime`. A name is imported when it is first asked for, because drivers need few. Drivers import `integrity` and `blob_cache` themselves, so an app never loads them.
+This module is the face for `runtime`. A name is imported when it is first asked for, because a driver needs few of them. Drivers import
+`integrity` and `blob_cache` themselves, so an app never loads them.
 """
 
 import typing as _typing
