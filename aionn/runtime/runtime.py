@@ -130,6 +130,8 @@ class Runtime:
     async def open(self) -> None:
         """Open the runtime in this event loop; `aclose` must follow. A runtime is opened once.
 
+        The first opening in a process imports NumPy and most of aionn, which holds the loop for about 0.1 s.
+
         Raises:
             CallerError: it has been opened before, or no asyncio or uvloop loop runs.
         """
