@@ -19,7 +19,11 @@ def run(main: Callable[..., Awaitable[T]], *args: object) -> T:
     Raises:
         RuntimeError: an event loop runs in this thread already.
     """
-    if asyncio._get_running_loop() is not None:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        pass  # as it must be
+    else:
         raise RuntimeError("aionn.run was called while an event loop runs in this thread; await the function there")
     while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
