@@ -17,13 +17,19 @@ A hit:    store.glance -> Hit -> prepare_model_from_cache(hit.handles) -> integr
 A miss:   store.open -> Miss -> prepare_model(model, publisher.handles) -> integrity.save -> publisher.publish()
 Refused:  hit.refuse(why) -> Miss, as above.
 
-This module is the face for `runtime`. Drivers import `integrity` and `blob_cache` themselves, so an app never loads them.
+This module is the face for `runtime`. A name is imported when it is first asked for, because a driver needs few of them. Drivers import
+`integrity` and `blob_cache` themselves, so an app never loads them.
 """
 
-from aionn.caching.manifest import Wanted
-from aionn.caching.measurements import OutputDifference, StageMeasurement
-from aionn.caching.outcomes import CacheOutcome, CacheOutcomeKind, MissReason, Refusal
-from aionn.caching.token import KeyParts, encoded_keys
+import typing as _typing
+
+from aionn.lazy import imported_when_asked as _imported_when_asked
+
+if _typing.TYPE_CHECKING:
+    from aionn.caching.manifest import Wanted
+    from aionn.caching.measurements import OutputDifference, StageMeasurement
+    from aionn.caching.outcomes import CacheOutcome, CacheOutcomeKind, MissReason, Refusal
+    from aionn.caching.token import KeyParts, encoded_keys
 
 __all__ = [
     "CacheOutcome",
@@ -36,3 +42,14 @@ __all__ = [
     "Wanted",
     "encoded_keys",
 ]
+
+if not _typing.TYPE_CHECKING:
+    _NAMES = {
+        "manifest": "Wanted",
+        "measurements": "OutputDifference StageMeasurement",
+        "outcomes": "CacheOutcome CacheOutcomeKind MissReason Refusal",
+        "token": "KeyParts encoded_keys",
+    }
+    __getattr__ = _imported_when_asked(
+        __name__, {name: f"aionn.caching.{module}" for module, names in _NAMES.items() for name in names.split()}
+    )

@@ -147,7 +147,7 @@ async def _compile(path: str, options: CompileOptions) -> list[dict[str, Any]]:
     model = await aionn.Model.load(path)
     done = []
     names: Sequence[str | None] = devices or [None]
-    async with aionn.Runtime(state_dir=options.state_dir) as runtime:
+    async with aionn.Runtime(state_dir=options.state_dir, start=() if devices else None) as runtime:
         for name in names:
             began = time.monotonic()
             with progress(f"{Path(path).name} for {name or 'the best device'}"):

@@ -35,7 +35,7 @@ def list_devices(as_json: bool) -> None:
 
 async def _devices() -> list[dict[str, Any]]:
     found = []
-    async with aionn.Runtime() as runtime:
+    async with aionn.Runtime(start=()) as runtime:
         for device in runtime.devices:
             error = ""
             try:

@@ -114,7 +114,7 @@ def _completed(given: Arrays, model: aionn.Model) -> Arrays:
 async def _run(path: str, given: Arrays, options: RunOptions) -> dict[str, Any]:
     device, repeat, cache_dir = options.device, options.repeat, options.cache_dir
     model = await aionn.Model.load(path)
-    async with aionn.Runtime(state_dir=options.state_dir) as runtime:
+    async with aionn.Runtime(state_dir=options.state_dir, start=() if device else None) as runtime:
         began = time.monotonic()
         with progress(f"{Path(path).name} for {device or 'the best device'}"):
             compilation = await runtime.compile(

@@ -15,7 +15,16 @@ def run(main: Callable[..., Awaitable[T]], *args: object) -> T:
 
     Where stdin, stdout or stderr is closed, as in some daemons, /dev/null takes its place. Otherwise a file of uvloop's may get one of
     those numbers, over which uvloop aborts the process.
+
+    Raises:
+        RuntimeError: an event loop runs in this thread already.
     """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        pass  # as it must be
+    else:
+        raise RuntimeError("aionn.run was called while an event loop runs in this thread; await the function there")
     while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(opened)

@@ -11,6 +11,7 @@ import what they use.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import weakref
 from collections.abc import Awaitable, Sequence
@@ -130,6 +131,8 @@ class Runtime:
     async def open(self) -> None:
         """Open the runtime in this event loop; `aclose` must follow. A runtime is opened once.
 
+        The first opening in a process imports NumPy and most of aionn, which holds the loop for about 0.1 s.
+
         Raises:
             CallerError: it has been opened before, or no asyncio or uvloop loop runs.
         """
@@ -139,8 +142,7 @@ class Runtime:
         is_ours(loop)  # noted, before there can be a fork
         early = spawn_early(self._start, self._settings)
         try:
-            for module in _NEEDED:
-                import_module(module)
+            _import_needed()
             await self._open(loop)
             self._opened()  # it may have been closed meanwhile
             self._devices.start_early(self._start, early)
@@ -372,6 +374,18 @@ class Runtime:
             raise CallerError("swap takes a compilation of this runtime")
         with trace.span("swap"), parts.compiled.use.hold(), ending_by(deadline_of(timeout_s), "the new model was not swapped in"):
             await swap_model(parts.new_model(), model, timeout_s)
+
+
+def _import_needed() -> None:
+    """Import what an open runtime needs. What is imported stays, so looking for garbage in it meanwhile is a waste of time."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        for module in _NEEDED:
+            import_module(module)
+    finally:
+        if collects:
+            gc.enable()
 
 
 async def _within(timeout_s: float | None, deadline_ns: int | None, work: Awaitable[T]) -> T:

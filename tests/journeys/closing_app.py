@@ -21,7 +21,7 @@ from aionn.testing import FakeDevice, identity_model
 
 async def main() -> None:
     with FakeDevice() as fake:
-        async with aionn.Runtime() as runtime:
+        async with aionn.Runtime(start=()) as runtime:
             compilation = await runtime.compile(aionn.Model.from_onnx(identity_model()), devices=(fake.name,))
             inputs = {"input": np.ones((1, 16), np.float32)}
             fake.hang(with_gil=True)
@@ -45,7 +45,7 @@ async def interrupted() -> None:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
 
-    async with aionn.Runtime() as runtime:
+    async with aionn.Runtime(start=()) as runtime:
         runtime._tasks.start_soon(interrupt)
         try:
             await asyncio.sleep(3600)

@@ -60,7 +60,7 @@ async def in_child(what: str, runtime: aionn.Runtime, device: aionn.Device, comp
     elif what == "own":
 
         async def own() -> None:
-            async with aionn.Runtime() as mine:
+            async with aionn.Runtime(start=()) as mine:
                 compiled = await mine.compile(aionn.Model.from_onnx(identity_model()), devices=(FakeDevice(SecondFakeEngine).name,))
                 assert list(await compiled.compute(INPUTS)) == ["input_out"]
 
@@ -81,7 +81,7 @@ async def main(what: str, busy: bool, cache_dir: str) -> None:
         yield INPUTS
 
     with FakeDevice() as fake:
-        async with aionn.Runtime() as runtime:
+        async with aionn.Runtime(start=()) as runtime:
             compilation = await runtime.compile(model, devices=(fake.name,), cache_dir=cache_dir, token=model.token)
             async with compilation.burst() as burst, compilation.burst() as other:
                 await burst.compute(INPUTS)

@@ -261,7 +261,7 @@ def test_many_calls_at_once_are_right_with_256_descriptors() -> None:
 
         async def main():
             model = aionn.Model.from_onnx(identity_model({{"x": (4,)}}))
-            async with aionn.Runtime() as runtime:
+            async with aionn.Runtime(start=()) as runtime:
                 compilation = await runtime.compile(model, devices=("reference",))
                 (pid,) = [device.pid for device in runtime.devices if device.pid]
                 async with compilation.burst() as burst:

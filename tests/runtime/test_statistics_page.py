@@ -177,7 +177,7 @@ import asyncio, sys, numpy as np, aionn
 from aionn.testing import identity_model
 
 async def main():
-    async with aionn.Runtime() as runtime:
+    async with aionn.Runtime(start=()) as runtime:
         compilation = await runtime.compile(aionn.Model.from_onnx(identity_model()), devices=("reference",))
         bursts = [compilation.burst() for _ in range(8)]
         for burst in bursts:

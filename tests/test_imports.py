@@ -1,0 +1,136 @@
+"""What is imported when: an app's first lines, an opened runtime, and a driver that greets. Each import delays the first result."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import aionn
+from tests.leaks import driver_pids
+
+FIRST_LINES = """
+    import sys
+    before = set(sys.modules)
+    import aionn
+    aionn.Runtime
+    aionn.run
+    runtime = aionn.Runtime(start=())
+"""
+OPENED = """
+    async def main():
+        async with runtime:
+            print(*(set(sys.modules) - before))
+    aionn.run(main)
+"""
+
+HEAVY = {
+    "email",
+    "filelock",
+    "numpy",
+    "onnx",
+    "google",
+    "sqlite3",
+    "aiofiles",
+    "platformdirs",
+    "onnxruntime",
+    "openvino",
+    "rich",
+    "cyclopts",
+}
+
+
+def imported(script: str, *arguments: str) -> set[str]:
+    """The modules that a script imports, as it prints them."""
+    command = [sys.executable, "-P", "-c", textwrap.dedent(script), *arguments]
+    return set(subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.split())
+
+
+def packages(modules: set[str]) -> set[str]:
+    """The packages that are not part of Python."""
+    names = {module.partition(".")[0] for module in modules}
+    return {name for name in names - sys.stdlib_module_names - {"cython_runtime"} if not name.startswith("_")}
+
+
+def aionns(modules: set[str]) -> set[str]:
+    return {module for module in modules if module.partition(".")[0] == "aionn"}
+
+
+def test_an_apps_first_lines_import_nothing_but_aionn() -> None:
+    modules = imported(FIRST_LINES + "    print(*(set(sys.modules) - before))")
+    assert packages(modules) == {"aionn"}
+    assert len(aionns(modules)) <= 14, sorted(aionns(modules))
+
+
+def test_a_runtime_spawns_its_driver_before_it_imports_numpy() -> None:
+    script = (
+        FIRST_LINES
+        + """
+    from aionn.runtime.processes import early
+    class Spawned(early.Spawned):
+        def __init__(self, *arguments):
+            print(*(set(sys.modules) - before), flush=True)
+            super().__init__(*arguments)
+    early.Spawned = Spawned
+    runtime = aionn.Runtime()
+    async def main():
+        async with runtime:
+            pass
+    aionn.run(main)
+    """
+    )
+    modules = imported(script)
+    assert packages(modules) == {"aionn", "uvloop"}
+    assert len(aionns(modules)) <= 14, sorted(aionns(modules))
+
+
+def test_an_opened_runtime_has_imported_what_a_hit_needs_and_no_more() -> None:
+    modules = imported(FIRST_LINES + OPENED)
+    assert packages(modules) == {"aionn", "anyio", "blake3", "msgspec", "numpy", "typing_extensions", "uvloop"}
+    assert not [
+        module for module in modules if module.startswith(("aionn.runtime.staging", "aionn.driver", "aionn.cli", "aionn.caching.integrity"))
+    ]
+    assert len(aionns(modules)) <= 130, len(aionns(modules))
+
+
+DRIVEN = """
+    import sys
+    import aionn
+
+    async def main():
+        async with aionn.Runtime(start=()) as runtime:
+            await runtime.devices[0].restart()
+
+    aionn.run(main)
+"""
+
+
+def test_a_driver_that_greets_has_imported_its_engine_and_what_serves(tmp_path: Path) -> None:
+    """Python itself writes what a driver imports, into the stderr that the driver shares with its app."""
+    environment = dict(os.environ, PYTHONPROFILEIMPORTTIME="1", PYTHONPYCACHEPREFIX=str(tmp_path))
+    script = textwrap.dedent(DRIVEN)
+    out = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=60, check=True, env=environment)
+    lines = [line.rpartition("|")[2].strip() for line in out.stderr.splitlines() if line.startswith("import time:")]
+    start = max(at for at, module in enumerate(lines) if module == "encodings")  # the driver begins anew; the app waits meanwhile
+    modules = set(lines[start:])
+    assert "aionn.driver.process" in modules
+    assert packages(modules) >= {"aionn", "onnxruntime"}
+    assert not packages(modules) & (HEAVY - {"numpy", "onnxruntime"})
+    assert "sqlite3" not in modules
+    assert not [module for module in modules if module.startswith(("aionn.runtime", "aionn.cli", "aionn.caching.store"))]
+    assert len(aionns(modules)) <= 80, len(aionns(modules))
+    assert driver_pids() == []
+
+
+def test_run_refuses_a_thread_whose_loop_runs_already() -> None:
+    async def inner() -> None:
+        async def nothing() -> None: ...
+
+        with pytest.raises(RuntimeError, match="event loop runs in this thread"):
+            aionn.run(nothing)
+
+    aionn.run(inner)
