@@ -62,7 +62,9 @@ Attach = Callable[[OpenFile], IMemory]
 
 _NO_HOMES: Mapping[str, Home] = {}
 _MOST_FILES = 16
-"""So many files are pools; each is a descriptor in every call that sends the model. The constants of others are copied."""
+"""So many files are mapped as pools; each is a descriptor in every call that sends the model. The constants of more are copied."""
+_MOST_OPEN_FILES = 128
+"""The same for a loaded model, whose drivers need no mapping and copy what lies in the files."""
 
 
 def read_onnx(
@@ -141,7 +143,8 @@ def _place(
 ) -> tuple[tuple[Constant, ...], tuple[IMemory, ...]]:
     """Leave constants where they lie, copy the others into one pool, and make the graph refer to both."""
     found = [_found(constant, attach) for constant in taken]
-    files = list(dict.fromkeys(place.file for place in found if isinstance(place, _InFile)))[:_MOST_FILES]
+    files = list(dict.fromkeys(place.file for place in found if isinstance(place, _InFile)))
+    del files[_MOST_OPEN_FILES if any(isinstance(place, _InFile) and place.anywhere for place in found) else _MOST_FILES :]
     pools: list[IMemory] = []
     attached: dict[OpenFile, int] = {}
     end = 0

@@ -186,17 +186,6 @@ def _set(model: hal_model.Model, **values: object) -> None:
         object.__setattr__(model, name, value)  # the dataclass is frozen for its users
 
 
-async def digest(model: hal_model.Model) -> bytes:
-    """Return a model's token, digested if it must be."""
-    return await model.digest() if isinstance(model, Model) else model.token
-
-
-async def read(model: hal_model.Model) -> None:
-    """Read a model's graph, if it has not been read."""
-    if isinstance(model, Model):
-        await model.read()
-
-
 def is_read(model: hal_model.Model) -> bool:
     """Return whether a model's graph is known."""
     return "graph" in model.__dict__

@@ -25,10 +25,10 @@ from aionn.hal.model import Model
 from aionn.hal.types import CACHE_TOKEN_BYTES, MAX_INSTANCES, MAX_THREADS, ExecutionPreference, Priority
 from aionn.runtime.compilation import Compilation, parts_of
 from aionn.runtime.model import Model as AppModel
-from aionn.runtime.model import digest, read
 from aionn.runtime.parts import CompilationParts
 from aionn.runtime.preparing.cached import CacheChoice
 from aionn.runtime.preparing.plan import prepare_on_best
+from aionn.runtime.preparing.reading import digested, read
 from aionn.runtime.preparing.renewal import Order
 from aionn.runtime.processes.devices import Device, Devices
 from aionn.runtime.processes.liveness import DEFAULT_HANG_S
@@ -239,7 +239,7 @@ class Runtime:
         names = self._named(devices) if mode == "jit" else devices
 
         async def compiled() -> CompilationParts:
-            own = await digest(model) if cache_dir is not None and token is None else token
+            own = await digested(session.tasks, model) if cache_dir is not None and token is None else token
             order = Order(options, names if stages is None else stages, self._cache(cache_dir, own))
             if stages is not None:
                 return await self._compile_staged(session, model, order, stages, self.stage_policy)
@@ -266,7 +266,7 @@ class Runtime:
 
     async def _compile(self, session: Session, model: Model, order: Order, later: bool) -> CompilationParts:
         if later:
-            await read(model)  # the first execution is laid out before it is compiled
+            await read(session.tasks, model)  # the first execution is laid out before it is compiled
             return CompilationParts(session, model, order)
         first = await prepare_on_best(session.devices, model, order.candidates, order.options, order.cache)
         return CompilationParts(session, model, order, first)
@@ -274,7 +274,7 @@ class Runtime:
     async def _compile_staged(
         self, session: Session, model: Model, order: Order, names: Sequence[str], policy: StagePolicy
     ) -> CompilationParts:
-        await digest(model)  # what the comparisons of stages are kept under
+        await digested(session.tasks, model)  # what the comparisons of stages are kept under
         prepared, outcome, stages = await prepare_first(session.devices, model, names, order.options, order.cache, policy)
         parts = CompilationParts(session, model, order, (prepared, outcome))
         parts.begin_stages(stages, policy)
