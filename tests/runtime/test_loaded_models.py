@@ -33,7 +33,7 @@ from aionn.graph.files import Beside, GivenBytes
 from aionn.graph.wire import Survey, survey
 from aionn.hal.model import may_change
 from tests.engines.onnx_graphs import model_of, value
-from tests.runtime.test_external_data import ALL_PATHS, tensors_of
+from tests.runtime.test_external_data import ALL_PATHS, tensor, tensors_of
 
 HIT, MISS, NO_CACHE = CacheOutcomeKind.HIT, CacheOutcomeKind.MISS, CacheOutcomeKind.NO_CACHE
 N = 100_000  # floats: more bytes than a range that is digested where it is read
@@ -484,6 +484,42 @@ async def test_a_graph_that_is_not_the_digested_one_is_refused(tmp_path: Path, m
     overwrite(path, path.read_bytes().replace(b"Add", b"Sub"))
     with pytest.raises(CallerError, match="has changed since it was loaded; load the model again"):
         await model.read()
+
+
+@pytest.mark.anyio
+async def test_a_copy_that_is_not_what_was_digested_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor that must stand in the graph is copied out of its file. No driver compares it, so the reader does."""
+    content = np.arange(5000, dtype=np.float32)
+    sparse = helper.make_sparse_tensor(tensor(content, "s"), tensor(np.arange(5000)), [5000])
+    model = model_of([helper.make_node("Add", ["x", "s"], ["y"])], [value("x", [5000])], [value("y", [5000])])
+    model.graph.sparse_initializer.append(sparse)
+    whole = model.SerializeToString()
+    monkeypatch.setattr(files.OpenFile, "check", lambda file: True)
+    path = tmp_path / "model.onnx"
+    for first, second in (("digest", "read"), ("read", "digest")):
+        path.write_bytes(whole)
+        loaded = await aionn.Model.load(path)
+        await getattr(loaded, first)()
+        overwrite(path, whole.replace(content.tobytes(), content[::-1].tobytes()))
+        with pytest.raises(CallerError, match="has changed since it was loaded; load the model again"):
+            await getattr(loaded, second)()
+    (tmp_path / "weights.bin").write_bytes(content.tobytes())
+    outside = onnx.ModelProto.FromString(whole)
+    place = outside.graph.sparse_initializer[0].values
+    place.ClearField("raw_data")
+    place.data_location = TensorProto.EXTERNAL
+    place.external_data.add(key="location", value="weights.bin")
+    path.write_bytes(outside.SerializeToString())
+    act = files.OpenFile.digests
+
+    def then_it_changes(file: files.OpenFile, ranges: Any) -> list[bytes]:
+        found = act(file, ranges)
+        overwrite(tmp_path / "weights.bin", content[::-1].tobytes())
+        return found
+
+    monkeypatch.setattr(files.OpenFile, "digests", then_it_changes)
+    with pytest.raises(CallerError, match="has changed since it was loaded"):
+        aionn.Model.from_onnx(path)
 
 
 @KINDS
