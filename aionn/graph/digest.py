@@ -15,6 +15,7 @@ A tensor whose file is missing does not fail the digest. Another token says that
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ such entries of its index "racily clean", and reads the files again.
 """
 
 _REMEMBERED = 32
+_MISSING = {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,9 @@ def _digest_outside(beside: Beside, found: Survey, digests: dict[Place, bytes]) 
     for tensor in found.outside:
         try:
             holder, offset, length = beside.place(tensor.entries, tensor.dims, tensor.data_type, "a tensor")
-        except CallerError:
+        except CallerError as error:
+            if isinstance(error.__cause__, OSError) and error.__cause__.errno not in _MISSING:
+                raise  # it may be there, as when this process has too many open files
             places.append(None)
             continue
         location = str(tensor.entries["location"])

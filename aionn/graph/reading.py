@@ -34,6 +34,7 @@ class ReadGraph:
     Attributes:
         changeable: where the bytes come from that `Model.contents` is about, in its order.
         survey, kept: where the file's tensors lie, and the digest of each range beside them, as they were read.
+        copied: digest of all else that was copied out of files.
     """
 
     graph: bytes = field(repr=False)
@@ -46,6 +47,11 @@ class ReadGraph:
     changeable: tuple[Place, ...] = field(repr=False)
     survey: Survey = field(repr=False)
     kept: tuple[bytes, ...] = field(repr=False)
+    copied: dict[Place, bytes] = field(repr=False)
+
+    def is_of(self, digested: Digested) -> bool:
+        """Return whether what was read is what was digested. Constants that stay in files are compared by the driver."""
+        return self.kept == digested.kept and all(digested.digests.get(place) == digest for place, digest in self.copied.items())
 
     @property
     def token(self) -> bytes:
@@ -62,7 +68,9 @@ Attach = Callable[[OpenFile], IMemory]
 
 _NO_HOMES: Mapping[str, Home] = {}
 _MOST_FILES = 16
-"""So many files are pools; each is a descriptor in every call that sends the model. The constants of others are copied."""
+"""So many files are mapped as pools; each is a descriptor in every call that sends the model. The constants of more are copied."""
+_MOST_OPEN_FILES = 128
+"""The same for a loaded model, whose drivers need no mapping and copy what lies in the files."""
 
 
 def read_onnx(
@@ -109,12 +117,16 @@ def read_content(
         found = surveyed(content) if digested is None else digested.survey
         kept = [content.read(start, end - start) for start, end in found.kept]
         kept_digests = tuple(blake3.blake3(piece).digest() for piece in kept)
+        changed = CallerError(f"{content.where}: it has changed since it was loaded; load the model again")
         if digested is not None and kept_digests != digested.kept:
-            raise CallerError(f"{content.where}: it has changed since it was loaded; load the model again")
+            raise changed
         try:
-            return _read(_Payloads(content, found, excise(found, kept), beside, digested), kept_digests, allocate, attach)
+            read = _read(_Payloads(content, found, excise(found, kept), beside, digested), kept_digests, allocate, attach)
         except UnicodeDecodeError as error:  # protobuf looks at a string only when it is used
             raise CallerError(f"{content.where}: this is not an ONNX model: it has a name that is not UTF-8 ({error.reason})") from error
+        if digested is not None and not read.is_of(digested):
+            raise changed
+        return read
 
 
 def _read(payloads: _Payloads, kept: tuple[bytes, ...], allocate: Callable[[int], IMemory], attach: Attach | None) -> ReadGraph:
@@ -133,7 +145,8 @@ def _read(payloads: _Payloads, kept: tuple[bytes, ...], allocate: Callable[[int]
     ]
     graph = model.SerializeToString(deterministic=True)
     operations = tuple(Operation(node.name, node.op_type, node.domain) for node in model.graph.node)
-    return ReadGraph(graph, inputs, outputs, operations, constants, pools, payloads.digested, tuple(changeable), payloads.survey, kept)
+    facts = (graph, inputs, outputs, operations, constants, pools)
+    return ReadGraph(*facts, payloads.digested, tuple(changeable), payloads.survey, kept, payloads.copied)
 
 
 def _place(
@@ -141,7 +154,8 @@ def _place(
 ) -> tuple[tuple[Constant, ...], tuple[IMemory, ...]]:
     """Leave constants where they lie, copy the others into one pool, and make the graph refer to both."""
     found = [_found(constant, attach) for constant in taken]
-    files = list(dict.fromkeys(place.file for place in found if isinstance(place, _InFile)))[:_MOST_FILES]
+    files = list(dict.fromkeys(place.file for place in found if isinstance(place, _InFile)))
+    del files[_MOST_OPEN_FILES if any(isinstance(place, _InFile) and place.anywhere for place in found) else _MOST_FILES :]
     pools: list[IMemory] = []
     attached: dict[OpenFile, int] = {}
     end = 0
@@ -233,12 +247,14 @@ class _InFile:
         place: the same as a key of `Digested.digests`.
         anywhere: it stays in the file at any offset, for drivers copy it. Otherwise engines use it where it lies.
         what: the constant's name in errors.
+        copied: gets the digest of what was copied.
     """
 
     file: OpenFile
     place: Place
     anywhere: bool
     what: str
+    copied: dict[Place, bytes]
 
     @property
     def offset(self) -> int:
@@ -248,6 +264,7 @@ class _InFile:
         done, length = self.file.copy(self.offset, target), self.place[2]
         if done < length:
             raise CallerError(f"{self.what}, which ended after {done} of {length} bytes; it changed while it was read")
+        self.copied[self.place] = blake3.blake3(target).digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +273,7 @@ class _InMemory:
 
     home: Home
     place: Place
+    copied: dict[Place, bytes]
 
     @property
     def offset(self) -> int:
@@ -264,6 +282,7 @@ class _InMemory:
     def __call__(self, target: memoryview) -> None:
         begin = self.home.offset + self.offset
         target[:] = self.home.pool.view()[begin : begin + self.place[2]]
+        self.copied[self.place] = blake3.blake3(target).digest()
 
 
 class _Payloads:
@@ -271,6 +290,7 @@ class _Payloads:
 
     def __init__(self, content: Content, survey: Survey, excision: Excision, beside: Beside, digested: Digested | None) -> None:
         self.content, self.survey, self.excision, self.digested = content, survey, excision, digested
+        self.copied: dict[Place, bytes] = {}
         self._beside = beside
 
     def __call__(self, tensor: TensorProto, name: str) -> Payload | None:
@@ -286,7 +306,7 @@ class _Payloads:
             return len(source), lambda target: _copy(target, source)
         assert isinstance(self.content, OpenFile)  # the other kind of content
         what = f"{self.content.where}: {name} lies in the model's file"
-        return end - start, _InFile(self.content, (None, start, end - start), True, what)
+        return end - start, _InFile(self.content, (None, start, end - start), True, what, self.copied)
 
     def _outside(self, tensor: TensorProto, name: str, entries: dict[str | bytes, str | bytes]) -> Payload:
         holder, offset, length = self._beside.place(entries, tensor.dims, tensor.data_type, name)
@@ -295,9 +315,9 @@ class _Payloads:
         if self.digested is not None and place not in self.digested.digests:
             raise CallerError(f"{self.content.where}: {name} could not be digested, but now it is there; load the model again")
         if isinstance(holder, Home):
-            return length, _InMemory(holder, place)
+            return length, _InMemory(holder, place, self.copied)
         what = f"{self.content.where}: {name} lies in the file {location!r}"
-        return length, _InFile(holder, place, isinstance(self.content, OpenFile), what)
+        return length, _InFile(holder, place, isinstance(self.content, OpenFile), what, self.copied)
 
 
 def _copy(target: memoryview, source: memoryview) -> None:

@@ -186,17 +186,6 @@ def _set(model: hal_model.Model, **values: object) -> None:
         object.__setattr__(model, name, value)  # the dataclass is frozen for its users
 
 
-async def digest(model: hal_model.Model) -> bytes:
-    """Return a model's token, digested if it must be."""
-    return await model.digest() if isinstance(model, Model) else model.token
-
-
-async def read(model: hal_model.Model) -> None:
-    """Read a model's graph, if it has not been read."""
-    if isinstance(model, Model):
-        await model.read()
-
-
 def is_read(model: hal_model.Model) -> bool:
     """Return whether a model's graph is known."""
     return "graph" in model.__dict__
@@ -265,20 +254,20 @@ class _Lazy:
                     f"{self._file.where}: it has other inputs or outputs than the compilation that the cache has under this token; "
                     "a token is unique to one model"
                 )
-            _set(model, graph=whole.graph, operations=whole.operations, constants=whole.constants, pools=whole.pools)
             self._join(model, None, read)
+            _set(model, graph=whole.graph, operations=whole.operations, constants=whole.constants, pools=whole.pools)
 
     def _join(self, model: Model, digested: Digested | None, read: ReadGraph | None) -> None:
         """Note what has been found out. Once graph and digest are known, `contents` is, too."""
         with self._joining:
-            self._digested, self._read = digested or self._digested, read or self._read
-            if self._digested is None:
-                return
-            if self._read is not None:
-                if self._read.kept != self._digested.kept:
+            digested, read = digested or self._digested, read or self._read
+            if digested is not None and read is not None:
+                if not read.is_of(digested):
                     raise self._changed()
-                _set(model, contents=self._read.contents(self._digested))
-            _set(model, token=self._digested.token)
+                _set(model, contents=read.contents(digested))
+            if digested is not None:
+                _set(model, token=digested.token)
+            self._digested, self._read = digested, read
 
     def _changed(self) -> CallerError:
         return CallerError(f"{self._file.where}: it has changed since it was loaded; load the model again")

@@ -274,7 +274,7 @@ class Runtime:
         from aionn import trace
         from aionn.runtime.asked import check_modes, options_of, with_threads
         from aionn.runtime.compilation import Compilation
-        from aionn.runtime.model import digest
+        from aionn.runtime.preparing.reading import digested
         from aionn.runtime.preparing.renewal import Order
 
         session = self._opened()
@@ -284,7 +284,7 @@ class Runtime:
         names = self._named(devices) if mode == "jit" else devices
 
         async def compiled() -> CompilationParts:
-            own = await digest(model) if cache_dir is not None and token is None else token
+            own = await digested(session.tasks, model) if cache_dir is not None and token is None else token
             order = Order(options, names if stages is None else stages, self._cache(cache_dir, own), idle)
             if stages is not None:
                 return await self._compile_staged(session, model, order, stages, self.stage_policy)
@@ -315,12 +315,12 @@ class Runtime:
         return CacheChoice(store, token)
 
     async def _compile(self, session: Session, model: Model, order: Order, later: bool) -> CompilationParts:
-        from aionn.runtime.model import read
         from aionn.runtime.parts import CompilationParts
         from aionn.runtime.preparing.plan import prepare_on_best
+        from aionn.runtime.preparing.reading import read
 
         if later:
-            await read(model)  # the first execution is laid out before it is compiled
+            await read(session.tasks, model)  # the first execution is laid out before it is compiled
             return CompilationParts(session, model, order)
         first = await prepare_on_best(session.devices, model, order.candidates, order.options, order.cache)
         return CompilationParts(session, model, order, first)
@@ -328,11 +328,11 @@ class Runtime:
     async def _compile_staged(
         self, session: Session, model: Model, order: Order, names: Sequence[str], policy: StagePolicy
     ) -> CompilationParts:
-        from aionn.runtime.model import digest
         from aionn.runtime.parts import CompilationParts
+        from aionn.runtime.preparing.reading import digested
         from aionn.runtime.staging.first import prepare_first
 
-        await digest(model)  # what the comparisons of stages are kept under
+        await digested(session.tasks, model)  # what the comparisons of stages are kept under
         prepared, outcome, stages = await prepare_first(session.devices, model, names, order.options, order.cache, policy)
         parts = CompilationParts(session, model, order, (prepared, outcome))
         parts.begin_stages(stages, policy)

@@ -7,5 +7,6 @@ background   prepare a model in a worker process at the lowest priority
 preparation  prepare one model on one device: HIT, MISS, DECLINED or NO_CACHE
 compiling    compile a model, and publish its cache entry
 cached       look a cache entry up, and load it
+reading      digest and read a loaded model beside the loop
 in_time      wait for work that may hang, for a bounded time
 """

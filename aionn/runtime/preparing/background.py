@@ -37,7 +37,6 @@ from aionn.hal.interfaces import CacheHandles, PrepareOptions
 from aionn.hal.model import Model
 from aionn.hal.types import CACHE_TOKEN_BYTES, CacheFiles
 from aionn.remote.device import RemoteDevice, RemotePreparedModel
-from aionn.runtime.model import digest
 from aionn.runtime.preparing.cached import (
     CacheChoice,
     bound,
@@ -51,6 +50,7 @@ from aionn.runtime.preparing.cached import (
     wants_lanes,
 )
 from aionn.runtime.preparing.compiling import check_supported, compile_model, raise_if_unsupported
+from aionn.runtime.preparing.reading import digested
 from aionn.runtime.processes.devices import Devices
 from aionn.runtime.processes.process import DriverProcess
 from aionn.tasks import bounded_shield
@@ -100,11 +100,11 @@ async def make(
         CompilationError, DeviceUnavailableError, DriverDiedError, DriverHungError, MemoryAllocationError
     """
     with devices.kept(name, options.priority), anyio.move_on_after(timeout_s):
-        await digest(model)
+        await digested(devices.tasks, model)
         serving = await devices.get(name, options.priority)
         if not serving.cache_files.supported:
             phase("compiling")
-            return Made(await compile_model(serving, model, options), "driver")
+            return Made(await compile_model(devices.tasks, serving, model, options), "driver")
         making = _Making(devices, name, model, options, threads, phase)
         if cache is not None:
             made = await making.through_cache(cache)
@@ -152,9 +152,9 @@ class _Making:
                         log_refusal(cache.store, serving, refused[1], error)
                         continue
                 if isinstance(found, Declined):
-                    await raise_if_unsupported(serving, self._model, found)
+                    await raise_if_unsupported(self._devices.tasks, serving, self._model, found)
                     self._phase("compiling")
-                    prepared = await compile_model(serving, self._model, self._options)
+                    prepared = await compile_model(self._devices.tasks, serving, self._model, self._options)
                     return Made(prepared, "driver")
                 publisher = found.publisher
                 if publisher is None:
@@ -184,7 +184,7 @@ class _Making:
                 return Made(await self._load(await self._serving(), bound(handles, self._model.token)), "worker")
             if outcome != "declined":
                 raise CompilationError(f"the artifact of device {self._name!r} could not be stored: {outcome}", reason=outcome)
-        return Made(await compile_model(await self._serving(), self._model, self._options), "driver")
+        return Made(await compile_model(self._devices.tasks, await self._serving(), self._model, self._options), "driver")
 
     async def _load(self, serving: RemoteDevice, handles: CacheHandles) -> RemotePreparedModel:
         self._phase("loading")
@@ -197,7 +197,7 @@ class _Making:
         with trace.span("stage.compile", device=self._name):
             async with worker(self._devices, self._name, self._threads) as remote:
                 options = PrepareOptions(self._options.preference, self._options.priority, None, self._threads)
-                await check_supported(remote, self._model, options)
+                await check_supported(self._devices.tasks, remote, self._model, options)
                 prepared = await remote.prepare_model(self._model, options, bound(handles, self._model.token))
                 return prepared.save_outcome
 

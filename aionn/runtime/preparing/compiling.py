@@ -18,9 +18,9 @@ from aionn.errors import CompilationError
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model, Operation
 from aionn.remote.device import RemoteDevice, RemotePreparedModel
-from aionn.runtime.model import digest, read
 from aionn.runtime.preparing.cached import bound, refusal_from
 from aionn.runtime.preparing.in_time import in_time
+from aionn.runtime.preparing.reading import digested, read
 from aionn.tasks import Tasks, seconds_until
 
 _UNSUPPORTED = "cannot run "
@@ -33,14 +33,14 @@ class UnsupportedOperationError(CompilationError):
     """The device cannot run a node; another device may."""
 
 
-async def check_supported(remote: RemoteDevice, model: Model, options: PrepareOptions) -> None:
+async def check_supported(tasks: Tasks, remote: RemoteDevice, model: Model, options: PrepareOptions) -> None:
     """Read the model if it has not been read, and ask the device whether it can run every node.
 
     Raises:
         CallerError, CompilationError: the model's file is broken, or has changed.
         UnsupportedOperationError: the first node that the device cannot run is `.node`.
     """
-    await read(model)
+    await read(tasks, model)
     with trace.span("plan.supported_operations", device=remote.name):
         supported = await remote.get_supported_operations(model, options.deadline_ns)
     for operation, fits in zip(model.operations, supported, strict=True):
@@ -49,11 +49,11 @@ async def check_supported(remote: RemoteDevice, model: Model, options: PrepareOp
             raise UnsupportedOperationError(f"device {remote.name!r} {what}", node=operation.name, reason=what)
 
 
-async def raise_if_unsupported(remote: RemoteDevice, model: Model, declined: Declined) -> None:
+async def raise_if_unsupported(tasks: Tasks, remote: RemoteDevice, model: Model, declined: Declined) -> None:
     """Raise `UnsupportedOperationError` if the cache remembers that the device cannot run the model."""
     what = declined.outcome.detail
     if what.startswith(_UNSUPPORTED):
-        await read(model)
+        await read(tasks, model)
         node = next((operation.name for operation in model.operations if what == f"{_UNSUPPORTED}{_described(operation)}"), None)
         raise UnsupportedOperationError(f"device {remote.name!r} {what}", node=node, reason=what)
 
@@ -62,14 +62,14 @@ def _described(operation: Operation) -> str:
     return f"operator {operation.domain or 'ai.onnx'}.{operation.op_type} (node {operation.name!r})"
 
 
-async def compile_model(remote: RemoteDevice, model: Model, options: PrepareOptions) -> RemotePreparedModel:
+async def compile_model(tasks: Tasks, remote: RemoteDevice, model: Model, options: PrepareOptions) -> RemotePreparedModel:
     """Compile a model on a device, without a cache.
 
     Raises:
         UnsupportedOperationError: the device cannot run every node.
         CompilationError, DeadlineError, DriverDiedError, DriverHungError, MemoryAllocationError
     """
-    await check_supported(remote, model, options)
+    await check_supported(tasks, remote, model, options)
     with trace.span("prepare", device=remote.name):
         return await remote.prepare_model(model, options)
 
@@ -83,11 +83,11 @@ async def compile_and_publish(
     """
     publisher = miss.publisher
     if publisher is None:
-        return await compile_model(remote, model, options), miss.outcome
+        return await compile_model(tasks, remote, model, options), miss.outcome
     # The digest first, so that what is read is compared with it.
-    publisher.wanted = dataclasses.replace(publisher.wanted, model_digest=await digest(model))
+    publisher.wanted = dataclasses.replace(publisher.wanted, model_digest=await digested(tasks, model))
     try:
-        await check_supported(remote, model, options)
+        await check_supported(tasks, remote, model, options)
     except UnsupportedOperationError as error:
         await publisher.decline(error.reason)
         raise

@@ -59,11 +59,13 @@ async def _prepare(
 ) -> tuple[RemotePreparedModel, CacheOutcome]:
     remote = await devices.get(name, options.priority)
     if cache is None:
-        return await compile_model(remote, model, options), CacheOutcome(CacheOutcomeKind.NO_CACHE, None, name)
+        return await compile_model(devices.tasks, remote, model, options), CacheOutcome(CacheOutcomeKind.NO_CACHE, None, name)
     refused: tuple[Hit, Refusal] | None = None
     while True:
         if not remote.cache_files.supported:
-            return await compile_model(remote, model, options), CacheOutcome(CacheOutcomeKind.NO_CACHE, None, name, why_not_cached(remote))
+            return await compile_model(devices.tasks, remote, model, options), CacheOutcome(
+                CacheOutcomeKind.NO_CACHE, None, name, why_not_cached(remote)
+            )
         wanted = wanted_of(remote, model, options, cache.token)
         found = await look_up(devices, cache.store, wanted, options, refused)
         prepared: RemotePreparedModel | None = None
@@ -72,8 +74,8 @@ async def _prepare(
             if isinstance(found, Miss):
                 prepared, outcome = await compile_and_publish(devices.tasks, remote, model, options, found, cache.store)
             elif isinstance(found, Declined):
-                await raise_if_unsupported(remote, model, found)
-                prepared = await compile_model(remote, model, options)
+                await raise_if_unsupported(devices.tasks, remote, model, found)
+                prepared = await compile_model(devices.tasks, remote, model, options)
             else:
                 try:
                     prepared = await load(remote, model, options, found)

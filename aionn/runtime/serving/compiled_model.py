@@ -54,6 +54,7 @@ class CompiledModel:
         serving: what executions enter now; None before the first preparation.
         watched: bursts count their executions (`Serving.enter`) while this is above 0. Otherwise they leave that out, since it costs.
         sampling: keeps inputs of executions, or None.
+        swaps: how many there have been.
         members: open bursts and device memories.
         abandoned: called when the compilation is closed, or has been collected.
         on_failure: called when an execution of the app's was answered with an error, and when the driver has died under one; with the
@@ -68,6 +69,7 @@ class CompiledModel:
         self.serving: Serving | None = None
         self.use = Use()
         self.gate = Gate()
+        self.swaps = 0
         self.watched = 0
         self.sampling: Sampling | None = None
         self.members: weakref.WeakSet[Member] = weakref.WeakSet()
@@ -211,6 +213,7 @@ class CompiledModel:
         if any(member not in changes for member in self.members):
             raise NotNowError("a burst was opened, or device memory allocated, during the swap")
         self.serving = better
+        self.swaps += 1
         for change in changes.values():
             if change is not None:
                 change.commit()

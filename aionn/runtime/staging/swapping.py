@@ -20,9 +20,9 @@ from typing import Any
 
 from aionn.errors import AionnError, CallerError, CompilationError, DeadlineError
 from aionn.hal.model import Model
-from aionn.runtime.model import digest, read
 from aionn.runtime.preparing import background
 from aionn.runtime.preparing.cached import CacheChoice
+from aionn.runtime.preparing.reading import digested, read
 from aionn.runtime.preparing.renewal import Renewal
 from aionn.runtime.serving.compiled_model import CompiledModel
 from aionn.runtime.serving.members import NotNowError
@@ -64,8 +64,8 @@ async def swap_model(target: NewModel, model: Model, timeout_s: float | None) ->
     if not isinstance(model, Model):
         raise CallerError(f"swap takes an aionn.Model, not {type(model).__name__}; read one with aionn.Model.from_onnx(path)")
     if renewal.cache is not None:
-        await digest(model)
-    await read(model)
+        await digested(renewal.session.tasks, model)
+    await read(renewal.session.tasks, model)
     _check_border(renewal.model, model)
     serving = await renewal.live()
     policy = StagePolicy() if staging is None else staging.policy
