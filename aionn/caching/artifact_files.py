@@ -1,6 +1,7 @@
 """A driver's cache files: checked descriptors, whole writes, and private copies with their digests.
 
-Nothing here is kept. `integrity` decides which bytes may be used. Everything is blocking and runs in threads.
+Nothing here is kept, and nothing opens a file: all descriptors come from the app. `integrity` decides which bytes may be used.
+Everything is blocking and runs in threads.
 """
 
 from __future__ import annotations
@@ -8,7 +9,10 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import numpy as np
@@ -17,32 +21,25 @@ from blake3 import blake3
 from aionn.caching.outcomes import MissReason, Refusal
 from aionn.file_ranges import FileRange, copy_ranges, digest_ranges
 
-__all__ = ["Purpose", "check_descriptors", "digest_of", "digests_of_files", "private_memory", "read_private", "reopen", "write_whole"]
+__all__ = ["Purpose", "check_descriptors", "digest_of", "digests_of_files", "private_memory", "read_private", "sole_writer", "write_whole"]
 
 _PARALLEL_BYTES = 2 << 20  # below this, starting BLAKE3's threads costs more than it gains
 _WRITABLE_BYTES = 64 << 10  # smaller copies are `bytes`
 _ALIGNMENT_BYTES = 64
 _WRITE_BYTES = 4 << 20  # on kernels that do not preempt, a longer system call would keep a CPU from others, such as an event loop
+_RETRY_S = 0.01
+_writers = threading.Lock()
+_written: set[tuple[int, int]] = set()
+"""Device and inode of the first file of each set that this process is writing."""
 Purpose = Literal["read", "write"]
 
 
-def reopen(fd: int) -> int:
-    """Return a new descriptor for the same file, with an offset and locks that it shares with no other. The caller closes it.
-
-    A lock on a descriptor that came over a socket belongs to the open file description, and so to its sender as well.
-    `dup` would share the lock, too.
-
-    Raises:
-        OSError: the descriptor is closed, or the file may not be opened again as it is open now.
-    """
-    access = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE
-    return os.open(f"/proc/self/fd/{fd}", access | os.O_CLOEXEC)
-
-
-def digest_of(buffer: Any) -> bytes:
-    """Return BLAKE3 of a bytes-like object, 32 bytes. Large buffers use several threads. Releases the GIL."""
-    threads = blake3.AUTO if memoryview(buffer).nbytes >= _PARALLEL_BYTES else 1
-    return blake3(buffer, max_threads=threads).digest()
+def digest_of(*pieces: Any) -> bytes:
+    """Return BLAKE3 of bytes-like objects, one after the other: 32 bytes. Large ones use several threads. Releases the GIL."""
+    hasher = blake3(max_threads=blake3.AUTO if sum(memoryview(piece).nbytes for piece in pieces) >= _PARALLEL_BYTES else 1)
+    for piece in pieces:
+        hasher.update(piece)
+    return hasher.digest()
 
 
 def check_descriptors(fds: Sequence[int], purpose: Purpose) -> Refusal | None:
@@ -69,13 +66,54 @@ def check_descriptors(fds: Sequence[int], purpose: Purpose) -> Refusal | None:
     return None
 
 
-def write_whole(fd: int, buffer: memoryview) -> None:
-    """Replace the contents of a file by `buffer`."""
+@contextmanager
+def sole_writer(fd: int, patience_s: float) -> Iterator[bool]:
+    """Hold the right to write a set of files, which its first file stands for. Yields False if another writer stays longer than that.
+
+    flock keeps out writers with other open file descriptions, in any process. Duplicates of one description share its lock, so the
+    writers of this process are kept apart by the file's identity as well.
+    """
+    from filelock import lock_descriptor, unlock_descriptor  # 6 ms of a driver's first hit that only a save needs
+
+    status = os.fstat(fd)
+    identity = (status.st_dev, status.st_ino)
+    given_up_at = time.monotonic() + patience_s
+    while not _begin_to_write(identity):
+        if time.monotonic() > given_up_at:
+            yield False
+            return
+        time.sleep(_RETRY_S)
+    try:
+        while not (locked := lock_descriptor(fd, blocking=False)) and time.monotonic() <= given_up_at:
+            time.sleep(_RETRY_S)
+        try:
+            yield locked
+        finally:
+            if locked:
+                unlock_descriptor(fd)  # the client may keep the description open
+    finally:
+        with _writers:
+            _written.remove(identity)
+
+
+def _begin_to_write(identity: tuple[int, int]) -> bool:
+    with _writers:
+        if identity in _written:
+            return False
+        _written.add(identity)
+        return True
+
+
+def write_whole(fd: int, *pieces: memoryview) -> None:
+    """Replace the contents of a file by `pieces`, one after the other."""
     # "the driver must truncate a file to zero size before writing" (HAL 1.2, prepareModel)
     os.ftruncate(fd, 0)
     at = 0
-    while at < buffer.nbytes:
-        at += os.pwrite(fd, buffer[at : at + _WRITE_BYTES], at)
+    for piece in pieces:
+        done = 0
+        while done < piece.nbytes:
+            done += os.pwrite(fd, piece[done : done + _WRITE_BYTES], at + done)
+        at += done
 
 
 def read_private(fds: Sequence[int], lengths: Sequence[int]) -> tuple[list[bytes | memoryview], list[bytes]]:

@@ -23,13 +23,12 @@ import logging
 import os
 import sqlite3
 import threading
-import time
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from aionn import trace
-from aionn.caching.artifact_files import Purpose, check_descriptors, digest_of, digests_of_files, read_private, reopen, write_whole
+from aionn.caching.artifact_files import Purpose, check_descriptors, digest_of, digests_of_files, read_private, sole_writer, write_whole
 from aionn.caching.outcomes import MissReason, Refusal, refusal_of_os_error
 from aionn.caching.state import (
     UnsafeStateError,
@@ -152,21 +151,23 @@ class IntegrityStore:
 
     # --- save --------------------------------------------------------------------------------------------------------
 
-    def save(self, handles: CacheHandles, artifact: Artifact) -> Refusal | None:
+    def save(self, handles: CacheHandles, artifact: Artifact, trailer: bytes = b"") -> Refusal | None:
         """Record and write an artifact. Returns None if it was stored. The files are whole and recorded, or a load refuses them.
+
+        Args:
+            trailer: bytes that follow the engine's in the first file.
 
         The files are truncated and written from their beginning, wherever the descriptors' offsets stand. The app's store syncs them
         to disk when it publishes them.
         """
         with trace.span("cache.save", device=self.device):
-            refusal = self._save(handles, artifact)
+            refusal = self._save(handles, artifact, trailer)
         if refusal is not None:
             _log.info("device %s did not store an artifact: %s", self.device, refusal)
         trace.count("cache.saved" if refusal is None else "cache.save_failed", device=self.device)
         return refusal
 
-    def _save(self, handles: CacheHandles, artifact: Artifact) -> Refusal | None:
-        own: list[int] = []
+    def _save(self, handles: CacheHandles, artifact: Artifact, trailer: bytes) -> Refusal | None:
         try:
             if CacheFiles(len(artifact.model), len(artifact.data)) != self.files:
                 return Refusal(
@@ -176,22 +177,20 @@ class IntegrityStore:
             refusal = self._check(handles, "write")
             if refusal is not None:
                 return refusal
-            buffers = [memoryview(buffer).cast("B") for buffer in (*artifact.model, *artifact.data)]
-            digests = _record([buffer.nbytes for buffer in buffers], [digest_of(buffer) for buffer in buffers])
-            refusal = self._record(handles.token, digests)
+            files = [[memoryview(buffer).cast("B")] for buffer in (*artifact.model, *artifact.data)]
+            if trailer:
+                files[0].append(memoryview(trailer))
+            lengths = [sum(piece.nbytes for piece in pieces) for pieces in files]
+            refusal = self._record(handles.token, _record(lengths, [digest_of(*pieces) for pieces in files]))
             if refusal is not None:
                 return refusal
-            own.extend(reopen(fd) for fd in (*handles.model, *handles.data))
-            from filelock import lock_descriptor  # 6 ms of a driver's first hit that only a save needs
-
-            # One lock for the set: if two drivers get the same files, the later set stays, unmixed.
-            given_up_at = time.monotonic() + _LOCK_WAIT_S
-            while not lock_descriptor(own[0], blocking=False):
-                if time.monotonic() > given_up_at:
+            fds = (*handles.model, *handles.data)
+            # One right for the set: if two drivers get the same files, the later set stays, unmixed.
+            with sole_writer(fds[0], _LOCK_WAIT_S) as alone:
+                if not alone:
                     return Refusal(MissReason.BUSY, f"another driver has been writing these files for {_LOCK_WAIT_S} s")
-                time.sleep(0.01)
-            for fd, buffer in zip(own, buffers, strict=True):
-                write_whole(fd, buffer)
+                for fd, pieces in zip(fds, files, strict=True):
+                    write_whole(fd, *pieces)
         except OSError as error:
             return refusal_of_os_error(error, "writing the cache files")
         except (TypeError, ValueError, BufferError) as error:
@@ -199,9 +198,6 @@ class IntegrityStore:
         except sqlite3.Error as error:
             self._begin_anew_if_damaged(error)
             return refusal_of_database_error(error, "recording the digests")
-        finally:
-            for fd in own:
-                os.close(fd)
         return None
 
     def _record(self, token: bytes, digests: bytes) -> Refusal | None:

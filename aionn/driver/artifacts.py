@@ -144,12 +144,8 @@ class Artifacts:
             return str(Refusal(MissReason.IO_ERROR, f"the engine's export failed ({type(error).__name__}: {error})"))
         if artifact is None:
             return "declined"
-        try:
-            described = _with_description(artifact, model)
-        except (TypeError, ValueError, MemoryError) as error:
-            return str(Refusal(MissReason.IO_ERROR, f"the engine's artifact is not made of bytes ({error})"))
         store = self._integrity()
-        refusal = store if isinstance(store, Refusal) else store.save(handles, described)
+        refusal = store if isinstance(store, Refusal) else store.save(handles, artifact, _described(model))
         return "saved" if refusal is None else str(refusal)
 
     def load(self, handles: CacheHandles, options: CompileOptions, known: Mapping[bytes, Loaded] = MappingProxyType({})) -> Loaded:
@@ -207,12 +203,10 @@ class Artifacts:
                 self._store = None
 
 
-def _with_description(artifact: Artifact, model: Model) -> Artifact:
+def _described(model: Model) -> bytes:
+    """Return what stands behind the engine's bytes in the first file."""
     description = msgspec.msgpack.encode(Description(FORMAT, model.token, tuple(model.inputs.items()), tuple(model.outputs.items())))
-    files = [*artifact.model, *artifact.data]
-    if files:  # the integrity store refuses an artifact with fewer files than the engine has announced
-        files[0] = b"".join((files[0], description, _LENGTH.pack(len(description))))
-    return Artifact(tuple(files[: len(artifact.model)]), tuple(files[len(artifact.model) :]))
+    return description + _LENGTH.pack(len(description))
 
 
 def _without_description(stored: Artifact) -> tuple[Artifact, Description]:

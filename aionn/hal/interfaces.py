@@ -42,6 +42,8 @@ class CacheHandles:
     """The open cache files of one entry, as descriptors opened read-write, and the entry's token.
 
     The caller keeps owning the descriptors. A device that touches a file after the call has returned (JIT) duplicates them.
+    A device holds flock on the first file while it writes. The lock belongs to the open file description. So a caller that gives the same
+    files to devices in several processes opens them once for each, as `remote.device` does.
     HAL 1.2: modelCache, dataCache, token.
     """
 

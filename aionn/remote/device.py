@@ -104,6 +104,22 @@ class RemoteDevice:
         return self.cache_files
 
     async def prepare_model(self, model: Model, options: PrepareOptions, cache: CacheHandles | None = None) -> RemotePreparedModel:
+        if cache is None:
+            return await self._compile(model, options, None)
+        from aionn.caching.store.lending import close_handles, open_again  # only caching needs it
+        from aionn.caching.store.threads import run_in_thread
+
+        opened = await run_in_thread(open_again, cache, undo=close_handles)
+        try:
+            if isinstance(opened, CacheHandles):
+                return await self._compile(model, options, opened)
+        finally:
+            close_handles(opened)
+        prepared = await self._compile(model, options, None)
+        prepared.save_outcome = str(opened)
+        return prepared
+
+    async def _compile(self, model: Model, options: PrepareOptions, cache: CacheHandles | None) -> RemotePreparedModel:
         body = PrepareModel(model_message(model), _options(options), None if cache is None else _cache(cache))
         prepared = await self._prepare(body, (*pool_fds(model), *_cache_fds(cache)), options.deadline_ns)
         self.remember(prepared.number, model)

@@ -3,10 +3,12 @@ from __future__ import annotations
 import hmac
 import os
 import random
+import re
 import shutil
 import sqlite3
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import combinations
 from pathlib import Path
@@ -15,10 +17,12 @@ import numpy as np
 import pytest
 
 from aionn.caching import artifact_files, integrity
-from aionn.caching.artifact_files import digest_of, reopen
-from aionn.caching.integrity import IntegrityStore
+from aionn.caching.artifact_files import digest_of
+from aionn.caching.integrity import IntegrityStore, Verified
 from aionn.caching.outcomes import MissReason, Refusal
 from aionn.caching.state import UNUSED_KEPT_S
+from aionn.caching.store.lending import reopen
+from aionn.file_ranges import FileRange, copy_ranges
 from aionn.hal.interfaces import Artifact, CacheHandles
 from aionn.hal.types import CacheFiles
 from tests.caching.copier import Copier
@@ -176,6 +180,8 @@ def test_a_handle_that_is_no_file_of_its_own_is_refused(start: Start, cache: Cac
         os.close(fd)
 
 
+SEEDS = [(weights, seed) for weights in (FLOAT32, QUANT8) for seed in range(10)]
+SECURITY = pytest.mark.parametrize(("weights", "seed"), SEEDS, ids=[f"{n}-{s}" for n in ("float32", "quant8") for s in range(10)])
 MUL, ADD = artifact(name=b"MUL"), artifact(name=b"ADD")
 OTHER_TOKEN = b"\x01" + bytes(31)
 
@@ -254,6 +260,103 @@ def test_no_file_is_read_after_it_was_verified(start: Start, cache: Cache, mul_f
     refused(store.load(cache.handles()), MissReason.WRONG_BYTES)
 
 
+def test_what_is_digested_is_the_only_reading_of_each_byte(
+    start: Start, cache: Cache, mul_files: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every byte changes as soon as it has been read. So digesting the file before it is copied, or after, would let the MUL chain in."""
+    store, read, places = start(), os.preadv, Counter[tuple[int, int]]()
+    assert store.save(cache.handles(), ADD) is None
+
+    def changing(fd: int, buffers: list[memoryview], offset: int) -> int:
+        count = read(fd, buffers, offset)
+        places.update((os.fstat(fd).st_ino, at) for at in range(offset, offset + count))
+        os.pwrite(fd, bytes(byte ^ 255 for byte in os.pread(fd, count, offset)), offset)
+        return count
+
+    monkeypatch.setattr(os, "preadv", changing)
+    same(store.load(cache.handles()), ADD)
+    assert set(places.values()) == {1}
+    assert len(places) == sum(len(content) for content in (*ADD.model, *ADD.data))
+    monkeypatch.undo()
+    refused(store.load(cache.handles()), MissReason.WRONG_BYTES)
+
+
+def test_a_file_that_is_cut_between_its_measuring_and_its_reading_is_refused(
+    start: Start, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, copy, cuts = start(), copy_ranges, 0
+    large = Artifact((b"a", bytes(9 << 20)), (b"c", b"d"))
+
+    def cutting(ranges: list[FileRange], targets: list[memoryview]) -> list[bytes]:
+        nonlocal cuts
+        cuts += 1
+        os.ftruncate(ranges[1].fd, ranges[1].length - 1)
+        return copy(ranges, targets)
+
+    for made in (ADD, large):
+        assert store.save(cache.handles(), made) is None
+        monkeypatch.setattr(artifact_files, "copy_ranges", cutting)
+        refused(store.load(cache.handles()), MissReason.WRONG_BYTES)
+        monkeypatch.undo()
+    assert cuts == 2
+
+
+def test_files_of_a_known_artifact_are_verified_and_not_kept(start: Start, cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = start()
+    assert store.save(cache.handles(), MUL) is None
+    mul = store.verify(cache.handles())
+    assert store.save(cache.handles(), ADD) is None
+    add = store.verify(cache.handles())
+    assert isinstance(mul, Verified)
+    assert isinstance(add, Verified)
+    assert add.artifact is not None
+    same(add.artifact, ADD)
+    contents = (*ADD.model, *ADD.data)
+    assert add.digests == b"".join(len(content).to_bytes(8, "little") + digest_of(content) for content in contents)
+    monkeypatch.setattr(artifact_files, "private_memory", None)  # no copy is made
+    assert store.verify(cache.handles(), {mul.digests, add.digests}) == Verified(add.digests, None)
+    monkeypatch.undo()
+    again = store.verify(cache.handles(), {mul.digests})  # another artifact of the same token is known
+    assert isinstance(again, Verified)
+    assert again.artifact is not None
+    same(again.artifact, ADD)
+
+
+@SECURITY
+def test_files_of_a_known_artifact_that_were_changed_are_refused(start: Start, cache: Cache, weights: bytes, seed: int) -> None:
+    store, dice = start(), random.Random(seed)
+    assert store.save(cache.handles(), artifact(weights)) is None
+    known = store.verify(cache.handles())
+    assert isinstance(known, Verified)
+    for kind, index in EACH_HANDLE:
+        path = cache.path(kind, index)
+        whole = path.read_bytes()
+        path.write_bytes(flip_one_bit(whole, dice))
+        result = store.verify(cache.handles(), {known.digests})
+        assert isinstance(result, Refusal)
+        assert result.reason is MissReason.WRONG_BYTES
+        path.write_bytes(whole)
+    assert store.verify(cache.handles(), {known.digests}) == Verified(known.digests, None)
+
+
+def test_large_copies_are_aligned_and_ask_for_huge_pages(start: Start, cache: Cache) -> None:
+    store, size = start(), 24 << 20
+    assert store.save(cache.handles(), Artifact((bytes(100_000), bytes(size)), (b"c", bytes(70_001)))) is None
+    result = store.load(cache.handles())
+    assert isinstance(result, Artifact)
+    views = [np.frombuffer(content, np.uint8) for content in (*result.model, result.data[1])]
+    assert [view.ctypes.data % 64 for view in views] == [0, 0, 0]
+    assert all(view.flags.writeable for view in views)
+    middle = views[1].ctypes.data + size // 2
+    inside, flags = False, list[str]()
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= middle < int(found[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            flags = line.split()
+    assert "hg" in flags
+
+
 def test_the_digest_is_of_the_engines_buffer_and_not_of_the_file(
     start: Start, cache: Cache, mul_files: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -309,10 +412,6 @@ def test_files_of_two_generations_are_not_mixed(start: Start, cache: Cache) -> N
     same(store.load(cache.handles()), Artifact((b"new", b"new"), (b"new", b"new")))
     cache.path("model", 0).write_bytes(b"old")
     refused(store.load(cache.handles()), MissReason.WRONG_BYTES)
-
-
-SEEDS = [(weights, seed) for weights in (FLOAT32, QUANT8) for seed in range(10)]
-SECURITY = pytest.mark.parametrize(("weights", "seed"), SEEDS, ids=[f"{n}-{s}" for n in ("float32", "quant8") for s in range(10)])
 
 
 def flip_one_bit(content: bytes, dice: random.Random) -> bytes:

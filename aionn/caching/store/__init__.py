@@ -17,6 +17,7 @@
     directory     where everything lies, how entries are found
     writing       how entries are made, switched and removed
     files         files and descriptors in the directory: owner, digest, removal
+    lending       opens cache files once more, for a driver that writes them
     locks         who may read, publish and compile an entry
     threads       runs one blocking act in a thread
 
