@@ -16,5 +16,5 @@ class Mapping:
 
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
-def give_back(buffer: Buffer, /) -> None:
+def give_back(buffer: memoryview, /) -> None:
     """Give the whole pages within a writable buffer of private memory back to the system. Their bytes are zero afterwards."""

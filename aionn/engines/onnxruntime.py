@@ -160,10 +160,10 @@ class OnnxRuntimeEngine:
         settings = self._settings(options, _threads(options, notes.work))
         settings.graph_optimization_level = self._ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         again = None if options.may_consume else lambda: artifact
-        outside_folder(settings)
         if not notes.by_name:
             settings.add_external_initializers_from_files_in_memory([WEIGHTS_FILE], [weights], [len(weights)])  # copied, twice
             return OnnxRuntimeExecutable(self._session(graph, settings, options, ()), weights, again)
+        outside_folder(settings)
         in_place = InPlace(self._ort, self._native, arrays)
         in_place.give(settings)
         watches = in_place.give_back_within(weights, notes.weights) if options.may_consume and not weights.readonly else ()

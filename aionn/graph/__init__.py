@@ -39,12 +39,13 @@ if _typing.TYPE_CHECKING:
     from aionn.graph.reading import Home, ReadGraph, read_onnx
     from aionn.graph.shapes import resolve_shapes
     from aionn.graph.support import gather_tables, supported_operations
-    from aionn.graph.unchanged import contents_of, own_constants
+    from aionn.graph.unchanged import changeable_contents, contents_of, own_constants
 
 __all__ = [
     "Home",
     "ReadGraph",
     "arrays_over",
+    "changeable_contents",
     "constant_arrays",
     "contents_of",
     "embed_constants",
@@ -61,6 +62,7 @@ if not _typing.TYPE_CHECKING:
         "Home": "aionn.graph.reading",
         "ReadGraph": "aionn.graph.reading",
         "arrays_over": "aionn.graph.arrays",
+        "changeable_contents": "aionn.graph.unchanged",
         "constant_arrays": "aionn.graph.arrays",
         "contents_of": "aionn.graph.unchanged",
         "embed_constants": "aionn.graph.constants",

@@ -12,7 +12,7 @@ digested, and a file that is cut off ends the reading, not the process.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import count
 from typing import Any
 
@@ -21,12 +21,12 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from aionn.errors import AionnError, CallerError, CompilationError
-from aionn.file_ranges import FileRange, copy_ranges
+from aionn.file_ranges import FileRange, copy_ranges, digest_ranges
 from aionn.hal import model as hal_model
 from aionn.hal.model import Constant, Model, may_change
 from aionn.hal.types import DataLocation, IMemory, MemoryDescription, MemoryKind
 
-__all__ = ["contents_of", "own_constants"]
+__all__ = ["changeable_contents", "contents_of", "own_constants"]
 
 _ALIGNMENT_BYTES = 64
 """As constants have in a model's own pool, so that engines can use them in place."""
@@ -36,6 +36,16 @@ def contents_of(digests: Iterable[bytes]) -> bytes:
     """`Model.contents`, from the digests of the constants that may change, in order."""
     joined = b"".join(digests)
     return blake3(joined).digest() if joined else b""
+
+
+def changeable_contents(model: Model) -> bytes:
+    """Return what `Model.contents` is for the constants as they are now. Keeps nothing, and blocks for as long as it takes to read them.
+
+    Raises:
+        CompilationError: a file is shorter than it was, or cannot be read.
+    """
+    places = [_range(model, constant) for constant in model.constants if may_change(model.pools[constant.location.pool_index])]
+    return contents_of(_read(lambda: digest_ranges(places)))
 
 
 def own_constants(model: Model, *, files_only: bool = False) -> tuple[Model, bytes]:
@@ -58,11 +68,7 @@ def own_constants(model: Model, *, files_only: bool = False) -> tuple[Model, byt
     if not copied:
         return model, b""
     copies = [_aligned(constant.location.length) for constant in copied]
-    try:
-        digests = copy_ranges([_range(model, constant) for constant in copied], copies)
-    except (AionnError, OSError) as error:
-        why = f"the weights beside the model cannot be read ({error}); put their whole file back and read the model again"
-        raise CompilationError(why, reason=str(error)) from error
+    digests = _read(lambda: copy_ranges([_range(model, constant) for constant in copied], copies))
     kept = [pool for pool in model.pools if not is_copied(pool)]
     numbers = count(len(kept))
     index = {id(pool): number for number, pool in enumerate(kept)}
@@ -83,6 +89,14 @@ def own_constants(model: Model, *, files_only: bool = False) -> tuple[Model, byt
         token=model.token,
     )
     return own, contents_of(digests)
+
+
+def _read(read: Callable[[], list[bytes]]) -> list[bytes]:
+    try:
+        return read()
+    except (AionnError, OSError) as error:
+        why = f"the weights beside the model cannot be read ({error}); if their file was cut off, put it back and read the model again"
+        raise CompilationError(why, reason=str(error)) from error
 
 
 def _range(model: Model, constant: Constant) -> FileRange:
