@@ -20,17 +20,18 @@ import anyio.to_thread
 from anyio.abc import TaskGroup
 
 from aionn import trace
-from aionn.burst import ExecutionBurstServer, PoolReference, result_of
+from aionn.burst import ExecutionBurstServer, result_of
 from aionn.caching.outcomes import MissReason, Refusal
 from aionn.driver.artifacts import Artifacts, LentHandles
 from aionn.driver.blobs import DeviceBlobs
+from aionn.driver.burst_memories import BurstMemories
 from aionn.driver.compiling import compilation_error, compiled_model
 from aionn.driver.execution import BoundExecution, BoundModel, BoundPool, bind
 from aionn.driver.instances import instances_of
 from aionn.driver.lanes import Lane, Lanes
 from aionn.driver.memories import EngineBuffer, bound_pool, constants_of
 from aionn.driver.priority import Turns
-from aionn.driver.sharing import Identity, Shared, Sharing, identity_of, identity_of_stored
+from aionn.driver.sharing import Identity, Shared, Sharing, identity_of, identity_of_stored, return_freed_memory
 from aionn.driver.threads import Threads
 from aionn.errors import AionnError, CallerError, CompilationError, DeadlineError
 from aionn.graph.unchanged import changeable_contents
@@ -59,6 +60,7 @@ from aionn.hal.types import (
     Result,
 )
 from aionn.memory import DeviceBuffers, ModelInfo, check_request, reserve
+from aionn.memory.region import give_back
 from aionn.memory.requests import Extent
 from aionn.pages import DriverPage, Slot, private_slot
 from aionn.tasks import seconds_until
@@ -70,7 +72,6 @@ LANES = os.environ.get("AIONN_LANES", "1") != "0"
 """Whether bursts are lent to lanes. For tests: without lanes the listener serves every packet, slower and in the same order."""
 
 _COMPILES_AT_ONCE = 4
-_ANY_SIZE = 2**64
 _prepared_numbers = itertools.count(1)
 
 
@@ -141,6 +142,8 @@ class EngineDevice:
                 shared, executables = await self._executables(identity, Shared(compiled.executable), options, flag)
                 if lent is not None and not outcome:
                     outcome = await self._save(compiled.executable, model, lent, flag, options.deadline_ns)
+                if shared.executable is not compiled.executable:
+                    self._threads.behind(return_freed_memory)
         finally:
             if lent is not None:
                 lent.give_up()
@@ -202,7 +205,7 @@ class EngineDevice:
 
     async def prepare_model_from_cache(self, options: PrepareOptions, cache: CacheHandles) -> EnginePreparedModel:
         flag = CancelFlag()
-        compile_options = dataclasses.replace(self._compile_options(options, flag), may_consume=True)
+        compile_options = dataclasses.replace(self._compile_options(options, flag), give_back=give_back)
         known = self._sharing.loaded(options)
         lent = LentHandles(cache)
         try:
@@ -219,6 +222,8 @@ class EngineDevice:
         finally:
             lent.give_up()
         self._threads.behind(self._artifacts.note_uses)  # the answer does not wait for this work
+        if shared.executable is not loaded.executable:
+            self._threads.behind(return_freed_memory)
         stored = loaded.description
         return EnginePreparedModel(self, executables, dict(stored.inputs), dict(stored.outputs), options, shared=shared)
 
@@ -357,7 +362,7 @@ class EnginePreparedModel:
         self, callback: IBurstCallback, request_channel: MQDescriptor, result_channel: MQDescriptor, anticipate: bool = False
     ) -> ExecutionBurstServer:
         low_power = self._options.preference is ExecutionPreference.LOW_POWER
-        executor = EngineBurstExecutor(self)
+        executor = BurstMemories(self, self.device.buffers)
         lanes = self._lanes if LANES else None
         server = ExecutionBurstServer.create(
             callback, request_channel, result_channel, executor, lanes=lanes, low_power=low_power, anticipate=anticipate
@@ -378,37 +383,3 @@ class EnginePreparedModel:
         for slot in self._slots:
             self.device.free_slot(slot)
         self._slots.clear()
-
-
-class EngineBurstExecutor:
-    """Keeps the memories of a burst mapped, by slot. Satisfies `IBurstExecutorWithCache`."""
-
-    def __init__(self, prepared: EnginePreparedModel) -> None:
-        self._prepared = prepared
-        self._memories: dict[int, tuple[IMemory, BoundPool]] = {}
-
-    def is_cache_entry_present(self, slot: int) -> bool:
-        return slot in self._memories
-
-    def add_cache_entry(self, memory: IMemory, slot: int) -> None:
-        self._memories[slot] = (memory, bound_pool(memory, self._prepared.device.buffers))
-
-    def remove_cache_entry(self, slot: int) -> None:
-        memory, _ = self._memories.pop(slot, (None, None))
-        close = getattr(memory, "close", None)
-        if close is not None:
-            close()
-
-    def check(self, request: Request, pools: Sequence[PoolReference]) -> None:
-        # `bind` sees the size of a memory that is not here yet.
-        wrong = self._prepared.wrong_with(request, [0 if pool.token else _ANY_SIZE for pool in pools])
-        if wrong is not None:
-            raise CallerError(wrong)
-
-    def bind(self, request: Request, pools: Sequence[PoolReference]) -> BoundExecution:
-        bound = [BoundPool(None, pool.token) if pool.token else self._memories[pool.slot][1] for pool in pools]
-        return self._prepared.bind(request, bound)
-
-    def close(self) -> None:
-        for slot in list(self._memories):
-            self.remove_cache_entry(slot)

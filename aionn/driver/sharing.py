@@ -1,6 +1,6 @@
 """Executables that several prepared models of one device share: a model that is prepared again with the same options needs no new weights.
 
-Each prepared model has executables of its own (`Executable.share`), which may run beside the others. The weights go with the last of
+Each prepared model gets other executables (`Executable.share`), which may run beside those of the first. The weights go with the last of
 them. Only an engine whose executables have `share` takes part.
 
 What makes two preparations the same
@@ -13,6 +13,7 @@ Use `Sharing` from the loop. The functions and `Shared.executables` block, so th
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import weakref
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from aionn.hal.interfaces import Executable, PrepareOptions
 from aionn.hal.model import Model, may_change
 from aionn.hal.types import MemoryKind
 
-__all__ = ["Identity", "Shared", "Sharing", "identity_of", "identity_of_stored"]
+__all__ = ["Identity", "Shared", "Sharing", "identity_of", "identity_of_stored", "return_freed_memory"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,16 @@ class Sharing:
 def identity_of_stored(description: Description, options: PrepareOptions) -> Identity | None:
     """Return the identity of a model from verified cache files."""
     return Identity(description.model_token, b"", _shaping(options)) if description.model_token else None
+
+
+def return_freed_memory() -> None:
+    """Return freed memory to the system. The C library keeps what lies between blocks in use, which is most of a dropped executable.
+
+    Blocks for some milliseconds. Does nothing where the C library has no such call.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _shaping(options: PrepareOptions) -> PrepareOptions:

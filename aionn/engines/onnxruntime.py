@@ -1,13 +1,13 @@
 """ONNX Runtime: the default engine.
 
-No whole model is ever put together: the session gets the skeleton's bytes and, by name, arrays over the model's pools.
-ORT copies what it lays out anew for its kernels (the weights of MatMul, Conv, LSTM), whatever it is given. Large tables that only
-Gather reads (embeddings) are used where they lie, but only after `add_initializer`. For other constants `add_initializer` gives
-silently wrong answers, because ORT's transpose optimizer changes some of them under their old name.
+No whole model is ever put together: the session gets the skeleton's bytes and, by name, arrays over the model's pools. ORT copies
+these (`add_external_initializers`), and they go when the session is made. Large tables that only Gather reads (embeddings) are used
+where they lie (`add_initializer`). For other constants that gives silently wrong answers, because ORT's transpose optimizer changes
+some of them under their old name.
 
 An artifact is ORT's optimised graph (model file) and the weights in the layout that this CPU wants (data file). Loading it is 1.7
-to 22 times quicker than compiling. ORT can write it only while it compiles. Loading optimises nothing, so all large weights are
-handed over like tables there, and ORT uses those in place that it lays out no further.
+to 22 times quicker than compiling. ORT can write it only while it compiles. Loading optimises nothing, so all large weights are used
+where they lie. The memory of those that ORT lays out once more (MatMul, LSTM) is given back when the session is made.
 
 What is set, and why (measured on 2 cores, ONNX Runtime 1.31)
     session.set_denormal_as_zero    PP-OCRv6's detector makes denormals: 26 instead of 100 ms; outputs differ by 3e-7.
@@ -18,7 +18,7 @@ What is set, and why (measured on 2 cores, ONNX Runtime 1.31)
                                     one thread less, because the thread that calls `run` works, too. Lanes share the pool.
     never: prepacked weights in the artifact (one model loads, then dies of SIGSEGV), .ort files (slower or SIGSEGV).
 
-What an executable keeps: the model's pools, or the artifact's buffers. Of arrays given to `run` it keeps weak references only.
+What an executable keeps: the pools of tables, or the artifact's buffers. Of arrays given to `run` it keeps weak references only.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class OnnxRuntimeEngine:
     def load(self, artifact: Artifact, options: CompileOptions) -> OnnxRuntimeExecutable:
         """Make a session of an artifact, which is already optimised. Its weights are used in place or laid out once more.
 
-        With `options.may_consume`, the memory of weights that were laid out is given back, and the artifact cannot be exported again.
+        With `options.give_back`, the memory of weights that were laid out is given back, and the artifact cannot be exported again.
 
         Raises:
             CompilationError: the bytes are not an artifact of this engine.
@@ -159,14 +159,14 @@ class OnnxRuntimeEngine:
             raise CompilationError(f"the artifact is not of this release's onnxruntime engine ({error}); compile the model") from error
         settings = self._settings(options, _threads(options, notes.work))
         settings.graph_optimization_level = self._ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-        again = None if options.may_consume else lambda: artifact
+        again = None if options.give_back else lambda: artifact
         if not notes.by_name:
             settings.add_external_initializers_from_files_in_memory([WEIGHTS_FILE], [weights], [len(weights)])  # copied, twice
             return OnnxRuntimeExecutable(self._session(graph, settings, options, ()), weights, again)
         outside_folder(settings)
         in_place = InPlace(self._ort, self._native, arrays)
         in_place.give(settings)
-        watches = in_place.give_back_within(weights, notes.weights) if options.may_consume and not weights.readonly else ()
+        watches = in_place.watch(weights, notes.weights, options.give_back) if options.give_back and not weights.readonly else ()
         del arrays
         session = self._session(graph, settings, options, ())
         return OnnxRuntimeExecutable(session, (in_place.kept(), watches), again)
@@ -299,7 +299,7 @@ class OnnxRuntimeExecutable:
     def artifact(self) -> Artifact | None:
         """Return what to store, the first time only. Keeping it would cost the weights' size as long as the model lives."""
         artifact, self._artifact = self._artifact, None
-        return None if artifact is None else artifact()
+        return artifact() if artifact else None
 
 
 class _Binding:

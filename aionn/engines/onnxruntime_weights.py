@@ -8,7 +8,7 @@ keeps the others for its life. Where ONNX Runtime owns an array (DLPack), that r
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from aionn.engines.onnxruntime_artifact import WEIGHTS_DIRECTORY, WEIGHTS_FILE
 from aionn.hal.model import Constant
-from aionn.memory.region import give_back
+
+GiveBack = Callable[[memoryview], None]
 
 __all__ = ["InPlace", "outside_folder", "with_weights_outside"]
 
@@ -48,14 +49,14 @@ class InPlace:
         for name, value in self._named.items():
             settings.add_initializer(name, value)
 
-    def give_back_within(self, weights: memoryview, constants: Sequence[Constant]) -> Sequence[object]:
-        """Give the memory of each array back when ONNX Runtime drops it. The arrays lie in one buffer. Keep what this returns."""
+    def watch(self, weights: memoryview, constants: Sequence[Constant], give_back: GiveBack) -> Sequence[object]:
+        """Give the memory of each array back when ONNX Runtime drops it. The arrays lie in `weights`. Keep what this returns."""
         watches: list[object] = []
         for constant in constants:
             array = self._owned[constant.name]() if constant.name in self._owned else None
             if array is not None:
                 place = constant.location
-                watches.append(weakref.ref(array, partial(_give_back, weights[place.offset : place.offset + place.length])))
+                watches.append(weakref.ref(array, partial(_gone, give_back, weights[place.offset : place.offset + place.length])))
         return watches
 
     def kept(self) -> Sequence[object]:
@@ -64,7 +65,7 @@ class InPlace:
         return self._lent
 
 
-def _give_back(part: memoryview, _: object) -> None:
+def _gone(give_back: GiveBack, part: memoryview, _: object) -> None:
     """Give the memory of weights back, because nothing refers to their array any more. This may happen in any thread."""
     give_back(part)
 

@@ -286,8 +286,8 @@ class CompileOptions:
             the engine.
         at_most: whether fewer than `threads` are as good. Then the engine chooses, up to that number.
         instances: how many executables `Executable.lanes` will be asked for.
-        may_consume: whether `Engine.load` may use up the artifact. The engine may then give the memory of its writable buffers back to the
-            system as soon as it does not need them, which makes their bytes undefined, and `export` may decline for the result.
+        give_back: takes writable parts of the artifact that `Engine.load` needs no more, at any time and in any thread, and returns their
+            memory to the system. Their bytes are undefined then, so the result cannot be exported. None: the artifact must stay whole.
     """
 
     preference: ExecutionPreference = ExecutionPreference.FAST_SINGLE_ANSWER
@@ -298,7 +298,7 @@ class CompileOptions:
     blob_cache: IBlobCache | None = None
     at_most: bool = False
     instances: int = 1
-    may_consume: bool = False
+    give_back: Callable[[memoryview], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,8 +337,7 @@ class Executable(Protocol):
     thread may run each of them beside the others. This executable may be one of them. `lanes` is called once, before the first run, with
     `CompileOptions.instances`. A model whose executable has no `lanes` can only be prepared with one instance.
 
-    `share() -> Executable` returns one more such executable. It may be called at any time and in any thread, also while others run. The
-    executables live and die independently. Where it is missing, every compilation of the same model has weights of its own.
+    `share() -> Executable` returns one more such executable, at any time and in any thread. Without it, equal models share no weights.
     """
 
     def run(self, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]], timing: bool) -> ExecutionReport:
