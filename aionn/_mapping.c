@@ -3,12 +3,16 @@
  * The caller has checked that the descriptor has all these bytes.
  *
  * Invariant
- *     The memory is unmapped by `close` or with the object, and never while a buffer of it is held. */
+ *     The memory is unmapped by `close` or with the object, and never while a buffer of it is held.
+ *
+ * `give_back` returns pages of private memory to the system. */
 #define _GNU_SOURCE
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <stdint.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 typedef struct {
     PyObject_HEAD
@@ -86,6 +90,26 @@ static PyObject *mapping_close(PyObject *object, PyObject *Py_UNUSED(none))
     Py_RETURN_NONE;
 }
 
+/* give_back(buffer): whole pages within a writable buffer. Pages at its ends that it shares with other memory stay. */
+static PyObject *give_back(PyObject *Py_UNUSED(module), PyObject *object)
+{
+    Py_buffer view;
+    if (PyObject_GetBuffer(object, &view, PyBUF_WRITABLE))
+        return NULL;
+    uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE);
+    uintptr_t begin = ((uintptr_t)view.buf + page - 1) / page * page;
+    uintptr_t end = ((uintptr_t)view.buf + (uintptr_t)view.len) / page * page;
+    int failed = 0;
+    Py_BEGIN_ALLOW_THREADS
+    if (begin < end)
+        failed = madvise((void *)begin, end - begin, MADV_DONTNEED);
+    Py_END_ALLOW_THREADS
+    PyBuffer_Release(&view);
+    if (failed)
+        return PyErr_SetFromErrno(PyExc_OSError);
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef mapping_methods[] = {{"close", mapping_close, METH_NOARGS, NULL}, {NULL, NULL, 0, NULL}}; /* documented in _mapping.pyi */
 static PyType_Slot mapping_slots[] = {
     {Py_tp_new, mapping_new}, {Py_tp_dealloc, mapping_dealloc}, {Py_tp_methods, mapping_methods},
@@ -102,9 +126,10 @@ static int mapping_exec(PyObject *module)
     return -failed;
 }
 
+static PyMethodDef module_methods[] = {{"give_back", give_back, METH_O, NULL}, {NULL, NULL, 0, NULL}}; /* documented in _mapping.pyi */
 static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, mapping_exec}, {0, NULL}};
 static struct PyModuleDef mapping_module = {
-    PyModuleDef_HEAD_INIT, "_mapping", "Mapped memory without a descriptor.", 0, NULL, module_slots, NULL, NULL, NULL,
+    PyModuleDef_HEAD_INIT, "_mapping", "Mapped memory without a descriptor.", 0, module_methods, module_slots, NULL, NULL, NULL,
 };
 
 PyMODINIT_FUNC PyInit__mapping(void);

@@ -15,3 +15,6 @@ class Mapping:
         """Unmap it. Idempotent. The end of the object does it too. Raises `BufferError` while a view is held."""
 
     def __buffer__(self, flags: int, /) -> memoryview: ...
+
+def give_back(buffer: memoryview, /) -> None:
+    """Give the whole pages within a writable buffer of private memory back to the system. Their bytes are zero afterwards."""

@@ -2,8 +2,10 @@
 
     registry   finds engines by name
     device     makes an `IDevice` of any engine
-    memories   the memories of a request as the device sees them
+    memories   the memories of a request as the device sees them; `burst_memories` keeps those of a burst mapped
     execution  requests, bound to their bytes, as a lane runs them
+    compiling  one compilation by an engine
+    sharing    the executables that prepared models of the same model share
     instances  the executables of a prepared model, one per instance
     lanes      the threads of a prepared model, one per instance: each waits for requests natively, and runs them
     priority   lets executions of high priority go first

@@ -59,46 +59,6 @@ class Loaded:
     digests: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """The state of those constants of a model that can still be written to: their contents, and the time of the last write."""
-
-    model: Model
-    contents: bytes
-    written_ns: tuple[int, ...]
-
-    @classmethod
-    def of(cls, model: Model) -> Source:
-        """Return the state before the model is compiled.
-
-        `contents` is what the token names, where the client has sent that. Otherwise it is what the constants are now.
-
-        Raises:
-            CompilationError: a file cannot be read.
-        """
-        from aionn.graph import changeable_contents, written_ns  # most models have no such constants
-
-        try:
-            written = written_ns(model)
-            return cls(model, model.contents or changeable_contents(model), written)
-        except OSError as error:
-            raise CompilationError(
-                f"the weights beside the model cannot be read ({error}); put their file back and read the model again", reason=str(error)
-            ) from error
-
-    def reason_not_to_store(self) -> Refusal | None:
-        """Return why a compiled model must not be stored, or None if the token names what was compiled."""
-        from aionn.graph import changeable_contents, written_ns
-
-        try:
-            if (changeable_contents(self.model), written_ns(self.model)) == (self.contents, self.written_ns):
-                return None
-            found = "the weights beside the model have changed since the model was read"
-        except (AionnError, OSError) as error:
-            found = f"the weights beside the model cannot be read any more ({error})"
-        return Refusal(MissReason.CHANGED_WEIGHTS, f"{found}; read the model again, and replace such files by renaming")
-
-
 class LentHandles:
     """Duplicates of a client's cache files for one blocking act. The act's end closes them, or `give_up` if the act has not begun.
 
@@ -169,13 +129,10 @@ class Artifacts:
                 self._store = IntegrityStore(self._engine.name, self._engine.version, self.files, state_directory=self._state_directory)
             return self._store
 
-    def save(self, executable: Executable, model: Model, handles: CacheHandles, source: Source | None = None) -> str:
+    def save(self, executable: Executable, model: Model, handles: CacheHandles) -> str:
         """Store a compiled model. Return "saved", "declined", or the reason why the model was not stored.
 
         Errors of the engine and of the file system are reasons, and are never raised.
-
-        Args:
-            source: the state of constants that can still be written to, if the model has such.
         """
         if not self.files.supported:
             return str(Refusal(MissReason.WRONG_FILES, "this device does not cache"))
@@ -185,8 +142,6 @@ class Artifacts:
             artifact = self._engine.export(executable)
         except Exception as error:  # an engine that cannot export has compiled all the same
             return str(Refusal(MissReason.IO_ERROR, f"the engine's export failed ({type(error).__name__}: {error})"))
-        if source is not None and (changed := source.reason_not_to_store()) is not None:
-            return str(changed)
         if artifact is None:
             return "declined"
         store = self._integrity()

@@ -20,17 +20,21 @@ import anyio.to_thread
 from anyio.abc import TaskGroup
 
 from aionn import trace
-from aionn.burst import ExecutionBurstServer, PoolReference, result_of
+from aionn.burst import ExecutionBurstServer, result_of
 from aionn.caching.outcomes import MissReason, Refusal
-from aionn.driver.artifacts import Artifacts, LentHandles, Source
+from aionn.driver.artifacts import Artifacts, LentHandles
 from aionn.driver.blobs import DeviceBlobs
+from aionn.driver.burst_memories import BurstMemories
+from aionn.driver.compiling import compilation_error, compiled_model
 from aionn.driver.execution import BoundExecution, BoundModel, BoundPool, bind
 from aionn.driver.instances import instances_of
 from aionn.driver.lanes import Lane, Lanes
 from aionn.driver.memories import EngineBuffer, bound_pool, constants_of
 from aionn.driver.priority import Turns
+from aionn.driver.sharing import Identity, Shared, Sharing, identity_of, identity_of_stored
 from aionn.driver.threads import Threads, trim_arenas
-from aionn.errors import AionnError, CallerError, CompilationError, DeadlineError, ExecutionError
+from aionn.errors import AionnError, CallerError, CompilationError, DeadlineError
+from aionn.graph.unchanged import changeable_contents
 from aionn.hal.interfaces import (
     CacheHandles,
     CancelFlag,
@@ -42,7 +46,7 @@ from aionn.hal.interfaces import (
     IPreparedModel,
     PrepareOptions,
 )
-from aionn.hal.model import Model, may_change
+from aionn.hal.model import Model
 from aionn.hal.types import (
     BufferDesc,
     BufferRole,
@@ -56,6 +60,7 @@ from aionn.hal.types import (
     Result,
 )
 from aionn.memory import DeviceBuffers, ModelInfo, check_request, reserve
+from aionn.memory.region import give_back
 from aionn.memory.requests import Extent
 from aionn.pages import DriverPage, Slot, private_slot
 from aionn.tasks import seconds_until
@@ -67,7 +72,6 @@ LANES = os.environ.get("AIONN_LANES", "1") != "0"
 """Whether bursts are lent to lanes. For tests: without lanes the listener serves every packet, slower and in the same order."""
 
 _COMPILES_AT_ONCE = 4
-_ANY_SIZE = 2**64
 _prepared_numbers = itertools.count(1)
 
 
@@ -96,6 +100,7 @@ class EngineDevice:
         self._blobs = DeviceBlobs(engine.name, engine.version, state_directory)
         self.buffers = DeviceBuffers(reserve)
         self.turns = Turns()
+        self._sharing = Sharing()
         self.name = engine.name
         self.version = engine.version
         self.type: DeviceType = getattr(engine, "device_type", DeviceType.CPU)
@@ -114,7 +119,7 @@ class EngineDevice:
         try:
             return tuple(bool(fits) for fits in self._engine.supported_operations(model))
         except Exception as error:  # an engine's own exception types end here
-            raise self._compilation_error(error) from error
+            raise compilation_error(self.name, error) from error
 
     async def get_number_of_cache_files_needed(self) -> CacheFiles:
         return self._artifacts.files
@@ -122,21 +127,45 @@ class EngineDevice:
     async def prepare_model(self, model: Model, options: PrepareOptions, cache: CacheHandles | None = None) -> EnginePreparedModel:
         flag = CancelFlag()
         lent = None if cache is None else LentHandles(cache)
+        may_export = lent is not None and self._artifacts.files.supported
+        compile_options = dataclasses.replace(self._compile_options(options, flag), may_export=may_export)
+        outcome = ""
         try:
-            may_export = lent is not None and self._artifacts.files.supported
-            source: Source | None = None
-            if may_export and any(map(may_change, model.pools)):
-                source = await self._blocking(lambda: Source.of(model), flag, options.deadline_ns)
-            compile_options = dataclasses.replace(self._compile_options(options, flag), may_export=may_export)
-            with trace.span("driver.compile", device=self.name):
-                executable, outcome = await self._blocking(lambda: self._compile(model, compile_options), flag, options.deadline_ns)
-            executables = await self._instances(executable, options, flag)  # before it is stored, since it may be refused
-            if lent is not None and not outcome:
-                outcome = await self._save(executable, model, source, lent, flag, options.deadline_ns)
+            shared = None if may_export else await self._known(model, options, flag)
+            if shared is not None:
+                executables = await self._instances(shared, options, flag, again=True)
+            else:
+                with trace.span("driver.compile", device=self.name):
+                    compiled = await self._blocking(lambda: compiled_model(self._engine, model, compile_options), flag, options.deadline_ns)
+                outcome = compiled.outcome
+                identity = identity_of(model, compiled.contents, options)
+                # Before it is stored, since the number of instances may be refused.
+                shared, executables = await self._executables(identity, Shared(compiled.executable), options, flag)
+                if lent is not None and not outcome:
+                    outcome = await self._save(compiled.executable, model, lent, flag, options.deadline_ns)
+                if shared.executable is not compiled.executable:
+                    self._threads.behind(trim_arenas)
         finally:
             if lent is not None:
                 lent.give_up()
-        return EnginePreparedModel(self, executables, model.inputs, model.outputs, options, outcome, constants_of(model))
+        return EnginePreparedModel(self, executables, model.inputs, model.outputs, options, outcome, constants_of(model), shared)
+
+    async def _known(self, model: Model, options: PrepareOptions, flag: CancelFlag) -> Shared | None:
+        """Return the executable of a model that has been prepared with these options, whose constants are still the same."""
+        if not self._sharing.may_have(model, options):
+            return None
+        contents = await self._blocking(lambda: changeable_contents(model), flag, options.deadline_ns)
+        return self._sharing.find(identity_of(model, contents, options))
+
+    async def _executables(
+        self, identity: Identity | None, fresh: Shared, options: PrepareOptions, flag: CancelFlag, again: bool = False
+    ) -> tuple[Shared, Sequence[Executable]]:
+        """Return executables of the same model that is here already, so that the fresh one goes, or else offer the fresh one to others."""
+        known = self._sharing.find(identity)
+        executables = await self._instances(known or fresh, options, flag, again=again or known is not None)
+        if known is None:
+            self._sharing.offer(identity, fresh)
+        return known or fresh, executables
 
     def _compile_options(self, options: PrepareOptions, flag: CancelFlag) -> CompileOptions:
         return CompileOptions(
@@ -149,66 +178,55 @@ class EngineDevice:
             instances=options.instances,
         )
 
-    async def _instances(self, executable: Executable, options: PrepareOptions, flag: CancelFlag) -> Sequence[Executable]:
-        if options.instances == 1:
-            return (executable,)
+    async def _instances(self, shared: Shared, options: PrepareOptions, flag: CancelFlag, again: bool = False) -> Sequence[Executable]:
+        """Return an executable for each instance. `again`: others than the prepared models have that share it."""
+        count = options.instances
+        if count == 1 and not again:
+            return (shared.executable,)
         try:
-            return await self._blocking(lambda: instances_of(self.name, executable, options.instances), flag, options.deadline_ns)
+            return await self._blocking(
+                lambda: shared.executables(count) if again else instances_of(self.name, shared.executable, count),
+                flag,
+                options.deadline_ns,
+            )
         except Exception as error:  # an engine's own exception types end here
-            raise self._compilation_error(error) from error
+            raise compilation_error(self.name, error) from error
 
-    def _compile(self, model: Model, options: CompileOptions) -> tuple[Executable, str]:
-        """Compile. Return also why the model cannot be saved, where compiling worked only without preparing the export, or ""."""
-        try:
-            return self._engine.compile(model, options), ""
-        except Exception as error:  # an engine's own exception types end here
-            failed = self._compilation_error(error)
-            if not options.may_export or options.cancelled.is_set() or getattr(failed, "node", None) is not None:
-                raise failed from error
-        # Some engines write their artifact while they compile. A full disk must not fail the compilation then.
-        try:
-            executable = self._engine.compile(model, dataclasses.replace(options, may_export=False))
-        except Exception as error:
-            raise self._compilation_error(error) from error
-        return executable, str(Refusal(MissReason.IO_ERROR, f"it compiles only without an artifact to store: {failed}"))
-
-    def _compilation_error(self, error: Exception) -> AionnError:
-        if isinstance(error, AionnError) and not isinstance(error, ExecutionError):
-            return error
-        return CompilationError(f"device {self.name!r} cannot prepare the model: {type(error).__name__}: {error}", reason=str(error))
-
-    async def _save(
-        self, executable: Executable, model: Model, source: Source | None, lent: LentHandles, flag: CancelFlag, deadline_ns: int | None
-    ) -> str:
+    async def _save(self, executable: Executable, model: Model, lent: LentHandles, flag: CancelFlag, deadline_ns: int | None) -> str:
         """Store the model and return the outcome. Half of the remaining time is left to the client, which publishes the entry."""
         now_ns = time.monotonic_ns()
         save_by_ns = None if deadline_ns is None else now_ns + max(0, deadline_ns - now_ns) // 2
         try:
             with trace.span("driver.save", device=self.name):
                 return await self._blocking(
-                    lambda: lent.during(lambda handles: self._artifacts.save(executable, model, handles, source)), flag, save_by_ns
+                    lambda: lent.during(lambda handles: self._artifacts.save(executable, model, handles)), flag, save_by_ns
                 )
         except DeadlineError:
             return str(Refusal(MissReason.TOO_SLOW, "storing the model took longer than the deadline allows"))
 
     async def prepare_model_from_cache(self, options: PrepareOptions, cache: CacheHandles) -> EnginePreparedModel:
         flag = CancelFlag()
-        compile_options = self._compile_options(options, flag)
+        compile_options = dataclasses.replace(self._compile_options(options, flag), give_back=give_back)
+        known = self._sharing.loaded(options)
         lent = LentHandles(cache)
         try:
             with trace.span("driver.load", device=self.name):
                 loaded = await self._blocking(
-                    lambda: lent.during(lambda handles: self._artifacts.load(handles, compile_options)),
+                    lambda: lent.during(lambda handles: self._artifacts.load(handles, compile_options, known)),
                     flag,
                     options.deadline_ns,
                     loading=True,
                 )
-            executables = await self._instances(loaded.executable, options, flag)
+            identity = identity_of_stored(loaded.description, options)
+            fresh = Shared(loaded.executable, loaded)
+            shared, executables = await self._executables(identity, fresh, options, flag, again=loaded.digests in known)
         finally:
             lent.give_up()
         self._threads.behind(self._artifacts.note_uses)  # the answer does not wait for this work
+        if shared.executable is not loaded.executable:
+            self._threads.behind(trim_arenas)
         stored = loaded.description
-        return EnginePreparedModel(self, executables, dict(stored.inputs), dict(stored.outputs), options)
+        return EnginePreparedModel(self, executables, dict(stored.inputs), dict(stored.outputs), options, shared=shared)
 
     async def allocate(
         self,
@@ -286,9 +304,11 @@ class EnginePreparedModel:
         options: PrepareOptions,
         save_outcome: str = "",
         constants: Sequence[Extent] = (),
+        shared: Shared | None = None,
     ) -> None:
         self.device = device
         self._executables = executables  # one per instance; empty once the model has been released
+        self._shared = shared  # kept for later preparations of the same model, as long as this one is not released
         self._options = options
         self.inputs = MappingProxyType(dict(inputs))
         self.outputs = MappingProxyType(dict(outputs))
@@ -343,7 +363,7 @@ class EnginePreparedModel:
         self, callback: IBurstCallback, request_channel: MQDescriptor, result_channel: MQDescriptor, anticipate: bool = False
     ) -> ExecutionBurstServer:
         low_power = self._options.preference is ExecutionPreference.LOW_POWER
-        executor = EngineBurstExecutor(self)
+        executor = BurstMemories(self, self.device.buffers)
         lanes = self._lanes if LANES else None
         server = ExecutionBurstServer.create(
             callback, request_channel, result_channel, executor, lanes=lanes, low_power=low_power, anticipate=anticipate
@@ -357,6 +377,7 @@ class EnginePreparedModel:
             await burst.aclose()
         await self._lanes.aclose()
         self._executables = ()
+        self._shared = None
         self._free_slots()
         self.device.behind(trim_arenas)  # an engine's weights are freed now; the C library would keep much of their memory
 
@@ -364,37 +385,3 @@ class EnginePreparedModel:
         for slot in self._slots:
             self.device.free_slot(slot)
         self._slots.clear()
-
-
-class EngineBurstExecutor:
-    """Keeps the memories of a burst mapped, by slot. Satisfies `IBurstExecutorWithCache`."""
-
-    def __init__(self, prepared: EnginePreparedModel) -> None:
-        self._prepared = prepared
-        self._memories: dict[int, tuple[IMemory, BoundPool]] = {}
-
-    def is_cache_entry_present(self, slot: int) -> bool:
-        return slot in self._memories
-
-    def add_cache_entry(self, memory: IMemory, slot: int) -> None:
-        self._memories[slot] = (memory, bound_pool(memory, self._prepared.device.buffers))
-
-    def remove_cache_entry(self, slot: int) -> None:
-        memory, _ = self._memories.pop(slot, (None, None))
-        close = getattr(memory, "close", None)
-        if close is not None:
-            close()
-
-    def check(self, request: Request, pools: Sequence[PoolReference]) -> None:
-        # `bind` sees the size of a memory that is not here yet.
-        wrong = self._prepared.wrong_with(request, [0 if pool.token else _ANY_SIZE for pool in pools])
-        if wrong is not None:
-            raise CallerError(wrong)
-
-    def bind(self, request: Request, pools: Sequence[PoolReference]) -> BoundExecution:
-        bound = [BoundPool(None, pool.token) if pool.token else self._memories[pool.slot][1] for pool in pools]
-        return self._prepared.bind(request, bound)
-
-    def close(self) -> None:
-        for slot in list(self._memories):
-            self.remove_cache_entry(slot)

@@ -1,13 +1,13 @@
 """ONNX Runtime: the default engine.
 
-No whole model is ever put together: the session gets the skeleton's bytes and, by name, arrays over the model's pools.
-ORT copies what it lays out anew for its kernels (the weights of MatMul, Conv, LSTM), whatever it is given. Large tables that only
-Gather reads (embeddings) are used where they lie, but only after `add_initializer`. For other constants `add_initializer` gives
-silently wrong answers, because ORT's transpose optimizer changes some of them under their old name.
+No whole model is ever put together: the session gets the skeleton's bytes and, by name, arrays over the model's pools. ORT copies
+these (`add_external_initializers`), and they go when the session is made. Large tables that only Gather reads (embeddings) are used
+where they lie (`add_initializer`). For other constants that gives silently wrong answers, because ORT's transpose optimizer changes
+some of them under their old name.
 
 An artifact is ORT's optimised graph (model file) and the weights in the layout that this CPU wants (data file). Loading it is 1.7
-to 22 times quicker than compiling. ORT can write it only while it compiles. Loading optimises nothing, so all large weights are
-handed over like tables there, and ORT uses those in place that it lays out no further.
+to 22 times quicker than compiling. ORT can write it only while it compiles. Loading optimises nothing, so all large weights are used
+where they lie. The memory of those that ORT lays out once more (MatMul, LSTM) is given back when the session is made.
 
 What is set, and why (measured on 2 cores, ONNX Runtime 1.31)
     session.set_denormal_as_zero    PP-OCRv6's detector makes denormals: 26 instead of 100 ms; outputs differ by 3e-7.
@@ -18,7 +18,7 @@ What is set, and why (measured on 2 cores, ONNX Runtime 1.31)
                                     one thread less, because the thread that calls `run` works, too. Lanes share the pool.
     never: prepacked weights in the artifact (one model loads, then dies of SIGSEGV), .ort files (slower or SIGSEGV).
 
-What an executable keeps: the model's pools, or the artifact's buffers. Of arrays given to `run` it keeps weak references only.
+What an executable keeps: the pools of tables, or the artifact's buffers. Of arrays given to `run` it keeps weak references only.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import re
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from math import prod
 from typing import Any
@@ -35,7 +36,8 @@ from typing import Any
 import msgspec
 from numpy.typing import NDArray
 
-from aionn.engines.onnxruntime_artifact import ARTIFACT_FORMAT, WEIGHTS_DIRECTORY, WEIGHTS_FILE, WrittenArtifact, without_notes
+from aionn.engines.onnxruntime_artifact import ARTIFACT_FORMAT, WEIGHTS_FILE, WrittenArtifact, without_notes
+from aionn.engines.onnxruntime_weights import InPlace, outside_folder, with_weights_outside
 from aionn.engines.outputs import deliver
 from aionn.engines.processor import Flushing, instruction_set, run_threads
 from aionn.errors import CallerError, CompilationError, DeviceUnavailableError
@@ -58,7 +60,7 @@ OUTSIDE_BYTES = 64 << 10
 """In an artifact, weights from this size on are used where they lie. The others are parts of the graph. Handing one over costs 20 us,
 as much as ORT's copies of so many bytes. In models at hand a fifth of the weights are larger, and have 19 of 20 bytes."""
 
-
+_CANCELLED = "the compilation was cancelled because its caller stopped waiting"
 _FATAL_ONLY = 4  # every error is raised as well, and a driver's stderr is for messages that have no other way
 
 
@@ -100,23 +102,37 @@ class OnnxRuntimeEngine:
 
         weights = sum(prod(constant.operand.dimensions or ()) for constant in model.constants)
         work = _most_work([operand.dimensions for operand in model.inputs.values()], weights)
-        settings = self._settings(options, _threads(options, work))
         arrays = constant_arrays(model)
-        if arrays:
-            values = {name: self._ort.OrtValue.ortvalue_from_numpy(array) for name, array in arrays.items()}
-            settings.add_external_initializers(list(values), list(values.values()))
-            if any(array.nbytes >= TABLE_BYTES for array in arrays.values()):
-                for table in gather_tables(model.graph, TABLE_BYTES):
-                    settings.add_initializer(table, values[table])
-        if not options.may_export:
-            session = self._session(model.graph, settings, options, model.operations)
-            return OnnxRuntimeExecutable(session, (model, arrays), None)
-        written = WrittenArtifact(work)
-        settings.optimized_model_filepath = written.graph_path
-        settings.add_session_config_entry("session.optimized_model_external_initializers_file_name", written.weights_file)
-        settings.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", str(OUTSIDE_BYTES))
-        session = self._session(model.graph, settings, options, model.operations)
-        return OnnxRuntimeExecutable(session, (model, arrays), written.artifact)
+        tables: Sequence[str] = ()
+        if any(array.nbytes >= TABLE_BYTES for array in arrays.values()):
+            tables = gather_tables(model.graph, TABLE_BYTES)
+        if tables and not options.may_export:  # ORT copies what it gets to optimise or to write, and a table may be most of a model
+            with suppress(CompilationError):  # either ORT reads a table while it optimises, or the next attempt fails as well
+                return self._compiled(model, with_weights_outside(model.graph, tables), arrays, tables, options, work)
+            if options.cancelled.is_set():
+                raise CompilationError(_CANCELLED, reason="cancelled")
+        return self._compiled(model, model.graph, arrays, tables, options, work)
+
+    def _compiled(
+        self, model: Model, graph: bytes, arrays: Mapping[str, Any], tables: Sequence[str], options: CompileOptions, work: int
+    ) -> OnnxRuntimeExecutable:
+        """Make a session that optimises a graph. It gets copies of all constants, except the tables if they are outside of `graph`."""
+        settings = self._settings(options, _threads(options, work))
+        copied = list(arrays)
+        if graph is not model.graph:
+            outside_folder(settings)
+            copied = [name for name in arrays if name not in tables]
+        if copied:
+            settings.add_external_initializers(copied, [self._ort.OrtValue.ortvalue_from_numpy(arrays[name]) for name in copied])
+        in_place = InPlace(self._ort, self._native, {name: arrays[name] for name in tables})
+        in_place.give(settings)
+        written = WrittenArtifact(work) if options.may_export else None
+        if written is not None:
+            settings.optimized_model_filepath = written.graph_path
+            settings.add_session_config_entry("session.optimized_model_external_initializers_file_name", written.weights_file)
+            settings.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", str(OUTSIDE_BYTES))
+        session = self._session(graph, settings, options, model.operations)
+        return OnnxRuntimeExecutable(session, in_place.kept(), None if written is None else written.artifact)
 
     def export(self, executable: Executable) -> Artifact | None:
         """Return the optimised graph and its weights, once, and free ORT's files. Later, and without `may_export`, return None."""
@@ -126,6 +142,8 @@ class OnnxRuntimeEngine:
 
     def load(self, artifact: Artifact, options: CompileOptions) -> OnnxRuntimeExecutable:
         """Make a session of an artifact, which is already optimised. Its weights are used in place or laid out once more.
+
+        With `options.give_back`, the memory of weights that were laid out is given back, and the artifact cannot be exported again.
 
         Raises:
             CompilationError: the bytes are not an artifact of this engine.
@@ -141,14 +159,17 @@ class OnnxRuntimeEngine:
             raise CompilationError(f"the artifact is not of this release's onnxruntime engine ({error}); compile the model") from error
         settings = self._settings(options, _threads(options, notes.work))
         settings.graph_optimization_level = self._ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-        values = {name: self._ort.OrtValue.ortvalue_from_numpy(array) for name, array in arrays.items()}
-        if notes.by_name:
-            settings.add_session_config_entry("session.model_external_initializers_file_folder_path", WEIGHTS_DIRECTORY)
-            for name, value in values.items():
-                settings.add_initializer(name, value)
-        else:
+        again = None if options.give_back else lambda: artifact
+        if not notes.by_name:
             settings.add_external_initializers_from_files_in_memory([WEIGHTS_FILE], [weights], [len(weights)])  # copied, twice
-        return OnnxRuntimeExecutable(self._session(graph, settings, options, ()), (weights, values), lambda: artifact)
+            return OnnxRuntimeExecutable(self._session(graph, settings, options, ()), weights, again)
+        outside_folder(settings)
+        in_place = InPlace(self._ort, self._native, arrays)
+        in_place.give(settings)
+        watches = in_place.watch(weights, notes.weights, options.give_back) if options.give_back and not weights.readonly else ()
+        del arrays
+        session = self._session(graph, settings, options, ())
+        return OnnxRuntimeExecutable(session, (in_place.kept(), watches), again)
 
     def _settings(self, options: CompileOptions, threads: int) -> Any:
         settings = self._ort.SessionOptions()
@@ -167,7 +188,7 @@ class OnnxRuntimeEngine:
             with Flushing():
                 return self._ort.InferenceSession(graph, settings, providers=["CPUExecutionProvider"], enable_fallback=0)
         except self._native.ModelLoadCanceled as error:
-            raise CompilationError("the compilation was cancelled because its caller stopped waiting", reason="cancelled") from error
+            raise CompilationError(_CANCELLED, reason="cancelled") from error
         except Exception as error:  # ORT's exceptions have no common base but this
             raise _compilation_error(str(error), operations) from error
 
@@ -269,12 +290,16 @@ class OnnxRuntimeExecutable:
 
     def lanes(self, count: int) -> list[OnnxRuntimeExecutable]:
         """Return `count` executables over one session, of which this is the first."""
-        return [self, *(OnnxRuntimeExecutable(self._session, self._alive, None) for _ in range(count - 1))]
+        return [self, *(self.share() for _ in range(count - 1))]
+
+    def share(self) -> OnnxRuntimeExecutable:
+        """Return one more executable over the same session."""
+        return OnnxRuntimeExecutable(self._session, self._alive, None)
 
     def artifact(self) -> Artifact | None:
         """Return what to store, the first time only. Keeping it would cost the weights' size as long as the model lives."""
         artifact, self._artifact = self._artifact, None
-        return None if artifact is None else artifact()
+        return artifact() if artifact else None
 
 
 class _Binding:

@@ -235,7 +235,11 @@ class OpenVINOExecutable:
 
     def lanes(self, count: int) -> list[OpenVINOExecutable]:
         """Return `count` executables with one infer request each over one compiled model, of which this is the first."""
-        return [self, *(OpenVINOExecutable(self._ov, self._compiled, self._names, self._artifact) for _ in range(count - 1))]
+        return [self, *(self.share() for _ in range(count - 1))]
+
+    def share(self) -> OpenVINOExecutable:
+        """Return one more infer request over the same compiled model. Requests beyond the number of streams wait for each other."""
+        return OpenVINOExecutable(self._ov, self._compiled, self._names, self._artifact)
 
     def artifact(self) -> Artifact:
         """Return what to store: the artifact it was loaded from, or a new one."""

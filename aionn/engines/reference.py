@@ -95,6 +95,10 @@ class ReferenceExecutable:
         """Return this executable `count` times, because a run of the evaluator changes nothing in it."""
         return [self] * count
 
+    def share(self) -> ReferenceExecutable:
+        """Return this executable, as `lanes` does."""
+        return self
+
     def run(self, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]], timing: bool) -> ExecutionReport:
         """Compute the outputs, and copy each into the array given for it if the shapes are the same."""
         started_ns = time.monotonic_ns()

@@ -10,7 +10,7 @@ twice for a moment (source and pool), not four times (source, message, Python by
     digest     a model's token, made without the `onnx` package, and remembered while the files stay the same
     constants  takes large constants out of the graph and puts them back (`embed_constants`)
     places     finds every tensor of a model, wherever the schema lets one stand
-    arrays     shows constants as arrays where they lie; `unchanged` says whether they are still what was read
+    arrays     shows constants as arrays where they lie; `unchanged` copies those that may change, and digests the copies
     checking   says what is wrong with a graph, node by node
     support    asks an engine operator by operator
     shapes     resolves open dimensions
@@ -42,7 +42,7 @@ if _typing.TYPE_CHECKING:
     from aionn.graph.reading import ReadGraph, read_onnx
     from aionn.graph.shapes import resolve_shapes
     from aionn.graph.support import gather_tables, supported_operations
-    from aionn.graph.unchanged import changeable_contents, contents_of, written_ns
+    from aionn.graph.unchanged import changeable_contents, contents_of, own_constants
 
 __all__ = [
     "Home",
@@ -53,11 +53,11 @@ __all__ = [
     "contents_of",
     "embed_constants",
     "gather_tables",
+    "own_constants",
     "read_onnx",
     "resolve_shapes",
     "settle_exported",
     "supported_operations",
-    "written_ns",
 ]
 
 if not _typing.TYPE_CHECKING:
@@ -70,10 +70,10 @@ if not _typing.TYPE_CHECKING:
         "contents_of": "aionn.graph.unchanged",
         "embed_constants": "aionn.graph.constants",
         "gather_tables": "aionn.graph.support",
+        "own_constants": "aionn.graph.unchanged",
         "read_onnx": "aionn.graph.reading",
         "resolve_shapes": "aionn.graph.shapes",
         "settle_exported": "aionn.graph.constants",
         "supported_operations": "aionn.graph.support",
-        "written_ns": "aionn.graph.unchanged",
     }
     __getattr__ = _imported_when_asked(__name__, _HOMES)

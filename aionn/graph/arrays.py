@@ -1,4 +1,4 @@
-"""Constants as arrays where their bytes lie. Without the `onnx` package: a driver that only loads artifacts never imports it."""
+"""Constants as arrays, mostly where their bytes lie. Without the `onnx` package: a driver that only loads artifacts never imports it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aionn.hal.model import Constant, Model
+from aionn.hal.types import MemoryKind
 
 
 def constant_arrays(model: Model) -> dict[str, NDArray[Any]]:
-    """Return the large constants as arrays over the model's pools, by name. Nothing is copied, and read-only pools give read-only arrays.
+    """Return the large constants as arrays over the model's pools, by name. Read-only pools give read-only arrays.
 
-    They keep the pools' mappings alive, not the pools.
+    Constants in files are copied (`own_constants`). Others are not, and their arrays keep the pools' mappings alive, not the pools.
+
+    Raises:
+        CompilationError: a file with constants is shorter than it was, or cannot be read.
     """
+    if any(pool.description.kind is MemoryKind.MMAP_FD for pool in model.pools):
+        from aionn.graph.unchanged import own_constants  # reads files, which most models do not need
+
+        model, _ = own_constants(model, files_only=True)
     return arrays_over([pool.view() for pool in model.pools], model.constants)
 
 

@@ -1,27 +1,35 @@
-"""Are a model's constants still what they were when it was read? Without the `onnx` package, as `arrays`.
+"""Private copies of constants that other processes may change. Without the `onnx` package, as `arrays`.
 
-Constants in sealed memory cannot change. Those in files beside the model, or in memory that the app gave, can be overwritten at any
-time; a model's token names them as they were. `Model.contents` says what that was, so a driver can compare.
+Constants in sealed memory cannot change. Those in files, or in memory that the app gave, can be overwritten at any time, and a file can
+be cut off. A model's token names them as they were when it was made. `Model.contents` says what that was, so a driver can compare.
 
     contents    BLAKE3 of the BLAKE3 digests of these constants, in the model's order; empty where the model has none
 
-The bytes are read from the descriptor: an engine may have written to its private mapping of them, and a file that has been cut off
-ends the reading, not the process.
+A driver never maps a file of constants. It copies them from the descriptor and digests the copy. So what an engine compiles is what was
+digested, and a file that is cut off ends the reading, not the process.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable
+import dataclasses
+from collections.abc import Callable, Iterable
+from itertools import count
+from typing import Any
 
+import numpy as np
 from blake3 import blake3
+from numpy.typing import NDArray
 
+from aionn.errors import AionnError, CallerError, CompilationError
+from aionn.file_ranges import FileRange, copy_ranges, digest_ranges
+from aionn.hal import model as hal_model
 from aionn.hal.model import Constant, Model, may_change
-from aionn.hal.types import IMemory
+from aionn.hal.types import DataLocation, IMemory, MemoryDescription, MemoryKind
 
-__all__ = ["changeable_contents", "contents_of", "written_ns"]
+__all__ = ["changeable_contents", "contents_of", "own_constants"]
 
-_CHUNK_BYTES = 1 << 20
+_ALIGNMENT_BYTES = 64
+"""As constants have in a model's own pool, so that engines can use them in place."""
 
 
 def contents_of(digests: Iterable[bytes]) -> bytes:
@@ -31,30 +39,88 @@ def contents_of(digests: Iterable[bytes]) -> bytes:
 
 
 def changeable_contents(model: Model) -> bytes:
-    """The same from the bytes as they are now. Blocks as long as it takes to read them.
+    """Return what `Model.contents` is for the constants as they are now. Keeps nothing, and blocks for as long as it takes to read them.
 
     Raises:
-        CallerError: a pool has been closed.
-        OSError: a file cannot be read.
+        CompilationError: a file is shorter than it was, or cannot be read.
     """
-    chunk = memoryview(bytearray(_CHUNK_BYTES))
-    places = [(constant, model.pools[constant.location.pool_index]) for constant in model.constants]
-    return contents_of(_digest(constant, pool, chunk) for constant, pool in places if may_change(pool))
+    places = [_range(model, constant) for constant in model.constants if may_change(model.pools[constant.location.pool_index])]
+    return contents_of(_read(lambda: digest_ranges(places)))
 
 
-def _digest(constant: Constant, pool: IMemory, chunk: memoryview) -> bytes:
-    digest = blake3()
-    begin = pool.description.offset_bytes + constant.location.offset
-    end = begin + constant.location.length
-    while begin < end:
-        got = os.preadv(pool.fileno(), [chunk[: end - begin]], begin)
-        if not got:
-            break  # the file has been cut off, so the digest is another
-        digest.update(chunk[:got])
-        begin += got
-    return digest.digest()
+def own_constants(model: Model, *, files_only: bool = False) -> tuple[Model, bytes]:
+    """Return the model with private copies of the constants that may change, and what `Model.contents` is for these copies.
+
+    Each copy is a pool that begins at a multiple of 64 bytes, and its memory is freed with the last view of it. Constants that cannot
+    change stay in their pools. Blocks for as long as it takes to read the constants.
+
+    Args:
+        files_only: leave constants in memory that the app gave where they are.
+
+    Raises:
+        CompilationError: a file is shorter than it was, or cannot be read.
+    """
+
+    def is_copied(pool: IMemory) -> bool:
+        return pool.description.kind is MemoryKind.MMAP_FD or (not files_only and may_change(pool))
+
+    copied = [constant for constant in model.constants if is_copied(model.pools[constant.location.pool_index])]
+    if not copied:
+        return model, b""
+    copies = [_aligned(constant.location.length) for constant in copied]
+    digests = _read(lambda: copy_ranges([_range(model, constant) for constant in copied], copies))
+    kept = [pool for pool in model.pools if not is_copied(pool)]
+    numbers = count(len(kept))
+    index = {id(pool): number for number, pool in enumerate(kept)}
+
+    def moved(constant: Constant) -> Constant:
+        place = constant.location
+        pool = model.pools[place.pool_index]
+        here = DataLocation(next(numbers), 0, place.length) if is_copied(pool) else dataclasses.replace(place, pool_index=index[id(pool)])
+        return Constant(constant.name, constant.operand, here)
+
+    own = hal_model.Model(
+        graph=model.graph,
+        inputs=model.inputs,
+        outputs=model.outputs,
+        operations=model.operations,
+        constants=tuple(map(moved, model.constants)),
+        pools=(*kept, *map(_PrivateMemory, copies)),
+        token=model.token,
+    )
+    return own, contents_of(digests)
 
 
-def written_ns(model: Model) -> tuple[int, ...]:
-    """When each of these files was written to last: shows also what was undone before anybody looked at the bytes again."""
-    return tuple(os.fstat(pool.fileno()).st_mtime_ns for pool in model.pools if may_change(pool))
+def _read(read: Callable[[], list[bytes]]) -> list[bytes]:
+    try:
+        return read()
+    except (AionnError, OSError) as error:
+        why = f"the weights beside the model cannot be read ({error}); if their file was cut off, put it back and read the model again"
+        raise CompilationError(why, reason=str(error)) from error
+
+
+def _range(model: Model, constant: Constant) -> FileRange:
+    pool, place = model.pools[constant.location.pool_index], constant.location
+    return FileRange(pool.fileno(), pool.description.offset_bytes + place.offset, place.length)
+
+
+def _aligned(size_bytes: int) -> NDArray[np.uint8]:
+    """Return fresh memory of that size. NumPy asks for huge pages where it is large, which makes it four times quicker to fill."""
+    memory = np.empty(size_bytes + _ALIGNMENT_BYTES, np.uint8)
+    begin = -memory.__array_interface__["data"][0] % _ALIGNMENT_BYTES
+    return memory[begin : begin + size_bytes]
+
+
+class _PrivateMemory:
+    """Memory of this process alone. Satisfies `IMemory`, but has no descriptor, so it cannot be sent."""
+
+    def __init__(self, content: NDArray[Any]) -> None:
+        self._content = content
+        self.size_bytes = content.nbytes
+        self.description = MemoryDescription(MemoryKind.ASHMEM, content.nbytes, writable=False)
+
+    def fileno(self) -> int:
+        raise CallerError("a private copy of a model's constants has no descriptor, so it cannot be sent")
+
+    def view(self) -> memoryview:
+        return self._content.data

@@ -286,6 +286,8 @@ class CompileOptions:
             the engine.
         at_most: whether fewer than `threads` are as good. Then the engine chooses, up to that number.
         instances: how many executables `Executable.lanes` will be asked for.
+        give_back: takes writable parts of the artifact that `Engine.load` needs no more, at any time and in any thread, and returns their
+            memory to the system. Their bytes are undefined then, so the result cannot be exported. None: the artifact must stay whole.
     """
 
     preference: ExecutionPreference = ExecutionPreference.FAST_SINGLE_ANSWER
@@ -296,6 +298,7 @@ class CompileOptions:
     blob_cache: IBlobCache | None = None
     at_most: bool = False
     instances: int = 1
+    give_back: Callable[[memoryview], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,9 +333,11 @@ class Executable(Protocol):
 
     One thread at a time calls `run`, which releases the GIL while it computes.
 
-    One method is optional: `lanes(count: int) -> Sequence[Executable]`. It returns `count` executables over one copy of the weights, and a
+    Two methods are optional. `lanes(count: int) -> Sequence[Executable]` returns `count` executables over one copy of the weights, and a
     thread may run each of them beside the others. This executable may be one of them. `lanes` is called once, before the first run, with
     `CompileOptions.instances`. A model whose executable has no `lanes` can only be prepared with one instance.
+
+    `share() -> Executable` returns one more such executable, at any time and in any thread. Without it, equal models share no weights.
     """
 
     def run(self, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]], timing: bool) -> ExecutionReport:

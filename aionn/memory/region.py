@@ -27,7 +27,7 @@ import threading
 from collections.abc import Callable, Sequence
 from enum import Enum
 
-from aionn._mapping import Mapping
+from aionn._mapping import Mapping, give_back
 from aionn.errors import CallerError, ExecutionError
 from aionn.hal.types import ErrorStatus, MemoryDescription, MemoryKind
 from aionn.memory import limits
@@ -41,7 +41,7 @@ from aionn.memory.descriptors import (
     reserve_holes,
 )
 
-__all__ = ["PAGE_BYTES", "PROT_READ", "PROT_WRITE", "Access", "MappingError", "Region", "attach_all", "reserve"]
+__all__ = ["PAGE_BYTES", "PROT_READ", "PROT_WRITE", "Access", "MappingError", "Region", "attach_all", "give_back", "reserve"]
 
 PAGE_BYTES = mmap.PAGESIZE
 PROT_READ = mmap.PROT_READ

@@ -7,9 +7,9 @@ import os
 from aionn.errors import AionnError, CallerError, CompilationError
 from aionn.hal.interfaces import CacheHandles
 from aionn.hal.model import Model
-from aionn.hal.types import IMemory, MemoryDescription
+from aionn.hal.types import IMemory, MemoryDescription, MemoryKind
 from aionn.memory import Access, MappingError, Memory, Region
-from aionn.memory.descriptors import check_description
+from aionn.memory.descriptors import check_description, check_descriptor
 from aionn.remote.channel import Descriptors
 from aionn.remote.control import CacheMessage, ModelMessage
 
@@ -18,7 +18,7 @@ class Received:
     """Memories that came with a call. They are unmapped when the call is done with them."""
 
     def __init__(self) -> None:
-        self._regions: list[Region] = []
+        self._regions: list[Region | _File] = []
 
     def __enter__(self) -> Received:
         return self
@@ -62,14 +62,19 @@ class Received:
             return _Unmapped(description, error)
 
     def model(self, message: ModelMessage, descriptors: Descriptors) -> Model:
-        """Return the client's model. Its constants are mapped copy-on-write, so an engine can never write into the app's.
+        """Return the client's model. Files with constants are not mapped, because another process may cut them off at any time.
+
+        Other pools are mapped copy-on-write, so an engine can never write into the app's.
 
         Raises:
             CompilationError: memory with constants does not fit its description. Mostly a file has become shorter.
         """
-        pools = []
+        pools: list[IMemory] = []
         for description in message.pools:
             try:
+                if description.kind is MemoryKind.MMAP_FD:
+                    pools.append(self._file(descriptors.take(), description))
+                    continue
                 region = attached(descriptors.take(), description, Access.PRIVATE)
             except MappingError as error:
                 why = f"the model's weights cannot be mapped: {error}. If their file was cut off, put it back and read the model again"
@@ -86,6 +91,48 @@ class Received:
             token=message.token,
             contents=message.contents,
         )
+
+    def _file(self, fd: int, description: MemoryDescription) -> _File:
+        file = _File(fd, description)
+        self._regions.append(file)
+        file.check()
+        return file
+
+
+class _File:
+    """A file with constants, which are read from its descriptor. Satisfies `IMemory`, but has no view."""
+
+    def __init__(self, fd: int, description: MemoryDescription) -> None:
+        """Take over the descriptor."""
+        self._fd = fd
+        self.description = description
+        self.size_bytes = description.size_bytes
+
+    def check(self) -> None:
+        """Check that the descriptor is the file that its description says.
+
+        Raises:
+            CallerError: the description can never be right (INVALID_ARGUMENT).
+            MappingError: the descriptor does not fit the description. Mostly the file has become shorter.
+        """
+        check_description(self.description)
+        try:
+            check_descriptor(self._fd, self.description, write_through=False)
+        except CallerError as error:
+            raise MappingError(str(error)) from error
+
+    def fileno(self) -> int:
+        if self._fd < 0:
+            raise CallerError("this file has been closed")
+        return self._fd
+
+    def view(self) -> memoryview:
+        raise CallerError("a model's constants in files are not mapped; read them with aionn.graph.constant_arrays")
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 class _Unmapped:

@@ -1,0 +1,65 @@
+"""One compilation by an engine: of private copies of what may change, and with a second attempt without an artifact."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+from aionn.caching.outcomes import MissReason, Refusal
+from aionn.errors import AionnError, CompilationError, ExecutionError
+from aionn.graph.unchanged import own_constants
+from aionn.hal.interfaces import CompileOptions, Engine, Executable
+from aionn.hal.model import Model
+
+__all__ = ["Compiled", "compilation_error", "compiled_model"]
+
+
+class Compiled(NamedTuple):
+    """A compiled model.
+
+    Attributes:
+        outcome: why it must not or cannot be stored, or "".
+        contents: the digest of the constants that may change, as they were compiled.
+    """
+
+    executable: Executable
+    outcome: str
+    contents: bytes
+
+
+def compiled_model(engine: Engine, model: Model, options: CompileOptions) -> Compiled:
+    """Compile a model. Blocks. Private copies of its constants go when the engine has returned.
+
+    Raises:
+        AionnError: the model cannot be compiled. An engine's own exceptions become `CompilationError`.
+    """
+    own, contents = own_constants(model, files_only=not options.may_export)
+    if options.may_export and model.contents not in (b"", contents):
+        changed = "the weights beside the model have changed since the model was read"
+        refusal = Refusal(MissReason.CHANGED_WEIGHTS, f"{changed}; read the model again, and replace such files by renaming")
+        executable, _ = _attempts(engine, own, dataclasses.replace(options, may_export=False))
+        return Compiled(executable, str(refusal), contents)
+    return Compiled(*_attempts(engine, own, options), contents)
+
+
+def _attempts(engine: Engine, model: Model, options: CompileOptions) -> tuple[Executable, str]:
+    """Compile. Return also why the model cannot be saved, where compiling worked only without preparing the export, or ""."""
+    try:
+        return engine.compile(model, options), ""
+    except Exception as error:  # an engine's own exception types end here
+        failed = compilation_error(engine.name, error)
+        if not options.may_export or options.cancelled.is_set() or getattr(failed, "node", None) is not None:
+            raise failed from error
+    # Some engines write their artifact while they compile. A full disk must not fail the compilation then.
+    try:
+        executable = engine.compile(model, dataclasses.replace(options, may_export=False))
+    except Exception as error:
+        raise compilation_error(engine.name, error) from error
+    return executable, str(Refusal(MissReason.IO_ERROR, f"it compiles only without an artifact to store: {failed}"))
+
+
+def compilation_error(device: str, error: Exception) -> AionnError:
+    """Return an engine's error as one that the device may raise."""
+    if isinstance(error, AionnError) and not isinstance(error, ExecutionError):
+        return error
+    return CompilationError(f"device {device!r} cannot prepare the model: {type(error).__name__}: {error}", reason=str(error))

@@ -1,0 +1,119 @@
+"""Executables that several prepared models of one device share: a model that is prepared again with the same options needs no new weights.
+
+Each prepared model gets other executables (`Executable.share`), which may run beside those of the first. The weights go with the last of
+them. Only an engine whose executables have `share` takes part.
+
+What makes two preparations the same
+    Every option except the deadline, and the model's identity: its token, and the digest of the constants that may change, if they are
+    not what the token names. A model without a token is known by its graph and that digest. A model from a cache has the token that
+    its verified files carry.
+
+Use `Sharing` from the loop. The functions and `Shared.executables` block, so they belong in a thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from blake3 import blake3
+
+from aionn.driver.artifacts import Description, Loaded
+from aionn.hal.interfaces import Executable, PrepareOptions
+from aionn.hal.model import Model, may_change
+from aionn.hal.types import MemoryKind
+
+__all__ = ["Identity", "Shared", "Sharing", "identity_of", "identity_of_stored"]
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What was compiled, and how.
+
+    Attributes:
+        base: the model's token, or the digest of its graph.
+        contents: the digest of the constants that may change; empty where they are what the token names.
+        options: without the deadline.
+    """
+
+    base: bytes
+    contents: bytes
+    options: PrepareOptions
+
+
+def _base_of(model: Model) -> bytes:
+    """Return what names a model, or nothing if a second preparation of it cannot be recognised.
+
+    Constants in memory that the app may write to are used in place, so they may differ at each preparation. Sealed constants are named
+    by the token alone.
+    """
+    used = {constant.location.pool_index for constant in model.constants}
+    pools = [pool for index, pool in enumerate(model.pools) if index in used]
+    if any(may_change(pool) and pool.description.kind is not MemoryKind.MMAP_FD for pool in pools):
+        return b""
+    if model.token:
+        return model.token
+    return blake3(model.graph).digest() if all(map(may_change, pools)) else b""
+
+
+def identity_of(model: Model, contents: bytes, options: PrepareOptions) -> Identity | None:
+    """Return the identity of a model whose constants that may change have these contents, or None if it cannot be recognised."""
+    base = _base_of(model)
+    if not base:
+        return None
+    told = bool(model.token) and contents == model.contents
+    return Identity(base, b"" if told else contents, _shaping(options))
+
+
+class Shared:
+    """An executable that others are made of. Every prepared model that uses it keeps this object alive.
+
+    Attributes:
+        loaded: the executable with the description and the digests of its cache files, if it comes from a cache.
+    """
+
+    def __init__(self, executable: Executable, loaded: Loaded | None = None) -> None:
+        self.executable = executable
+        self.loaded = loaded
+
+    def executables(self, count: int) -> Sequence[Executable]:
+        """Return `count` more executables over the same weights. Blocks, and passes on what the engine raises."""
+        return tuple(self.executable.share() for _ in range(count))  # type: ignore[attr-defined]
+
+
+class Sharing:
+    """The executables of one device that can be shared, for as long as a prepared model uses them."""
+
+    def __init__(self) -> None:
+        self._live: weakref.WeakValueDictionary[Identity, Shared] = weakref.WeakValueDictionary()
+
+    def find(self, identity: Identity | None) -> Shared | None:
+        """Return the executable of that identity, or None."""
+        return None if identity is None else self._live.get(identity)
+
+    def may_have(self, model: Model, options: PrepareOptions) -> bool:
+        """Return whether an executable of this model and these options may be here. Its contents tell."""
+        base, shaping = _base_of(model), _shaping(options)
+        return any(known.base == base and known.options == shaping for known in list(self._live.keys()))
+
+    def loaded(self, options: PrepareOptions) -> dict[bytes, Loaded]:
+        """Return what has been loaded with these options, by the digests of its files."""
+        shaping = _shaping(options)
+        live = [shared for known, shared in list(self._live.items()) if known.options == shaping]
+        return {shared.loaded.digests: shared.loaded for shared in live if shared.loaded is not None}
+
+    def offer(self, identity: Identity | None, shared: Shared) -> None:
+        """Offer an executable to later preparations, if its engine can share it."""
+        if identity is not None and hasattr(shared.executable, "share"):
+            self._live.setdefault(identity, shared)
+
+
+def identity_of_stored(description: Description, options: PrepareOptions) -> Identity | None:
+    """Return the identity of a model from verified cache files."""
+    return Identity(description.model_token, b"", _shaping(options)) if description.model_token else None
+
+
+def _shaping(options: PrepareOptions) -> PrepareOptions:
+    return dataclasses.replace(options, deadline_ns=None)
