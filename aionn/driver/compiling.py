@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from aionn.caching.outcomes import MissReason, Refusal
 from aionn.errors import AionnError, CompilationError, ExecutionError
-from aionn.graph.unchanged import own_constants
 from aionn.hal.interfaces import CompileOptions, Engine, Executable
 from aionn.hal.model import Model
 
@@ -33,6 +32,8 @@ def compiled_model(engine: Engine, model: Model, options: CompileOptions) -> Com
     Raises:
         AionnError: the model cannot be compiled. An engine's own exceptions become `CompilationError`.
     """
+    from aionn.graph.unchanged import own_constants  # a driver greets without what reads models
+
     own, contents = own_constants(model, files_only=not options.may_export)
     if options.may_export and model.contents not in (b"", contents):
         changed = "the weights beside the model have changed since the model was read"

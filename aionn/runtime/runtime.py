@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from aionn.errors import CallerError, DeadlineError
 from aionn.runtime.processes.early import checked_start, end_early, spawn_early
-from aionn.runtime.processes.spawning import DEFAULT_HANG_S, GRACE_S, KILL_S, Settings
+from aionn.runtime.processes.spawning import DEFAULT_HANG_S, GRACE_S, KILL_S, Settings, checked_state_dir
 from aionn.tasks import (
     OwnedTasks,
     bounded_shield,
@@ -106,7 +106,7 @@ class Runtime:
             from aionn.hal.types import MAX_THREADS
 
             most = checked_count("Runtime: threads", threads, 1, MAX_THREADS)
-        self._settings = Settings(_checked_state_dir(state_dir), checked_seconds("hang_s", hang_s), most)
+        self._settings = Settings(checked_state_dir(state_dir), checked_seconds("hang_s", hang_s), most)
         self._start = checked_start(start)
         self._session: Session | None = None
         self._devices: Devices
@@ -394,12 +394,3 @@ async def _within(timeout_s: float | None, deadline_ns: int | None, work: Awaita
     with anyio.move_on_after(seconds_until(deadline_ns)):
         return await work
     raise DeadlineError(f"the model was not prepared within {timeout_s} s; the compile has been cancelled")
-
-
-def _checked_state_dir(state_dir: object) -> str:
-    """Return it as an absolute path, or an empty text for None."""
-    if state_dir is None:
-        return ""
-    if not isinstance(state_dir, str | os.PathLike) or not (path := os.fspath(state_dir)) or not isinstance(path, str) or "\0" in path:
-        raise CallerError(f"state_dir={state_dir!r}: give the path of a folder, or None for the user's state folder")
-    return os.path.abspath(path)

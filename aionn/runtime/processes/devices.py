@@ -261,23 +261,7 @@ class Devices:
             except DeviceUnavailableError as error:
                 logger.warning("the early start of a driver failed: %s", error)
             else:
-                self.tasks.start_soon(self._watch_early, device, process, name=f"early start of {name}")
-
-    async def _watch_early(self, device: Device, process: DriverProcess) -> None:
-        """Log why a driver cannot start, unless a caller has asked for it and gets the error. End a driver that no caller asks for."""
-        with anyio.move_on_after(EARLY_S):
-            try:
-                await process.ready()
-                await device._asked.wait()
-            except AionnError as error:
-                if process.refused and not device._asked.is_set():
-                    logger.warning("the early start of a driver failed: %s", error)
-            return
-        async with device._starting:
-            if device._asked.is_set() or device._process is not process or not process.alive:
-                return
-            await end_processes([process])
-            device._restarts.last_exit_code, device._process = process.life.exit_code, None
+                self.tasks.start_soon(_watch_early, device, process, name=f"early start of {name}")
 
     async def restart(self, device: Device) -> None:
         """See `Device.restart`."""
@@ -339,6 +323,23 @@ class Devices:
             worker.kill(None)  # nothing in it is worth waiting for
         processes += [*self._workers, *self._ending]
         await end_processes(processes)
+
+
+async def _watch_early(device: Device, process: DriverProcess) -> None:
+    """Log why a driver cannot start, unless a caller has asked for it and gets the error. End a driver that no caller asks for."""
+    with anyio.move_on_after(EARLY_S):
+        try:
+            await process.ready()
+            await device._asked.wait()
+        except AionnError as error:
+            if process.refused and not device._asked.is_set():
+                logger.warning("the early start of a driver failed: %s", error)
+        return
+    async with device._starting:
+        if device._asked.is_set() or device._process is not process or not process.alive:
+            return
+        await end_processes([process])
+        device._restarts.last_exit_code, device._process = process.life.exit_code, None
 
 
 _ORDER = ("onnxruntime", "openvino")

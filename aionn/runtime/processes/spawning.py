@@ -17,7 +17,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 
-from aionn.errors import DeviceUnavailableError
+from aionn.errors import CallerError, DeviceUnavailableError
 from aionn.tasks import leave_in_child
 
 DEFAULT_HANG_S = 10.0
@@ -54,6 +54,19 @@ class Settings:
     state_dir: str = ""
     hang_s: float | None = DEFAULT_HANG_S
     threads: int = 0
+
+
+def checked_state_dir(state_dir: object) -> str:
+    """Return `Runtime(state_dir=)` as an absolute path, or an empty text for None.
+
+    Raises:
+        CallerError: it is not a path.
+    """
+    if state_dir is None:
+        return ""
+    if not isinstance(state_dir, str | os.PathLike) or not (path := os.fspath(state_dir)) or not isinstance(path, str) or "\0" in path:
+        raise CallerError(f"state_dir={state_dir!r}: give the path of a folder, or None for the user's state folder")
+    return os.path.abspath(path)
 
 
 class Spawned:
