@@ -107,8 +107,9 @@ async def many_kills(silero_path: Path, kills: int) -> None:
             await runtime.compile(model, devices=("onnxruntime",))
             gc.collect()
             held.append(Inventory.take().sizes())
-    # What a runtime with one fresh driver holds does not grow with the number of drivers that died before it.
-    assert held[-1] == held[1]
+    # What a runtime with one fresh driver holds does not grow with the number of drivers that died before it. A round in which the
+    # driver died before its first frame holds one pool less, so the most of each half is compared.
+    assert max(held[kills // 2 :]) <= max(held[: kills // 2])
     assert len(told_s) > kills  # of three callers in each round; now and then all three are answered in the moment of the death
     told_s.sort()
     print(f"{kills} kills, told after: median {told_s[len(told_s) // 2] * 1e3:.1f} ms, longest {told_s[-1] * 1e3:.1f} ms")
