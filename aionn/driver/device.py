@@ -34,7 +34,6 @@ from aionn.driver.priority import Turns
 from aionn.driver.sharing import Identity, Shared, Sharing, identity_of, identity_of_stored, return_freed_memory
 from aionn.driver.threads import Threads
 from aionn.errors import AionnError, CallerError, CompilationError, DeadlineError
-from aionn.graph.unchanged import changeable_contents
 from aionn.hal.interfaces import (
     CacheHandles,
     CancelFlag,
@@ -153,6 +152,8 @@ class EngineDevice:
         """Return the executable of a model that has been prepared with these options, whose constants are still the same."""
         if not self._sharing.may_have(model, options):
             return None
+        from aionn.graph.unchanged import changeable_contents  # most models have no such constants
+
         contents = await self._blocking(lambda: changeable_contents(model), flag, options.deadline_ns)
         return self._sharing.find(identity_of(model, contents, options))
 
