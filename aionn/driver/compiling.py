@@ -8,7 +8,7 @@ from typing import NamedTuple
 from aionn.caching.outcomes import MissReason, Refusal
 from aionn.errors import AionnError, CompilationError, ExecutionError
 from aionn.hal.interfaces import CompileOptions, Engine, Executable
-from aionn.hal.model import Model
+from aionn.hal.model import Model, may_change
 
 __all__ = ["Compiled", "compilation_error", "compiled_model"]
 
@@ -32,9 +32,11 @@ def compiled_model(engine: Engine, model: Model, options: CompileOptions) -> Com
     Raises:
         AionnError: the model cannot be compiled. An engine's own exceptions become `CompilationError`.
     """
-    from aionn.graph.unchanged import own_constants  # a driver greets without what reads models
+    own, contents = model, b""
+    if any(map(may_change, model.pools)):
+        from aionn.graph.unchanged import own_constants  # most models have no such constants
 
-    own, contents = own_constants(model, files_only=not options.may_export)
+        own, contents = own_constants(model, files_only=not options.may_export)
     if options.may_export and model.contents not in (b"", contents):
         changed = "the weights beside the model have changed since the model was read"
         refusal = Refusal(MissReason.CHANGED_WEIGHTS, f"{changed}; read the model again, and replace such files by renaming")

@@ -153,7 +153,7 @@ class EngineDevice:
         """Return the executable of a model that has been prepared with these options, whose constants are still the same."""
         if not self._sharing.may_have(model, options):
             return None
-        from aionn.graph.unchanged import changeable_contents  # a driver greets without what reads models
+        from aionn.graph.unchanged import changeable_contents  # most models have no such constants
 
         contents = await self._blocking(lambda: changeable_contents(model), flag, options.deadline_ns)
         return self._sharing.find(identity_of(model, contents, options))

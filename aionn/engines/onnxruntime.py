@@ -109,8 +109,6 @@ class OnnxRuntimeEngine:
         if tables and not options.may_export:  # ORT copies what it gets to optimise or to write, and a table may be most of a model
             with suppress(CompilationError):  # either ORT reads a table while it optimises, or the next attempt fails as well
                 return self._compiled(model, with_weights_outside(model.graph, tables), arrays, tables, options, work)
-            if options.cancelled.is_set():
-                raise CompilationError(_CANCELLED, reason="cancelled")
         return self._compiled(model, model.graph, arrays, tables, options, work)
 
     def _compiled(
@@ -118,10 +116,8 @@ class OnnxRuntimeEngine:
     ) -> OnnxRuntimeExecutable:
         """Make a session that optimises a graph. It gets copies of all constants, except the tables if they are outside of `graph`."""
         settings = self._settings(options, _threads(options, work))
-        copied = list(arrays)
-        if graph is not model.graph:
-            outside_folder(settings)
-            copied = [name for name in arrays if name not in tables]
+        copied = [name for name in arrays if graph is model.graph or name not in tables]
+        outside_folder(settings)
         if copied:
             settings.add_external_initializers(copied, [self._ort.OrtValue.ortvalue_from_numpy(arrays[name]) for name in copied])
         in_place = InPlace(self._ort, self._native, {name: arrays[name] for name in tables})

@@ -286,8 +286,7 @@ class CompileOptions:
             the engine.
         at_most: whether fewer than `threads` are as good. Then the engine chooses, up to that number.
         instances: how many executables `Executable.lanes` will be asked for.
-        give_back: takes writable parts of the artifact that `Engine.load` needs no more, at any time and in any thread, and returns their
-            memory to the system. Their bytes are undefined then, so the result cannot be exported. None: the artifact must stay whole.
+        give_back: frees writable parts of the artifact that `Engine.load` needs no more, in any thread. None: it must stay whole.
     """
 
     preference: ExecutionPreference = ExecutionPreference.FAST_SINGLE_ANSWER
@@ -331,13 +330,9 @@ class ExecutionReport:
 class Executable(Protocol):
     """A model that is ready to run in this process.
 
-    One thread at a time calls `run`, which releases the GIL while it computes.
-
-    Two methods are optional. `lanes(count: int) -> Sequence[Executable]` returns `count` executables over one copy of the weights, and a
-    thread may run each of them beside the others. This executable may be one of them. `lanes` is called once, before the first run, with
-    `CompileOptions.instances`. A model whose executable has no `lanes` can only be prepared with one instance.
-
-    `share() -> Executable` returns one more such executable, at any time and in any thread. Without it, equal models share no weights.
+    One thread at a time calls `run`, which releases the GIL while it computes. Two methods are optional. Both make executables that may run
+    beside this one over one copy of the weights. `lanes(count: int) -> Sequence[Executable]` is called once, before the first run, with
+    `CompileOptions.instances`, and may return this one among them. `share() -> Executable` is called at any time and in any thread.
     """
 
     def run(self, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]], timing: bool) -> ExecutionReport:

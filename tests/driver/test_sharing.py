@@ -136,8 +136,9 @@ async def test_a_file_that_has_changed_is_not_shared(device: EngineDevice, tmp_p
     first = await device.prepare_model(model, PrepareOptions())
     same = await device.prepare_model(model, PrepareOptions())
     assert same._shared is first._shared
-    with open(tmp_path / "weights", "r+b") as file:
-        file.write((W * 2).tobytes())
+    fd = os.open(tmp_path / "weights", os.O_WRONLY)
+    os.pwrite(fd, (W * 2).tobytes(), 0)
+    os.close(fd)
     changed = await device.prepare_model(model, PrepareOptions())
     assert changed._shared is not first._shared
     np.testing.assert_allclose(computed(changed), computed(first) * 2, rtol=1e-5)

@@ -10,10 +10,11 @@ import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
 
-from aionn.engines.onnxruntime import OnnxRuntimeEngine
+from aionn.engines.onnxruntime import TABLE_BYTES, OnnxRuntimeEngine
 from aionn.engines.openvino import OpenVINOEngine
 from aionn.engines.reference import ReferenceEngine
-from aionn.hal import CompileOptions, Engine, Executable
+from aionn.graph import gather_tables
+from aionn.hal import Artifact, CompileOptions, Engine, Executable
 from aionn.runtime.model import Model
 from tests.real_models import carried, some_input
 
@@ -129,3 +130,48 @@ def test_shapes_may_change_from_run_to_run_given_or_not(engine_name: str) -> Non
 def run(executable: Executable, inputs: Arrays, shape: tuple[int, ...] | None) -> Arrays:
     outputs = {} if shape is None else {"fetch_name_0": np.empty(shape, np.float32)}
     return {**outputs, **executable.run(inputs, outputs, False).outputs}
+
+
+@pytest.mark.parametrize("model_name", ["silero", "silero_branching", "detector", "orientation", "magika"])
+def test_an_artifact_whose_memory_is_given_back_computes_the_same_bits(model_name: str) -> None:
+    """ONNX Runtime lays some weights out anew, and their memory goes. All others must stay."""
+    model = Model.from_onnx(carried(model_name))
+    engine = ENGINES["onnxruntime"]()
+    artifact = engine.export(engine.compile(model, CompileOptions()))
+    assert artifact is not None
+    inputs = inputs_for(model_name, model)
+    kept = engine.load(artifact, CompileOptions())
+    given: list[int] = []
+
+    def scribble(part: memoryview) -> None:
+        """Do worse than the system does, so that every later use shows."""
+        given.append(part.nbytes)
+        part[:] = b"\xff" * part.nbytes
+
+    released = engine.load(Artifact(artifact.model, (bytearray(artifact.data[0]),)), CompileOptions(give_back=scribble))
+    assert engine.export(released) is None
+    for _ in range(2):
+        expected = kept.run(inputs, {}, False).outputs
+        for name, array in released.run(inputs, {}, False).outputs.items():
+            np.testing.assert_array_equal(array, expected[name])
+    assert sum(given) <= len(artifact.data[0])
+    # Convolutions find their weights stored as their kernels want them. Weights of nested graphs are parts of the graph.
+    assert bool(given) == (model_name in ("silero", "magika"))
+
+
+@pytest.mark.parametrize("may_export", [False, True], ids=["no_cache", "miss"])
+@pytest.mark.parametrize("model_name", ["silero", "silero_branching", "detector", "orientation", "magika"])
+def test_a_compiled_model_needs_its_constants_no_more(model_name: str, may_export: bool) -> None:
+    """ONNX Runtime documents that it copies constants, so a driver frees them. Only tables are used in place."""
+    model = Model.from_onnx(carried(model_name))
+    engine = ENGINES["onnxruntime"]()
+    inputs = inputs_for(model_name, model)
+    executable = engine.compile(model, CompileOptions(may_export=may_export))
+    expected = dict(executable.run(inputs, {}, False).outputs)
+    tables = gather_tables(model.graph, TABLE_BYTES)
+    overwritten = [constant.location for constant in model.constants if constant.name not in tables]
+    for place in overwritten:
+        model.pools[place.pool_index].view()[place.offset : place.offset + place.length] = b"\xff" * place.length
+    assert overwritten
+    for name, array in executable.run(inputs, {}, False).outputs.items():
+        np.testing.assert_array_equal(array, expected[name])

@@ -129,3 +129,21 @@ def test_weights_give_what_the_compiled_model_gives_and_stay_what_they_are(use: 
             np.testing.assert_array_equal(into[name], array)
             made[name][...] = 3  # the caller's own
     assert weights == artifact.data[0]
+
+
+@pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
+def test_weights_whose_memory_is_given_back_are_used_no_more(use: Callable[[], tuple[ModelProto, Arrays]]) -> None:
+    content, inputs = use()
+    engine = OnnxRuntimeEngine()
+    compiled = engine.compile(Model.from_onnx(content.SerializeToString()), CompileOptions())
+    expected = dict(compiled.run(inputs, {}, False).outputs)
+    artifact = engine.export(compiled)
+    assert artifact is not None
+
+    def scribble(part: memoryview) -> None:
+        part[:] = b"\xff" * part.nbytes
+
+    loaded = engine.load(Artifact(artifact.model, (bytearray(artifact.data[0]),)), CompileOptions(give_back=scribble))
+    for executable in (loaded, loaded.share(), *loaded.lanes(2)):
+        for name, array in executable.run(inputs, {}, False).outputs.items():
+            np.testing.assert_array_equal(array, expected[name])
