@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import onnx
 import pytest
@@ -25,6 +26,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
 import aionn
+from aionn.caching.manifest import Manifest, decode_manifest, encode_manifest
 from aionn.caching.outcomes import CacheOutcomeKind, MissReason
 from aionn.errors import AionnError, CallerError
 from aionn.graph import changeable_contents, constant_arrays, digest, files, wire
@@ -752,3 +754,55 @@ async def test_a_runtime_that_closes_does_not_wait_for_a_digest(tmp_path: Path, 
             await compiling
     finally:
         go_on.set()
+
+
+@pytest.mark.anyio
+async def test_an_undigested_model_takes_no_entry_that_was_stored_for_another(tmp_path: Path) -> None:
+    """The digest that a hit is bound to comes from the manifest. A forged one names no bytes that the driver has stored so."""
+    x, tokens = floats(9), (OWN, OWN[::-1])
+    async with aionn.Runtime() as runtime:
+
+        async def outcome_of(seed: int) -> tuple[Any, Any]:
+            (tmp_path / str(seed)).mkdir(exist_ok=True)
+            model = await runtime.load(inside(seed, tmp_path / str(seed)))
+            compilation = await runtime.compile(model, devices=("onnxruntime",), cache_dir=tmp_path / "cache", token=tokens[seed - 1])
+            np.testing.assert_array_equal((await compilation.compute({"x": x}))["y"], x + floats(seed))
+            return compilation.outcomes[0], model
+
+        assert [(await outcome_of(seed))[0].kind for seed in (1, 2, 1, 2)] == [MISS, MISS, HIT, HIT]
+        entries = {}
+        for path in entries_of(tmp_path / "cache"):
+            manifest = decode_manifest((path / "manifest").read_bytes())
+            assert isinstance(manifest, Manifest)
+            entries[path] = manifest
+        (one, first), (_, second) = entries.items()
+        (one / "manifest").write_bytes(encode_manifest(msgspec.structs.replace(first, model_digest=second.model_digest)))
+        outcomes = [await outcome_of(seed) for seed in (1, 2)]
+        assert sorted(outcome.kind.value for outcome, _ in outcomes) == ["hit", "miss"]
+        for outcome, model in outcomes:
+            assert model.is_digested == (outcome.kind is MISS)
+
+
+def entries_of(cache: Path) -> list[Path]:
+    return sorted((cache / "entries").iterdir())
+
+
+@pytest.mark.anyio
+async def test_weights_in_many_files_stay_there(tmp_path: Path) -> None:
+    """Some exporters write one file for each tensor."""
+    names = [f"w{index}" for index in range(40)]
+    parts = {name: np.full(2000, index, np.float32) for index, name in enumerate(names)}
+    model = model_of([helper.make_node("Sum", ["x", *names], ["y"])], [value("x", [2000])], [value("y", [2000])], parts)
+    for tensor_ in model.graph.initializer:
+        (tmp_path / f"{tensor_.name}.bin").write_bytes(tensor_.raw_data)
+        tensor_.ClearField("raw_data")
+        tensor_.data_location = TensorProto.EXTERNAL
+        tensor_.external_data.add(key="location", value=f"{tensor_.name}.bin")
+    (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
+    async with aionn.Runtime() as runtime:
+        loaded = await runtime.load(tmp_path / "model.onnx")
+        compilation = await runtime.compile(loaded, devices=("onnxruntime",), cache_dir=tmp_path / "cache")
+        assert (len(loaded.pools), all(map(may_change, loaded.pools))) == (40, True)
+        outputs = await compilation.compute({"x": np.ones(2000, np.float32)})
+        np.testing.assert_array_equal(outputs["y"], np.full(2000, 1 + sum(range(40)), np.float32))
+        assert loaded.token == aionn.Model.from_onnx(tmp_path / "model.onnx").token
