@@ -120,7 +120,10 @@ class Threads:
             return await self._submit(job).wait()
 
     def behind(self, job: Callable[[], None]) -> None:
-        """Run `job` after the caller's present step. The caller does not wait, and the log records an error of the job."""
+        """Run `job` after the caller's present step, unless the threads are closed by then.
+
+        The caller does not wait, and the log records an error of the job.
+        """
 
         def logged() -> None:
             try:
@@ -128,7 +131,11 @@ class Threads:
             except Exception:
                 logger.exception("%s: work that was left for the time after an answer failed", self._name)
 
-        asyncio.get_running_loop().call_soon(self._submit, logged)
+        def submit() -> None:
+            if not self._closed:
+                self._submit(logged)
+
+        asyncio.get_running_loop().call_soon(submit)
 
     def _submit(self, job: Callable[[], T]) -> Answer[T]:
         thread = self._idle.pop() if self._idle else SerialThread(self._name)
