@@ -112,6 +112,7 @@ class Threads:
         self._name, self._at_once = name, at_once
         self._turns = anyio.Semaphore(at_once, fast_acquire=True)
         self._idle: list[SerialThread] = []
+        self._busy: set[SerialThread] = set()
         self._closed = False
 
     async def run(self, job: Callable[[], T]) -> T:
@@ -139,16 +140,20 @@ class Threads:
 
     def _submit(self, job: Callable[[], T]) -> Answer[T]:
         thread = self._idle.pop() if self._idle else SerialThread(self._name)
-        return thread.submit(job, lambda: self._done(thread))
+        answer = thread.submit(job, lambda: self._done(thread))
+        self._busy.add(thread)
+        return answer
 
     def _done(self, thread: SerialThread) -> None:
+        self._busy.discard(thread)
         if self._closed or len(self._idle) >= self._at_once:
             thread.close()
         else:
             self._idle.append(thread)
 
     def close(self) -> None:
-        """Let every thread end when it is done."""
+        """Let every thread end when it is done, also one whose answer the loop has not seen yet."""
         self._closed = True
-        while self._idle:
-            self._idle.pop().close()
+        for thread in (*self._idle, *self._busy):
+            thread.close()
+        self._idle.clear()
