@@ -50,7 +50,7 @@ def test_a_model_tells_its_inputs_and_outputs_in_order(silero_path: Path, orient
     assert orientation.token != silero.token
 
 
-async def test_the_driver_keeps_no_mapping_of_the_apps_constants_once_the_engine_has_its_own(orientation_path: Path, orientation: aionn.Model) -> None:
+async def test_the_driver_keeps_no_mapping_of_the_apps_constants(orientation_path: Path, orientation: aionn.Model) -> None:
     assert len(orientation.graph) < len(contents_of(orientation_path)) / 10
     assert orientation.constants
     assert all(constant.location.length > CONSTANT_COPY_BYTES for constant in orientation.constants)
