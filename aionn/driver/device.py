@@ -71,6 +71,8 @@ LANES = os.environ.get("AIONN_LANES", "1") != "0"
 """Whether bursts are lent to lanes. For tests: without lanes the listener serves every packet, slower and in the same order."""
 
 _COMPILES_AT_ONCE = 4
+_LARGE_BYTES = 16 << 20
+"""The weights of models for which freed memory is worth the milliseconds that it takes to return it to the system."""
 _prepared_numbers = itertools.count(1)
 
 
@@ -107,12 +109,18 @@ class EngineDevice:
 
     async def get_supported_operations(self, model: Model) -> Sequence[bool]:
         supported = await self._threads.run(lambda: self._shown(lambda: self._judge(model)))
+        self._return_freed_memory(model)
         found, wanted = len(supported), len(model.operations)
         if found != wanted:
             raise CompilationError(
                 f"device {self.name!r} judged {found} operations, but the model has {wanted}; the fault lies in its engine"
             )
         return supported
+
+    def _return_freed_memory(self, model: Model) -> None:
+        """Return what a compilation of a large model has freed to the system, after the answer."""
+        if sum(constant.location.length for constant in model.constants) >= _LARGE_BYTES:
+            self._threads.behind(trim_arenas)
 
     def _judge(self, model: Model) -> tuple[bool, ...]:
         try:
@@ -142,8 +150,7 @@ class EngineDevice:
                 shared, executables = await self._executables(identity, Shared(compiled.executable), options, flag)
                 if lent is not None and not outcome:
                     outcome = await self._save(compiled.executable, model, lent, flag, options.deadline_ns)
-                if shared.executable is not compiled.executable:
-                    self._threads.behind(trim_arenas)
+                self._return_freed_memory(model)
         finally:
             if lent is not None:
                 lent.give_up()

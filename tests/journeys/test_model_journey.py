@@ -50,7 +50,7 @@ def test_a_model_tells_its_inputs_and_outputs_in_order(silero_path: Path, orient
     assert orientation.token != silero.token
 
 
-async def test_the_driver_reads_large_constants_from_the_apps_own_pages(orientation_path: Path, orientation: aionn.Model) -> None:
+async def test_the_driver_keeps_no_mapping_of_the_apps_constants(orientation_path: Path, orientation: aionn.Model) -> None:
     assert len(orientation.graph) < len(contents_of(orientation_path)) / 10
     assert orientation.constants
     assert all(constant.location.length > CONSTANT_COPY_BYTES for constant in orientation.constants)
@@ -59,10 +59,8 @@ async def test_the_driver_reads_large_constants_from_the_apps_own_pages(orientat
         compilation = await runtime.compile(orientation, devices=("onnxruntime",))
         await compilation.compute({"x": np.zeros((1, 3, 224, 224), np.float32)})
         (driver,) = driver_pids()
-        mapped = mappings_of(driver)
-        assert inodes <= mapped.keys()
-        for inode in inodes:
-            assert mapped[inode] in {"r--s", "rw-p", "r--p"}  # it can never write into what the app sees
+        assert inodes
+        assert not inodes & mappings_of(driver).keys()  # ONNX Runtime has laid out all of them, so the app alone keeps them
 
 
 async def test_an_open_dimension_takes_any_size_in_one_burst(orientation_path: Path, orientation: aionn.Model) -> None:
