@@ -206,7 +206,7 @@ class _Walk:
                 continue
             if number in single:
                 if number in seen:
-                    raise WireError(f"field {number} of a {kind} stands twice, at byte {start} the second time")
+                    raise WireError(f"a message of kind {kind!r} has its field {number} twice, at byte {start} again")
                 seen.add(number)
             if not self._leads_to_tensors(content, at):
                 continue

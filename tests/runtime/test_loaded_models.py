@@ -219,7 +219,7 @@ def test_a_tensor_in_two_parts_is_refused() -> None:
     halves = field(5, b"\x70\x01") + field(5, outside)  # attribute.t, twice
     content = field(7, field(1, field(5, halves)))
     assert onnx.ModelProto.FromString(content).graph.node[0].attribute[0].t.data_location == TensorProto.EXTERNAL
-    with pytest.raises(CallerError, match="field 5 of a attribute stands twice"):
+    with pytest.raises(CallerError, match="a message of kind 'attribute' has its field 5 twice"):
         digest_of(content)
 
 
