@@ -34,7 +34,9 @@ class Worker:
         # -P: the folder of the script has files with names of common packages.
         command = [sys.executable, "-P", str(WORKER), json.dumps(given)]
         self.began_ns = time.monotonic_ns()
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        # An app keeps its bytecode. Without it, each process would compile the sources of aionn anew.
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
         self.pid = self._process.pid
 
     def __enter__(self) -> Worker:
