@@ -98,8 +98,10 @@ async def test_weights_that_change_between_reading_and_compiling_are_not_stored_
         del model, again, other
 
 
-async def test_weights_that_change_and_change_back_while_they_are_compiled_are_not_stored(fake: FakeDevice, tmp_path: Path) -> None:
-    """The fake sees the new ones, while the digests before and after are those of the old."""
+async def test_weights_that_change_and_change_back_while_they_are_compiled_are_stored_as_they_were(
+    fake: FakeDevice, tmp_path: Path
+) -> None:
+    """The driver has copied the old ones before its engine compiles. So it neither compiles nor stores the new ones."""
     weights, cache_dir = Weights(tmp_path), tmp_path / "cache"
     async with leak_check(), aionn.Runtime() as runtime:
         model = weights.read()
@@ -120,8 +122,7 @@ async def test_weights_that_change_and_change_back_while_they_are_compiled_are_n
             fake.behave()
         (outcome,) = outcomes
         assert outcome.kind is MISS
-        assert outcome.save_failure.reason is MissReason.CHANGED_WEIGHTS
-        assert (await compiled(runtime, model, fake.name, **chosen))[0].kind is MISS
+        assert outcome.save_failure is None
         assert (await compiled(runtime, model, fake.name, **chosen))[0].kind is HIT
         del model
 
