@@ -174,6 +174,12 @@ class Model(hal_model.Model):
         token = f", token={self.token.hex()[:12]}" if self.is_digested else ""
         return f"<aionn.Model {self.name!r}{token}>"
 
+    def __copy__(self) -> Model:
+        return self  # it does not change, and its files are open once
+
+    def __deepcopy__(self, memo: object) -> Model:
+        return self
+
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 

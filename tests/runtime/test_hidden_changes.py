@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import os
+import pickle
 import signal
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,8 +17,9 @@ import pytest
 
 import aionn
 from aionn.errors import CallerError, DriverDiedError
+from aionn.graph import constant_arrays
 from tests.leaks import driver_pids, ended
-from tests.runtime.test_loaded_models import KINDS, N, floats, inside
+from tests.runtime.test_loaded_models import KINDS, N, Reads, floats, inside
 
 pytestmark = pytest.mark.anyio
 CHANGED = "has changed since it was loaded; load the model again"
@@ -129,3 +133,48 @@ async def test_a_file_that_only_got_another_name_is_compiled_again(tmp_path: Pat
         inside(2, tmp_path)
         await kill_driver()
         np.testing.assert_array_equal(await computed(compilation), floats(1))
+
+
+@KINDS
+async def test_a_token_is_made_again_where_only_the_inode_shows_a_change(kind: Kind, tmp_path: Path) -> None:
+    path = kind(1, tmp_path)
+    async with aionn.Runtime() as runtime:
+        model = await runtime.load(path)
+        token = await model.digest()
+        edit(path, 1, 2)
+        with pytest.raises(CallerError, match=CHANGED):
+            await model.digest()
+        with pytest.raises(CallerError, match=CHANGED):
+            await compiled(runtime, model, cache_dir=tmp_path / "cache")
+        edit(path, 2, 1)
+        assert await model.digest() == token
+
+
+@KINDS
+async def test_a_digest_is_not_remembered_while_the_inode_is_young_however_old_the_file_looks(
+    kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = kind(1, tmp_path)
+    for file in {path, weights_of(path)}:
+        os.utime(file, ns=(0, 0))
+    reads = Reads(monkeypatch)
+    for turn in (1, 2):
+        await (await aionn.Model.load(path)).digest()
+        assert reads.bytes >= turn * N * 4
+
+
+@KINDS
+async def test_a_copy_of_a_loaded_model_is_the_model_itself_and_closes_no_file(kind: Kind, tmp_path: Path) -> None:
+    """A deep copy of what held the descriptor closed that descriptor. The next file to be opened got its number."""
+    model = await aionn.Model.load(kind(1, tmp_path))
+    assert copy.copy(model) is model
+    assert copy.deepcopy({"model": model})["model"] is model
+    with pytest.raises(TypeError, match="pickle"):
+        pickle.dumps(model)
+    await model.read()
+    for pool in model.pools:
+        with pytest.raises(TypeError, match="an open file cannot be copied or pickled"):
+            copy.deepcopy(pool)
+    gc.collect()
+    assert await model.digest() == aionn.Model.from_onnx(tmp_path / "model.onnx").token
+    np.testing.assert_array_equal(constant_arrays(model)["w"], floats(1))
