@@ -195,7 +195,9 @@ async def test_hits_with_different_options_are_not_shared(device: EngineDevice, 
     first = await device.prepare_model_from_cache(PrepareOptions(), handles)
     second = await device.prepare_model_from_cache(options, handles)
     again = await device.prepare_model_from_cache(options, handles)
-    assert first._shared is not second._shared
+    assert first._shared is not None
+    assert second._shared is not None
+    assert first._shared.executable is not second._shared.executable
     assert again._shared is second._shared
     for prepared in (first, second, again):
         np.testing.assert_array_equal(computed(prepared), computed(first))
