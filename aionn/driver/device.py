@@ -138,13 +138,13 @@ class EngineDevice:
         compile_options = dataclasses.replace(self._compile_options(options, flag), may_export=may_export)
         outcome = ""
         try:
-            shared = None if may_export else await self._known(model, options, flag)
+            shared, contents = (None, b"") if may_export else await self._known(model, options, flag)
             if shared is not None:
                 executables = await self._instances(shared, options, flag, again=True)
             else:
                 with trace.span("driver.compile", device=self.name):
                     compiled = await self._blocking(lambda: compiled_model(self._engine, model, compile_options), flag, options.deadline_ns)
-                outcome = compiled.outcome
+                outcome, contents = compiled.outcome, compiled.contents
                 identity = identity_of(model, compiled.contents, options)
                 # Before it is stored, since the number of instances may be refused.
                 shared, executables = await self._executables(identity, Shared(compiled.executable), options, flag)
@@ -154,16 +154,18 @@ class EngineDevice:
         finally:
             if lent is not None:
                 lent.give_up()
-        return EnginePreparedModel(self, executables, model.inputs, model.outputs, options, outcome, constants_of(model), shared)
+        prepared = EnginePreparedModel(self, executables, model.inputs, model.outputs, options, outcome, constants_of(model), shared)
+        prepared.contents = contents
+        return prepared
 
-    async def _known(self, model: Model, options: PrepareOptions, flag: CancelFlag) -> Shared | None:
-        """Return the executable of a model that has been prepared with these options, whose constants are still the same."""
+    async def _known(self, model: Model, options: PrepareOptions, flag: CancelFlag) -> tuple[Shared | None, bytes]:
+        """Return the executable of a model that has been prepared with these options and constants. Return also what these are now."""
         if not self._sharing.may_have(model, options):
-            return None
+            return None, b""
         from aionn.graph.unchanged import changeable_contents  # most models have no such constants
 
         contents = await self._blocking(lambda: changeable_contents(model), flag, options.deadline_ns)
-        return self._sharing.find(identity_of(model, contents, options))
+        return self._sharing.find(identity_of(model, contents, options)), contents
 
     async def _executables(
         self, identity: Identity | None, fresh: Shared, options: PrepareOptions, flag: CancelFlag, again: bool = False
@@ -301,7 +303,9 @@ class EngineDevice:
 
 
 class EnginePreparedModel:
-    """A model on an engine. Satisfies `IPreparedModel`."""
+    """A model on an engine. Satisfies `IPreparedModel`. `contents` is what `Model.contents` is for the constants that were compiled."""
+
+    contents = b""
 
     def __init__(
         self,

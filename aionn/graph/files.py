@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
 
 import blake3
 
@@ -196,6 +196,9 @@ class OpenFile:
         """Take the file's present identity as the one that counts, after its bytes have been compared."""
         self.check()
         self.identity = Identity.of(os.fstat(self._fd))
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{self.where}: an open file cannot be copied or pickled")  # a copy would close this one's descriptor
 
     def close(self) -> None:
         fd, self._fd = self._fd, -1

@@ -203,12 +203,14 @@ class Prepared(_Message, frozen=True):
 
     Attributes:
         outcome: what the device did with the cache files of the call; see `IPreparedModel.save_outcome`.
+        contents: what `Model.contents` is for the constants that were compiled, if the device copied them.
     """
 
     prepared: int
     inputs: tuple[tuple[str, Operand], ...]
     outputs: tuple[tuple[str, Operand], ...]
     outcome: str = ""
+    contents: bytes = b""
 
 
 class Executed(_Message, frozen=True):

@@ -209,6 +209,7 @@ class RemotePreparedModel:
         self.inputs: Mapping[str, Operand] = MappingProxyType(dict(prepared.inputs))
         self.outputs: Mapping[str, Operand] = MappingProxyType(dict(prepared.outputs))
         self.save_outcome = prepared.outcome
+        self.contents = prepared.contents
         self._closed = False
 
     def remember(self, model: Model) -> None:

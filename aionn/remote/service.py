@@ -207,7 +207,9 @@ class DeviceService:
     def _keep(self, prepared: IPreparedModel) -> Prepared:
         self._last_number += 1
         self._prepared[self._last_number] = prepared
-        return Prepared(self._last_number, tuple(prepared.inputs.items()), tuple(prepared.outputs.items()), prepared.save_outcome)
+        operands = tuple(prepared.inputs.items()), tuple(prepared.outputs.items())
+        contents = getattr(prepared, "contents", b"")  # of a device that copies constants
+        return Prepared(self._last_number, *operands, prepared.save_outcome, contents)
 
     async def _execute(self, body: Execute, descriptors: Descriptors) -> Executed:
         prepared = _known(self._prepared, body.prepared, "prepared model")

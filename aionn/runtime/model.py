@@ -174,6 +174,12 @@ class Model(hal_model.Model):
         token = f", token={self.token.hex()[:12]}" if self.is_digested else ""
         return f"<aionn.Model {self.name!r}{token}>"
 
+    def __copy__(self) -> Model:
+        return self  # it does not change, and its files are open once
+
+    def __deepcopy__(self, memo: object) -> Model:
+        return self
+
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 
@@ -197,6 +203,21 @@ def adopt(model: hal_model.Model, inputs: Mapping[str, Operand], outputs: Mappin
         return list(model.inputs.items()) == list(inputs.items()) and list(model.outputs.items()) == list(outputs.items())
     _set(model, inputs=MappingProxyType(dict(inputs)), outputs=MappingProxyType(dict(outputs)))
     return True
+
+
+def check_compiled(model: hal_model.Model, contents: bytes) -> None:
+    """Check that a driver has compiled the weights that a loaded model had before. The first compilation says what they are.
+
+    The times of a file cannot show this: they can be set back, and they move also where another file takes the name.
+
+    Args:
+        contents: what `Model.contents` is for the weights that were compiled.
+
+    Raises:
+        CallerError: they are others.
+    """
+    if isinstance(model, Model) and model._lazy is not None:
+        model._lazy.compiled(model, contents)
 
 
 async def _in_thread(work: Callable[[], T]) -> T:
@@ -257,14 +278,22 @@ class _Lazy:
             self._join(model, None, read)
             _set(model, graph=whole.graph, operations=whole.operations, constants=whole.constants, pools=whole.pools)
 
+    def compiled(self, model: Model, contents: bytes) -> None:
+        """Note which weights were compiled. Compare them with those that were digested or compiled before."""
+        with self._joining:
+            if model.contents and model.contents != contents:
+                raise self._changed()
+            _set(model, contents=contents)
+
     def _join(self, model: Model, digested: Digested | None, read: ReadGraph | None) -> None:
         """Note what has been found out. Once graph and digest are known, `contents` is, too."""
         with self._joining:
             digested, read = digested or self._digested, read or self._read
             if digested is not None and read is not None:
-                if not read.is_of(digested):
+                contents = read.contents(digested)
+                if not read.is_of(digested) or model.contents not in (b"", contents):
                     raise self._changed()
-                _set(model, contents=read.contents(digested))
+                _set(model, contents=contents)
             if digested is not None:
                 _set(model, token=digested.token)
             self._digested, self._read = digested, read

@@ -96,18 +96,17 @@ async def test_the_same_model_and_options_share_one_executable_which_goes_with_t
     await fourth.aclose()
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"preference": ExecutionPreference.LOW_POWER},
-        {"priority": Priority.HIGH},
-        {"threads": 2},
-        {"instances": 2},
-        {"at_most": True},
-        {"open_outputs": ("y",)},
-    ],
-    ids=lambda other: next(iter(other)),
-)
+OTHER_OPTIONS: list[dict[str, Any]] = [
+    {"preference": ExecutionPreference.LOW_POWER},
+    {"priority": Priority.HIGH},
+    {"threads": 2},
+    {"instances": 2},
+    {"at_most": True},
+    {"open_outputs": ("y",)},
+]
+
+
+@pytest.mark.parametrize("other", OTHER_OPTIONS, ids=lambda other: next(iter(other)))
 async def test_different_options_are_not_shared(device: EngineDevice, other: dict[str, Any]) -> None:
     model = aionn.Model.from_onnx(product().SerializeToString())
     first = await device.prepare_model(model, PrepareOptions())
@@ -216,6 +215,25 @@ async def test_hits_share_and_each_is_verified(device: EngineDevice, handles: Ca
     await second.aclose()
     np.testing.assert_array_equal(computed(third), expected)
     await third.aclose()
+
+
+@pytest.mark.parametrize("other", OTHER_OPTIONS, ids=lambda other: next(iter(other)))
+async def test_hits_with_different_options_are_not_shared(device: EngineDevice, handles: CacheHandles, other: dict[str, Any]) -> None:
+    model = aionn.Model.from_onnx(product().SerializeToString())
+    await (await device.prepare_model(model, PrepareOptions(), handles)).aclose()
+    gc.collect()
+    options = dataclasses.replace(PrepareOptions(), **other)
+    first = await device.prepare_model_from_cache(PrepareOptions(), handles)
+    second = await device.prepare_model_from_cache(options, handles)
+    again = await device.prepare_model_from_cache(options, handles)
+    assert first._shared is not None
+    assert second._shared is not None
+    assert first._shared.executable is not second._shared.executable
+    assert again._shared is second._shared
+    for prepared in (first, second, again):
+        np.testing.assert_array_equal(computed(prepared), computed(first))
+    for prepared in (first, second, again):
+        await prepared.aclose()
 
 
 async def test_preparations_at_once_are_all_right_and_die_independently(device: EngineDevice, handles: CacheHandles) -> None:

@@ -29,6 +29,8 @@ def some_model(width: int = 16) -> aionn.Model:
 
 
 class ScriptedPrepared:
+    contents = b""
+
     def __init__(self, model: Model, save_outcome: str) -> None:
         self.inputs, self.outputs, self.save_outcome = model.inputs, model.outputs, save_outcome
         self.released = False

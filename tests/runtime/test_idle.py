@@ -414,3 +414,25 @@ async def test_a_forked_child_gives_nothing_back(fake: FakeDevice, model: aionn.
         _, status = await anyio.to_thread.run_sync(os.waitpid, child, 0)
         assert os.waitstatus_to_exitcode(status) == 0
         assert (await compilation.compute(x(1)))["y"][0, 0] == 1
+
+
+@pytest.mark.parametrize("use", ["execution", "burst", "swap"])
+async def test_a_use_between_any_two_looks_keeps_a_compilation_prepared(fake: FakeDevice, model: aionn.Model, use: str) -> None:
+    async with leak_check(), aionn.Runtime() as runtime:
+        compilation = await idle(runtime, model, fake, None, idle_s=1000.0)
+        parts = compilation._parts
+        async with compilation.burst() as burst:
+            idling = Idling(parts.session, parts.compiled, (), Priority.MEDIUM)
+            for turn in range(2 * (LOOKS + 1)):
+                if use == "execution":
+                    await compilation.compute(x(turn))
+                elif use == "burst":
+                    await burst.compute(x(turn))
+                else:
+                    await runtime.swap(compilation, model)
+                await idling._look()
+                assert not asleep(compilation)
+            for _ in range(LOOKS):
+                await idling._look()
+            assert asleep(compilation)  # the looks do give back what is not used
+            assert (await burst.compute(x(1)))["y"][0, 0] == 1

@@ -46,6 +46,11 @@ async def cache(tmp_path: Path) -> AsyncIterator[CacheChoice]:
         yield CacheChoice(store, TOKEN)
 
 
+def with_outputs(name: str) -> aionn.Model:
+    """`some_model`, with an output of that name."""
+    return aionn.Model.from_onnx(identity_model({"input": (1, 16)}, outputs=[name]))
+
+
 def within(seconds: float) -> PrepareOptions:
     return PrepareOptions(deadline_ns=time.monotonic_ns() + int(seconds * 1e9))
 
@@ -176,10 +181,11 @@ async def test_a_driver_of_another_version_after_a_crash_stores_under_its_own(ca
     assert sorted(entry.device_version for entry in entries) == ["1", "2"]
 
 
-async def test_a_device_that_loads_another_model_is_not_believed(cache: CacheChoice) -> None:
+@pytest.mark.parametrize("other", [some_model(width=8), with_outputs("other")], ids=["inputs", "outputs"])
+async def test_a_device_that_loads_another_model_is_not_believed(cache: CacheChoice, other: aionn.Model) -> None:
     model = await fill(cache)
     device = ScriptedDevice()
-    device.loaded_model = some_model(width=8)
+    device.loaded_model = other
     async with scripted(device) as devices:
         prepared, outcome = await devices.prepare(model, cache)
     assert (outcome.kind, outcome.reason) == (MISS, MissReason.OTHER_MODEL)

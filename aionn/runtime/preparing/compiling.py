@@ -14,10 +14,11 @@ import time
 from aionn import trace
 from aionn.caching import CacheOutcome, MissReason, Refusal
 from aionn.caching.store import CacheStore, Declined, Miss, Publisher
-from aionn.errors import CompilationError
+from aionn.errors import CallerError, CompilationError
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model, Operation
 from aionn.remote.device import RemoteDevice, RemotePreparedModel
+from aionn.runtime.model import check_compiled
 from aionn.runtime.preparing.cached import bound, refusal_from
 from aionn.runtime.preparing.in_time import in_time
 from aionn.runtime.preparing.reading import digested, read
@@ -66,12 +67,19 @@ async def compile_model(tasks: Tasks, remote: RemoteDevice, model: Model, option
     """Compile a model on a device, without a cache.
 
     Raises:
+        CallerError: the weights of a loaded model are others than before.
         UnsupportedOperationError: the device cannot run every node.
         CompilationError, DeadlineError, DriverDiedError, DriverHungError, MemoryAllocationError
     """
     await check_supported(tasks, remote, model, options)
     with trace.span("prepare", device=remote.name):
-        return await remote.prepare_model(model, options)
+        prepared = await remote.prepare_model(model, options)
+    try:
+        check_compiled(model, prepared.contents)
+    except CallerError:
+        prepared.release()
+        raise
+    return prepared
 
 
 async def compile_and_publish(
