@@ -99,12 +99,12 @@ async def test_weights_that_change_between_reading_and_compiling_are_not_stored_
 
 
 async def test_weights_that_change_and_change_back_while_they_are_compiled_are_not_stored(fake: FakeDevice, tmp_path: Path) -> None:
-    """The fake sees the new ones, while the digests before and after are those of the old."""
+    """The driver copies the new ones, while the file has the old ones before and after."""
     weights, cache_dir = Weights(tmp_path), tmp_path / "cache"
     async with leak_check(), aionn.Runtime() as runtime:
         model = weights.read()
         chosen = weights.chosen(model, cache_dir, own_token=False)
-        fake.tell(hang=("compile", "export"))
+        fake.tell(hang=("supported", "compile"))
         outcomes: list[Any] = []
 
         async def compile_it(model: aionn.Model) -> None:
@@ -112,10 +112,10 @@ async def test_weights_that_change_and_change_back_while_they_are_compiled_are_n
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(compile_it, model)
-            await fake.heard("compile")
+            await fake.heard("supported")
             weights.overwrite(NEW)
-            fake.tell(hang=("export",))
-            await fake.heard("export")
+            fake.tell(hang=("compile",))
+            await fake.heard("compile")
             weights.overwrite(OLD)
             fake.behave()
         (outcome,) = outcomes
