@@ -102,7 +102,7 @@ def test_no_files_stand_in_a_circle() -> None:
 
 
 RUNTIME_FLOORS = (
-    {"asked", "loop", "model", "processes", "serving"},
+    {"asked", "imports", "loop", "model", "processes", "serving"},
     {"session"},
     {"preparing"},
     {"executing"},

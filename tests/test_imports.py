@@ -94,7 +94,7 @@ def test_an_opened_runtime_has_imported_what_a_hit_needs_and_no_more() -> None:
     assert not [
         module for module in modules if module.startswith(("aionn.runtime.staging", "aionn.driver", "aionn.cli", "aionn.caching.integrity"))
     ]
-    assert len(aionns(modules)) <= 134, len(aionns(modules))
+    assert len(aionns(modules)) <= 136, len(aionns(modules))
 
 
 DRIVEN = """
@@ -134,3 +134,30 @@ def test_run_refuses_a_thread_whose_loop_runs_already() -> None:
             aionn.run(nothing)
 
     aionn.run(inner)
+
+
+@pytest.mark.parametrize("own", [None, "7"])
+def test_opening_a_runtime_leaves_the_apps_environment_as_it_was(own: str | None) -> None:
+    script = (
+        FIRST_LINES
+        + """
+    import os
+    from aionn.runtime import imports
+    name, seen = "OPENBLAS_THREAD_TIMEOUT", []
+    load = imports.import_module
+    def watched(module):
+        seen.append(os.environ.get(name))
+        return load(module)
+    imports.import_module = watched
+    async def main():
+        async with runtime:
+            print(seen[0], os.environ.get(name))
+    aionn.run(main)
+"""
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "OPENBLAS_THREAD_TIMEOUT"}
+    if own is not None:
+        environment["OPENBLAS_THREAD_TIMEOUT"] = own
+    command = [sys.executable, "-P", "-c", textwrap.dedent(script)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment)
+    assert ran.stdout.split() == (["20", "None"] if own is None else [own, own])

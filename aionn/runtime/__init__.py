@@ -12,4 +12,5 @@ The lines stand in the order of imports. A package or module here imports the on
     serving      what serves now, and the swap                             processes    driver processes
     model        `Model.load` opens an ONNX file, and reads what is needed when it is needed; `Model.from_onnx` reads it whole
     asked        checks what `compile` is asked for                        loop       `run`: a main function on uvloop
+    imports      what an open runtime needs, imported while a driver starts
 """

@@ -11,15 +11,14 @@ import what they use.
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import weakref
 from collections.abc import Awaitable, Sequence
 from functools import cached_property
-from importlib import import_module
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from aionn.errors import CallerError, DeadlineError
+from aionn.runtime.imports import import_needed
 from aionn.runtime.processes.early import checked_start, end_early, spawn_early
 from aionn.runtime.processes.spawning import DEFAULT_HANG_S, GRACE_S, KILL_S, Settings, checked_state_dir
 from aionn.tasks import (
@@ -54,9 +53,6 @@ CLOSE_STORES_S = 5.0
 
 CLOSE_S = GRACE_S + KILL_S + CLOSE_STORES_S
 """What closing a runtime may take."""
-
-_NEEDED = ("importlib.metadata", "aionn.runtime.asked", "aionn.runtime.compilation", "aionn.runtime.preparing.plan", "aionn.caching.store")
-"""What `open` imports while a driver starts. It does so in the loop's thread, because two threads cannot import NumPy at once."""
 
 T = TypeVar("T")
 Preference = Literal["fast_single_answer", "sustained_speed", "low_power"]
@@ -142,7 +138,7 @@ class Runtime:
         is_ours(loop)  # noted, before there can be a fork
         early = spawn_early(self._start, self._settings)
         try:
-            _import_needed()
+            import_needed()
             await self._open(loop)
             self._opened()  # it may have been closed meanwhile
             self._devices.start_early(self._start, early)
@@ -370,18 +366,6 @@ class Runtime:
             raise CallerError("swap takes a compilation of this runtime")
         with trace.span("swap"), parts.compiled.use.hold(), ending_by(deadline_of(timeout_s), "the new model was not swapped in"):
             await swap_model(parts.new_model(), model, timeout_s)
-
-
-def _import_needed() -> None:
-    """Import what an open runtime needs. What is imported stays, so looking for garbage in it meanwhile is a waste of time."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        for module in _NEEDED:
-            import_module(module)
-    finally:
-        if collects:
-            gc.enable()
 
 
 async def _within(timeout_s: float | None, deadline_ns: int | None, work: Awaitable[T]) -> T:

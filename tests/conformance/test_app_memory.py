@@ -111,12 +111,12 @@ async def test_a_weights_file_beside_the_model_is_mapped_where_it_lies(runtime: 
     assert [pool.description.kind.value for pool in in_place.pools] == ["mmap_fd"]
     assert not in_place.pools[0].description.writable
     await added(runtime, in_place)
-    # The token names the content, wherever it lies; and an element that cannot be read whole is copied.
+    # An element that cannot be read whole is copied. The token names the file, which says where its weights lie.
     (tmp_path / "odd").write_bytes(bytes(3) + A.tobytes() + B.tobytes())
     (tmp_path / "copied.onnx").write_bytes(two_additions(3, 3 + BYTES, "odd"))
     copied = aionn.Model.from_onnx(tmp_path / "copied.onnx")
     assert [pool.description.kind.value for pool in copied.pools] == ["ashmem"]
-    assert copied.token == in_place.token
+    assert copied.token != in_place.token
     await added(runtime, copied)
 
 

@@ -98,7 +98,39 @@ async def test_weights_that_change_between_reading_and_compiling_are_not_stored_
         del model, again, other
 
 
-async def test_weights_that_change_and_change_back_while_they_are_compiled_are_not_stored(fake: FakeDevice, tmp_path: Path) -> None:
+async def test_weights_that_change_and_change_back_while_they_are_compiled_are_stored_as_they_were_copied(
+    fake: FakeDevice, tmp_path: Path
+) -> None:
+    """The driver has copied the old ones before it compiles, so what it stores is what the token names."""
+    weights, cache_dir = Weights(tmp_path), tmp_path / "cache"
+    async with leak_check(), aionn.Runtime() as runtime:
+        model = weights.read()
+        chosen = weights.chosen(model, cache_dir, own_token=False)
+        fake.tell(hang=("compile", "export"))
+        outcomes: list[Any] = []
+
+        async def compile_it(model: aionn.Model) -> None:
+            outcomes.append((await compiled(runtime, model, fake.name, **chosen))[0])
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(compile_it, model)
+            await fake.heard("compile")
+            weights.overwrite(NEW)
+            fake.tell(hang=("export",))
+            await fake.heard("export")
+            weights.overwrite(OLD)
+            fake.behave()
+        (outcome,) = outcomes
+        assert outcome.kind is MISS
+        assert outcome.save_failure is None
+        stored = [path.read_bytes() for path in cache_dir.rglob("*") if path.is_file()]
+        assert any(OLD.tobytes() + REST.tobytes() in content for content in stored)  # what the fake stores is what it was given
+        assert not any(NEW.tobytes() in content for content in stored)
+        assert (await compiled(runtime, model, fake.name, **chosen))[0].kind is HIT
+        del model
+
+
+async def test_weights_that_change_and_change_back_before_they_are_compiled_are_not_stored(fake: FakeDevice, tmp_path: Path) -> None:
     """The driver copies the new ones, while the file has the old ones before and after."""
     weights, cache_dir = Weights(tmp_path), tmp_path / "cache"
     async with leak_check(), aionn.Runtime() as runtime:
