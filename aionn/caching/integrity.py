@@ -43,7 +43,8 @@ from aionn.caching.state import (
     transaction,
 )
 from aionn.file_ranges import ShortFileError, digest_of
-from aionn.hal.interfaces import Artifact, CacheHandles
+from aionn.hal.engine import Artifact
+from aionn.hal.interfaces import CacheHandles
 from aionn.hal.types import CACHE_TOKEN_BYTES, CacheFiles
 
 __all__ = ["IntegrityStore", "Verified"]

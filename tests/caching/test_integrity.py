@@ -22,7 +22,8 @@ from aionn.caching.outcomes import MissReason, Refusal
 from aionn.caching.state import UNUSED_KEPT_S
 from aionn.caching.store.lending import reopen
 from aionn.file_ranges import digest_of
-from aionn.hal.interfaces import Artifact, CacheHandles
+from aionn.hal.engine import Artifact
+from aionn.hal.interfaces import CacheHandles
 from aionn.hal.types import CacheFiles
 from tests.caching.copier import Copier
 
