@@ -86,8 +86,8 @@ class Model(hal_model.Model):
 
         It is for scripts. In an event loop, use `await aionn.Model.load(path)`.
 
-        Weights in files beside the model are not copied but mapped, here and in drivers. Leave such a file as it is for as long as the
-        model is used. Replace it by a new one (rename) rather than write into it.
+        Weights in files beside the model are mapped here, and drivers copy them. Leave such a file as it is for as long as the model is
+        used. Replace it by a new one (rename) rather than write into it.
 
         Args:
             source: path of a .onnx file, or its contents. Weights in files beside the model are found only from a path: beside it, or
