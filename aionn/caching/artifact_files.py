@@ -95,7 +95,9 @@ def _begin_to_write(identity: tuple[int, int]) -> bool:
 def write_whole(fd: int, *pieces: memoryview) -> None:
     """Replace the contents of a file by `pieces`, one after the other."""
     # "the driver must truncate a file to zero size before writing" (HAL 1.2, prepareModel)
-    os.ftruncate(fd, 0)
+    # An empty file needs no truncation. ext4 would take it for the replacement of a file, and write everything out when it is closed.
+    if os.fstat(fd).st_size:
+        os.ftruncate(fd, 0)
     at = 0
     for piece in pieces:
         done = 0

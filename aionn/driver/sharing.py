@@ -5,8 +5,8 @@ them. Only an engine whose executables have `share` takes part.
 
 What makes two preparations the same
     Every option except the deadline, and the model's identity: its token, and the digest of the constants that may change, if they are
-    not what the token names. A model without a token is known by its graph and that digest. A model from a cache has the token that
-    its verified files carry.
+    not what the token names. A model without a token is known by its graph, its sealed constants and that digest. A model from a cache
+    has the token that its verified files carry.
 
 Use `Sharing` from the loop. The functions and `Shared.executables` block, so they belong in a thread.
 """
@@ -29,12 +29,16 @@ from aionn.hal.types import MemoryKind
 __all__ = ["Identity", "Shared", "Sharing", "identity_of", "identity_of_stored"]
 
 
+_SEALED_BYTES = 16 << 20
+"""A model without a token whose sealed constants are larger is not recognised: the loop would take too long to digest them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Identity:
     """What was compiled, and how.
 
     Attributes:
-        base: the model's token, or the digest of its graph.
+        base: the model's token, or the digest of its graph and of its sealed constants.
         contents: the digest of the constants that may change; empty where they are what the token names.
         options: without the deadline.
     """
@@ -56,7 +60,14 @@ def _base_of(model: Model) -> bytes:
         return b""
     if model.token:
         return model.token
-    return blake3(model.graph).digest() if all(map(may_change, pools)) else b""
+    sealed = [constant for constant in model.constants if not may_change(model.pools[constant.location.pool_index])]
+    if sum(constant.location.length for constant in sealed) > _SEALED_BYTES:
+        return b""
+    digest = blake3(model.graph)  # which says where each constant lies
+    for constant in sealed:
+        place = constant.location
+        digest.update(model.pools[place.pool_index].view()[place.offset : place.offset + place.length])
+    return digest.digest()
 
 
 def identity_of(model: Model, contents: bytes, options: PrepareOptions) -> Identity | None:

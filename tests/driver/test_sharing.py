@@ -20,6 +20,7 @@ from aionn.driver.device import EngineDevice, EnginePreparedModel
 from aionn.engines.onnxruntime import OnnxRuntimeEngine
 from aionn.engines.openvino import OpenVINOEngine
 from aionn.hal import CacheHandles, ExecutionPreference, Model, PrepareOptions, Priority
+from aionn.hal.model import may_change
 from aionn.testing.fake_engine import FakeEngine
 from tests.engines.onnx_graphs import model_of, value
 
@@ -143,6 +144,36 @@ async def test_a_file_that_has_changed_is_not_shared(device: EngineDevice, tmp_p
     assert changed._shared is not first._shared
     np.testing.assert_allclose(computed(changed), computed(first) * 2, rtol=1e-5)
     for prepared in (first, same, changed):
+        await prepared.aclose()
+
+
+async def test_loaded_models_that_were_never_digested_are_shared_by_their_contents(device: EngineDevice, tmp_path: Path) -> None:
+    def write(path: Path, bias: float) -> Path:
+        nodes = [
+            helper.make_node("MatMul", ["x", "w"], ["h"]),
+            helper.make_node("ReduceMean", ["b"], ["mean"], keepdims=1),
+            helper.make_node("Add", ["h", "mean"], ["y"]),
+        ]
+        model = model_of(nodes, [value("x", [1, N])], [value("y", [1, N])], {"w": W})
+        # In a typed field, so the app copies it into sealed memory.
+        model.graph.initializer.append(helper.make_tensor("b", TensorProto.FLOAT, [64 * N], [bias] * (64 * N)))
+        path.write_bytes(model.SerializeToString())
+        return path
+
+    first_path, other_path = write(tmp_path / "first.onnx", 1.0), write(tmp_path / "other.onnx", 2.0)
+    loaded = [await aionn.Model.load(path) for path in (first_path, first_path, other_path)]
+    models = []
+    for model in loaded:
+        await model.read()
+        assert not model.is_digested
+        fields = ("graph", "inputs", "outputs", "operations", "constants", "pools")
+        models.append(Model(**{name: getattr(model, name) for name in fields}, token=b""))  # as it comes over the socket
+        assert [may_change(pool) for pool in model.pools].count(False) == 1  # the case occurred: one of its pools is sealed
+    first, same, other = [await device.prepare_model(model, PrepareOptions()) for model in models]
+    assert first._shared is same._shared
+    assert first._shared is not other._shared
+    np.testing.assert_allclose(computed(other) - computed(same), 1, rtol=1e-4)
+    for prepared in (first, same, other):
         await prepared.aclose()
 
 

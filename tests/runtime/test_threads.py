@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from functools import partial
@@ -280,8 +281,12 @@ async def test_a_driver_computes_on_one_thread_where_the_runtime_says_so_whateve
             assert await computing_threads(compilation, device.pid, inputs, expected) == expected
 
 
+def raw_environment_of(pid: int | None) -> bytes:
+    return Path(f"/proc/{pid}/environ").read_bytes()
+
+
 def environment_of(pid: int | None) -> dict[bytes, bytes]:
-    return dict(entry.partition(b"=")[::2] for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+    return dict(entry.partition(b"=")[::2] for entry in raw_environment_of(pid).split(b"\0"))
 
 
 async def test_libraries_beside_the_engine_get_the_runtime_s_threads_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,3 +297,25 @@ async def test_libraries_beside_the_engine_get_the_runtime_s_threads_too(monkeyp
         (device,) = (device for device in runtime.devices if device.pid)
         environment = environment_of(device.pid)
         assert {environment[name] for name in (b"OPENBLAS_NUM_THREADS", b"OMP_NUM_THREADS", b"RAYON_NUM_THREADS")} == {b"1"}
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        (None, [b"glibc.malloc.hugetlb=1"]),
+        ("glibc.malloc.perturb=0", [b"glibc.malloc.perturb=0", b"glibc.malloc.hugetlb=1"]),
+        ("glibc.malloc.hugetlb=0", [b"glibc.malloc.hugetlb=0"]),
+    ],
+)
+async def test_a_driver_asks_for_huge_pages_unless_the_app_says_otherwise(
+    own: str | None, expected: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    if own is not None:
+        monkeypatch.setenv("GLIBC_TUNABLES", own)
+    async with leak_check(), aionn.Runtime() as runtime:
+        await runtime.compile(MODEL, devices=("reference",))
+        (device,) = (device for device in runtime.devices if device.pid)
+        # The C library may have put a zero between two settings while it read them.
+        found = re.split(rb"[\0:=]", raw_environment_of(device.pid).partition(b"GLIBC_TUNABLES=")[2])
+        assert found[: 2 * len(expected)] == [part for setting in expected for part in setting.split(b"=")]
