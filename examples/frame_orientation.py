@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,10 +67,11 @@ class Finding:
     frame_ns: int
 
 
-async def find_orientations(model: aionn.Model, frames: Iterator[Frame]) -> list[Finding]:
+async def find_orientations(model_path: Path, frames: Iterator[Frame]) -> list[Finding]:
     """Send each frame through the model, one at a time."""
     findings = []
     async with aionn.Runtime() as runtime:
+        model = await runtime.load(model_path)
         compilation = await runtime.compile(model, devices=("onnxruntime",), preference="sustained_speed")
         async with compilation.burst() as burst:
             for frame in frames:
@@ -150,8 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"frame_orientation.py: {error}", file=sys.stderr)
         return 2
     try:
-        model = aionn.Model.from_onnx(model_path)
-        findings = aionn.run(find_orientations, model, draw_frames())
+        findings = aionn.run(find_orientations, model_path, draw_frames())
     except aionn.AionnError as error:
         print(f"frame_orientation.py: {error}", file=sys.stderr)
         return 1

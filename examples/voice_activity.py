@@ -63,7 +63,7 @@ class Listening:
     state_bytes: int = 0
 
 
-async def speech_probabilities(model: aionn.Model, samples: NDArray[np.float32], show_progress: bool) -> Listening:
+async def speech_probabilities(model_path: Path, samples: NDArray[np.float32], show_progress: bool) -> Listening:
     """Stream a recording through the model.
 
     Args:
@@ -73,6 +73,7 @@ async def speech_probabilities(model: aionn.Model, samples: NDArray[np.float32],
     frame_ns: list[int] = []
     shown_bytes = 0
     async with aionn.Runtime() as runtime:
+        model = await runtime.load(model_path)
         compilation = await runtime.compile(model, devices=("onnxruntime",), preference="sustained_speed")
         async with compilation.burst() as burst, await compilation.allocate(inputs=("state",), outputs=("stateN",)) as state:
             await state.reset()  # silence before the first frame
@@ -205,8 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"voice_activity.py: {error}", file=sys.stderr)
         return 2
     try:
-        model = aionn.Model.from_onnx(model_path)
-        heard = aionn.run(speech_probabilities, model, samples, sys.stderr.isatty())
+        heard = aionn.run(speech_probabilities, model_path, samples, sys.stderr.isatty())
     except aionn.AionnError as error:
         print(f"voice_activity.py: {error}", file=sys.stderr)
         return 1

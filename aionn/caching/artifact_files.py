@@ -15,32 +15,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
-import numpy as np
-from blake3 import blake3
-
 from aionn.caching.outcomes import MissReason, Refusal
-from aionn.file_ranges import FileRange, ShortFileError, copy_ranges, digest_ranges
+from aionn.file_ranges import FileRange, ShortFileError, copy_ranges, digest_of, digest_ranges, private_memory
 
-__all__ = ["Purpose", "check_descriptors", "digest_of", "digests_of_files", "private_memory", "read_private", "sole_writer", "write_whole"]
+__all__ = ["Purpose", "check_descriptors", "digests_of_files", "read_private", "sole_writer", "write_whole"]
 
-_PARALLEL_BYTES = 2 << 20  # below this, starting BLAKE3's threads costs more than it gains
+_SMALL_BYTES = 2 << 20  # files of fewer bytes in all are read at once, each in one call
 _WRITABLE_BYTES = 64 << 10  # smaller copies are `bytes`
-_ALIGNMENT_BYTES = 64
 _WRITE_BYTES = 4 << 20  # on kernels that do not preempt, a longer system call would keep a CPU from others, such as an event loop
 _RETRY_S = 0.01
 _writers = threading.Lock()
 _written: set[tuple[int, int]] = set()
 """Device and inode of the first file of each set that this process is writing."""
 Purpose = Literal["read", "write"]
-
-
-def digest_of(buffer: Any, *more: Any) -> bytes:
-    """Return BLAKE3 of bytes-like objects, one after the other: 32 bytes. A large first one uses several threads. Releases the GIL."""
-    threads = blake3.AUTO if memoryview(buffer).nbytes >= _PARALLEL_BYTES else 1
-    hasher = blake3(buffer, max_threads=threads)
-    for piece in more:
-        hasher.update(piece)
-    return hasher.digest()
 
 
 def check_descriptors(fds: Sequence[int], purpose: Purpose) -> Refusal | None:
@@ -129,7 +116,7 @@ def read_private(fds: Sequence[int], lengths: Sequence[int]) -> tuple[list[bytes
         ShortFileError: a file has been cut.
         MemoryError: there is not enough memory for the copies.
     """
-    if sum(lengths) < _PARALLEL_BYTES:
+    if sum(lengths) < _SMALL_BYTES:
         small = [_read_at_once(fd, length) for fd, length in zip(fds, lengths, strict=True)]
         return small, [digest_of(copy) for copy in small]
     copies: list[Any] = [private_memory(length) if length >= _WRITABLE_BYTES else bytearray(length) for length in lengths]
@@ -158,14 +145,6 @@ def digests_of_files(fds: Sequence[int], lengths: Sequence[int]) -> list[bytes]:
         ShortFileError: a file has been cut.
     """
     return digest_ranges(_whole(fds, lengths))
-
-
-def private_memory(length: int) -> memoryview:
-    """Return uninitialised memory that begins at a multiple of 64 bytes. Large memory has huge pages where the system gives them."""
-    # NumPy asks for huge pages from 4 MiB on. They make fresh memory several times cheaper.
-    memory = np.empty(length + _ALIGNMENT_BYTES, np.uint8)
-    begin = -memory.ctypes.data % _ALIGNMENT_BYTES
-    return memory.data[begin : begin + length]
 
 
 def _whole(fds: Sequence[int], lengths: Sequence[int]) -> list[FileRange]:

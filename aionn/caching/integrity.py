@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aionn import trace
-from aionn.caching.artifact_files import Purpose, check_descriptors, digest_of, digests_of_files, read_private, sole_writer, write_whole
+from aionn.caching.artifact_files import Purpose, check_descriptors, digests_of_files, read_private, sole_writer, write_whole
 from aionn.caching.outcomes import MissReason, Refusal, refusal_of_os_error
 from aionn.caching.state import (
     UnsafeStateError,
@@ -42,8 +42,9 @@ from aionn.caching.state import (
     refusal_of_database_error,
     transaction,
 )
-from aionn.file_ranges import ShortFileError
-from aionn.hal.interfaces import Artifact, CacheHandles
+from aionn.file_ranges import ShortFileError, digest_of
+from aionn.hal.engine import Artifact
+from aionn.hal.interfaces import CacheHandles
 from aionn.hal.types import CACHE_TOKEN_BYTES, CacheFiles
 
 __all__ = ["IntegrityStore", "Verified"]

@@ -24,7 +24,8 @@ import msgspec
 
 from aionn.caching.outcomes import MissReason, Refusal
 from aionn.errors import AionnError, CallerError, CompilationError
-from aionn.hal.interfaces import Artifact, CacheHandles, CompileOptions, Engine, Executable
+from aionn.hal.engine import Artifact, CompileOptions, Engine, Executable
+from aionn.hal.interfaces import CacheHandles
 from aionn.hal.model import Model
 from aionn.hal.types import CacheFiles, Operand
 

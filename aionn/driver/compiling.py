@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from aionn.caching.outcomes import MissReason, Refusal
 from aionn.errors import AionnError, CompilationError, ExecutionError
-from aionn.hal.interfaces import CompileOptions, Engine, Executable
+from aionn.hal.engine import CompileOptions, Engine, Executable
 from aionn.hal.model import Model, may_change
 
 __all__ = ["Compiled", "compilation_error", "compiled_model"]

@@ -34,17 +34,8 @@ from aionn.driver.priority import Turns
 from aionn.driver.sharing import Identity, Shared, Sharing, identity_of, identity_of_stored
 from aionn.driver.threads import Threads, trim_arenas
 from aionn.errors import AionnError, CallerError, CompilationError, DeadlineError
-from aionn.hal.interfaces import (
-    CacheHandles,
-    CancelFlag,
-    CompileOptions,
-    Engine,
-    Executable,
-    IBuffer,
-    IBurstCallback,
-    IPreparedModel,
-    PrepareOptions,
-)
+from aionn.hal.engine import CancelFlag, CompileOptions, Engine, Executable
+from aionn.hal.interfaces import CacheHandles, IBuffer, IBurstCallback, IPreparedModel, PrepareOptions
 from aionn.hal.model import Model
 from aionn.hal.types import (
     BufferDesc,

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from aionn.burst import result_of
 from aionn.driver.lanes import Lane, Lanes
 from aionn.errors import AionnError, CallerError
-from aionn.hal.interfaces import Executable, ExecutionReport
+from aionn.hal.engine import Executable, ExecutionReport
 from aionn.hal.types import ErrorStatus, Operand, OutputShape, Request, RequestArgument, Result, Timing
 from aionn.memory.device_buffers import BufferRequest, DeviceBuffers
 from aionn.memory.region import Region

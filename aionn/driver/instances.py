@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from aionn.errors import CompilationError
-from aionn.hal.interfaces import Executable
+from aionn.hal.engine import Executable
 from aionn.hal.types import NO_LANES
 
 

@@ -29,7 +29,7 @@ from aionn.driver.threads import Job
 from aionn.errors import CallerError, ExecutionError
 from aionn.fmq import Lane as NativeLane
 from aionn.fmq import Lanes as NativeLanes
-from aionn.hal.interfaces import Executable
+from aionn.hal.engine import Executable
 from aionn.hal.types import ErrorStatus, Priority
 from aionn.pages import Slot
 from aionn.tasks import Answer

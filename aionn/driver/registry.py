@@ -7,7 +7,7 @@ import importlib
 
 from aionn.engines.installed import installed_engines
 from aionn.errors import DeviceUnavailableError
-from aionn.hal.interfaces import Engine
+from aionn.hal.engine import Engine
 from aionn.hal.types import CacheFiles
 
 

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from blake3 import blake3
 
 from aionn.driver.artifacts import Description, Loaded
-from aionn.hal.interfaces import Executable, PrepareOptions
+from aionn.hal.engine import Executable
+from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model, may_change
 from aionn.hal.types import MemoryKind
 

@@ -42,7 +42,7 @@ from aionn.engines.outputs import deliver
 from aionn.engines.processor import Flushing, instruction_set, run_threads
 from aionn.errors import CallerError, CompilationError, DeviceUnavailableError
 from aionn.graph.arrays import arrays_over, constant_arrays
-from aionn.hal.interfaces import Artifact, CompileOptions, Executable, ExecutionReport
+from aionn.hal.engine import Artifact, CompileOptions, Executable, ExecutionReport
 from aionn.hal.model import Model, Operation
 from aionn.hal.types import CacheFiles, ExecutionPreference
 

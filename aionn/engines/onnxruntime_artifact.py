@@ -14,7 +14,7 @@ from io import BufferedReader
 import msgspec
 import numpy as np
 
-from aionn.hal.interfaces import Artifact
+from aionn.hal.engine import Artifact
 from aionn.hal.model import Constant
 
 _PIECE_BYTES = 16 << 20

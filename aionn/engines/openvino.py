@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from aionn.engines.outputs import deliver
 from aionn.engines.processor import Flushing, instruction_set, run_threads
 from aionn.errors import CallerError, CompilationError, DeviceUnavailableError
-from aionn.hal.interfaces import Artifact, CompileOptions, Executable, ExecutionReport
+from aionn.hal.engine import Artifact, CompileOptions, Executable, ExecutionReport
 from aionn.hal.model import Model, Operation
 from aionn.hal.types import CacheFiles
 

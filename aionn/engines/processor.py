@@ -20,7 +20,8 @@ from typing import Any
 
 import blake3
 
-from aionn.hal.interfaces import CompileOptions, PrepareOptions
+from aionn.hal.engine import CompileOptions
+from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.types import ExecutionPreference
 
 _FENV_BYTES = 64  # more than any libc's fenv_t

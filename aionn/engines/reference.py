@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from aionn.engines.outputs import deliver
 from aionn.errors import CompilationError, DeviceUnavailableError
-from aionn.hal.interfaces import Artifact, CompileOptions, Executable, ExecutionReport
+from aionn.hal.engine import Artifact, CompileOptions, Executable, ExecutionReport
 from aionn.hal.model import Model
 from aionn.hal.types import CacheFiles
 

@@ -1,4 +1,4 @@
-"""ONNX file <-> `Model`: large constants go out into one pool, the rest stays the standard's own protobuf.
+"""ONNX file <-> `Model`: large constants go out into pools, the rest stays the standard's own protobuf.
 
 `reading` never parses a weight. `wire` walks the file's protobuf down to the tensors and leaves out each large `raw_data`.
 The `onnx` package then parses a few kilobytes. A loaded model (`read_content` over an `OpenFile`) leaves each weight in its file. For a
@@ -17,7 +17,7 @@ twice for a moment (source and pool), not four times (source, message, Python by
     reading    joins them
 
 What changes in the graph, and nothing else does
-    Every large constant is an EXTERNAL initializer of the main graph (location "pool:0", offset, length).
+    Every large constant is an EXTERNAL initializer of the main graph (location "pool:<index>", offset, length).
     Those of `Constant` nodes and of nested graphs (If, Loop, Scan) are hoisted there, renamed where their name is taken.
     A hoisted constant that is an output of its graph leaves an Identity behind: a graph makes its own outputs.
     Large constants that nothing reads are gone.
@@ -38,19 +38,16 @@ from aionn.lazy import imported_when_asked as _imported_when_asked
 if _typing.TYPE_CHECKING:
     from aionn.graph.arrays import arrays_over, constant_arrays
     from aionn.graph.constants import embed_constants, settle_exported
-    from aionn.graph.files import Home
     from aionn.graph.reading import ReadGraph, read_onnx
     from aionn.graph.shapes import resolve_shapes
     from aionn.graph.support import gather_tables, supported_operations
-    from aionn.graph.unchanged import changeable_contents, contents_of, own_constants
+    from aionn.graph.unchanged import changeable_contents, own_constants
 
 __all__ = [
-    "Home",
     "ReadGraph",
     "arrays_over",
     "changeable_contents",
     "constant_arrays",
-    "contents_of",
     "embed_constants",
     "gather_tables",
     "own_constants",
@@ -62,12 +59,10 @@ __all__ = [
 
 if not _typing.TYPE_CHECKING:
     _HOMES = {
-        "Home": "aionn.graph.files",
         "ReadGraph": "aionn.graph.reading",
         "arrays_over": "aionn.graph.arrays",
         "changeable_contents": "aionn.graph.unchanged",
         "constant_arrays": "aionn.graph.arrays",
-        "contents_of": "aionn.graph.unchanged",
         "embed_constants": "aionn.graph.constants",
         "gather_tables": "aionn.graph.support",
         "own_constants": "aionn.graph.unchanged",

@@ -8,7 +8,7 @@ The file is cut at its spans, which are the `raw_data` of large tensors (`wire`)
     a        such a tensor whose bytes cannot be had now, with length and digest zero
 
 The records of k and s are the whole file, and every o is all that a tensor names. So two models with one token have the same
-bytes. Each range is digested by itself, because a driver compares the constants of a model one by one (`unchanged`).
+bytes. Each range is digested by itself, because a driver compares the constants of a model one by one (`graph.unchanged`).
 
 A tensor whose file is missing does not fail the digest. Another token says that it was missing, and reading the graph says what is wrong.
 """
@@ -152,19 +152,19 @@ def digest_file(file: OpenFile, beside: Beside, found: Survey | None = None) -> 
         CallerError: the bytes cannot be a model, or a file has changed since it was opened, or cannot be read.
     """
     key = (file.identity, beside.directories)
-    if unchanged(file, beside):
+    if check_files(file, beside):
         with _known_lock:
             known = _known.get(key)
         if known is not None and _same_files(known, beside):
             return known.digested
     began_ns = time.time_ns()
     digested = digest_model(file, beside, found)
-    if unchanged(file, beside):
+    if check_files(file, beside):
         _remember(key, _Known(digested, {location: other.identity for location, other in beside.files.items()}), began_ns)
     return digested
 
 
-def unchanged(file: OpenFile, beside: Beside) -> bool:
+def check_files(file: OpenFile, beside: Beside) -> bool:
     """Return whether the identity of every file is the same in every part, as `OpenFile.check`.
 
     Raises:

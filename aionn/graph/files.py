@@ -14,10 +14,8 @@ from math import prod
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
 
-import blake3
-
 from aionn.errors import CallerError
-from aionn.file_ranges import FileRange, digest_ranges
+from aionn.file_ranges import FileRange, copy_ranges, digest_of, digest_ranges
 
 if TYPE_CHECKING:
     from aionn.hal.types import IMemory
@@ -62,7 +60,7 @@ class Home:
     def digests(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """Return BLAKE3 of each [start, end)."""
         view = self.pool.view()[self.offset : self.offset + self.size]
-        return [_digest(view[start:end]) for start, end in ranges]
+        return [digest_of(view[start:end]) for start, end in ranges]
 
 
 class Content(Protocol):
@@ -89,7 +87,7 @@ class GivenBytes:
         return bytes(self.view[offset : offset + length])
 
     def digests(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        return [_digest(self.view[start:end]) for start, end in ranges]
+        return [digest_of(self.view[start:end]) for start, end in ranges]
 
 
 class OpenFile:
@@ -137,19 +135,17 @@ class OpenFile:
             offset, length = offset + len(piece), length - len(piece)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
-    def copy(self, offset: int, target: memoryview) -> int:
-        """Fill `target` from an offset on. Returns how many bytes the file had for it.
+    def copy(self, offset: int, target: memoryview) -> bytes:
+        """Fill `target` from an offset on, and return BLAKE3 of the copy.
 
         Raises:
-            CallerError: the file cannot be read.
+            CallerError: the file ends before that, or cannot be read.
         """
-        done = 0
         try:
-            while done < len(target) and (got := os.preadv(self._fd, [target[done:]], offset + done)):
-                done += got
+            (digest,) = copy_ranges([FileRange(self._fd, offset, len(target))], [target])
         except OSError as error:
             raise self._unreadable(error) from error
-        return done
+        return digest
 
     def digests(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """Return BLAKE3 of each [start, end), with all usable cores and without keeping the bytes.
@@ -157,18 +153,18 @@ class OpenFile:
         Raises:
             CallerError: the file ends before a range, or cannot be read.
         """
-        large = [place for place in ranges if place[1] - place[0] > _SMALL_BYTES]
+        large = [FileRange(self._fd, start, end - start) for start, end in ranges if end - start > _SMALL_BYTES]
         try:
-            digested = dict(zip(large, digest_ranges([FileRange(self._fd, start, end - start) for start, end in large]), strict=True))
+            digests = iter(digest_ranges(large))
         except OSError as error:
             raise self._unreadable(error) from error
-        found = []
-        for start, end in ranges:
-            content = b"" if (start, end) in digested else self.read(start, end - start)
-            if (start, end) not in digested and len(content) < end - start:
-                raise self._changed()
-            found.append(digested.get((start, end)) or blake3.blake3(content).digest())
-        return found
+        return [next(digests) if end - start > _SMALL_BYTES else self._digest_small(start, end - start) for start, end in ranges]
+
+    def _digest_small(self, offset: int, length: int) -> bytes:
+        content = self.read(offset, length)
+        if len(content) < length:
+            raise self._changed()
+        return digest_of(content)
 
     def _unreadable(self, error: OSError) -> CallerError:
         if error.strerror is None:  # `ShortFileError`
@@ -176,7 +172,7 @@ class OpenFile:
         return CallerError(f"{self.where}: it cannot be read ({error.strerror}); give a readable ONNX file")
 
     def _changed(self) -> CallerError:
-        return CallerError(f"{self.where}: {self.path} has changed since it was loaded; load the model again")
+        return changed(f"{self.where}: {self.path}")
 
     def check(self) -> bool:
         """Return whether the identity is the same in every part.
@@ -210,8 +206,9 @@ class OpenFile:
             self.close()
 
 
-def _digest(content: memoryview) -> bytes:
-    return blake3.blake3(content, max_threads=blake3.blake3.AUTO if len(content) >= 2**21 else 1).digest()
+def changed(what: str) -> CallerError:
+    """Return the error for a file that was written to."""
+    return CallerError(f"{what} has changed since it was loaded; load the model again")
 
 
 def open_model(source: str | os.PathLike[str]) -> tuple[OpenFile, tuple[Path, ...]]:

@@ -7,16 +7,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import blake3
 import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from onnx import ModelProto, TensorProto
 
 from aionn.errors import CallerError
+from aionn.file_ranges import digest_of
 from aionn.graph.checking import border, check_names, check_text, name_nodes
 from aionn.graph.constants import Payload, Taken, bring_in, take_out
 from aionn.graph.digest import Digested, Place, digest_model, not_a_model, surveyed
-from aionn.graph.files import Beside, Content, GivenBytes, Home, OpenFile, open_model
+from aionn.graph.files import Beside, Content, GivenBytes, Home, OpenFile, changed, open_model
 from aionn.graph.unchanged import contents_of
 from aionn.graph.wire import Excision, Survey, excise
 from aionn.hal.model import Constant, Operation, may_change
@@ -116,16 +116,15 @@ def read_content(
     with span("graph.read", bytes=content.size):
         found = surveyed(content) if digested is None else digested.survey
         kept = [content.read(start, end - start) for start, end in found.kept]
-        kept_digests = tuple(blake3.blake3(piece).digest() for piece in kept)
-        changed = CallerError(f"{content.where}: it has changed since it was loaded; load the model again")
+        kept_digests = tuple(map(digest_of, kept))
         if digested is not None and kept_digests != digested.kept:
-            raise changed
+            raise changed(content.where)
         try:
             read = _read(_Payloads(content, found, excise(found, kept), beside, digested), kept_digests, allocate, attach)
         except UnicodeDecodeError as error:  # protobuf looks at a string only when it is used
             raise CallerError(f"{content.where}: this is not an ONNX model: it has a name that is not UTF-8 ({error.reason})") from error
         if digested is not None and not read.is_of(digested):
-            raise changed
+            raise changed(content.where)
         return read
 
 
@@ -246,14 +245,12 @@ class _InFile:
     Attributes:
         place: the same as a key of `Digested.digests`.
         anywhere: it stays in the file at any offset, for drivers copy it. Otherwise engines use it where it lies.
-        what: the constant's name in errors.
         copied: gets the digest of what was copied.
     """
 
     file: OpenFile
     place: Place
     anywhere: bool
-    what: str
     copied: dict[Place, bytes]
 
     @property
@@ -261,10 +258,7 @@ class _InFile:
         return self.place[1]
 
     def __call__(self, target: memoryview) -> None:
-        done, length = self.file.copy(self.offset, target), self.place[2]
-        if done < length:
-            raise CallerError(f"{self.what}, which ended after {done} of {length} bytes; it changed while it was read")
-        self.copied[self.place] = blake3.blake3(target).digest()
+        self.copied[self.place] = self.file.copy(self.offset, target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +276,7 @@ class _InMemory:
     def __call__(self, target: memoryview) -> None:
         begin = self.home.offset + self.offset
         target[:] = self.home.pool.view()[begin : begin + self.place[2]]
-        self.copied[self.place] = blake3.blake3(target).digest()
+        self.copied[self.place] = digest_of(target)
 
 
 class _Payloads:
@@ -305,8 +299,7 @@ class _Payloads:
             source = self.content.view[start:end]
             return len(source), lambda target: _copy(target, source)
         assert isinstance(self.content, OpenFile)  # the other kind of content
-        what = f"{self.content.where}: {name} lies in the model's file"
-        return end - start, _InFile(self.content, (None, start, end - start), True, what, self.copied)
+        return end - start, _InFile(self.content, (None, start, end - start), True, self.copied)
 
     def _outside(self, tensor: TensorProto, name: str, entries: dict[str | bytes, str | bytes]) -> Payload:
         holder, offset, length = self._beside.place(entries, tensor.dims, tensor.data_type, name)
@@ -316,8 +309,7 @@ class _Payloads:
             raise CallerError(f"{self.content.where}: {name} could not be digested, but now it is there; load the model again")
         if isinstance(holder, Home):
             return length, _InMemory(holder, place, self.copied)
-        what = f"{self.content.where}: {name} lies in the file {location!r}"
-        return length, _InFile(holder, place, isinstance(self.content, OpenFile), what, self.copied)
+        return length, _InFile(holder, place, isinstance(self.content, OpenFile), self.copied)
 
 
 def _copy(target: memoryview, source: memoryview) -> None:

@@ -14,22 +14,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 from itertools import count
-from typing import Any
 
-import numpy as np
 from blake3 import blake3
-from numpy.typing import NDArray
 
 from aionn.errors import AionnError, CallerError, CompilationError
-from aionn.file_ranges import FileRange, copy_ranges, digest_ranges
+from aionn.file_ranges import FileRange, copy_ranges, digest_ranges, private_memory
 from aionn.hal import model as hal_model
 from aionn.hal.model import Constant, Model, may_change
 from aionn.hal.types import DataLocation, IMemory, MemoryDescription, MemoryKind
 
 __all__ = ["changeable_contents", "contents_of", "own_constants"]
-
-_ALIGNMENT_BYTES = 64
-"""As constants have in a model's own pool, so that engines can use them in place."""
 
 
 def contents_of(digests: Iterable[bytes]) -> bytes:
@@ -67,7 +61,7 @@ def own_constants(model: Model, *, files_only: bool = False) -> tuple[Model, byt
     copied = [constant for constant in model.constants if is_copied(model.pools[constant.location.pool_index])]
     if not copied:
         return model, b""
-    copies = [_aligned(constant.location.length) for constant in copied]
+    copies = [private_memory(constant.location.length) for constant in copied]
     digests = _read(lambda: copy_ranges([_range(model, constant) for constant in copied], copies))
     kept = [pool for pool in model.pools if not is_copied(pool)]
     numbers = count(len(kept))
@@ -104,17 +98,10 @@ def _range(model: Model, constant: Constant) -> FileRange:
     return FileRange(pool.fileno(), pool.description.offset_bytes + place.offset, place.length)
 
 
-def _aligned(size_bytes: int) -> NDArray[np.uint8]:
-    """Return fresh memory of that size. NumPy asks for huge pages where it is large, which makes it four times quicker to fill."""
-    memory = np.empty(size_bytes + _ALIGNMENT_BYTES, np.uint8)
-    begin = -memory.__array_interface__["data"][0] % _ALIGNMENT_BYTES
-    return memory[begin : begin + size_bytes]
-
-
 class _PrivateMemory:
     """Memory of this process alone. Satisfies `IMemory`, but has no descriptor, so it cannot be sent."""
 
-    def __init__(self, content: NDArray[Any]) -> None:
+    def __init__(self, content: memoryview) -> None:
         self._content = content
         self.size_bytes = content.nbytes
         self.description = MemoryDescription(MemoryKind.ASHMEM, content.nbytes, writable=False)
@@ -123,4 +110,4 @@ class _PrivateMemory:
         raise CallerError("a private copy of a model's constants has no descriptor, so it cannot be sent")
 
     def view(self) -> memoryview:
-        return self._content.data
+        return self._content

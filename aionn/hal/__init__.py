@@ -2,27 +2,14 @@
 
     types       the HAL's values (NNAPI 1.2/1.3, with the same numbers)
     model       the ONNX graph with its large constants taken out
-    interfaces  `IDevice` and its objects, which the runtime calls, and `Engine`, which a driver author writes
+    interfaces  `IDevice` and its objects, which the runtime calls
+    engine      `Engine` and what it makes, which a driver author writes
 
 This package is the public face for driver authors.
 """
 
-from aionn.hal.interfaces import (
-    Artifact,
-    CacheHandles,
-    CancelFlag,
-    CompileOptions,
-    Engine,
-    Executable,
-    ExecutionReport,
-    IBlobCache,
-    IBuffer,
-    IBurstCallback,
-    IBurstContext,
-    IDevice,
-    IPreparedModel,
-    PrepareOptions,
-)
+from aionn.hal.engine import Artifact, CancelFlag, CompileOptions, Engine, Executable, ExecutionReport, IBlobCache
+from aionn.hal.interfaces import CacheHandles, IBuffer, IBurstCallback, IBurstContext, IDevice, IPreparedModel, PrepareOptions
 from aionn.hal.model import Constant, Model, Operation
 from aionn.hal.types import (
     CACHE_TOKEN_BYTES,

@@ -39,7 +39,7 @@ class Constant:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """An ONNX graph whose large constants live in shared memory pools.
+    """An ONNX graph whose large constants lie in pools: shared memory, or files that drivers copy from.
 
     Attributes:
         graph: a serialized `onnx.ModelProto` without the large constants.
@@ -71,7 +71,7 @@ class Model:
 
     @property
     def label(self) -> str:
-        """Return a short name for log lines and pages: the first digits of the token, or the file's name."""
+        """Return a short name for log lines and pages: the first 16 digits of the token, or the file's name."""
         return self.known_token.hex()[:16] or getattr(self, "name", "")
 
     def __post_init__(self) -> None:

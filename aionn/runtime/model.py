@@ -24,8 +24,8 @@ import anyio
 import anyio.to_thread
 
 from aionn.errors import CallerError, ExecutionError
-from aionn.graph.digest import Digested, digest_file, unchanged
-from aionn.graph.files import Beside, Home, OpenFile, open_model
+from aionn.graph.digest import Digested, check_files, digest_file
+from aionn.graph.files import Beside, Home, OpenFile, changed, open_model
 from aionn.hal import model as hal_model
 from aionn.hal.types import IMemory, Operand
 from aionn.memory.file_memory import FileMemory
@@ -64,7 +64,7 @@ class Model(hal_model.Model):
         """Open an ONNX model. Nothing is read yet, so a broken file fails when its graph is first needed.
 
         Weights stay in the file and in files beside it, and drivers copy them from there. Leave these files as they are for as long as
-        the model is used. Replace a file by a new one (rename) rather than write into it.
+        the model is used. Replace a file by a new one (rename) rather than write into it. The model keeps one descriptor for each file.
 
         Args:
             path: of a .onnx file. Its weights may lie in files beside it, or beside the file that it links to (as in Hugging Face's
@@ -86,8 +86,8 @@ class Model(hal_model.Model):
 
         It is for scripts. In an event loop, use `await aionn.Model.load(path)`.
 
-        Weights in files beside the model are not copied but mapped, here and in drivers. Leave such a file as it is for as long as the
-        model is used. Replace it by a new one (rename) rather than write into it.
+        Weights in files beside the model are mapped here, and drivers copy them. Leave such a file as it is for as long as the model is
+        used. Replace it by a new one (rename) rather than write into it.
 
         Args:
             source: path of a .onnx file, or its contents. Weights in files beside the model are found only from a path: beside it, or
@@ -130,7 +130,7 @@ class Model(hal_model.Model):
         return model
 
     async def digest(self) -> bytes:
-        """Digest the model in a thread, and return its token. The bytes are read once and not kept.
+        """Digest the model in a thread, and return its token of 32 bytes. The bytes are read once and not kept.
 
         The token is remembered, in this process for every model of the same files, while they have the same inode, size and times.
 
@@ -141,11 +141,6 @@ class Model(hal_model.Model):
         if lazy is not None:
             await _in_thread(lambda: lazy.digest(self))
         return self.token
-
-    @property
-    def is_digested(self) -> bool:
-        """Return whether `token` is known."""
-        return "token" in self.__dict__
 
     async def read(self) -> None:
         """Read the graph in a thread, if it has not been read. `runtime.compile` does so before it compiles.
@@ -171,7 +166,7 @@ class Model(hal_model.Model):
             return self.__dict__[name]
 
     def __repr__(self) -> str:
-        token = f", token={self.token.hex()[:12]}" if self.is_digested else ""
+        token = f", token={self.known_token.hex()[:12]}" if self.known_token else ""
         return f"<aionn.Model {self.name!r}{token}>"
 
     def __copy__(self) -> Model:
@@ -239,12 +234,12 @@ class _Lazy:
         """Give the model its token. Compare the token with the present files if it has one."""
         with self._digesting:
             before = self._digested
-            if before is not None and unchanged(self._file, self._beside):
+            if before is not None and check_files(self._file, self._beside):
                 return
             read = self._read
             now = digest_file(self._file, self._beside, None if read is None else read.survey)
             if before is not None and now.token != before.token:
-                raise self._changed()
+                raise changed(self._file.where)
             for file in (self._file, *self._beside.files.values()):
                 file.renew()
             self._join(model, now, None)
@@ -252,7 +247,7 @@ class _Lazy:
     def read(self, model: Model) -> None:
         """Give the model its graph. Check that the files are still the same if it has one."""
         with self._reading:
-            unchanged(self._file, self._beside)
+            check_files(self._file, self._beside)
             if self._read is not None:
                 return
             from aionn.graph.reading import read_content  # brings `onnx`, which a cache hit does without
@@ -260,7 +255,7 @@ class _Lazy:
             frozen = _Frozen()
             read = read_content(self._file, self._beside, self._digested, frozen.allocate, FileMemory)
             frozen.freeze()
-            unchanged(self._file, self._beside)
+            check_files(self._file, self._beside)
             whole = hal_model.Model(
                 graph=read.graph,
                 inputs=read.inputs,
@@ -282,7 +277,7 @@ class _Lazy:
         """Note which weights were compiled. Compare them with those that were digested or compiled before."""
         with self._joining:
             if model.contents and model.contents != contents:
-                raise self._changed()
+                raise changed(self._file.where)
             _set(model, contents=contents)
 
     def _join(self, model: Model, digested: Digested | None, read: ReadGraph | None) -> None:
@@ -292,14 +287,11 @@ class _Lazy:
             if digested is not None and read is not None:
                 contents = read.contents(digested)
                 if not read.is_of(digested) or model.contents not in (b"", contents):
-                    raise self._changed()
+                    raise changed(self._file.where)
                 _set(model, contents=contents)
             if digested is not None:
                 _set(model, token=digested.token)
             self._digested, self._read = digested, read
-
-    def _changed(self) -> CallerError:
-        return CallerError(f"{self._file.where}: it has changed since it was loaded; load the model again")
 
 
 class _Frozen:

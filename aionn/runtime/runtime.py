@@ -245,7 +245,7 @@ class Runtime:
                 one thread.
             instances: how many runs may go on beside each other, over one copy of the weights. Many callers gain from several
                 instances with one thread each; a single caller gains from several threads.
-            cache_dir: where compilations are kept, or None for no caching.
+            cache_dir: folder where compilations are kept, made if it is missing, or None for no caching.
             token: 32 bytes, unique to the model within the app, only with `cache_dir`. None: the model's own token, for which a loaded
                 model is digested first. With another token, it is digested only before something is stored.
             mode: "eager" compiles now. "jit" compiles at the first execution, once for all callers; `timeout_s` does not count then.
@@ -261,7 +261,8 @@ class Runtime:
             The compilation: `compute`, `burst`, `outcomes`.
 
         Raises:
-            CallerError: an argument is wrong, or `threads` times `instances` is more than `Runtime(threads=)`.
+            CallerError: an argument is wrong, or `threads` times `instances` is more than `Runtime(threads=)`; or the file of a loaded
+                model is broken, or was written to since.
             DeviceUnavailableError: a device asked for by name is not there.
             CompilationError: the model cannot be prepared; `.node` and `.reason` where known.
             DeadlineError: it took longer than `timeout_s`.
@@ -270,6 +271,7 @@ class Runtime:
         from aionn import trace
         from aionn.runtime.asked import check_modes, options_of, with_threads
         from aionn.runtime.compilation import Compilation
+        from aionn.runtime.preparing.plan import checked_names
         from aionn.runtime.preparing.reading import digested
         from aionn.runtime.preparing.renewal import Order
 
@@ -277,7 +279,7 @@ class Runtime:
         options = with_threads(options_of(preference, priority, timeout_s), threads, instances, self._settings.threads)
         check_modes(model, cache_dir, token, mode, stages, devices)
         idle = checked_seconds("idle_s", idle_s)
-        names = self._named(devices) if mode == "jit" else devices
+        names = checked_names(self._devices, devices)
 
         async def compiled() -> CompilationParts:
             own = await digested(session.tasks, model) if cache_dir is not None and token is None else token
@@ -292,7 +294,11 @@ class Runtime:
         return Compilation(parts)
 
     async def load(self, path: str | os.PathLike[str]) -> AppModel:
-        """Open an ONNX model, as `aionn.Model.load` does. The model may outlive the runtime."""
+        """Open an ONNX model, and read nothing yet, as `aionn.Model.load` does. The model may outlive the runtime.
+
+        Raises:
+            CallerError: `path` is not a readable file with at least one byte; or the runtime is not open.
+        """
         from aionn.runtime.model import Model as AppModel
 
         self._opened()
@@ -333,16 +339,6 @@ class Runtime:
         parts = CompilationParts(session, model, order, (prepared, outcome))
         parts.begin_stages(stages, policy)
         return parts
-
-    def _named(self, names: Sequence[str] | None) -> Sequence[str] | None:
-        """Return the names after checking that each device is there."""
-        if names is None:
-            return None
-        if isinstance(names, str) or not names:
-            raise CallerError(f"devices={names!r}: give a sequence of device names, as in ('onnxruntime',), or None for every device")
-        for name in names:
-            self._devices.find(name)
-        return tuple(names)
 
     async def swap(self, compilation: Compilation, model: Model, *, timeout_s: float | None = None) -> None:
         """Let another model take over a compilation and its open bursts, between two executions: the app's own new version.

@@ -30,7 +30,8 @@ from aionn.caching.outcomes import MissReason, Refusal
 from aionn.caching.store import CacheStore, Hit, Miss
 from aionn.caching.store.directory import CacheDirectory
 from aionn.caching.store.index import MANIFEST_BYTES
-from aionn.hal.interfaces import Artifact, CacheHandles
+from aionn.hal.engine import Artifact
+from aionn.hal.interfaces import CacheHandles
 from aionn.hal.types import CacheFiles
 from tests.bench import cache_hits
 

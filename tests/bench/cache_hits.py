@@ -35,8 +35,8 @@ import anyio.to_thread
 import numpy as np
 
 import aionn
-from aionn.caching.artifact_files import digest_of
 from aionn.engines.onnxruntime_artifact import WEIGHTS_FILE, without_notes
+from aionn.file_ranges import digest_of
 from aionn.hal import Artifact, CompileOptions
 from aionn.testing import identity_model
 from tests.bench.resnet import resnet50

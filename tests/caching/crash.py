@@ -24,7 +24,7 @@ import anyio
 from aionn.caching import CacheOutcomeKind, MissReason, Refusal
 from aionn.caching.integrity import IntegrityStore
 from aionn.caching.store import CacheStore, Hit, Miss
-from aionn.hal.interfaces import Artifact
+from aionn.hal.engine import Artifact
 from tests.caching.entries import FILES, generations, wanted
 
 ACTS = ["open", "write", "pwrite", "ftruncate", "fsync", "rename", "replace", "unlink", "mkdir", "rmdir", "link"]

@@ -18,7 +18,8 @@ import pytest
 from aionn.caching import MissReason, Refusal
 from aionn.caching.integrity import IntegrityStore
 from aionn.caching.store import CacheStore, Hit, Miss
-from aionn.hal.interfaces import Artifact, CacheHandles
+from aionn.hal.engine import Artifact
+from aionn.hal.interfaces import CacheHandles
 from aionn.hal.types import CacheFiles
 from tests.caching.entries import FILES, expected, fill, generations, read, stored, wanted
 
@@ -154,7 +155,8 @@ LIMITED = """
 import os, resource, signal, sys
 from pathlib import Path
 from aionn.caching.integrity import IntegrityStore
-from aionn.hal.interfaces import Artifact, CacheHandles
+from aionn.hal.engine import Artifact
+from aionn.hal.interfaces import CacheHandles
 from aionn.hal.types import CacheFiles
 store = IntegrityStore("fake", "1.0", CacheFiles(1, 1), state_directory=sys.argv[1])
 fds = [os.open(Path(sys.argv[1]) / name, os.O_RDWR | os.O_CREAT) for name in ("m", "d")]
@@ -178,7 +180,8 @@ def test_a_file_size_limit_fails_the_save_and_never_the_process(tmp_path: Path) 
 SAVER = """
 import os, sys
 from aionn.caching.integrity import IntegrityStore
-from aionn.hal.interfaces import Artifact, CacheHandles
+from aionn.hal.engine import Artifact
+from aionn.hal.interfaces import CacheHandles
 from aionn.hal.types import CacheFiles
 store = IntegrityStore("fake", "1.0", CacheFiles(1, 1), state_directory=sys.argv[1])
 fds = [os.open(path, os.O_RDWR | os.O_CREAT) for path in sys.argv[2:4]]

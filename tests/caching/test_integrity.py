@@ -16,12 +16,14 @@ import numpy as np
 import pytest
 
 from aionn.caching import artifact_files, integrity
-from aionn.caching.artifact_files import digest_of, read_private
+from aionn.caching.artifact_files import read_private
 from aionn.caching.integrity import IntegrityStore, Verified
 from aionn.caching.outcomes import MissReason, Refusal
 from aionn.caching.state import UNUSED_KEPT_S
 from aionn.caching.store.lending import reopen
-from aionn.hal.interfaces import Artifact, CacheHandles
+from aionn.file_ranges import digest_of
+from aionn.hal.engine import Artifact
+from aionn.hal.interfaces import CacheHandles
 from aionn.hal.types import CacheFiles
 from tests.caching.copier import Copier
 

@@ -12,6 +12,8 @@ import shutil
 import signal
 import sys
 import zlib
+from collections.abc import Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from aionn.caching.manifest import decode_manifest, encode_manifest
 from aionn.caching.outcomes import CacheOutcome, Refusal
 from aionn.testing import FakeDevice
 from tests.leaks import ended
+from tests.runtime.idling_app import IDLE_S, asleep, until
 
 ROOT = Path(__file__).parents[2]
 WIDTH = 64
@@ -90,6 +93,8 @@ class Case:
         model: the object that the last compilation was given, used again if `reuse` is set.
         alone: the arguments of a runtime for each compilation from now on, or None for the shared one.
         in_process: "a child" for a compilation by another process, "a reader" if it cannot write to the cache either.
+        keeps_open: compilations stay open in `open`, so that later ones may share their weights in the driver.
+        while_asleep: None, or what happens after the compilation was given back (`idle_s`) and before it is used again.
     """
 
     def __init__(self, name: str, how: str, folder: Path, shared: aionn.Runtime, state_dir: Path, fake: FakeDevice, patch: Any) -> None:
@@ -111,6 +116,8 @@ class Case:
         self.reuse = False
         self.alone: dict[str, Any] | None = None
         self.in_process = ""
+        self.keeps_open, self.open = False, AsyncExitStack()
+        self.while_asleep: Callable[[Case], None] | None = None
         self.rewrite()
 
     # --- compiling ---------------------------------------------------------------------------------------------------
@@ -137,9 +144,17 @@ class Case:
         chosen = dict(self.options)
         if self.cached:
             chosen |= {"cache_dir": self.cache_dir, "token": self.token or await token_of(self.model)}
-        async with await runtime.compile(self.model, devices=(self.device,), **chosen) as compilation:
+        if self.while_asleep is not None:
+            chosen["idle_s"] = IDLE_S
+        async with AsyncExitStack() as closing:
+            compilation = await runtime.compile(self.model, devices=(self.device,), **chosen)
+            await (self.open if self.keeps_open else closing).enter_async_context(compilation)
             (x,) = self.model.inputs
             outputs = await compilation.compute({x: X})
+            if self.while_asleep is not None:
+                await until(lambda: asleep(compilation))
+                self.while_asleep(self)
+                outputs = await compilation.compute({x: X})
             (outcome,) = compilation.outcomes
             return outcome, dict(outputs)
 

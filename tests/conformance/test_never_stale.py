@@ -28,8 +28,8 @@ from tests.conformance.stale_case import Case, Outputs
 
 pytestmark = pytest.mark.anyio
 
-LOADS = ("from_onnx",)
-"""How the models are read. `"load"` is the other way."""
+LOADS = ("from_onnx", "load")
+"""How the models are read."""
 
 DOCS = Path(__file__).parents[2] / "docs" / "caching.md"
 FAKE = FakeDevice.name
@@ -120,10 +120,27 @@ def both(*acts: Act) -> Act:
 
 
 OWN, OTHER = sets(token=bytes(range(32))), sets(token=bytes(32))
-REUSED = sets(reuse=True)
+REUSED, OPEN = sets(reuse=True), sets(keeps_open=True)
 BESIDE: Act = Case.put_weights_beside
 ON_FAKE: Act = partial(Case.use, device=FAKE)
 ON_OPENVINO: Act = partial(Case.use, device="openvino")
+
+
+def without_entry(case: Case) -> None:
+    shutil.rmtree(case.entries[0])
+    case.while_asleep = nothing
+
+
+def with_a_flip(case: Case) -> None:
+    case.flip("data0")
+    case.while_asleep = nothing
+
+
+def nothing(case: Case) -> None:
+    """Change nothing."""
+
+
+ASLEEP = sets(while_asleep=nothing)
 
 
 def alone(case: Case) -> None:
@@ -220,6 +237,26 @@ TABLE: dict[str, tuple[Row, ...]] = {
             True,
             loaded=UNUSABLE_FILE,
         ),
+    ),
+    "While another compilation of the file is open": (
+        Row("The file is read and compiled once more", lambda case: None, HIT, OPEN),
+        differs("A new file replaces the old one, and is compiled too", lambda case: case.rewrite(weight=1.0), ABSENT, OPEN),
+        differs("One weight changes in place, and the file is compiled too", lambda case: case.overwrite(weight=1.0), ABSENT, OPEN),
+        differs(
+            "One weight changes beside the model, and the model is compiled too",
+            lambda case: case.overwrite_beside(weight=1.0),
+            ABSENT,
+            both(OPEN, BESIDE),
+        ),
+    ),
+    "A compilation with `idle_s` is given back, and used again": (
+        Row("Nothing changes before the next use", ASLEEP, HIT),
+        Row(
+            "A new file replaces the old one before the next use", sets(while_asleep=partial(Case.rewrite, weight=1.0)), AS_READ, None, True
+        ),
+        Row("The file changes in place before the next use", sets(while_asleep=partial(Case.overwrite, weight=1.0)), AS_READ, None, True),
+        Row("The stored entry is deleted before the next use", sets(while_asleep=without_entry), ABSENT),
+        Row("A bit of a stored file flips before the next use", sets(while_asleep=with_a_flip), miss(MissReason.WRONG_BYTES)),
     ),
     "The token": (
         Row("Nothing, with a token of the app's own", lambda case: None, HIT, OWN),
@@ -338,6 +375,11 @@ async def test_the_outputs_are_those_of_the_model_as_it_is_now(
     row: Row, how: str, runtime: aionn.Runtime, records: Path, fake: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = Case(row.change, how, tmp_path, runtime, records, fake, monkeypatch)
+    async with case.open:
+        await check(row, how, case)
+
+
+async def check(row: Row, how: str, case: Case) -> None:
     if row.first is not None:
         row.first(case)
     before = case.now()
@@ -351,11 +393,11 @@ async def test_the_outputs_are_those_of_the_model_as_it_is_now(
         with pytest.raises(expected.kind):
             await case.compile()
         return
+    outcome, outputs = await case.compile()
     now = case.now()
     assert same(now, before) is not row.other_outputs  # the change is what the row says
     if expected.stored:
         now = before
-    outcome, outputs = await case.compile()
     assert (outcome.kind, outcome.reason) == (expected.kind, expected.reason), outcome
     assert (outcome.save_failure is None) is row.saved, outcome
     assert same(outputs, now)

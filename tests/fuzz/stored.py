@@ -25,7 +25,8 @@ from aionn.caching.store.index import Index
 from aionn.caching.token import KeyParts, decode_parts, encode_parts, encoded_keys
 from aionn.errors import CallerError, CompilationError, MemoryAllocationError
 from aionn.graph import read_onnx
-from aionn.hal.interfaces import Artifact, CacheHandles
+from aionn.hal.engine import Artifact
+from aionn.hal.interfaces import CacheHandles
 from aionn.hal.types import CacheFiles, ExecutionPreference, IMemory, Priority
 from aionn.memory.region import Region
 from aionn.testing.models import identity_model, scaled_model

@@ -130,7 +130,7 @@ async def test_a_driver_killed_while_it_starts_or_prepares_ends_the_compilation(
     expected = Directly(silero_path).run(inputs)
     moments = random.Random(21)
     async with leak_check(), aionn.Runtime() as runtime:
-        for _ in range(6):
+        for part in range(4):  # of a start and a preparation, which take up to 0.3 s
             with anyio.fail_after(20):
                 async with anyio.create_task_group() as tasks:
                     outcome: list[str] = []
@@ -146,7 +146,7 @@ async def test_a_driver_killed_while_it_starts_or_prepares_ends_the_compilation(
                     while not driver_pids() and not outcome:
                         await anyio.lowlevel.checkpoint()
                     (pid,) = driver_pids()
-                    await anyio.sleep(moments.uniform(0, 0.3))  # the random moment itself
+                    await anyio.sleep(moments.uniform(part, part + 1) * 0.075)  # the random moment itself
                     os.kill(pid, signal.SIGKILL)
             assert outcome in (["told"], ["compiled"])
             assert await ended(pid, 10)

@@ -130,6 +130,34 @@ async def test_weights_that_change_and_change_back_while_they_are_compiled_are_s
         del model
 
 
+async def test_weights_that_change_and_change_back_before_they_are_compiled_are_not_stored(fake: FakeDevice, tmp_path: Path) -> None:
+    """The driver copies the new ones, while the file has the old ones before and after."""
+    weights, cache_dir = Weights(tmp_path), tmp_path / "cache"
+    async with leak_check(), aionn.Runtime() as runtime:
+        model = weights.read()
+        chosen = weights.chosen(model, cache_dir, own_token=False)
+        fake.tell(hang=("supported", "compile"))
+        outcomes: list[Any] = []
+
+        async def compile_it(model: aionn.Model) -> None:
+            outcomes.append((await compiled(runtime, model, fake.name, **chosen))[0])
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(compile_it, model)
+            await fake.heard("supported")
+            weights.overwrite(NEW)
+            fake.tell(hang=("compile",))
+            await fake.heard("compile")
+            weights.overwrite(OLD)
+            fake.behave()
+        (outcome,) = outcomes
+        assert outcome.kind is MISS
+        assert outcome.save_failure.reason is MissReason.CHANGED_WEIGHTS
+        assert (await compiled(runtime, model, fake.name, **chosen))[0].kind is MISS
+        assert (await compiled(runtime, model, fake.name, **chosen))[0].kind is HIT
+        del model
+
+
 async def test_memory_of_the_app_that_changes_before_it_is_compiled_is_not_stored(tmp_path: Path) -> None:
     async with leak_check(), aionn.Runtime() as runtime:
         with aionn.Memory.allocate(2 * BYTES) as memory:

@@ -10,7 +10,7 @@ import anyio
 
 from aionn.driver import EngineDevice
 from aionn.errors import DriverDiedError
-from aionn.hal.interfaces import Engine
+from aionn.hal.engine import Engine
 from aionn.remote.channel import Descriptors
 from aionn.remote.connection import Connection
 from aionn.remote.control import CallBody, Ready, Refused

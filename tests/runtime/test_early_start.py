@@ -164,11 +164,11 @@ async def test_a_driver_that_dies_before_its_first_use_is_logged_and_started_aga
 
 
 async def test_a_driver_killed_at_any_moment_of_its_start_is_replaced(model: aionn.Model) -> None:
-    for _ in range(6):
+    for part in range(4):  # of a start, which takes up to 0.3 s
         async with leak_check(), aionn.Runtime(start=REFERENCE) as runtime:
             (pid,) = driver_pids()
             device = device_of(runtime, "reference")
-            await anyio.sleep(random.uniform(0, 0.3))
+            await anyio.sleep(random.uniform(part, part + 1) * 0.075)
             await killed(device)
             async with await runtime.compile(model, devices=REFERENCE):
                 assert device.pid not in (None, pid)
@@ -266,7 +266,7 @@ def test_an_app_killed_at_any_moment_of_its_start_leaves_no_driver() -> None:
         with subprocess.Popen([sys.executable, "-c", textwrap.dedent(APP), "stay"], env=environment, stdout=subprocess.PIPE) as app:
             assert app.stdout is not None
             app.stdout.readline()
-            time.sleep(random.uniform(0, 0.3))
+            time.sleep(random.uniform(turn, turn + 1) * 0.075)
             assert processes_with("AIONN_TEST_MARK", mark)
             app.kill()
         while processes_with("AIONN_TEST_MARK", mark):  # without an end, the test's own time limit ends it

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -100,7 +99,7 @@ async def test_every_way_to_a_file_gives_the_same_token(kind: Callable[[int, Pat
     with pytest.raises(CallerError, match=r"await model\.digest"):
         _ = model.token
     assert await model.digest() == model.token == aionn.Model.from_onnx(path).token
-    assert (model.name, model.is_digested) == ("model.onnx", True)
+    assert (model.name, model.known_token) == ("model.onnx", model.token)
     if kind is inside:
         assert model.token == aionn.Model.from_onnx(path.read_bytes()).token
 
@@ -318,7 +317,7 @@ async def test_what_is_read_when(kind: Callable[[int, Path], Path], tmp_path: Pa
         ):
             outcome, model, took = await compiled(**options)
             kinds.append(outcome)
-            assert ("graph" in model.__dict__, model.is_digested) == (reads_graph, digests == 1)
+            assert ("graph" in model.__dict__, bool(model.known_token)) == (reads_graph, digests == 1)
             assert weights * digests <= took < weights * digests + 200_000
             if outcome is HIT and not digests:
                 assert took == 0
@@ -473,7 +472,7 @@ async def test_a_file_that_changes_while_it_is_digested_is_refused(
     monkeypatch.setattr(files.OpenFile, "digests", while_it_changes)
     with pytest.raises(CallerError, match="has changed since it was loaded; load the model again"):
         await model.digest()
-    assert not model.is_digested
+    assert not model.known_token
 
 
 @pytest.mark.anyio
@@ -659,7 +658,7 @@ async def test_a_digest_ends_with_the_patience_of_its_caller(tmp_path: Path, mon
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await waiting
-            assert not model.is_digested
+            assert not model.known_token
             assert list(model.inputs) == ["x"]  # the graph does not wait for the digest
             go_on.set()
             assert await model.digest() == aionn.Model.from_onnx(path).token
@@ -709,23 +708,13 @@ def peak_bytes() -> int:
 
 
 @pytest.mark.anyio
-async def test_a_model_of_2_gb_is_digested_and_read_beside_the_loop_and_never_held(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_a_model_of_2_gb_is_digested_and_read_beside_the_loop_and_never_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = large(tmp_path)
     reads = Reads(monkeypatch)
-    worst = {"digest": 0.0, "read": 0.0}
     before = peak_bytes()
     model = await aionn.Model.load(path)
-    for name, act in (("digest", model.digest), ("read", model.read)):
-        working = asyncio.ensure_future(act())
-        while not working.done():
-            began = time.monotonic()
-            await asyncio.wait([working], timeout=0.002)
-            worst[name] = max(worst[name], time.monotonic() - began - 0.002)
-        await working
-    with capsys.disabled():
-        print({name: f"{seconds * 1e3:.1f} ms" for name, seconds in worst.items()}, end=" ")  # not judged: the machine is shared
+    await model.digest()
+    await model.read()
     assert reads.bytes >= LARGE_BYTES
     assert threading.get_ident() not in reads.threads
     assert peak_bytes() - before < 200 * 2**20
@@ -780,7 +769,7 @@ async def test_an_undigested_model_takes_no_entry_that_was_stored_for_another(tm
         outcomes = [await outcome_of(seed) for seed in (1, 2)]
         assert sorted(outcome.kind.value for outcome, _ in outcomes) == ["hit", "miss"]
         for outcome, model in outcomes:
-            assert model.is_digested == (outcome.kind is MISS)
+            assert bool(model.known_token) == (outcome.kind is MISS)
 
 
 def entries_of(cache: Path) -> list[Path]:

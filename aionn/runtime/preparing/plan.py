@@ -34,23 +34,36 @@ from aionn.runtime.processes.devices import Devices
 logger = logging.getLogger("aionn.runtime")
 
 
+def checked_names(devices: Devices, names: Iterable[str] | None) -> Sequence[str] | None:
+    """Return the names that an app gives, after checking that each device is there. None stands for every device.
+
+    Raises:
+        CallerError: `names` is not a sequence of names, or is empty.
+        DeviceUnavailableError: a device is not installed.
+    """
+    if names is None:
+        return None
+    if isinstance(names, str | bytes) or not isinstance(names, Iterable) or not (found := tuple(names)):
+        raise CallerError(f"devices={names!r}: give a sequence of device names, as in ('onnxruntime',), or None for every device")
+    for name in found:
+        devices.find(name)
+    return found
+
+
 async def prepare_on_best(
     devices: Devices, model: Model, names: Sequence[str] | None, options: PrepareOptions, cache: CacheChoice | None
 ) -> tuple[RemotePreparedModel, CacheOutcome]:
     """Prepare the whole model on the first device that can run it.
 
+    Args:
+        names: as `checked_names` returns them.
+
     Raises:
-        CallerError: `names` is empty.
-        DeviceUnavailableError: a named device is not installed, or no device is installed.
+        DeviceUnavailableError: a named device cannot be used here, or no device is installed.
         CompilationError: no candidate can run every node. `.node` is the first node that the best candidate cannot run.
         CompilationError, MemoryAllocationError, DriverDiedError, DriverHungError: the best candidate that can run every node failed.
             Without `names` all the others have failed, too, and their errors are notes of this one.
     """
-    if names is not None:
-        if isinstance(names, str | bytes) or not isinstance(names, Iterable) or not (names := list(names)):
-            raise CallerError(f"devices={names!r}: give a sequence of device names, as in ('onnxruntime',), or None for every device")
-        for name in names:
-            devices.find(name)
     shortfalls: list[UnsupportedOperationError] = []
     unavailable: list[DeviceUnavailableError] = []
     failures: list[AionnError] = []
