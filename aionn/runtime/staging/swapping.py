@@ -62,7 +62,7 @@ async def swap_model(target: NewModel, model: Model, timeout_s: float | None) ->
     """See `Runtime.swap`."""
     renewal, staging, compiled = target.renewal, target.staging, target.renewal.compiled
     if not isinstance(model, Model):
-        raise CallerError(f"swap takes an aionn.Model, not {type(model).__name__}; read one with aionn.Model.from_onnx(path)")
+        raise CallerError(f"swap takes an aionn.Model, not {type(model).__name__}; open one with await aionn.Model.load(path)")
     if renewal.cache is not None:
         await digested(renewal.session.tasks, model)
     await read(renewal.session.tasks, model)
