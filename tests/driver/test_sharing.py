@@ -165,7 +165,7 @@ async def test_loaded_models_that_were_never_digested_are_shared_by_their_conten
     models = []
     for model in loaded:
         await model.read()
-        assert not model.is_digested
+        assert not model.known_token
         fields = ("graph", "inputs", "outputs", "operations", "constants", "pools")
         models.append(Model(**{name: getattr(model, name) for name in fields}, token=b""))  # as it comes over the socket
         assert [may_change(pool) for pool in model.pools].count(False) == 1  # the case occurred: one of its pools is sealed
