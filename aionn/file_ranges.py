@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import blake3
 
-__all__ = ["FileRange", "ShortFileError", "copy_ranges", "digest_of", "digest_ranges", "private_memory"]
+__all__ = ["FileRange", "ShortFileError", "StoppedError", "copy_ranges", "digest_of", "digest_ranges", "private_memory", "until"]
+
+T = TypeVar("T")
 
 _CHUNK_BYTES = 4 << 20
 _AHEAD = 4
@@ -29,6 +32,27 @@ _PARALLEL_BYTES = 2 << 20
 """Below this, starting BLAKE3's threads costs more than it gains."""
 _ALIGNMENT_BYTES = 64
 """A cache line and AVX-512's width, so that engines can use a copy in place."""
+
+
+_stopped: ContextVar[Callable[[], bool]] = ContextVar("aionn_reading_stopped", default=lambda: False)
+
+
+class StoppedError(Exception):
+    """The caller of `until` has stopped waiting."""
+
+
+def until(stopped: Callable[[], bool], work: Callable[[], T]) -> T:
+    """Do `work` in this thread, and end its reading between two chunks once `stopped` says so.
+
+    Raises:
+        StoppedError: the reading was ended.
+        Exception: what `work` raises.
+    """
+    token = _stopped.set(stopped)
+    try:
+        return work()
+    finally:
+        _stopped.reset(token)
 
 
 class ShortFileError(OSError):
@@ -104,7 +128,7 @@ class _Chunk:
 
 def _digests(ranges: Sequence[FileRange], targets: Sequence[memoryview] | None) -> list[bytes]:
     hashers = [_hasher(place.length) for place in ranges]
-    chunks = _chunks(ranges, targets)
+    chunks, stopped = _chunks(ranges, targets), _stopped.get()
     if sum(place.length for place in ranges) <= _SERIAL_BYTES:
         for chunk in chunks:
             _read(ranges[chunk.index].fd, chunk)
@@ -113,6 +137,8 @@ def _digests(ranges: Sequence[FileRange], targets: Sequence[memoryview] | None) 
     reading: deque[tuple[_Chunk, Future[None]]] = deque()
 
     def digest_oldest() -> None:
+        if stopped():
+            raise StoppedError
         chunk, read = reading.popleft()
         read.result()
         hashers[chunk.index].update(chunk.view)

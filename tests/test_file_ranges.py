@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from blake3 import blake3
 
-from aionn.file_ranges import FileRange, ShortFileError, copy_ranges, digest_ranges
+from aionn import file_ranges
+from aionn.file_ranges import FileRange, ShortFileError, StoppedError, copy_ranges, digest_ranges, until
 
 CHUNK_BYTES = 4 << 20
 
@@ -60,3 +62,22 @@ def test_a_target_of_another_length_is_refused(content: tuple[int, bytes]) -> No
     with pytest.raises(ValueError, match="3 bytes for a range of 4"):
         copy_ranges([FileRange(content[0], 0, 4)], [bytearray(3)])
     os.close(content[0])
+
+
+def test_a_reading_ends_between_two_chunks_when_its_caller_has_left(content: tuple[int, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    fd, whole = content
+    read: list[int] = []
+    act = file_ranges._read
+
+    def counted(fd: int, chunk: Any) -> None:
+        read.append(chunk.offset)
+        act(fd, chunk)
+
+    monkeypatch.setattr(file_ranges, "_read", counted)
+    ranges = [FileRange(fd, 0, len(whole))]
+    asked = iter([False, True])
+    with pytest.raises(StoppedError):
+        until(lambda: next(asked), lambda: digest_ranges(ranges))
+    assert 1 <= len(read) < 12  # it has begun, and was not read to its end
+    assert until(lambda: False, lambda: digest_ranges(ranges)) == [blake3(whole).digest()]
+    os.close(fd)

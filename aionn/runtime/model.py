@@ -24,6 +24,7 @@ import anyio
 import anyio.to_thread
 
 from aionn.errors import CallerError, ExecutionError
+from aionn.file_ranges import until
 from aionn.graph.digest import Digested, check_files, digest_file
 from aionn.graph.files import Beside, Home, OpenFile, changed, open_model
 from aionn.hal import model as hal_model
@@ -216,8 +217,12 @@ def check_compiled(model: hal_model.Model, contents: bytes) -> None:
 
 
 async def _in_thread(work: Callable[[], T]) -> T:
-    """Run `work` in a thread. A cancelled caller leaves at once, and the thread ends when it has read what it reads."""
-    return await anyio.to_thread.run_sync(work, abandon_on_cancel=True)
+    """Run `work` in a thread. A cancelled caller leaves at once, and the thread ends when it has read its present chunk."""
+    left = threading.Event()
+    try:
+        return await anyio.to_thread.run_sync(lambda: until(left.is_set, work), abandon_on_cancel=True)
+    finally:
+        left.set()
 
 
 class _Lazy:

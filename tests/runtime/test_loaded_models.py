@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import anyio.to_thread
 import msgspec
 import numpy as np
 import onnx
@@ -28,6 +29,7 @@ import aionn
 from aionn.caching.manifest import Manifest, decode_manifest, encode_manifest
 from aionn.caching.outcomes import CacheOutcomeKind, MissReason
 from aionn.errors import AionnError, CallerError
+from aionn.file_ranges import FileRange, StoppedError, digest_ranges
 from aionn.graph import changeable_contents, constant_arrays, digest, files, wire
 from aionn.graph.checking import TYPES
 from aionn.graph.files import Beside, GivenBytes
@@ -664,6 +666,36 @@ async def test_a_digest_ends_with_the_patience_of_its_caller(tmp_path: Path, mon
             assert await model.digest() == aionn.Model.from_onnx(path).token
     finally:
         go_on.set()
+
+
+@pytest.mark.anyio
+async def test_a_digest_that_no_caller_waits_for_reads_no_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = inside(1, tmp_path)
+    begun, ended = threading.Event(), threading.Event()
+    told: list[bool] = []
+
+    def endless(file: files.OpenFile, ranges: Any) -> list[bytes]:
+        begun.set()
+        try:
+            return digest_ranges([sparse])  # takes minutes, if no one ends it
+        except StoppedError:
+            told.append(True)
+            raise
+        finally:
+            ended.set()
+
+    sparse = FileRange(os.open(tmp_path / "large", os.O_RDWR | os.O_CREAT), 0, 1 << 40)
+    os.ftruncate(sparse.fd, sparse.length)
+    monkeypatch.setattr(files.OpenFile, "digests", endless)
+    model = await aionn.Model.load(path)
+    waiting = asyncio.ensure_future(model.digest())
+    await anyio.to_thread.run_sync(begun.wait)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert await anyio.to_thread.run_sync(ended.wait, 20)
+    assert told == [True]
+    os.close(sparse.fd)
 
 
 @pytest.mark.anyio

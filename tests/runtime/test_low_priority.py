@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,11 @@ def runs(device: Device) -> bool:
 
 
 def schedulers(pid: int | None) -> set[int]:
-    return {os.sched_getscheduler(int(thread)) for thread in os.listdir(f"/proc/{pid}/task")}
+    found = set()
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            found.add(os.sched_getscheduler(int(thread)))
+    return found
 
 
 async def test_low_compilations_share_another_process_whose_threads_run_when_the_cpu_is_idle() -> None:

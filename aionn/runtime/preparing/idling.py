@@ -31,6 +31,9 @@ from aionn.runtime.session import Session
 LOOKS = 4
 """So many looks in a row without a use end the service. The memory is given back after `idle_s` to 1.25 times `idle_s`."""
 
+_LEAST_S = 0.005
+"""The least time between two looks, so that a tiny `idle_s` does not keep the loop busy."""
+
 
 class Idling:
     """Watches the use of one compilation. Between two looks its task holds no part of the compilation but `CompiledModel`."""
@@ -48,7 +51,7 @@ class Idling:
         """Look again and again, until the compilation is closed or collected."""
         over = self._compiled.use.over
         while True:
-            with anyio.move_on_after(idle_s / LOOKS):
+            with anyio.move_on_after(max(idle_s / LOOKS, _LEAST_S)):
                 await over.wait()
             if over.is_set() or self._session.inherited:
                 return
