@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from aionn.errors import MemoryAllocationError
@@ -22,6 +24,32 @@ BUILT_IN = {
 """The engines of this package and their classes, best first. Another package may install an engine under the same name."""
 
 
+@contextmanager
+def with_descriptors(what: str) -> Iterator[None]:
+    """Raise one clear error where the body, which opens a file at a time, finds no free file descriptor.
+
+    Args:
+        what: what the body does, for the error's text.
+
+    Raises:
+        MemoryAllocationError: this process has no free file descriptor.
+    """
+    try:
+        # Some code skips what it cannot open in silence. So the shortage is found first.
+        os.close(os.open("/", os.O_RDONLY | os.O_CLOEXEC))
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        # The way out is the one for memory that needs a descriptor: the call is right, and works again when one is free.
+        raise MemoryAllocationError(
+            f"{what} found no free file descriptor (RLIMIT_NOFILE is {limit}); close files or raise it, then try again",
+            needed_bytes=0,
+            available_bytes=None,
+        ) from error
+
+
 def installed_engines() -> dict[str, EntryPoint]:
     """Return every installed engine's entry point by name; the first of a name wins.
 
@@ -29,21 +57,9 @@ def installed_engines() -> dict[str, EntryPoint]:
         MemoryAllocationError: this process has no free file descriptor to look with.
     """
     found: dict[str, EntryPoint] = {}
-    try:
-        # Without a free descriptor, importlib.metadata skips folders in silence. So the shortage is found first.
-        os.close(os.open("/", os.O_RDONLY | os.O_CLOEXEC))
+    with with_descriptors("the look for engines"):
         from importlib.metadata import entry_points  # 10 ms; a driver that gets its engine's place never looks
 
         for point in entry_points(group=GROUP):
             found.setdefault(point.name, point)
-    except OSError as error:
-        if error.errno not in (errno.EMFILE, errno.ENFILE):
-            raise
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        # The way out is the one for memory that needs a descriptor: the call is right, and works again when one is free.
-        raise MemoryAllocationError(
-            f"the look for engines found no free file descriptor (RLIMIT_NOFILE is {limit}); close files or raise it, then try again",
-            needed_bytes=0,
-            available_bytes=None,
-        ) from error
     return found

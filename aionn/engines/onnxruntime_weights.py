@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -39,10 +40,9 @@ class InPlace:
                 self._lent.append(array)
                 self._named[name] = onnxruntime.OrtValue.ortvalue_from_numpy(array)
                 continue
-            is_bool = array.dtype == bool
-            mine: NDArray[Any] = array.view(np.uint8 if is_bool else array.dtype)  # ORT takes a bool as a byte
+            mine, value = _owned(own, array)
             self._owned[name] = weakref.ref(mine)
-            self._named[name] = onnxruntime.OrtValue(own(mine.__dlpack__(), is_bool))
+            self._named[name] = onnxruntime.OrtValue(value)
 
     def give(self, settings: Any) -> None:
         """Let the session of `settings` use the constants."""
@@ -86,3 +86,13 @@ def with_weights_outside(graph: bytes, names: Collection[str]) -> bytes:
 def outside_folder(settings: Any) -> None:
     """Let the session of `settings` look for the file of such constants."""
     settings.add_session_config_entry("session.model_external_initializers_file_folder_path", WEIGHTS_DIRECTORY)
+
+
+def _owned(own: Callable[..., Any], array: NDArray[Any]) -> tuple[NDArray[Any], Any]:
+    """Return a view of the array, and the value that has the only reference to it."""
+    if array.dtype == bool:
+        mine: NDArray[Any] = array.view(np.uint8)
+        with suppress(TypeError):  # from ONNX Runtime 1.32 on it takes no second argument, and a bool is a bool
+            return mine, own(mine.__dlpack__(), True)
+    mine = array.view()
+    return mine, own(mine.__dlpack__())

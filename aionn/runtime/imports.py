@@ -9,16 +9,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 
+from aionn.engines.installed import with_descriptors
+
 _NEEDED = ("importlib.metadata", "aionn.runtime.asked", "aionn.runtime.compilation", "aionn.runtime.preparing.plan", "aionn.caching.store")
 """What `open` imports while a driver starts. It does so in the loop's thread, because two threads cannot import NumPy at once."""
 
 
 def import_needed() -> None:
-    """Import what an open runtime needs. What is imported stays, so looking for garbage in it meanwhile is a waste of time."""
+    """Import what an open runtime needs. What is imported stays, so looking for garbage in it meanwhile is a waste of time.
+
+    Raises:
+        MemoryAllocationError: this process has no free file descriptor to read modules with.
+    """
     collects = gc.isenabled()
     gc.disable()
     try:
-        with _short_spins():
+        with with_descriptors("the import of what a runtime needs"), _short_spins():
             for module in _NEEDED:
                 import_module(module)
     finally:

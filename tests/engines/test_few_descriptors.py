@@ -16,7 +16,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_entering_a_runtime_without_a_free_descriptor_is_one_clear_error() -> None:
-    runtime = aionn.Runtime()  # its import reads files, too
+    runtime = aionn.Runtime()
     with free_descriptors(0), pytest.raises(aionn.MemoryAllocationError, match=r"no free file descriptor .*RLIMIT_NOFILE") as caught:
         async with runtime:
             pass
