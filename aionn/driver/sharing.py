@@ -8,7 +8,7 @@ What makes two preparations the same
     not what the token names. A model without a token is known by its graph, its sealed constants and that digest. A model from a cache
     has the token that its verified files carry.
 
-Use `Sharing` from the loop. The functions and `Shared.executables` block, so they belong in a thread.
+Use all of this from the loop, except `Shared.executables`, which blocks.
 """
 
 from __future__ import annotations
@@ -107,8 +107,9 @@ class Sharing:
 
     def may_have(self, model: Model, options: PrepareOptions) -> bool:
         """Return whether an executable of this model and these options may be here. Its contents tell."""
-        base, shaping = _base_of(model), _shaping(options)
-        return any(known.base == base and known.options == shaping for known in list(self._live.keys()))
+        shaping = _shaping(options)
+        bases = {known.base for known in list(self._live.keys()) if known.options == shaping}
+        return bool(bases) and _base_of(model) in bases  # a first compilation digests nothing
 
     def loaded(self, options: PrepareOptions) -> dict[bytes, Loaded]:
         """Return what has been loaded with these options, by the digests of its files."""
