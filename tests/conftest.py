@@ -72,7 +72,7 @@ def anyio_backend(request: pytest.FixtureRequest) -> Any:
 def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether lanes serve the bursts of this process, and of drivers that the test starts. Else their listeners do it alone."""
     lanes: bool = request.param == "lanes"
-    monkeypatch.setattr("aionn.driver.device.LANES", lanes)
+    monkeypatch.setattr("aionn.driver.prepared_model.LANES", lanes)
     monkeypatch.setenv("AIONN_LANES", "1" if lanes else "0")
     return lanes
 

@@ -2,6 +2,7 @@
 
     registry   finds engines by name
     device     makes an `IDevice` of any engine
+    prepared_model  a model on an engine: its lanes, executions and bursts
     memories   the memories of a request as the device sees them; `burst_memories` keeps those of a burst mapped
     execution  requests, bound to their bytes, as a lane runs them
     compiling  one compilation by an engine

@@ -9,6 +9,8 @@ domains and a process. Making an engine imports its library; importing the engin
     reference             NumPy through onnx.reference: right before fast; small models; caches nothing
     onnxruntime           runs every model found; large tables used in place, other constants copied by the library;
                           compiles in milliseconds, loads in fewer
+    onnxruntime_executable  a session of it as an executable, with the bindings of its arrays
+    onnxruntime_errors    its complaints, as errors that name the node
     onnxruntime_artifact  the files that ONNX Runtime writes while it compiles
     onnxruntime_weights   constants that ONNX Runtime uses where they lie, and how long they must live
     openvino              slower to compile, 1.3 to 4.7 times quicker on convolutions (x86): the second stage

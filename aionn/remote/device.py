@@ -28,7 +28,6 @@ from aionn.remote.connection import Connection
 from aionn.remote.control import (
     Allocate,
     Allocated,
-    CacheMessage,
     CallBody,
     CloseBurst,
     Configured,
@@ -45,9 +44,6 @@ from aionn.remote.control import (
     GetMemories,
     GetSupportedOperations,
     Memories,
-    ModelMessage,
-    MQMessage,
-    OptionsMessage,
     PoolMessage,
     Prepared,
     PrepareModel,
@@ -56,6 +52,7 @@ from aionn.remote.control import (
     ReleasePreparedModel,
     ReplyBody,
 )
+from aionn.remote.messages import cache_fds, cache_message, model_message, options_message, pool_fds, queue_message
 
 
 class RemoteDevice:
@@ -126,13 +123,15 @@ class RemoteDevice:
         return prepared
 
     async def _compile(self, model: Model, options: PrepareOptions, cache: CacheHandles | None) -> RemotePreparedModel:
-        body = PrepareModel(model_message(model), _options(options), None if cache is None else _cache(cache))
-        prepared = await self._prepare(body, (*pool_fds(model), *_cache_fds(cache)), options.deadline_ns)
+        body = PrepareModel(model_message(model), options_message(options), None if cache is None else cache_message(cache))
+        prepared = await self._prepare(body, (*pool_fds(model), *cache_fds(cache)), options.deadline_ns)
         self.remember(prepared.number, model)
         return prepared
 
     async def prepare_model_from_cache(self, options: PrepareOptions, cache: CacheHandles) -> RemotePreparedModel:
-        return await self._prepare(PrepareModelFromCache(_options(options), _cache(cache)), _cache_fds(cache), options.deadline_ns)
+        return await self._prepare(
+            PrepareModelFromCache(options_message(options), cache_message(cache)), cache_fds(cache), options.deadline_ns
+        )
 
     async def _prepare(self, body: CallBody, fds: Sequence[int], deadline_ns: int | None) -> RemotePreparedModel:
         prepared, _ = await self.connection.call(body, Prepared, fds, unwanted=self._release, deadline_ns=deadline_ns)
@@ -258,7 +257,7 @@ class RemotePreparedModel:
     async def configure_execution_burst(
         self, callback: IBurstCallback, request_channel: MQDescriptor, result_channel: MQDescriptor, anticipate: bool = False
     ) -> RemoteBurstContext:
-        body = ConfigureExecutionBurst(self.number, _queue(request_channel), _queue(result_channel), anticipate)
+        body = ConfigureExecutionBurst(self.number, queue_message(request_channel), queue_message(result_channel), anticipate)
         fds = (*request_channel.fds, *result_channel.fds)
         configured, _ = await self.device.connection.call(body, Configured, fds, unwanted=self._close_burst)
         self.device.watch_burst(configured.burst, callback)
@@ -354,46 +353,3 @@ class RemoteBuffer:
 def _place_of(memory: IMemory) -> tuple[IMemory, int]:
     """Return the whole pool of a memory, which may be a slice of it, and where the memory begins in its pool."""
     return (memory.pool, memory.offset_bytes) if isinstance(memory, Memory) else (memory, 0)
-
-
-def model_message(model: Model) -> ModelMessage:
-    """Return a model as a message. The descriptors of `pool_fds` travel beside it."""
-    return ModelMessage(
-        model.graph,
-        tuple(model.inputs.items()),
-        tuple(model.outputs.items()),
-        model.operations,
-        model.constants,
-        tuple(pool.description for pool in model.pools),
-        model.known_token,
-        model.contents,
-    )
-
-
-def pool_fds(model: Model) -> list[int]:
-    """Return the descriptors of a model's pools, which the model keeps owning."""
-    return [pool.fileno() for pool in model.pools]
-
-
-def _options(options: PrepareOptions) -> OptionsMessage:
-    return OptionsMessage(
-        options.preference,
-        options.priority,
-        options.deadline_ns,
-        options.threads,
-        options.open_outputs,
-        options.at_most,
-        options.instances,
-    )
-
-
-def _cache(cache: CacheHandles) -> CacheMessage:
-    return CacheMessage(len(cache.model), len(cache.data), cache.token)
-
-
-def _cache_fds(cache: CacheHandles | None) -> tuple[int, ...]:
-    return () if cache is None else (*cache.model, *cache.data)
-
-
-def _queue(descriptor: MQDescriptor) -> MQMessage:
-    return MQMessage(descriptor.grantors, descriptor.quantum, descriptor.flavor, len(descriptor.fds))

@@ -13,9 +13,9 @@ from aionn.caching.outcomes import CacheOutcome
 from aionn.errors import CallerError
 from aionn.hal.model import Model
 from aionn.hal.types import ExecutionPreference, Priority
-from aionn.runtime.executing.arguments import Outputs
 from aionn.runtime.executing.device_memory import DeviceMemory
 from aionn.runtime.executing.device_roles import DeviceRoles
+from aionn.runtime.executing.frame_layout import Outputs
 from aionn.runtime.parts import CompilationParts
 from aionn.runtime.streaming.burst import QUEUE_CAPACITY, Burst
 from aionn.tasks import checked_count, deadline_of, ending_by

@@ -14,14 +14,17 @@ from aionn.caching.outcomes import CacheOutcome
 from aionn.errors import AionnError
 from aionn.hal.model import Model
 from aionn.remote.device import RemotePreparedModel
-from aionn.runtime.executing.arguments import Arguments, Outputs
+from aionn.runtime.executing.arguments import Arguments
 from aionn.runtime.executing.attempt import Attempt, Call, Executor
 from aionn.runtime.executing.control import fixed_route
 from aionn.runtime.executing.device_buffers import BufferPair
 from aionn.runtime.executing.device_memory import DeviceMemory
 from aionn.runtime.executing.device_roles import DeviceRoles
+from aionn.runtime.executing.frame_layout import Outputs
 from aionn.runtime.executing.frames import Frames
 from aionn.runtime.executing.link import CLOSE_S
+from aionn.runtime.preparing.plan import prepare_on_best
+from aionn.runtime.preparing.reading import digested, read
 from aionn.runtime.preparing.renewal import Order, Renewal
 from aionn.runtime.serving.serving import Serving
 from aionn.runtime.session import Session
@@ -155,3 +158,23 @@ def _trial_runs(executor: Executor) -> Run:
         return await Attempt(executor, fixed_route(serving), Call(inputs, {}, False, deadline_ns, inputs)).run()
 
     return run
+
+
+async def compiled_parts(session: Session, model: Model, order: Order, later: bool) -> CompilationParts:
+    """Prepare a model now, or at its first use. Return the parts of its compilation."""
+    if later:
+        await read(session.tasks, model)  # the first execution is laid out before it is compiled
+        return CompilationParts(session, model, order)
+    first = await prepare_on_best(session.devices, model, order.candidates, order.options, order.cache)
+    return CompilationParts(session, model, order, first)
+
+
+async def staged_parts(session: Session, model: Model, order: Order, names: Sequence[str], policy: StagePolicy) -> CompilationParts:
+    """Prepare the stage that serves from the start, and make better ones. Return the parts of its compilation."""
+    from aionn.runtime.staging.first import prepare_first
+
+    await digested(session.tasks, model)  # what the comparisons of stages are kept under
+    prepared, outcome, stages = await prepare_first(session.devices, model, names, order.options, order.cache, policy)
+    parts = CompilationParts(session, model, order, (prepared, outcome))
+    parts.begin_stages(stages, policy)
+    return parts

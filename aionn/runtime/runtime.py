@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from aionn.runtime.model import Model as AppModel
     from aionn.runtime.parts import CompilationParts
     from aionn.runtime.preparing.cached import CacheChoice
-    from aionn.runtime.preparing.renewal import Order
     from aionn.runtime.processes.devices import Device, Devices
     from aionn.runtime.session import Session
     from aionn.runtime.staging.stage import StagePolicy
@@ -271,6 +270,7 @@ class Runtime:
         from aionn import trace
         from aionn.runtime.asked import check_modes, options_of, with_threads
         from aionn.runtime.compilation import Compilation
+        from aionn.runtime.parts import compiled_parts, staged_parts
         from aionn.runtime.preparing.plan import checked_names
         from aionn.runtime.preparing.reading import digested
         from aionn.runtime.preparing.renewal import Order
@@ -285,8 +285,8 @@ class Runtime:
             own = await digested(session.tasks, model) if cache_dir is not None and token is None else token
             order = Order(options, names if stages is None else stages, self._cache(cache_dir, own), idle)
             if stages is not None:
-                return await self._compile_staged(session, model, order, stages, self.stage_policy)
-            return await self._compile(session, model, order, mode == "jit")
+                return await staged_parts(session, model, order, stages, self.stage_policy)
+            return await compiled_parts(session, model, order, mode == "jit")
 
         with trace.span("compile", preference=preference):
             parts = await _within(timeout_s, options.deadline_ns, compiled())
@@ -315,30 +315,6 @@ class Runtime:
         if store is None:
             store = self._stores[path] = CacheStore(path)
         return CacheChoice(store, token)
-
-    async def _compile(self, session: Session, model: Model, order: Order, later: bool) -> CompilationParts:
-        from aionn.runtime.parts import CompilationParts
-        from aionn.runtime.preparing.plan import prepare_on_best
-        from aionn.runtime.preparing.reading import read
-
-        if later:
-            await read(session.tasks, model)  # the first execution is laid out before it is compiled
-            return CompilationParts(session, model, order)
-        first = await prepare_on_best(session.devices, model, order.candidates, order.options, order.cache)
-        return CompilationParts(session, model, order, first)
-
-    async def _compile_staged(
-        self, session: Session, model: Model, order: Order, names: Sequence[str], policy: StagePolicy
-    ) -> CompilationParts:
-        from aionn.runtime.parts import CompilationParts
-        from aionn.runtime.preparing.reading import digested
-        from aionn.runtime.staging.first import prepare_first
-
-        await digested(session.tasks, model)  # what the comparisons of stages are kept under
-        prepared, outcome, stages = await prepare_first(session.devices, model, names, order.options, order.cache, policy)
-        parts = CompilationParts(session, model, order, (prepared, outcome))
-        parts.begin_stages(stages, policy)
-        return parts
 
     async def swap(self, compilation: Compilation, model: Model, *, timeout_s: float | None = None) -> None:
         """Let another model take over a compilation and its open bursts, between two executions: the app's own new version.

@@ -30,7 +30,8 @@ from aionn.burst import (
     encode_result,
 )
 from aionn.burst.packets import read_identity, split_requests, split_results
-from aionn.driver.device import EngineDevice, EnginePreparedModel
+from aionn.driver.device import EngineDevice
+from aionn.driver.prepared_model import EnginePreparedModel
 from aionn.errors import CallerError
 from aionn.fmq import MessageQueue
 from aionn.hal import Artifact, CacheFiles, CompileOptions, Executable, ExecutionReport, Model

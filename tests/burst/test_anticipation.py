@@ -13,7 +13,8 @@ import pytest
 from numpy.typing import NDArray
 
 import aionn
-from aionn.driver.device import EngineDevice, EnginePreparedModel
+from aionn.driver.device import EngineDevice
+from aionn.driver.prepared_model import EnginePreparedModel
 from aionn.fmq import SOON, Caller, MessageQueue
 from aionn.hal import PrepareOptions
 from aionn.hal.types import ErrorStatus, ExecutionPreference
@@ -35,7 +36,7 @@ PERIOD_S = 0.02
 
 @pytest.fixture(autouse=True)
 def with_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aionn.driver.device.LANES", True)
+    monkeypatch.setattr("aionn.driver.prepared_model.LANES", True)
     monkeypatch.setattr("aionn.burst.spin_policy.cpus_for_both_ends", lambda: 2)
 
 

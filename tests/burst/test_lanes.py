@@ -48,7 +48,7 @@ PLACES = 4096 // (2 * ARGUMENT_BYTES)  # for requests, in the memory of one slot
 @pytest.fixture(autouse=True)
 def with_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     """These tests are about lanes, also in a run without them."""
-    monkeypatch.setattr("aionn.driver.device.LANES", True)
+    monkeypatch.setattr("aionn.driver.prepared_model.LANES", True)
 
 
 def numbered(place: int, identity: int) -> RequestPacket:

@@ -16,7 +16,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import aionn
-from aionn.driver.device import EngineDevice, EnginePreparedModel
+from aionn.driver.device import EngineDevice
+from aionn.driver.prepared_model import EnginePreparedModel
 from aionn.engines.onnxruntime import OnnxRuntimeEngine
 from aionn.engines.openvino import OpenVINOEngine
 from aionn.hal import CacheHandles, ExecutionPreference, Model, PrepareOptions, Priority

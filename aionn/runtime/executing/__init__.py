@@ -11,5 +11,6 @@ device_state    what uses a device memory now, and how the memory moves to anoth
 device_buffers  the two buffers of a device memory
 device_roles    which inputs and outputs a device memory may stand for
 frames          the frames of a burst, by size: allocated as needed, waited for in order, given back when superfluous
-arguments       shapes and types checked, and the layout of a frame for them
+arguments       shapes and types checked
+frame_layout    the layout of a frame for one set of shapes, and the outputs in it
 """

@@ -27,7 +27,8 @@ from aionn.hal.types import ErrorStatus, Result
 from aionn.memory.pool import Frame, FramesInFlightError
 from aionn.pages import BurstSlot, private_counts
 from aionn.pages.app_layout import COMPUTED, COPIED_BYTES, FAILED
-from aionn.runtime.executing.arguments import Arguments, FrameLayout, Outputs, failure_of
+from aionn.runtime.executing.arguments import Arguments, failure_of
+from aionn.runtime.executing.frame_layout import FrameLayout, Outputs
 from aionn.runtime.executing.frames import Frames, Spare, fill
 from aionn.runtime.executing.placement import Placement, check_frame, contents_of, is_placed, place
 from aionn.runtime.serving.compiled_model import CompiledModel

@@ -9,7 +9,7 @@ from aionn.hal.types import Result
 from aionn.memory.pool import Frame
 from aionn.memory.region import Region
 from aionn.remote.device import RemoteBuffer
-from aionn.runtime.executing.arguments import FrameLayout
+from aionn.runtime.executing.frame_layout import FrameLayout
 from aionn.runtime.executing.placement import Placement
 from aionn.runtime.preparing.renewal import Renewal
 from aionn.runtime.serving.serving import Serving

@@ -20,8 +20,8 @@ from aionn.hal.types import Result
 from aionn.memory.pool import Frame
 from aionn.pages import BurstSlot
 from aionn.remote.device import RemoteBurstContext
-from aionn.runtime.executing.arguments import FrameLayout
 from aionn.runtime.executing.bodies import placed_body, plain_body
+from aionn.runtime.executing.frame_layout import FrameLayout
 from aionn.runtime.executing.frames import Frames
 from aionn.runtime.executing.placement import Placement
 from aionn.runtime.serving.compiled_model import CompiledModel

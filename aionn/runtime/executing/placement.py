@@ -31,10 +31,10 @@ from aionn.memory.memory import Memory
 from aionn.memory.pool import Frame
 from aionn.memory.region import Access, Region
 from aionn.remote.device import RemoteBuffer, RemotePreparedModel
-from aionn.runtime.executing.arguments import FrameLayout, false_shapes
 from aionn.runtime.executing.device_buffers import lost_with
 from aionn.runtime.executing.device_memory import DeviceMemory, state_of
 from aionn.runtime.executing.device_state import DeviceState
+from aionn.runtime.executing.frame_layout import FrameLayout, false_shapes
 
 
 @dataclass(frozen=True, slots=True)

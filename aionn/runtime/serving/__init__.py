@@ -5,5 +5,6 @@ Each file imports files on lower lines only.
 compiled_model  `CompiledModel`: the prepared model of the moment, and the swap, a two-phase commit over members
 members         `Member` and `Change`: what must follow a swap, and what it prepares for one
 gate            `Gate`: holds executions back for a moment
+planned_model   `PlannedModel`: the steps of a plan, prepared on several devices, as one prepared model
 serving         `Serving` and `Use`: one prepared model with its users, and how much the app uses a compilation
 """

@@ -23,9 +23,10 @@ from aionn.hal.types import ErrorStatus
 from aionn.memory.pool import Frame as MemoryFrame
 from aionn.memory.pool import FramesInFlightError
 from aionn.pages.app_layout import COMPUTED, CONNECTIONS, COPIED_BYTES, DRIVER_BUSY_NS, DROPPED, FAILED
-from aionn.runtime.executing.arguments import FrameLayout, Outputs, check_mapping
+from aionn.runtime.executing.arguments import check_mapping
 from aionn.runtime.executing.attempt import Attempt, Call
 from aionn.runtime.executing.bodies import plain_body
+from aionn.runtime.executing.frame_layout import FrameLayout, Outputs
 from aionn.runtime.executing.frames import LARGE_BYTES, fill_large
 from aionn.runtime.executing.link import Link
 from aionn.runtime.executing.recurrent import RecurrentSteps, Step

@@ -26,8 +26,9 @@ from aionn.hal.types import ExecutionPreference
 from aionn.memory.pool import Frame, FramePool
 from aionn.pages import Kind
 from aionn.pages.app_layout import CONNECTIONS, SENT
-from aionn.runtime.executing.arguments import Arguments, FrameLayout, Shapes
+from aionn.runtime.executing.arguments import Arguments
 from aionn.runtime.executing.attempt import Executor
+from aionn.runtime.executing.frame_layout import FrameLayout, Shapes
 from aionn.runtime.executing.frames import Frames
 from aionn.runtime.executing.link import Link, LinkOptions, open_link, release
 from aionn.runtime.preparing.renewal import Renewal

@@ -16,7 +16,8 @@ from typing import Any
 from aionn import trace
 from aionn.errors import DeadlineError
 from aionn.pages.app_layout import DROPPED
-from aionn.runtime.executing.arguments import Outputs, check_mapping
+from aionn.runtime.executing.arguments import check_mapping
+from aionn.runtime.executing.frame_layout import Outputs
 from aionn.runtime.streaming.connection import BurstConnection
 from aionn.runtime.streaming.frame import Frame, Leases, contents_of, end_lease, take
 from aionn.tasks import Answer, running_loop

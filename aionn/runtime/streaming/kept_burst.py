@@ -27,9 +27,10 @@ from aionn import trace
 from aionn.burst.packets import PacketError
 from aionn.errors import CallerError
 from aionn.hal.model import Model
-from aionn.runtime.executing.arguments import Outputs, check_mapping
+from aionn.runtime.executing.arguments import check_mapping
 from aionn.runtime.executing.attempt import Attempt, Call, Executor
 from aionn.runtime.executing.control import control_route
+from aionn.runtime.executing.frame_layout import Outputs
 from aionn.runtime.executing.link import CLOSE_S
 from aionn.runtime.streaming.burst import QUEUE_CAPACITY, Burst
 from aionn.runtime.streaming.connection import BurstConnection, Connections

@@ -1,0 +1,145 @@
+"""A model on an engine: its lanes, its executions and its bursts."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Protocol
+
+from aionn import trace
+from aionn.burst import ExecutionBurstServer, result_of
+from aionn.driver.burst_memories import BurstMemories
+from aionn.driver.execution import BoundExecution, BoundModel, BoundPool, bind
+from aionn.driver.lanes import Lane, Lanes
+from aionn.driver.memories import bound_pool
+from aionn.driver.priority import Turns
+from aionn.driver.sharing import Shared
+from aionn.driver.threads import trim_arenas
+from aionn.errors import AionnError, CallerError
+from aionn.hal.engine import Executable
+from aionn.hal.interfaces import IBuffer, IBurstCallback, PrepareOptions
+from aionn.hal.types import ExecutionPreference, IMemory, MQDescriptor, Operand, Request, Result
+from aionn.memory import DeviceBuffers, ModelInfo, check_request
+from aionn.memory.requests import Extent
+from aionn.pages import Slot
+
+LANES = os.environ.get("AIONN_LANES", "1") != "0"
+"""Whether bursts are lent to lanes. For tests: without lanes the listener serves every packet, slower and in the same order."""
+
+_prepared_numbers = itertools.count(1)
+
+
+class Host(Protocol):
+    """What a prepared model needs of its device."""
+
+    name: str
+    buffers: DeviceBuffers
+    turns: Turns
+
+    @property
+    def behind(self) -> Callable[[Callable[[], None]], None]: ...
+
+    def slot(self, model: int) -> Slot: ...
+
+    def free_slot(self, slot: Slot) -> None: ...
+
+    def serve(self, server: ExecutionBurstServer, ended: Callable[[ExecutionBurstServer], None]) -> None: ...
+
+
+class EnginePreparedModel:
+    """A model on an engine. Satisfies `IPreparedModel`. `contents` is what `Model.contents` is for the constants that were compiled."""
+
+    contents = b""
+
+    def __init__(
+        self,
+        device: Host,
+        executables: Sequence[Executable],
+        inputs: Mapping[str, Operand],
+        outputs: Mapping[str, Operand],
+        options: PrepareOptions,
+        save_outcome: str = "",
+        constants: Sequence[Extent] = (),
+        shared: Shared | None = None,
+    ) -> None:
+        self.device: Host = device
+        self._executables = executables  # one per instance; empty once the model has been released
+        self._shared = shared  # kept for later preparations of the same model, as long as this one is not released
+        self._options = options
+        self.inputs = MappingProxyType(dict(inputs))
+        self.outputs = MappingProxyType(dict(outputs))
+        self.save_outcome = save_outcome
+        number = next(_prepared_numbers)
+        self._slots = [device.slot(number) for _ in executables]
+        try:
+            lanes = [Lane(*each) for each in zip(executables, self._slots, strict=True)]
+            self._lanes = Lanes(f"{device.name} lane", lanes, device.turns, options.priority)
+        except BaseException:
+            self._free_slots()
+            raise
+        self._bound = BoundModel(
+            number,
+            list(inputs.items()),
+            list(outputs.items()),
+            self._lanes,
+            device.buffers,
+            constants,
+            disproved=set(options.open_outputs),
+        )
+        self._bursts: set[ExecutionBurstServer] = set()
+
+    @property
+    def info(self) -> ModelInfo:
+        """The operands that device buffers may stand for. An output whose declared shape has proven wrong may have any shape."""
+        disproved = self._bound.disproved
+        outputs = [Operand(operand.type, None) if name in disproved else operand for name, operand in self.outputs.items()]
+        return ModelInfo(self._bound.id, tuple(self.inputs.values()), tuple(outputs))
+
+    async def execute(
+        self, request: Request, pools: Sequence[IMemory | IBuffer], measure_timing: bool = False, deadline_ns: int | None = None
+    ) -> Result:
+        try:
+            execution = self.bind(request, [bound_pool(pool, self.device.buffers) for pool in pools])
+        except AionnError as error:
+            return result_of(error)
+        with trace.span("driver.execute", device=self.device.name):
+            return await execution.execute(measure_timing, deadline_ns)
+
+    def wrong_with(self, request: Request, pool_sizes: Sequence[int]) -> str | None:
+        """Return what is wrong with a request over pools of those sizes, or None. Needs no mapped pool. See `check_request`."""
+        return check_request(self._bound.inputs, self._bound.outputs, request, pool_sizes)
+
+    def bind(self, request: Request, pools: Sequence[BoundPool]) -> BoundExecution:
+        """Check a request and make its arrays; see `execution.bind`."""
+        if not self._executables:
+            raise CallerError("the request names a prepared model that has been released; prepare the model again")
+        return bind(self._bound, request, pools)
+
+    async def configure_execution_burst(
+        self, callback: IBurstCallback, request_channel: MQDescriptor, result_channel: MQDescriptor, anticipate: bool = False
+    ) -> ExecutionBurstServer:
+        low_power = self._options.preference is ExecutionPreference.LOW_POWER
+        executor = BurstMemories(self, self.device.buffers)
+        lanes = self._lanes if LANES else None
+        server = ExecutionBurstServer.create(
+            callback, request_channel, result_channel, executor, lanes=lanes, low_power=low_power, anticipate=anticipate
+        )
+        self._bursts.add(server)
+        self.device.serve(server, self._bursts.discard)
+        return server
+
+    async def aclose(self) -> None:
+        for burst in list(self._bursts):
+            await burst.aclose()
+        await self._lanes.aclose()
+        self._executables = ()
+        self._shared = None
+        self._free_slots()
+        self.device.behind(trim_arenas)  # an engine's weights are freed now; the C library would keep much of their memory
+
+    def _free_slots(self) -> None:
+        for slot in self._slots:
+            self.device.free_slot(slot)
+        self._slots.clear()

@@ -1,0 +1,51 @@
+"""What the app sends, as messages: models, options, cache files and queues. Their descriptors travel beside them."""
+
+from __future__ import annotations
+
+from aionn.hal.interfaces import CacheHandles, PrepareOptions
+from aionn.hal.model import Model
+from aionn.hal.types import MQDescriptor
+from aionn.remote.control import CacheMessage, ModelMessage, MQMessage, OptionsMessage
+
+
+def model_message(model: Model) -> ModelMessage:
+    """Return a model as a message. The descriptors of `pool_fds` travel beside it."""
+    return ModelMessage(
+        model.graph,
+        tuple(model.inputs.items()),
+        tuple(model.outputs.items()),
+        model.operations,
+        model.constants,
+        tuple(pool.description for pool in model.pools),
+        model.known_token,
+        model.contents,
+    )
+
+
+def pool_fds(model: Model) -> list[int]:
+    """Return the descriptors of a model's pools, which the model keeps owning."""
+    return [pool.fileno() for pool in model.pools]
+
+
+def options_message(options: PrepareOptions) -> OptionsMessage:
+    return OptionsMessage(
+        options.preference,
+        options.priority,
+        options.deadline_ns,
+        options.threads,
+        options.open_outputs,
+        options.at_most,
+        options.instances,
+    )
+
+
+def cache_message(cache: CacheHandles) -> CacheMessage:
+    return CacheMessage(len(cache.model), len(cache.data), cache.token)
+
+
+def cache_fds(cache: CacheHandles | None) -> tuple[int, ...]:
+    return () if cache is None else (*cache.model, *cache.data)
+
+
+def queue_message(descriptor: MQDescriptor) -> MQMessage:
+    return MQMessage(descriptor.grantors, descriptor.quantum, descriptor.flavor, len(descriptor.fds))

@@ -1,0 +1,178 @@
+"""How a frame is laid out for one set of input shapes (`FrameLayout`), and the outputs of an execution."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aionn.errors import ExecutionError
+from aionn.hal.model import Model
+from aionn.hal.types import DataLocation, ErrorStatus, Operand, OutputShape, Request, RequestArgument, Timing
+from aionn.memory.pool import Frame, Layout
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+class Outputs(dict[str, NDArray[Any]]):
+    """Outputs of one execution by name.
+
+    Attributes:
+        timing: `hal.Timing` in microseconds if it was asked for, else None.
+        device: name of the device that computed them.
+        stage: name of the stage that computed them; the device's own name outside staged compilations.
+    """
+
+    __slots__ = ("device", "stage", "timing")
+
+    def __init__(
+        self, values: Mapping[str, NDArray[Any]] | Sequence[tuple[str, NDArray[Any]]], device: str, timing: Timing | None = None
+    ) -> None:
+        self.update(values)
+        self.timing = timing
+        self.device = device
+        self.stage = device
+
+
+class FrameLayout:
+    """How a frame is laid out for one set of input shapes.
+
+    Attributes:
+        frame_bytes: size of the frame.
+        inputs: (name, dtype, shape, offset) per input.
+        outputs: (name, dtype, shape or None while open, offset, length) per output.
+        arguments: of the request, relative to the frame's first byte.
+        known: whether every output's shape is, as the model declares it.
+        answered: whether the room for outputs comes from an answer, and not from the model or a guess.
+        input_bytes: of all inputs together.
+    """
+
+    __slots__ = (
+        "_believed",
+        "_declared",
+        "answered",
+        "arguments",
+        "frame_bytes",
+        "input_bytes",
+        "inputs",
+        "known",
+        "outputs",
+        "outputs_key",
+    )
+
+    def __init__(
+        self,
+        model: Model,
+        believed: dict[str, Operand],
+        input_shapes: Shapes,
+        declared: Sequence[tuple[int, ...] | None],
+        room: Sequence[int],
+    ) -> None:
+        """
+        Args:
+            believed: see `Arguments.outputs`.
+            declared: of each output the shape that the model declares for these inputs; None while open.
+            room: bytes for each output whose shape is not known, or not believed.
+        """
+        self._believed = believed
+        self._declared = declared
+        output_shapes = [
+            shape if believed[name].dimensions == operand.dimensions else None
+            for (name, operand), shape in zip(model.outputs.items(), declared, strict=True)
+        ]
+        operands = list(model.inputs.items())
+        input_bytes = tuple(prod(shape) * operand.type.element_bytes for (_, operand), shape in zip(operands, input_shapes, strict=True))
+        output_bytes = []
+        for (_, operand), shape, length in zip(model.outputs.items(), output_shapes, room, strict=True):
+            output_bytes.append(length if shape is None else prod(shape) * operand.type.element_bytes)
+        places = Layout.of(input_bytes, tuple(output_bytes))
+        self.frame_bytes = places.frame_bytes
+        self.input_bytes = sum(input_bytes)
+        self.known = None not in output_shapes
+        self.answered = False
+        self.outputs_key = object()
+        self.inputs = tuple(
+            (name, operand.type.dtype, shape, place[0])
+            for (name, operand), shape, place in zip(operands, input_shapes, places.inputs, strict=True)
+        )
+        self.outputs = tuple(
+            (name, operand.type.dtype, shape, *place)
+            for (name, operand), shape, place in zip(model.outputs.items(), output_shapes, places.outputs, strict=True)
+        )
+        arguments_in = tuple((place, shape) for place, shape in zip(places.inputs, input_shapes, strict=True))
+        arguments_out = tuple((place, shape or ()) for place, shape in zip(places.outputs, output_shapes, strict=True))
+        self.arguments = (arguments_in, arguments_out)
+
+    def request(self, frame_offset: int) -> Request:
+        """Return the request of a frame that begins at that byte of pool 0."""
+        made = []
+        for arguments in self.arguments:
+            made.append(
+                tuple(RequestArgument(DataLocation(0, frame_offset + offset, length), shape) for (offset, length), shape in arguments)
+            )
+        return Request(made[0], made[1])
+
+    def lacks_room(self, index: int, answered: OutputShape) -> bool:
+        """Return whether an output may be of that shape, and has no room for it."""
+        _, dtype, _, _, length = self.outputs[index]
+        return min(answered.dimensions, default=0) >= 0 and prod(answered.dimensions) * dtype.itemsize > length
+
+    def learn(self, index: int, answered: tuple[int, ...]) -> None:
+        """Note that an output has that shape. If the model declares another one, its declaration is not believed from now on."""
+        name, _, shape, _, _ = self.outputs[index]
+        if shape not in (None, answered):
+            self._believed[name] = Operand(self._believed[name].type, None)
+
+    def fits(self, inputs: Mapping[str, Any]) -> bool:
+        """Return whether these are plain arrays of exactly this layout's shapes and dtypes. A stream asks for each later frame."""
+        if type(inputs) is not dict or len(inputs) != len(self.inputs):
+            return False  # a `Frame` is not a dict
+        for name, dtype, shape, _ in self.inputs:
+            array = inputs.get(name)
+            if type(array) is not np.ndarray or array.shape != shape or (array.dtype is not dtype and array.dtype != dtype):
+                return False
+        return True
+
+    def inputs_in(self, frame: Frame) -> dict[str, NDArray[Any]]:
+        """Return the inputs' places in the frame, by name."""
+        return frame.arrays.get(self) or frame.cut(self, self.inputs)
+
+    def _known_places(self) -> list[tuple[str, np.dtype[Any], tuple[int, ...], int]]:
+        return [(name, dtype, shape, offset) for name, dtype, shape, offset, _ in self.outputs if shape is not None]
+
+    def outputs_in(self, frame: Frame, shapes: Sequence[OutputShape] = (), elsewhere: Container[str] = ()) -> Mapping[str, NDArray[Any]]:
+        """Return the outputs in the frame, by name.
+
+        Args:
+            shapes: the driver's answer; empty if all are as asked.
+            elsewhere: names of outputs that do not lie in the frame.
+
+        Raises:
+            ExecutionError: the driver's answer contradicts this request.
+        """
+        if not shapes and self.known and not elsewhere:
+            return frame.arrays.get(self.outputs_key) or frame.cut(self.outputs_key, self._known_places())
+        places = []
+        if shapes and len(shapes) != len(self.outputs):
+            raise false_shapes(f"{len(shapes)} shapes came for {len(self.outputs)} outputs")
+        for index, (name, dtype, shape, offset, length) in enumerate(self.outputs):
+            if name in elsewhere:
+                continue
+            # A driver that has not seen the declaration fail says nothing of an output that came out as declared.
+            answered = shapes[index].dimensions if shapes else self._declared[index]
+            if answered is None:
+                raise false_shapes(f"none came for output {name!r}")
+            if min(answered, default=0) < 0 or prod(answered) * dtype.itemsize > length:
+                raise false_shapes(f"output {name!r} of shape {answered} has room for {length} bytes")
+            if answered != shape:
+                self.learn(index, answered)
+            places.append((name, dtype, answered, offset))
+        return frame.cut((self, *[place[2] for place in places], *[place[0] for place in places]), places)
+
+
+def false_shapes(found: str) -> ExecutionError:
+    """Return the error for a driver's answer that contradicts the request."""
+    return ExecutionError(f"the driver's answer contradicts the request: {found}", status=ErrorStatus.GENERAL_FAILURE)
