@@ -16,7 +16,7 @@ class PlannedStep:
 
     Attributes:
         step: what it computes.
-        prepared: the step as a model of its own. Its inputs and outputs are those of `step`, in the same order.
+        prepared: the step, prepared like any other model. Its inputs and outputs are those of `step`, in the same order.
     """
 
     step: Step
