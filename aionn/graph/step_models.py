@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
+from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
 
 from aionn.errors import CompilationError
-from aionn.graph.checking import border
+from aionn.graph.checking import border, nested_graphs
 from aionn.graph.flow import Flow
 from aionn.graph.steps import Step, step_token
 from aionn.graph.unchanged import contents_of
@@ -89,10 +89,12 @@ class _Maker:
 
     def _graph(self, inputs: Sequence[ValueInfoProto], outputs: Sequence[ValueInfoProto], places: Mapping[int, int]) -> ModelProto:
         whole = self._flow.whole
-        made = ModelProto()
-        made.CopyFrom(whole)
+        functions, domains = _needed(whole, self._nodes)
+        made = ModelProto(ir_version=whole.ir_version)
+        made.opset_import.extend(entry for entry in whole.opset_import if _domain(entry.domain) in domains)
+        made.functions.extend(functions)
         graph = made.graph
-        del graph.node[:], graph.initializer[:], graph.sparse_initializer[:], graph.input[:], graph.output[:], graph.value_info[:]
+        graph.name = whole.graph.name or "step"
         graph.node.extend(self._nodes)
         graph.input.extend(inputs)
         graph.output.extend(outputs)
@@ -115,6 +117,29 @@ class _Maker:
         if mine == changing(self._model.constants):
             return self._model.contents
         return contents_of(self._digests[name] for name in mine) if all(name in self._digests for name in mine) else b""
+
+
+def _needed(whole: ModelProto, nodes: Iterable[NodeProto]) -> tuple[list[FunctionProto], set[str]]:
+    """Return the functions of the model that nodes call, in the model's order, and the domains of all nodes inside and ONNX's own."""
+    known = {(_domain(function.domain), function.name): function for function in whole.functions}
+    called: set[tuple[str, str]] = set()
+    domains = {""}
+    left = list(nodes)
+    while left:
+        node = left.pop()
+        domain = _domain(node.domain)
+        domains.add(domain)
+        left.extend(inner for body in nested_graphs(node) for inner in body.node)
+        key = (domain, node.op_type)
+        if key in known and key not in called:
+            called.add(key)
+            left.extend(known[key].node)
+            domains.update(_domain(entry.domain) for entry in known[key].opset_import)
+    return [function for key, function in known.items() if key in called], domains
+
+
+def _domain(domain: str) -> str:
+    return "" if domain == "ai.onnx" else domain
 
 
 def _refer(tensor: TensorProto, source: TensorProto, places: Mapping[int, int]) -> None:
