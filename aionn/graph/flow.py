@@ -1,7 +1,7 @@
 """What flows through a graph: what each operation reads and makes, of which type, and about how much work it is.
 
-An operation reads its inputs, and what its bodies take from the graph around them. `Constant` nodes are no operations here: they are
-constants like initializers.
+An operation reads its inputs, and what its bodies take from the graph around them. `Constant` nodes count as
+constants here, like initializers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The steps of a model as models of their own, which a device prepares like any other.
+"""Make a model of each step, which a device prepares like any other model.
 
 Constants stay where they are: a step's model refers to the same pools. What crosses between steps has the type and shape that follow from
 the whole model's inputs.
@@ -25,12 +25,12 @@ _NO_DIGESTS: Mapping[str, bytes] = MappingProxyType({})
 
 
 def step_model(model: Model, step: Step, digests: Mapping[str, bytes] = _NO_DIGESTS) -> Model:
-    """Return one step as a model of its own; see `step_models`."""
+    """Return the model of one step; see `step_models`."""
     return step_models(model, (step,), digests)[0]
 
 
 def step_models(model: Model, steps: Sequence[Step], digests: Mapping[str, bytes] = _NO_DIGESTS) -> tuple[Model, ...]:
-    """Return each step as a model of its own, with the inputs and outputs of the step in its order.
+    """Return the model of each step. It has the inputs and outputs of the step, in the same order.
 
     The token is `step_token`, and is empty where the whole model's is.
 
