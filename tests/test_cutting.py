@@ -208,6 +208,24 @@ def test_control_flow_stays_whole_and_its_captures_are_its_inputs() -> None:
         assert_steps_are_the_whole(model, steps, {"x0": weights(2, 8), "condition": np.array(condition)})
 
 
+def test_what_a_body_hands_through_and_what_it_calls_is_in_its_step() -> None:
+    then = helper.make_graph([], "then", [], [value("a", None)])
+    otherwise = helper.make_graph([node("Twice", ["b"], ["c"], domain="local")], "else", [], [value("c", None)])
+    nodes = [
+        node("Neg", ["x"], ["a"], name="first"),
+        node("Exp", ["x"], ["b"], name="second"),
+        node("If", ["condition"], ["y"], name="choose", then_branch=then, else_branch=otherwise),
+    ]
+    twice = helper.make_function("local", "Twice", ["p"], ["q"], [node("Add", ["p", "p"], ["q"])], [helper.make_opsetid("", 17)])
+    inputs = [value("x", [4]), value("condition", [], TensorProto.BOOL)]
+    model = model_from(nodes, inputs, [value("y", [4])], domains=("local",), functions=[twice])
+    steps = cut(model, {"A": able(model, "first", "second"), "B": able(model, "choose")})
+    assert shown(steps) == [("A", "first second", "x", "a b"), ("B", "choose", "condition b a", "y")]
+    first, second = (onnx.load_from_string(part.graph) for part in step_models(model, steps))
+    assert [len(first.functions), len(second.functions)] == [0, 1]
+    assert [entry.domain for entry in second.opset_import] == ["", "local"]
+
+
 def test_control_flow_that_no_device_can_run_is_named() -> None:
     model = as_model(read(branching()))
     with pytest.raises(CompilationError, match=r"none of the devices A, B can run operator ai.onnx.If \(node 'choose'\)") as caught:
@@ -241,6 +259,32 @@ def test_symbols_of_the_model_reach_the_temporaries() -> None:
     )
     last = step_models(model, cut(model, {"A": able(model, "a", "b"), "B": able(model, "c")}))[1]
     assert last.inputs["b"] == Operand(OperandType.FLOAT32, (0, 0), ("M", "N"))
+
+
+def test_a_shape_that_the_graph_computes_is_known_where_it_crosses() -> None:
+    nodes = [
+        node("Shape", ["x"], ["s"], name="a"),
+        node("Mul", ["s", "two"], ["r"], name="b"),
+        node("Expand", ["one", "r"], ["e"], name="c"),
+        node("Neg", ["e"], ["y"], name="d"),
+    ]
+    constants = {"one": np.ones((1, 1), np.float32), "two": np.array([2, 3])}
+    model = model_from(nodes, [value("x", [2, 3])], [value("y", None)], constants)
+    steps = cut(model, {"A": able(model, "a", "b", "c"), "B": able(model, "d")})
+    assert step_models(model, steps)[1].inputs["e"].dimensions == (4, 9)
+    assert_steps_are_the_whole(model, steps, {"x": weights(2, 3)})
+
+
+def test_an_initializer_that_is_also_an_input_is_an_input_of_its_step() -> None:
+    model = model_from(
+        [node("Neg", ["x"], ["a"], name="first"), node("Add", ["a", "k"], ["y"], name="second")],
+        [value("x", [4])],
+        [value("y", [4])],
+        {"k": np.ones(4, np.float32)},
+    )
+    model = dataclasses.replace(model, inputs={**model.inputs, "k": Operand(OperandType.FLOAT32, (4,))})
+    steps = cut(model, {"A": able(model, "first"), "B": able(model, "second")})
+    assert [step.inputs for step in steps] == [("x",), ("a", "k")]
 
 
 def test_partial_model_not_supported_names_the_first_node_in_the_order_of_the_model() -> None:
@@ -354,14 +398,14 @@ def test_a_step_has_the_functions_and_operator_sets_that_it_needs_and_no_others(
 
     functions = [
         helper.make_function("other", "Inner", ["p"], ["q"], [node("Exp", ["p"], ["q"])], [helper.make_opsetid("", 17)]),
-        function("Outer", node("Inner", ["p"], ["q"], domain="other"), "other"),
+        function("Outer", node("Inner", ["p"], ["q"], domain="other"), "other", "imported"),
     ]
     nodes = [node("Outer", ["x"], ["a"], name="first", domain="local"), node("Neg", ["a"], ["y"], name="second")]
-    model = model_from(nodes, [value("x", [4])], [value("y", [4])], domains=("local", "other", "unused"), functions=functions)
+    model = model_from(nodes, [value("x", [4])], [value("y", [4])], domains=("local", "other", "imported", "unused"), functions=functions)
     steps = cut(model, {"A": able(model, "first"), "B": able(model, "second")})
     first, second = (onnx.load_from_string(part.graph) for part in step_models(model, steps))
     assert [function.name for function in first.functions] == ["Inner", "Outer"]
-    assert {entry.domain for entry in first.opset_import} == {"", "local", "other"}
+    assert {entry.domain for entry in first.opset_import} == {"", "local", "other", "imported"}
     assert list(second.functions) == []
     assert {entry.domain for entry in second.opset_import} == {""}
     assert_steps_are_the_whole(model, steps, {"x": np.ones(4, np.float32)})
@@ -472,10 +516,11 @@ def test_a_steps_token_depends_on_the_model_and_on_what_the_step_does_but_not_on
         step_token(b"t" * 32, dataclasses.replace(step, operations=(0, 2))),
         step_token(b"t" * 32, dataclasses.replace(step, operations=(0,))),
         step_token(b"t" * 32, dataclasses.replace(step, inputs=("ab",))),
+        step_token(b"t" * 32, dataclasses.replace(step, inputs=("ab", ""))),
         step_token(b"t" * 32, dataclasses.replace(step, inputs=("a",), outputs=("b", "c"))),
         step_token(b"t" * 32, dataclasses.replace(step, outputs=("d",))),
     ]
-    assert len({token, *others}) == 7
+    assert len({token, *others}) == 8
     assert step_token(b"", step) == b""
     model = two_adds()
     steps = cut(model, {"A": able(model, "to_c"), "B": able(model, "to_e")})
@@ -517,6 +562,9 @@ def test_a_step_has_the_pools_that_it_uses_and_the_contents_of_its_files(tmp_pat
     parts = step_models(model, steps, digests)
     assert [[constant.name for constant in part.constants] for part in parts] == [["u"], ["v"], ["w"]]
     assert [part.pools for part in parts] == [(pool,) for pool in model.pools]
+    for part in parts:
+        (tensor,) = onnx.load_from_string(part.graph).graph.initializer
+        assert tensor.external_data[0].value == "pool:0"
     assert (
         [part.contents for part in parts] == [changeable_contents(part) for part in parts] == [contents_of([it]) for it in digests.values()]
     )

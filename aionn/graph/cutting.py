@@ -15,7 +15,6 @@ reads one has its value. An operation whose results nothing reads is in no step.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 from types import MappingProxyType
@@ -156,11 +155,11 @@ class _Cutter:
         while (number := next((number for number in order if queues[number]), None)) is not None:
             queue, taken = queues[number], []
             while queue:
-                taken.append(heapq.heappop(queue))
+                taken.append(queue.pop())
                 for reader in self._readers[taken[-1]]:
                     waiting[reader] -= 1
                     if not waiting[reader]:
-                        heapq.heappush(queues[homes[reader]], reader)
+                        queues[homes[reader]].append(reader)
             plan.append((number, taken))
         return plan
 

@@ -17,7 +17,7 @@ from aionn.graph.flow import Flow
 from aionn.graph.steps import Step, step_token
 from aionn.graph.unchanged import contents_of
 from aionn.hal.model import Constant, Model, Operation, may_change
-from aionn.hal.types import DataLocation, Operand
+from aionn.hal.types import DataLocation
 
 __all__ = ["step_model", "step_models"]
 
@@ -66,17 +66,14 @@ class _Maker:
         outputs = [self._value(name) for name in step.outputs]
         return Model(
             graph=self._graph(inputs, outputs, places).SerializeToString(deterministic=True),
-            inputs=self._operands(inputs, model.inputs, "input"),
-            outputs=self._operands(outputs, model.outputs, "output"),
+            inputs=border(inputs, "input"),
+            outputs=border(outputs, "output"),
             operations=tuple(Operation(node.name, node.op_type, node.domain) for node in self._nodes),
             constants=moved,
             pools=tuple(model.pools[index] for index in used),
             token=step_token(model.known_token, step),
             contents=self._contents(constants),
         )
-
-    def _operands(self, values: Sequence[ValueInfoProto], declared: Mapping[str, Operand], side: str) -> dict[str, Operand]:
-        return {value.name: declared[value.name] if value.name in declared else border([value], side)[value.name] for value in values}
 
     def _value(self, name: str) -> ValueInfoProto:
         """The type of a tensor at the border of the step. That of an input or output of the whole model is as the file declares it."""
