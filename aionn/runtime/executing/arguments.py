@@ -147,7 +147,8 @@ class Arguments:
     def _make(self, input_shapes: Shapes, room: Sequence[int], *, answered: bool = False) -> FrameLayout:
         """Return a layout with that room for open outputs; at least what the model declares, since a new driver still goes by that."""
         found = resolve_shapes(self._model.outputs, self._model.inputs, dict(zip(self.names, input_shapes, strict=True)))
-        declared = [found[name] for name in self.outputs]
+        # A request cannot say that an output will be empty (0 is an open extent), so the driver says it.
+        declared = [None if shape is None or 0 in shape else shape for shape in map(found.get, self.outputs)]
         roomy = [
             max(length, 0 if shape is None else prod(shape) * operand.type.element_bytes)
             for operand, shape, length in zip(self.outputs.values(), declared, room, strict=True)
@@ -195,8 +196,6 @@ def _as_array(name: str, value: Any) -> NDArray[Any]:
 def _check_shape(name: str, operand: Operand, shape: tuple[int, ...]) -> None:
     if not operand.accepts(shape):
         raise CallerError(f"input {name!r}: shape {shape} does not fit the model's {operand.dimensions}; open dimensions are 0")
-    if 0 in shape:
-        raise CallerError(f"input {name!r}: shape {shape} has an empty axis; an execution's inputs have at least one element per axis")
 
 
 def failure_of(result: Result, model: Model, device: str) -> AionnError:

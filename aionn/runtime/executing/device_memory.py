@@ -154,7 +154,12 @@ class DeviceMemory:
             raise CallerError(
                 f"device memory of {self.type.value} cannot be filled from an array of {array.dtype}; nothing is cast in silence"
             )
-        if not self._roles.operand.accepts(array.shape) or 0 in array.shape:
+        if 0 in array.shape:
+            raise CallerError(
+                f"device memory cannot be filled from an array of shape {array.shape}, for it holds at least one element; "
+                "pass the empty array itself as the input"
+            )
+        if not self._roles.operand.accepts(array.shape):
             raise CallerError(
                 f"device memory of dimensions {self._roles.operand.dimensions} cannot be filled from an array of shape {array.shape}"
             )
