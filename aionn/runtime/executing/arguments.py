@@ -68,9 +68,10 @@ class Arguments:
                     self._refuse_names(inputs)
                 array = _as_array(name, array)
             if array.dtype != dtype:
+                package = "np" if operand.type.in_numpy else "ml_dtypes"
                 raise CallerError(
                     f"input {name!r}: dtype {array.dtype} does not fit the model's {dtype}. Nothing is cast in silence; "
-                    f"pass {name}.astype(np.{dtype}) if that is meant"
+                    f"pass {name}.astype({package}.{dtype}) if that is meant"
                 )
             shape = array.shape
             if shape != operand.dimensions:
