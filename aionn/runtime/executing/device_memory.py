@@ -267,7 +267,7 @@ def _holds(kind: OperandType, value: object) -> bool:
     if kind is OperandType.BOOL:
         return bool(held == value)
     # The types of 4 and 6 bits have no infinity, and take their largest number instead.
-    fits = kind.in_numpy or not np.isfinite(value) or abs(value) <= float(_about(kind).finfo(dtype).max)
+    fits = kind.in_numpy or not np.isfinite(value) or abs(float(value)) <= float(_about(kind).finfo(dtype).max)
     return bool(fits and np.isfinite(held) == np.isfinite(value))
 
 
