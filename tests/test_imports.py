@@ -41,6 +41,7 @@ HEAVY = {
     "openvino",
     "rich",
     "cyclopts",
+    "ml_dtypes",
 }
 
 

@@ -30,6 +30,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from aionn.engines.complaints import openvino_failure
+from aionn.engines.elements import PackedRuns
+from aionn.engines.openvino_tensors import Tensors
 from aionn.engines.outputs import deliver
 from aionn.engines.processor import Flushing, instruction_set, run_threads
 from aionn.errors import CallerError, CompilationError, DeviceUnavailableError
@@ -137,8 +140,12 @@ class OpenVINOEngine:
 class OpenVINOExecutable:
     """One infer request. Arrays that come again are not set again: 15 us a call instead of 31 (one input, one output)."""
 
-    def __init__(self, openvino: Any, compiled: Any, names: _Names, artifact: Artifact | None) -> None:
-        self._ov = openvino
+    def __init__(self, openvino: Any, compiled: Any, names: _Names, artifact: Artifact | None, *, packs: bool = True) -> None:
+        """`packs`: whether tensors of packed types come as arrays of ml_dtypes. Otherwise they are packed already."""
+        self._tensors = Tensors(openvino, compiled.inputs, compiled.outputs, names.inputs, names.outputs)
+        if packs and self._tensors.packed:
+            inner = OpenVINOExecutable(openvino, compiled, names, None, packs=False)
+            self._tensors.packed_runs = PackedRuns(inner, self._tensors.packed)
         self._compiled = compiled
         self._artifact = artifact  # OpenVINO reads its buffer for as long as the compiled model lives
         self._input_index = {name: index for index, name in enumerate(names.inputs)}
@@ -170,10 +177,12 @@ class OpenVINOExecutable:
 
         An array is recognised by identity, so give a new array object for another place.
         """
+        if self._tensors.packed_runs is not None:
+            return self._tensors.packed_runs.run(inputs, outputs, timing)
         given = frozenset(outputs)
         if given != self._given:
             self._begin(given)
-        request, tensor = self._request, self._ov.Tensor
+        request = self._request
         for name, array in inputs.items():
             if self._set_inputs.get(name) is not array:
                 place = _writable(array)
@@ -181,35 +190,38 @@ class OpenVINOExecutable:
                     self._copies[name] = place = array.copy()
                 else:
                     self._copies.pop(name, None)
-                request.set_input_tensor(self._input_index[name], tensor(place, shared_memory=True))
+                request.set_input_tensor(self._input_index[name], self._tensors.over(name, place))
                 self._set_inputs[name] = array
             elif name in self._copies:
                 np.copyto(self._copies[name], array)
         try:
             for name, array in outputs.items():
                 if self._set_outputs.get(name) is not array and name not in self._passed:
-                    target = tensor(array, shared_memory=True)
+                    target = self._tensors.over(name, array)
                     request.set_output_tensor(self._output_index[name], target)
                     self._set_outputs[name] = array
                     if name in self._open:
-                        self._bound[name] = target, self._ov.Shape(array.shape)
+                        self._bound[name] = target, self._tensors.ov.Shape(array.shape)
             with self._flushing:
                 started_ns = time.monotonic_ns()
                 request.infer()
                 took_ns = time.monotonic_ns() - started_ns
-        except Exception as failure:
+        except MemoryError:
+            raise
+        except Exception as error:
+            failure = openvino_failure(error)
             if not outputs:
-                raise
+                raise failure from error
             return self._run_apart(inputs, outputs, timing, failure)
         made = {
             # A copy: the request writes its own tensor again next time.
-            name: np.array(request.get_output_tensor(index).data)
+            name: self._tensors.copy_of(name, request.get_output_tensor(index))
             for name, index in self._output_index.items()
             if name not in outputs
         }
         for name, (target, shape) in self._bound.items():
             if target.shape != shape:  # OpenVINO has used a part of the array, and left in the rest what was there before
-                made[name] = np.array(target.data)
+                made[name] = self._tensors.copy_of(name, target)
         if self._passed:
             passed = {name: inputs[source] for name, source in self._passed.items() if name in outputs}
             deliver(passed, {name: outputs[name] for name in passed})
@@ -239,7 +251,7 @@ class OpenVINOExecutable:
 
     def share(self) -> OpenVINOExecutable:
         """Return one more infer request over the same compiled model. Requests beyond the number of streams wait for each other."""
-        return OpenVINOExecutable(self._ov, self._compiled, self._names, self._artifact)
+        return OpenVINOExecutable(self._tensors.ov, self._compiled, self._names, self._artifact)
 
     def artifact(self) -> Artifact:
         """Return what to store: the artifact it was loaded from, or a new one."""

@@ -12,6 +12,9 @@ from aionn.hal.types import Operand, OperandType
 TYPES: dict[int, OperandType] = {helper.np_dtype_to_tensor_dtype(member.dtype): member for member in OperandType}
 """ONNX's element types that can cross the wall between app and driver."""
 
+CONSTANT_TYPES = {number: member for number, member in TYPES.items() if member.in_numpy}
+"""The element types of constants that may lie in a pool. A constant of another type stays in the graph."""
+
 
 def nested_graphs(node: NodeProto) -> Iterator[GraphProto]:
     """The bodies of a control flow node."""

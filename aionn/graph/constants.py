@@ -21,7 +21,7 @@ from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto,
 
 from aionn.errors import CompilationError
 from aionn.graph.arrays import constant_arrays
-from aionn.graph.checking import TYPES, nested_graphs
+from aionn.graph.checking import CONSTANT_TYPES, nested_graphs
 from aionn.graph.places import described_place, visit_tensors
 from aionn.hal.model import Constant, Model
 from aionn.hal.types import CONSTANT_COPY_BYTES, DataLocation, Operand
@@ -190,14 +190,14 @@ def _constant_node(node: NodeProto) -> TensorProto | None:
 
 
 def _is_large(tensor: TensorProto) -> bool:
-    return tensor.data_type in TYPES and prod(tensor.dims) * TYPES[tensor.data_type].element_bytes > CONSTANT_COPY_BYTES
+    return tensor.data_type in CONSTANT_TYPES and prod(tensor.dims) * CONSTANT_TYPES[tensor.data_type].element_bytes > CONSTANT_COPY_BYTES
 
 
 def _large(tensor: TensorProto, payload_of: PayloadOf) -> Taken | None:
     """The constant as it is to be taken out, or None if it stays."""
     if not _is_large(tensor):
         return None
-    operand = Operand(TYPES[tensor.data_type], tuple(tensor.dims))
+    operand = Operand(CONSTANT_TYPES[tensor.data_type], tuple(tensor.dims))
     name = f"constant {tensor.name!r}"
     length, fill = payload_of(tensor, name) or _own_payload(tensor)
     _check_length(tensor, name, length)
@@ -205,7 +205,7 @@ def _large(tensor: TensorProto, payload_of: PayloadOf) -> Taken | None:
 
 
 def _check_length(tensor: TensorProto, name: str, length: int) -> None:
-    kind = TYPES[tensor.data_type]
+    kind = CONSTANT_TYPES[tensor.data_type]
     needed = prod(tensor.dims) * kind.element_bytes
     if length != needed:
         raise CompilationError(
@@ -253,7 +253,7 @@ def bring_in(model: ModelProto, taken: list[Taken], payload_of: PayloadOf) -> No
         if payload is None:
             return
         length, fill = payload
-        if tensor.data_type in TYPES:
+        if tensor.data_type in CONSTANT_TYPES:
             _check_length(tensor, place, length)
         room -= length
         if room < 0:
@@ -311,7 +311,7 @@ def settle_exported(
 
     Returns:
         The graph, the main graph's constants in that file (which is pool 0), and whether they can be handed over by name. They cannot
-        if one has an element type that `OperandType` cannot name.
+        if one has an element type that NumPy lacks.
     """
     whole: ModelProto = onnx.ModelProto.FromString(graph)
     bodies = [body for node in whole.graph.node for body in nested_graphs(node)]
@@ -334,9 +334,9 @@ def settle_exported(
         _name_apart(whole.graph, set(), scopes)
     outside = [(tensor, place) for tensor in whole.graph.initializer if (place := _place_in(tensor, location)) is not None]
     constants = tuple(
-        Constant(tensor.name, Operand(TYPES[tensor.data_type], tuple(tensor.dims)), place)
+        Constant(tensor.name, Operand(CONSTANT_TYPES[tensor.data_type], tuple(tensor.dims)), place)
         for tensor, place in outside
-        if tensor.data_type in TYPES
+        if tensor.data_type in CONSTANT_TYPES
     )
     if renamed is not None:
         for tensor, _ in outside:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 _SMALL_BYTES = 256 * 1024
 """A range of so many bytes is digested where it is read. Handing it to another thread costs more."""
 
-_ELEMENT_BYTES = {1: 4, 2: 1, 3: 1, 4: 2, 5: 2, 6: 4, 7: 8, 9: 1, 10: 2, 11: 8, 12: 4, 13: 8}
-"""By ONNX's number of an element type its size, for those that `OperandType` names."""
+_ELEMENT_BYTES = {1: 4, 2: 1, 3: 1, 4: 2, 5: 2, 6: 4, 7: 8, 9: 1, 10: 2, 11: 8, 12: 4, 13: 8, 14: 8, 15: 16}
+"""By ONNX's number of an element type its size, for those that NumPy has."""
 
 Entries = Mapping[str | bytes, str | bytes]
 """A tensor's external_data. A text that is not UTF-8 is bytes."""

@@ -3,8 +3,8 @@
 Names and numbers follow NNAPI's HAL 1.2/1.3 (`types.hal`), and tensors are ONNX's. What `__post_init__` checks at construction is
 not checked again below. Units stand in the names: `_bytes`, `_ns`, `_us`, `_s`.
 
-A dimension of 0 in an `Operand` or a request means "not known until execution" (NNAPI's convention). The `OutputShape` of a finished
-execution holds the true extents, where 0 is an empty axis.
+A dimension of 0 in an `Operand`, or of an output in a request, means "not known until execution" (NNAPI's convention). The dimensions
+of an input in a request and the `OutputShape` of a finished execution are true extents, where 0 is an empty axis.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ NO_LANES = "its engine runs one execution of a model at a time"
 
 
 class OperandType(enum.Enum):
-    """Element type of a tensor. The value is NumPy's name of the same type."""
+    """Element type of a tensor. The value is the name of the same type in NumPy or in ml_dtypes.
+
+    Each element of an array has at least one byte. ONNX packs the types of 4 and 2 bits in files, and ml_dtypes does not.
+    """
 
     FLOAT32 = "float32"
     FLOAT16 = "float16"
@@ -53,18 +56,69 @@ class OperandType(enum.Enum):
     UINT32 = "uint32"
     UINT64 = "uint64"
     BOOL = "bool"
+    COMPLEX64 = "complex64"
+    COMPLEX128 = "complex128"
+    BFLOAT16 = "bfloat16"
+    FLOAT8E4M3FN = "float8_e4m3fn"
+    FLOAT8E4M3FNUZ = "float8_e4m3fnuz"
+    FLOAT8E5M2 = "float8_e5m2"
+    FLOAT8E5M2FNUZ = "float8_e5m2fnuz"
+    FLOAT8E8M0 = "float8_e8m0fnu"
+    FLOAT6E2M3 = "float6_e2m3fn"
+    FLOAT6E3M2 = "float6_e3m2fn"
+    FLOAT4E2M1 = "float4_e2m1fn"
+    INT4 = "int4"
+    UINT4 = "uint4"
+    INT2 = "int2"
+    UINT2 = "uint2"
 
     @property
     def dtype(self) -> np.dtype[np.generic]:
-        """The NumPy dtype of one element, in native byte order."""
+        """The dtype of one element, in native byte order. The first use of a type that NumPy lacks imports ml_dtypes."""
         return _DTYPES[self]
 
     @property
     def element_bytes(self) -> int:
-        return _DTYPES[self].itemsize
+        return _ELEMENT_BYTES[self]
+
+    @property
+    def in_numpy(self) -> bool:
+        """Whether NumPy itself has the type. Arrays of the others have a dtype of ml_dtypes."""
+        return self not in _OF_ML_DTYPES
 
 
-_DTYPES: dict[OperandType, np.dtype[np.generic]] = {member: np.dtype(member.value) for member in OperandType}
+_OF_ML_DTYPES = frozenset(
+    {
+        OperandType.BFLOAT16,
+        OperandType.FLOAT8E4M3FN,
+        OperandType.FLOAT8E4M3FNUZ,
+        OperandType.FLOAT8E5M2,
+        OperandType.FLOAT8E5M2FNUZ,
+        OperandType.FLOAT8E8M0,
+        OperandType.FLOAT6E2M3,
+        OperandType.FLOAT6E3M2,
+        OperandType.FLOAT4E2M1,
+        OperandType.INT4,
+        OperandType.UINT4,
+        OperandType.INT2,
+        OperandType.UINT2,
+    }
+)
+
+
+class _Dtypes(dict[OperandType, "np.dtype[np.generic]"]):
+    """The dtypes that were asked for. An app without such tensors does not pay for the import of ml_dtypes."""
+
+    def __missing__(self, member: OperandType) -> np.dtype[np.generic]:
+        import ml_dtypes
+
+        dtype: np.dtype[np.generic] = np.dtype(getattr(ml_dtypes, member.value))
+        self[member] = dtype
+        return dtype
+
+
+_DTYPES = _Dtypes({member: np.dtype(member.value) for member in OperandType if member.in_numpy})
+_ELEMENT_BYTES = {member: _DTYPES[member].itemsize if member.in_numpy else 1 for member in OperandType} | {OperandType.BFLOAT16: 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +168,8 @@ class DataLocation:
 class RequestArgument:
     """Where one input or output of an execution lies, and its shape.
 
-    The `dimensions` of an output may hold 0. Empty dimensions mean those of the model. An omitted optional argument has
-    `has_no_value`, an all-zero location and no dimensions.
+    The `dimensions` of an input are its true extents. Those of an output may hold 0 for an open extent. Without dimensions, the
+    model's count. An omitted optional argument has `has_no_value`, an all-zero location and no dimensions.
     """
 
     location: DataLocation
