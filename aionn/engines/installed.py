@@ -63,3 +63,16 @@ def installed_engines() -> dict[str, EntryPoint]:
         for point in entry_points(group=GROUP):
             found.setdefault(point.name, point)
     return found
+
+
+def home_of(name: str) -> str:
+    """Return "package.module:Class" of the engine that a device's name begins with, or an empty text if it is not installed.
+
+    The name is an engine's, and may go on with a colon and a provider.
+    """
+    engine = name.partition(":")[0]
+    home = BUILT_IN.get(engine)
+    if home is None:
+        point = installed_engines().get(engine)
+        home = "" if point is None else f"{point.module}:{point.attr}"
+    return home

@@ -38,6 +38,9 @@ class Device:
         version: of the engine and what its artifacts depend on. None until its driver has run once.
         type: what kind of hardware it uses. None until its driver has run once.
         cache_files: how many cache files of each kind it needs. None until its driver has run once.
+        providers: names that may follow the engine's name and a colon in the name of a device, as in "onnxruntime:cuda". None until its
+            driver has run once.
+        runs_on: what its engine computes with, in words. None until its driver has run once, or if the engine does not say so.
         pid: of its driver process. None while no driver process runs.
         low_priority: the same device for compilations with `priority="low"`. Their driver is another process, which gets only CPU time
             that no other process wants. It has its own `pid`, `activity`, `statistics` and `restart`. None for such a device itself.
@@ -52,6 +55,8 @@ class Device:
         self.version: str | None = None
         self.type: DeviceType | None = None
         self.cache_files: CacheFiles | None = None
+        self.providers: tuple[str, ...] | None = None
+        self.runs_on: str | None = None
         self._process: DriverProcess | None = None
         self._starting = anyio.Lock()
         self._asked = anyio.Event()
@@ -68,6 +73,7 @@ class Device:
         for device in (self, self._usual):
             if device is not None:
                 device.version, device.type, device.cache_files = remote.version, remote.type, remote.cache_files
+                device.providers, device.runs_on = remote.providers, remote.runs_on or None
         return remote
 
     @property
@@ -145,7 +151,7 @@ class Devices:
         return sorted(self._homes, key=_rank)
 
     def find(self, name: str) -> Device:
-        """Return the device of that name.
+        """Return the device of that name. An installed engine's name may be followed by a colon and a provider, in any case.
 
         Raises:
             CallerError: `name` is not a text, or empty.
@@ -153,13 +159,27 @@ class Devices:
         """
         if not isinstance(name, str) or not name:
             raise CallerError(f"device {name!r}: give the name of a device, as in 'onnxruntime'")
-        device = self._devices.get(name)
+        key = self._key(name)
+        device = self._devices.get(key)
         if device is None:
-            if ":" not in name or "\0" in name:
+            if not name.partition(":")[2] or "\0" in name:
                 known = ", ".join(device.name for device in self.known) or "none"
                 raise DeviceUnavailableError(name, f"device {name!r} is not installed; the installed devices are {known}")
-            device = self._devices[name] = Device(name, self)
+            device = self._devices[key] = Device(name, self)
         return device
+
+    def spelled(self, name: str) -> str:
+        """Return the name of that device as it was first spelled. A device that is not known yet keeps the name."""
+        device = self._devices.get(self._key(name))
+        return name if device is None else device.name
+
+    def _key(self, name: str) -> str:
+        engine, colon, provider = name.partition(":")
+        return f"{engine}:{provider.lower()}" if colon and engine in self._homes else name
+
+    def _home(self, name: str) -> str:
+        """Return "package.module:Class" of an installed engine's device, or an empty text."""
+        return self._homes.get(name) or self._homes.get(name.partition(":")[0], "")
 
     async def get(self, name: str, priority: Priority = Priority.MEDIUM) -> RemoteDevice:
         """Return the live device for compilations of that priority. Start its driver process if it has none.
@@ -242,7 +262,7 @@ class Devices:
 
     def _started(self, device: Device, spawned: Spawned | None = None) -> DriverProcess:
         schedule = WHEN_IDLE if device.low_priority is None else USUAL
-        home = self._homes.get(device.name, "")
+        home = self._home(device.name)
         process = device._process = DriverProcess(device.name, self.tasks, schedule, home, self._settings, spawned)
         device._starts += 1
         return process
@@ -256,7 +276,7 @@ class Devices:
         for name in self.installed[:1] if names is None else names:
             try:
                 device = self.find(name)
-                fits = name in spawned and spawned[name].home == self._homes.get(name, "")
+                fits = name in spawned and spawned[name].home == self._home(name)
                 process = self._started(device, spawned.pop(name) if fits else None)
             except DeviceUnavailableError as error:
                 logger.warning("the early start of a driver failed: %s", error)
@@ -296,9 +316,9 @@ class Devices:
         Raises:
             DeviceUnavailableError: the device is not installed, or its driver process cannot be started.
         """
-        self.find(name)
+        name = self.find(name).name
         self.check_open()
-        process = DriverProcess(name, self.tasks, str(threads), self._homes.get(name, ""), self._settings)
+        process = DriverProcess(name, self.tasks, str(threads), self._home(name), self._settings)
         self._workers = {worker for worker in self._workers if worker.alive} | {process}
         return process
 

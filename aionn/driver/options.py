@@ -1,0 +1,87 @@
+"""Options of an engine: checked against what the engine takes, with private copies of the files that they name.
+
+A file is copied into memory that no other process can write to, and its digest is compared with the app's. The engine gets the path of
+that copy. So what an engine loads is what the cache key names. Two versions of a library at one path are two files here, although the
+C library would take a path that it has loaded before for the same library. A copy lives as long as this process, like a loaded library.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+from blake3 import blake3
+
+from aionn.errors import CallerError
+from aionn.hal.engine import Engine, Executable
+from aionn.hal.options import EngineOptions, OptionValue
+
+_SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+
+_WORDS: Mapping[type, str] = {str: "a text", int: "an integer", float: "a float", bool: "True or False", Path: "the path of a file"}
+
+
+class AskedOptions:
+    """What apps ask of one engine. Blocks, and may be used by several threads."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._name = engine.name
+        self._kinds: Mapping[str, type | tuple[type, ...]] = getattr(engine, "options", {})
+        self._lock = threading.Lock()
+        self._copies: dict[bytes, str] = {}
+
+    def given(self, options: EngineOptions) -> Mapping[str, OptionValue]:
+        """Return the options as the engine gets them.
+
+        Raises:
+            CallerError: the engine has no such option, or a value has another type; or a file was changed since the app asked.
+        """
+        for name, value in options.items():
+            self._check(name, value, name in options.files)
+        return {name: value if name not in options.files else self._copy(name, str(value), options.files[name]) for name, value in options.items()}
+
+    def _check(self, name: str, value: OptionValue, is_file: bool) -> None:
+        kinds = self._kinds.get(name) or self._kinds.get("*")
+        if kinds is None:
+            known = ", ".join(repr(known) for known in self._kinds)
+            has = f"its options are {known}" if known else "it has none"
+            raise CallerError(f"device {self._name!r} has no option {name!r}; {has}")
+        kinds = kinds if isinstance(kinds, tuple) else (kinds,)
+        if (Path if is_file else type(value)) not in kinds:
+            wanted = " or ".join(_WORDS[kind] for kind in kinds)
+            found = "the path of a file" if is_file else f"{value!r} ({type(value).__name__})"
+            raise CallerError(f"option {name!r} of device {self._name!r} is {found}; it must be {wanted}")
+
+    def _copy(self, name: str, path: str, digest: bytes) -> str:
+        with self._lock:
+            copy = self._copies.get(digest)
+            if copy is None:
+                copy = self._copies[digest] = self._copied(name, path, digest)
+        return copy
+
+    def _copied(self, name: str, path: str, digest: bytes) -> str:
+        try:
+            content = Path(path).read_bytes()
+        except OSError as error:
+            raise CallerError(f"option {name!r}: the file {path!r} cannot be read ({error.strerror}); compile the model again") from error
+        if blake3(content).digest() != digest:
+            raise CallerError(f"option {name!r}: the file {path!r} has changed since the model was compiled; compile the model again")
+        fd = os.memfd_create("aionn-option", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            with open(fd, "wb", closefd=False) as copy:
+                copy.write(content)
+            os.fchmod(fd, 0o500)  # a library is mapped as code
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        except BaseException:
+            os.close(fd)
+            raise
+        return f"/proc/self/fd/{fd}"
+
+
+def runs_on(executable: Executable) -> str:
+    """Return what computes an executable, if its engine says so."""
+    found = getattr(executable, "runs_on", "")
+    return found if isinstance(found, str) else ""
