@@ -41,7 +41,10 @@ class AskedOptions:
         """
         for name, value in options.items():
             self._check(name, value, name in options.files)
-        return {name: value if name not in options.files else self._copy(name, str(value), options.files[name]) for name, value in options.items()}
+        return {
+            name: value if name not in options.files else self._copy(name, str(value), options.files[name])
+            for name, value in options.items()
+        }
 
     def _check(self, name: str, value: OptionValue, is_file: bool) -> None:
         kinds = self._kinds.get(name) or self._kinds.get("*")

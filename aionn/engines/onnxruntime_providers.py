@@ -23,8 +23,7 @@ CPU = "CPUExecutionProvider"
 
 # An ONNX model of one Identity node, from float x[1] to y: too small a thing to import onnx for at each start.
 _TRIAL = bytes.fromhex(
-    "08083a370a100a017812017922084964656e746974791201745a0f0a0178120a0a08080112040a02080162"
-    "0f0a0179120a0a08080112040a02080142040a00100d"
+    "08083a370a100a017812017922084964656e746974791201745a0f0a0178120a0a08080112040a020801620f0a0179120a0a08080112040a02080142040a00100d"
 )
 
 _TYPES: Mapping[DeviceType, tuple[str, ...]] = {
@@ -111,6 +110,8 @@ def nodes_on(session: Any, provider: str) -> str:
         counts[part.ep_name] += len(part.get_nodes())
     if counts and not counts[provider]:
         others = ", ".join(sorted(counts))
-        raise CompilationError(f"no operation of the model runs on {provider}, all would run on {others}; use another device for this model")
+        raise CompilationError(
+            f"no operation of the model runs on {provider}, all would run on {others}; use another device for this model"
+        )
     ordered = sorted(counts.items(), key=lambda item: (item[0] != provider, item[0]))
     return ", ".join(f"{name} ({count} node{'s' * (count != 1)})" for name, count in ordered) or str(provider)

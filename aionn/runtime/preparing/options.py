@@ -51,8 +51,8 @@ async def with_options(devices: Devices, options: PrepareOptions, asked: object,
         if name in found:
             raise CallerError(f"options for device {device!r} are given twice; give them under one name")
         given = _mapping(f"options for device {device!r}", values)
-        plain = {option: _checked(device, option, value) for option, value in given.items()}
-        files = {option: str(plain[option]) for option, value in given.items() if _is_path(option, value)}
+        plain = dict(_checked(device, option, value) for option, value in given.items())
+        files = {option: str(value) for option, value in plain.items() if _is_path(option, given[option])}
         found[name] = EngineOptions(plain, await _digests(devices, files))
     return dataclasses.replace(options, options=tuple(sorted(found.items())))
 
@@ -67,8 +67,8 @@ def _is_path(option: object, value: object) -> bool:
     return isinstance(value, os.PathLike) or (option == CUSTOM_OPS and isinstance(value, str))
 
 
-def _checked(device: str, option: object, value: object) -> OptionValue:
-    """Return an option's value. The path of a file becomes absolute."""
+def _checked(device: str, option: object, value: object) -> tuple[str, OptionValue]:
+    """Return an option's name and value. The path of a file becomes absolute."""
     where = f"option {option!r} of device {device!r}"
     if not isinstance(option, str) or not option or "\0" in option:
         raise CallerError(f"{where}: the name of an option is a text")
@@ -76,14 +76,14 @@ def _checked(device: str, option: object, value: object) -> OptionValue:
         path = os.fspath(value) if isinstance(value, str | os.PathLike) else value
         if not isinstance(path, str) or not path or "\0" in path:
             raise CallerError(f"{where} is {value!r}; give the path of a file")
-        return os.path.abspath(path)
+        return option, os.path.abspath(path)
     if type(value) not in (str, int, float, bool) or not isinstance(value, str | int | float):
         raise CallerError(f"{where} is {value!r} ({type(value).__name__}); give a str, int, float, bool or path")
     if isinstance(value, float) and not math.isfinite(value):
         raise CallerError(f"{where} is {value!r}; give a finite number")
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise CallerError(f"{where} is {value!r}; give an integer of at most 64 bits")
-    return value
+    return option, value
 
 
 async def _digests(devices: Devices, files: Mapping[str, str]) -> dict[str, bytes]:
