@@ -25,7 +25,7 @@ from aionn.driver.blobs import DeviceBlobs
 from aionn.driver.compiling import compilation_error, compiled_model
 from aionn.driver.instances import instances_of
 from aionn.driver.memories import EngineBuffer, constants_of
-from aionn.driver.options import AskedOptions, runs_on
+from aionn.driver.options import OptionalFacts, runs_on
 from aionn.driver.prepared_model import EnginePreparedModel
 from aionn.driver.priority import Turns
 from aionn.driver.sharing import Identity, Shared, Sharing, identity_of, identity_of_stored
@@ -65,6 +65,7 @@ class EngineDevice:
 
     Attributes:
         turns: lets runs of high priority go first. Every prepared model of the process shares them.
+        optional: the facts that the engine may leave out.
     """
 
     def __init__(
@@ -80,13 +81,11 @@ class EngineDevice:
         self.buffers = DeviceBuffers(reserve)
         self.turns = Turns()
         self._sharing = Sharing()
-        self._asked = AskedOptions(engine)
+        self.optional = OptionalFacts(engine)
         self.name = engine.name
         self.version = engine.version
         self.type: DeviceType = getattr(engine, "device_type", DeviceType.CPU)
         self.priority_matters: bool = getattr(engine, "priority_matters", False)
-        self.providers: tuple[str, ...] = tuple(getattr(engine, "providers", ()))
-        self.runs_on: str = getattr(engine, "runs_on", "")
 
     async def get_supported_operations(self, model: Model, *, options: EngineOptions = NO_OPTIONS) -> Sequence[bool]:
         supported = await self._threads.run(lambda: self._shown(lambda: self._judge(model, options)))
@@ -104,7 +103,7 @@ class EngineDevice:
             self._threads.behind(trim_arenas)
 
     def _judge(self, model: Model, options: EngineOptions) -> tuple[bool, ...]:
-        asked = (self._asked.given(options),) if options else ()
+        asked = (self.optional.given(options),) if options else ()
         try:
             return tuple(bool(fits) for fits in self._engine.supported_operations(model, *asked))
         except Exception as error:  # an engine's own exception types end here
@@ -161,7 +160,7 @@ class EngineDevice:
 
     async def _compile_options(self, options: PrepareOptions, flag: CancelFlag) -> CompileOptions:
         own = options.of(self.name)
-        given = await self._blocking(lambda: self._asked.given(own), flag, options.deadline_ns) if own else {}
+        given = await self._blocking(lambda: self.optional.given(own), flag, options.deadline_ns) if own else {}
         return CompileOptions(
             options.preference,
             options.priority,

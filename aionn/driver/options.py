@@ -1,4 +1,4 @@
-"""Options of an engine: checked against what the engine takes, with private copies of the files that they name.
+"""What an engine may say of itself, and options: checked against what the engine takes, with private copies of the files they name.
 
 A file is copied into memory that no other process can write to, and its digest is compared with the app's. The engine gets the path of
 that copy. So what an engine loads is what the cache key names. Two versions of a library at one path are two files here, although the
@@ -24,27 +24,31 @@ _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_
 _WORDS: Mapping[type, str] = {str: "a text", int: "an integer", float: "a float", bool: "True or False", Path: "the path of a file"}
 
 
-class AskedOptions:
-    """What apps ask of one engine. Blocks, and may be used by several threads."""
+class OptionalFacts:
+    """The facts that an engine may leave out (see `hal.Engine`).
+
+    Attributes:
+        providers, runs_on: as the engine says, or empty.
+    """
 
     def __init__(self, engine: Engine) -> None:
+        self.providers: tuple[str, ...] = tuple(getattr(engine, "providers", ()))
+        self.runs_on: str = getattr(engine, "runs_on", "")
         self._name = engine.name
         self._kinds: Mapping[str, type | tuple[type, ...]] = getattr(engine, "options", {})
         self._lock = threading.Lock()
         self._copies: dict[bytes, str] = {}
 
     def given(self, options: EngineOptions) -> Mapping[str, OptionValue]:
-        """Return the options as the engine gets them.
+        """Return options as the engine gets them. Blocks, and may be called in several threads.
 
         Raises:
             CallerError: the engine has no such option, or a value has another type; or a file was changed since the app asked.
         """
         for name, value in options.items():
             self._check(name, value, name in options.files)
-        return {
-            name: value if name not in options.files else self._copy(name, str(value), options.files[name])
-            for name, value in options.items()
-        }
+        copies = {name: self._copy(name, str(options[name]), digest) for name, digest in options.files.items() if name in options}
+        return {**options, **copies}
 
     def _check(self, name: str, value: OptionValue, is_file: bool) -> None:
         kinds = self._kinds.get(name) or self._kinds.get("*")

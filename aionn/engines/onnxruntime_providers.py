@@ -110,8 +110,6 @@ def nodes_on(session: Any, provider: str) -> str:
         counts[part.ep_name] += len(part.get_nodes())
     if counts and not counts[provider]:
         others = ", ".join(sorted(counts))
-        raise CompilationError(
-            f"no operation of the model runs on {provider}, all would run on {others}; use another device for this model"
-        )
+        raise CompilationError(f"no operation of the model runs on {provider}, all would run on {others}; use another device")
     ordered = sorted(counts.items(), key=lambda item: (item[0] != provider, item[0]))
     return ", ".join(f"{name} ({count} node{'s' * (count != 1)})" for name, count in ordered) or str(provider)

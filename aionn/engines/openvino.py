@@ -165,7 +165,6 @@ class OpenVINOExecutable:
         self._input_index = {name: index for index, name in enumerate(names.inputs)}
         self._output_index = {name: index for index, name in enumerate(names.outputs)}
         self._names = names
-        self.runs_on = computes_with(compiled)
         # An output that is an input: OpenVINO takes the memory set for it for the input's, and reads what is there.
         self._passed = {
             name: source
@@ -254,6 +253,11 @@ class OpenVINOExecutable:
         made = dict(report.outputs)
         deliver(made, outputs)
         return ExecutionReport(made, report.on_device_ns)
+
+    @property
+    def runs_on(self) -> str:
+        """The devices that run the model now, as OpenVINO says."""
+        return computes_with(self._compiled)
 
     def lanes(self, count: int) -> list[OpenVINOExecutable]:
         """Return `count` executables with one infer request each over one compiled model, of which this is the first."""

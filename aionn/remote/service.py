@@ -97,7 +97,8 @@ class DeviceService:
         cache_files = await self._device.get_number_of_cache_files_needed()
         device = self._device
         facts = device.name, device.version, device.type, cache_files, device.priority_matters
-        ready = Ready(PROTOCOL, *facts, getattr(device, "providers", ()), getattr(device, "runs_on", ""))
+        optional = getattr(device, "optional", None)
+        ready = Ready(PROTOCOL, *facts, getattr(optional, "providers", ()), getattr(optional, "runs_on", ""))
         self._connection.greet(ready, self._page_fds)
 
     def _end(self, error: Exception | None) -> None:

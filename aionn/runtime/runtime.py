@@ -253,8 +253,8 @@ class Runtime:
                 "staged" serves from the best of `stages` that is stored, else from the first one. It makes the better ones in the
                 background, as `stage_policy` says.
             stages: devices from quick to best, only with mode "staged", and in place of `devices`.
-            options: options of engines, by the name of the device: `{"onnxruntime:cuda": {"device_id": 1}}`. They are part of the key of the
-                cache. A text, a number, True or False, or the path of a file, whose content is then in the key. See docs/drivers.md.
+            options: options of engines, by the name of the device: `{"onnxruntime:cuda": {"device_id": 1}}`. Each is a text, a number,
+                True or False, or the path of a file. They are part of the cache key, files by their content. See docs/drivers.md.
             idle_s: give the driver's memory back after so many seconds without use, or up to a quarter more. A driver process that holds
                 nothing else ends then. The next use loads the model again from `cache_dir`, or compiles it again without one. Executions,
                 leased frames and open device memories are use. An open burst alone is not. None: never. See docs/drivers.md.

@@ -39,14 +39,14 @@ async def with_options(devices: Devices, options: PrepareOptions, asked: object,
     """
     if asked is None:
         return options
-    may_use = {devices.find(name).name for name in (devices.installed if allowed is None else allowed)}
+    may_use = {devices.homes.key(name): devices.find(name).name for name in (devices.installed if allowed is None else allowed)}
     found: dict[str, EngineOptions] = {}
     for device, values in _mapping("options", asked).items():
         if not isinstance(device, str) or not device:
             raise CallerError(f"options for {device!r}: give the name of a device, as in {_EXAMPLE}")
-        name = devices.spelled(device)
-        if name not in may_use:
-            known = ", ".join(map(repr, sorted(may_use)))
+        name = may_use.get(devices.homes.key(device))
+        if name is None:
+            known = ", ".join(map(repr, sorted(may_use.values())))
             raise CallerError(f"options for device {device!r}, but this compile may use {known}; name the device in devices= or stages=")
         if name in found:
             raise CallerError(f"options for device {device!r} are given twice; give them under one name")

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 import anyio
 
-from aionn.engines.installed import installed_engines
+from aionn.engines.installed import Homes
 from aionn.errors import AionnError, CallerError, DeviceUnavailableError, DriverDiedError, DriverHungError
 from aionn.hal.types import CacheFiles, DeviceType, Priority
 from aionn.pages import Activity
@@ -121,6 +121,7 @@ class Devices:
 
     Attributes:
         tasks: where the tasks of driver processes are started.
+        homes: where the installed engines are.
         check_use: raises a `CallerError` where the app may not use the runtime. `Runtime.open` sets it.
     """
 
@@ -128,8 +129,8 @@ class Devices:
         self.tasks = tasks
         self.check_use: Callable[[], None] = self.check_open
         self._settings = settings
-        self._homes = {name: f"{point.module}:{point.attr}" for name, point in installed_engines().items()}
-        self._devices: dict[str, Device] = {name: Device(name, self) for name in self._homes}
+        self.homes = Homes()
+        self._devices: dict[str, Device] = {name: Device(name, self) for name in self.homes.engines}
         self._workers: set[DriverProcess] = set()
         self._ending: set[DriverProcess] = set()
         self._closed = False
@@ -142,13 +143,13 @@ class Devices:
     @property
     def known(self) -> list[Device]:
         """The installed devices and others that have run, best first."""
-        devices = [device for device in self._devices.values() if device.name in self._homes or device.version is not None]
+        devices = [device for device in self._devices.values() if device.name in self.homes.engines or device.version is not None]
         return sorted(devices, key=lambda device: _rank(device.name))
 
     @property
     def installed(self) -> list[str]:
         """The names of the devices that serve an app which names no device, best first."""
-        return sorted(self._homes, key=_rank)
+        return sorted(self.homes.engines, key=_rank)
 
     def find(self, name: str) -> Device:
         """Return the device of that name. An installed engine's name may be followed by a colon and a provider, in any case.
@@ -159,7 +160,7 @@ class Devices:
         """
         if not isinstance(name, str) or not name:
             raise CallerError(f"device {name!r}: give the name of a device, as in 'onnxruntime'")
-        key = self._key(name)
+        key = self.homes.key(name)
         device = self._devices.get(key)
         if device is None:
             if not name.partition(":")[2] or "\0" in name:
@@ -167,19 +168,6 @@ class Devices:
                 raise DeviceUnavailableError(name, f"device {name!r} is not installed; the installed devices are {known}")
             device = self._devices[key] = Device(name, self)
         return device
-
-    def spelled(self, name: str) -> str:
-        """Return the name of that device as it was first spelled. A device that is not known yet keeps the name."""
-        device = self._devices.get(self._key(name))
-        return name if device is None else device.name
-
-    def _key(self, name: str) -> str:
-        engine, colon, provider = name.partition(":")
-        return f"{engine}:{provider.lower()}" if colon and engine in self._homes else name
-
-    def _home(self, name: str) -> str:
-        """Return "package.module:Class" of an installed engine's device, or an empty text."""
-        return self._homes.get(name) or self._homes.get(name.partition(":")[0], "")
 
     async def get(self, name: str, priority: Priority = Priority.MEDIUM) -> RemoteDevice:
         """Return the live device for compilations of that priority. Start its driver process if it has none.
@@ -262,7 +250,7 @@ class Devices:
 
     def _started(self, device: Device, spawned: Spawned | None = None) -> DriverProcess:
         schedule = WHEN_IDLE if device.low_priority is None else USUAL
-        home = self._home(device.name)
+        home = self.homes.home(device.name)
         process = device._process = DriverProcess(device.name, self.tasks, schedule, home, self._settings, spawned)
         device._starts += 1
         return process
@@ -276,7 +264,7 @@ class Devices:
         for name in self.installed[:1] if names is None else names:
             try:
                 device = self.find(name)
-                fits = name in spawned and spawned[name].home == self._home(name)
+                fits = name in spawned and spawned[name].home == self.homes.home(name)
                 process = self._started(device, spawned.pop(name) if fits else None)
             except DeviceUnavailableError as error:
                 logger.warning("the early start of a driver failed: %s", error)
@@ -318,7 +306,7 @@ class Devices:
         """
         name = self.find(name).name
         self.check_open()
-        process = DriverProcess(name, self.tasks, str(threads), self._home(name), self._settings)
+        process = DriverProcess(name, self.tasks, str(threads), self.homes.home(name), self._settings)
         self._workers = {worker for worker in self._workers if worker.alive} | {process}
         return process
 
