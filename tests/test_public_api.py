@@ -77,6 +77,7 @@ HAL_FACE = {
     "DataLocation",
     "DeviceType",
     "Engine",
+    "EngineOptions",
     "ErrorStatus",
     "Executable",
     "ExecutionPreference",
@@ -97,6 +98,7 @@ HAL_FACE = {
     "Operand",
     "OperandType",
     "Operation",
+    "OptionValue",
     "OutputShape",
     "Performance",
     "PerformanceInfo",
@@ -197,6 +199,7 @@ def test_a_runtime_compiles_with_these_options() -> None:
         "*token": None,
         "*mode": "eager",
         "*stages": None,
+        "*options": None,
         "*idle_s": None,
         "*timeout_s": None,
     }

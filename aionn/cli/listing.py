@@ -19,11 +19,12 @@ def list_devices(as_json: bool) -> None:
         return
     print_table(
         "",
-        ["device", "type", "version", "cache files", "state"],
+        ["device", "type", "providers", "version", "cache files", "state"],
         [
             (
                 one["name"],
                 one["type"] or "",
+                ", ".join(one["providers"] or ()),
                 one["version"] or "",
                 "" if one["cache_files"] is None else f"{one['cache_files']['model']} model, {one['cache_files']['data']} data",
                 "available" if one["available"] else one["error"],
@@ -47,6 +48,8 @@ async def _devices() -> list[dict[str, Any]]:
                 {
                     "name": device.name,
                     "type": device.type.name.lower() if device.type is not None else None,
+                    "providers": None if device.providers is None else list(device.providers),
+                    "runs_on": device.runs_on,
                     "version": device.version,
                     "cache_files": None if files is None else {"model": files.model, "data": files.data},
                     "available": not error,

@@ -25,6 +25,7 @@ from aionn.driver.blobs import DeviceBlobs
 from aionn.driver.compiling import compilation_error, compiled_model
 from aionn.driver.instances import instances_of
 from aionn.driver.memories import EngineBuffer, constants_of
+from aionn.driver.options import OptionalFacts, runs_on
 from aionn.driver.prepared_model import EnginePreparedModel
 from aionn.driver.priority import Turns
 from aionn.driver.sharing import Identity, Shared, Sharing, identity_of, identity_of_stored
@@ -33,6 +34,7 @@ from aionn.errors import CompilationError, DeadlineError
 from aionn.hal.engine import CancelFlag, CompileOptions, Engine, Executable
 from aionn.hal.interfaces import CacheHandles, IPreparedModel, PrepareOptions
 from aionn.hal.model import Model
+from aionn.hal.options import NO_OPTIONS, EngineOptions
 from aionn.hal.types import (
     BufferDesc,
     BufferRole,
@@ -64,6 +66,7 @@ class EngineDevice:
 
     Attributes:
         turns: lets runs of high priority go first. Every prepared model of the process shares them.
+        optional: the facts that the engine may leave out.
     """
 
     def __init__(
@@ -79,14 +82,15 @@ class EngineDevice:
         self.buffers = DeviceBuffers(reserve)
         self.turns = Turns()
         self._sharing = Sharing()
+        self.optional = OptionalFacts(engine)
         self.name = engine.name
         self.version = engine.version
         self.type: DeviceType = getattr(engine, "device_type", DeviceType.CPU)
         self.priority_matters: bool = getattr(engine, "priority_matters", False)
         self.performance: Performance = getattr(engine, "performance", Performance())
 
-    async def get_supported_operations(self, model: Model) -> Sequence[bool]:
-        supported = await self._threads.run(lambda: self._shown(lambda: self._judge(model)))
+    async def get_supported_operations(self, model: Model, *, options: EngineOptions = NO_OPTIONS) -> Sequence[bool]:
+        supported = await self._threads.run(lambda: self._shown(lambda: self._judge(model, options)))
         self._return_freed_memory(model)
         found, wanted = len(supported), len(model.operations)
         if found != wanted:
@@ -100,9 +104,10 @@ class EngineDevice:
         if sum(constant.location.length for constant in model.constants) >= _LARGE_BYTES:
             self._threads.behind(trim_arenas)
 
-    def _judge(self, model: Model) -> tuple[bool, ...]:
+    def _judge(self, model: Model, options: EngineOptions) -> tuple[bool, ...]:
+        asked = (self.optional.given(options),) if options else ()
         try:
-            return tuple(bool(fits) for fits in self._engine.supported_operations(model))
+            return tuple(bool(fits) for fits in self._engine.supported_operations(model, *asked))
         except Exception as error:  # an engine's own exception types end here
             raise compilation_error(self.name, error) from error
 
@@ -113,9 +118,9 @@ class EngineDevice:
         flag = CancelFlag()
         lent = None if cache is None else LentHandles(cache)
         may_export = lent is not None and self._artifacts.files.supported
-        compile_options = dataclasses.replace(self._compile_options(options, flag), may_export=may_export)
         outcome = ""
         try:
+            compile_options = dataclasses.replace(await self._compile_options(options, flag), may_export=may_export)
             shared, contents = (None, b"") if may_export else await self._known(model, options, flag)
             if shared is not None:
                 executables = await self._instances(shared, options, flag, again=True)
@@ -133,7 +138,7 @@ class EngineDevice:
             if lent is not None:
                 lent.give_up()
         prepared = EnginePreparedModel(self, executables, model.inputs, model.outputs, options, outcome, constants_of(model), shared)
-        prepared.contents = contents
+        prepared.contents, prepared.runs_on = contents, runs_on(shared.executable)
         return prepared
 
     async def _known(self, model: Model, options: PrepareOptions, flag: CancelFlag) -> tuple[Shared | None, bytes]:
@@ -155,7 +160,9 @@ class EngineDevice:
             self._sharing.offer(identity, fresh)
         return known or fresh, executables
 
-    def _compile_options(self, options: PrepareOptions, flag: CancelFlag) -> CompileOptions:
+    async def _compile_options(self, options: PrepareOptions, flag: CancelFlag) -> CompileOptions:
+        own = options.of(self.name)
+        given = await self._blocking(lambda: self.optional.given(own), flag, options.deadline_ns) if own else {}
         return CompileOptions(
             options.preference,
             options.priority,
@@ -164,6 +171,7 @@ class EngineDevice:
             blob_cache=self._blobs,
             at_most=options.at_most,
             instances=options.instances,
+            options=given,
         )
 
     async def _instances(self, shared: Shared, options: PrepareOptions, flag: CancelFlag, again: bool = False) -> Sequence[Executable]:
@@ -194,10 +202,10 @@ class EngineDevice:
 
     async def prepare_model_from_cache(self, options: PrepareOptions, cache: CacheHandles) -> EnginePreparedModel:
         flag = CancelFlag()
-        compile_options = dataclasses.replace(self._compile_options(options, flag), give_back=give_back)
         known = self._sharing.loaded(options)
         lent = LentHandles(cache)
         try:
+            compile_options = dataclasses.replace(await self._compile_options(options, flag), give_back=give_back)
             with trace.span("driver.load", device=self.name):
                 loaded = await self._blocking(
                     lambda: lent.during(lambda handles: self._artifacts.load(handles, compile_options, known)),
@@ -214,7 +222,9 @@ class EngineDevice:
         if shared.executable is not loaded.executable:
             self._threads.behind(trim_arenas)
         stored = loaded.description
-        return EnginePreparedModel(self, executables, dict(stored.inputs), dict(stored.outputs), options, shared=shared)
+        prepared = EnginePreparedModel(self, executables, dict(stored.inputs), dict(stored.outputs), options, shared=shared)
+        prepared.runs_on = runs_on(shared.executable)
+        return prepared
 
     async def allocate(
         self,

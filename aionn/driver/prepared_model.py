@@ -49,9 +49,15 @@ class Host(Protocol):
 
 
 class EnginePreparedModel:
-    """A model on an engine. Satisfies `IPreparedModel`. `contents` is what `Model.contents` is for the constants that were compiled."""
+    """A model on an engine. Satisfies `IPreparedModel`.
+
+    Attributes:
+        contents: what `Model.contents` is for the constants that were compiled.
+        runs_on: what computes the model, if the engine says so.
+    """
 
     contents = b""
+    runs_on = ""
 
     def __init__(
         self,

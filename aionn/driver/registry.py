@@ -1,11 +1,18 @@
-"""Engines by name: entry points of the group `aionn.engines`, or "package.module:Class" for an engine without an entry point."""
+"""Engines by name: entry points of the group `aionn.engines`, or "package.module:Class" for an engine without an entry point.
+
+Either may go on with a colon and the name of a provider, as in "onnxruntime:cuda". What stands before the first colon is an engine's name
+if an engine of that name is installed.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from aionn.engines.installed import installed_engines
+from aionn.engines.installed import BUILT_IN, installed_engines
 from aionn.errors import CallerError, DeviceUnavailableError
 from aionn.hal.engine import Engine
 from aionn.hal.types import CacheFiles, Performance
@@ -15,20 +22,15 @@ def find_engine(name: str, home: str = "") -> Engine:
     """Make the engine of that name.
 
     Args:
-        name: the name of an entry point, or "package.module:Class".
+        name: the name of an entry point, or "package.module:Class"; with ":provider" behind it if a provider is wanted.
         home: "package.module:Class", if the caller has looked up the entry point already.
 
     Raises:
-        DeviceUnavailableError: the engine does not exist, or its package cannot be imported.
+        DeviceUnavailableError: the engine or the provider does not exist, or its package cannot be imported.
     """
+    place, provider = _parted(name, home)
+    module, _, attribute = place.partition(":")
     try:
-        module, colon, attribute = (home or name).partition(":")
-        if not colon:
-            installed = installed_engines()
-            if name not in installed:
-                known = ", ".join(sorted(installed)) or "none"
-                raise DeviceUnavailableError(name, f"device {name!r} is not installed here (installed: {known})")
-            module, attribute = installed[name].module, installed[name].attr
         factory = functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
     except CallerError as error:  # a value of the HAL that the engine's module makes wrongly
         raise DeviceUnavailableError(name, f"device {name!r} cannot be used: {error}") from error
@@ -37,7 +39,7 @@ def find_engine(name: str, home: str = "") -> Engine:
             name, f"device {name!r} cannot be loaded ({error}); install its package, or add its directory to PYTHONPATH"
         ) from error
     try:
-        engine: Engine = factory()  # type: ignore[operator]  # `_check` refuses what is not an engine
+        engine: Engine = _made(name, factory, provider)
     except DeviceUnavailableError:
         raise
     except CallerError as error:
@@ -45,6 +47,33 @@ def find_engine(name: str, home: str = "") -> Engine:
     except Exception as error:
         raise DeviceUnavailableError(name, f"device {name!r} cannot start: {type(error).__name__}: {error}") from error
     _check(name, engine)
+    return engine
+
+
+def _parted(name: str, home: str) -> tuple[str, str]:
+    """Return "package.module:Class" of the engine, and the name of the provider or an empty text."""
+    engine, colon, rest = name.partition(":")
+    if home:
+        return home, rest
+    if engine in BUILT_IN or not colon:
+        installed = installed_engines()
+        if engine not in installed:
+            known = ", ".join(sorted(installed)) or "none"
+            raise DeviceUnavailableError(name, f"device {name!r} is not installed here (installed: {known})")
+        return f"{installed[engine].module}:{installed[engine].attr}", rest
+    attribute, _, provider = rest.partition(":")
+    return f"{engine}:{attribute}", provider
+
+
+def _made(name: str, factory: Any, provider: str) -> Engine:
+    engine: Engine
+    if not provider:
+        engine = factory()  # `_check` refuses what is not an engine
+        return engine
+    if not callable(getattr(factory, "for_provider", None)):
+        first = name.removesuffix(f":{provider}")
+        raise DeviceUnavailableError(name, f"device {name!r} is not there, because {first!r} has no providers; use {first!r}")
+    engine = factory.for_provider(provider)
     return engine
 
 
@@ -71,3 +100,26 @@ def _check(name: str, engine: object) -> None:
             raise DeviceUnavailableError(
                 name, f"device {name!r} cannot be used, because {type(engine).__name__} has no method {verb!r}; see aionn.hal.Engine"
             )
+    _check_optional(name, engine)
+
+
+_OPTION_KINDS = (str, int, float, bool, Path)
+
+
+def _check_optional(name: str, engine: object) -> None:
+    """Check the facts that an engine may leave out."""
+    wrong, fault = f"device {name!r} cannot be used, because {type(engine).__name__}", ""
+    providers, options = getattr(engine, "providers", ()), getattr(engine, "options", {})
+    if isinstance(providers, str) or not isinstance(providers, Sequence) or not all(isinstance(one, str) for one in providers):
+        fault = f"{wrong}.providers is {providers!r}; it must be a sequence of names"
+    elif not isinstance(options, Mapping) or not all(_is_option(option, kinds) for option, kinds in options.items()):
+        fault = f"{wrong}.options is {options!r}; it must be a mapping from names to str, int, float, bool or Path"
+    elif not isinstance(getattr(engine, "runs_on", ""), str):
+        fault = f"{wrong}.runs_on is {getattr(engine, 'runs_on', '')!r}; it must be a text"
+    if fault:
+        raise DeviceUnavailableError(name, fault)
+
+
+def _is_option(name: object, kinds: object) -> bool:
+    several = kinds if isinstance(kinds, tuple) else (kinds,)
+    return isinstance(name, str) and bool(several) and all(kind in _OPTION_KINDS for kind in several)

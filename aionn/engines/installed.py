@@ -63,3 +63,39 @@ def installed_engines() -> dict[str, EntryPoint]:
         for point in entry_points(group=GROUP):
             found.setdefault(point.name, point)
     return found
+
+
+class Homes:
+    """Where the engines of devices are. A device's name is an engine's name, and may go on with a colon and a provider.
+
+    Attributes:
+        engines: "package.module:Class" by the name of the engine, as found when this was made.
+
+    Raises:
+        MemoryAllocationError: this process has no free file descriptor to look with.
+    """
+
+    def __init__(self) -> None:
+        self.engines = {name: f"{point.module}:{point.attr}" for name, point in installed_engines().items()}
+
+    def home(self, name: str) -> str:
+        """Return "package.module:Class" of a device's engine, or an empty text if the engine is not installed."""
+        return self.engines.get(name) or self.engines.get(name.partition(":")[0], "")
+
+    def key(self, name: str) -> str:
+        """Return what all spellings of a device's name share: the case of a provider does not matter."""
+        engine, colon, provider = name.partition(":")
+        return f"{engine}:{provider.lower()}" if colon and engine in self.engines else name
+
+
+def home_of(name: str) -> str:
+    """Return "package.module:Class" of the engine that a device's name begins with, or an empty text if it is not installed.
+
+    The name is an engine's, and may go on with a colon and a provider.
+    """
+    engine = name.partition(":")[0]
+    home = BUILT_IN.get(engine)
+    if home is None:
+        point = installed_engines().get(engine)
+        home = "" if point is None else f"{point.module}:{point.attr}"
+    return home

@@ -18,29 +18,42 @@ What is set, and why (measured on 2 cores, ONNX Runtime 1.31)
                                     one thread less, because the thread that calls `run` works, too. Lanes share the pool.
     never: prepacked weights in the artifact (one model loads, then dies of SIGSEGV), .ort files (slower or SIGSEGV).
 
+What an app may set (`options`), beside the options of a provider
+    graph_optimization_level        "disabled", "basic", "extended" or "all" (usual).
+    allow_spinning                  whether threads wait awake, in place of the rule above.
+    denormals_as_zero               False for results that keep denormals.
+    custom_ops                      a library of operators. Operators of other domains than ONNX Runtime's are then its.
+    cpu_fallback                    for a provider: False refuses models of which ONNX Runtime would run a part on its CPU provider.
+
+With a provider ("onnxruntime:cuda") a session has that provider, and ONNX Runtime's CPU for nodes that the provider does not take.
+`runs_on` counts the nodes of each. Only the CPU provider writes artifacts, because others may compile nodes for this one process.
+
 What an executable keeps: the pools of tables, or the artifact's buffers. Of arrays given to `run` it keeps weak references only.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from aionn.engines.onnxruntime_artifact import ARTIFACT_FORMAT, WEIGHTS_FILE, WrittenArtifact, without_notes
-from aionn.engines.onnxruntime_errors import compilation_error
+from aionn.engines.onnxruntime_errors import compilation_error, without_status
 from aionn.engines.onnxruntime_executable import OnnxRuntimeExecutable
+from aionn.engines.onnxruntime_providers import CPU, Provider, nodes_on, short_names
 from aionn.engines.onnxruntime_weights import InPlace, outside_folder, with_weights_outside
 from aionn.engines.processor import Flushing, instruction_set, run_threads
 from aionn.errors import CallerError, CompilationError, DeviceUnavailableError
 from aionn.graph.arrays import arrays_over, constant_arrays
 from aionn.hal.engine import Artifact, CompileOptions, Executable
 from aionn.hal.model import Model, Operation
-from aionn.hal.types import CacheFiles, ExecutionPreference
+from aionn.hal.options import NO_OPTIONS, OptionValue
+from aionn.hal.types import CacheFiles, DeviceType, ExecutionPreference
 
 __all__ = ["OnnxRuntimeEngine", "OnnxRuntimeExecutable"]
 
@@ -56,21 +69,30 @@ OUTSIDE_BYTES = 64 << 10
 """In an artifact, weights from this size on are used where they lie. The others are parts of the graph. Handing one over costs 20 us,
 as much as ORT's copies of so many bytes. In models at hand a fifth of the weights are larger, and have 19 of 20 bytes."""
 
+_Kernels = Mapping[tuple[str, str], Sequence[tuple[int, int]]]
+
 _CANCELLED = "the compilation was cancelled because its caller stopped waiting"
 _FATAL_ONLY = 4  # every error is raised as well, and a driver's stderr is for messages that have no other way
 
 
 class OnnxRuntimeEngine:
-    """`hal.Engine` over the CPU provider of the `onnxruntime` package.
+    """`hal.Engine` over one provider of the `onnxruntime` package, which is the CPU if none is named.
 
     Raises:
-        DeviceUnavailableError: the package is not installed, or cannot be loaded here.
+        DeviceUnavailableError: the package is not installed, or cannot be loaded here; or the provider does not work.
     """
 
     name = "onnxruntime"
     cache_files = CacheFiles(model=1, data=1)
+    device_type = DeviceType.CPU
+    options: Mapping[str, type | tuple[type, ...]] = {
+        "graph_optimization_level": str,
+        "allow_spinning": bool,
+        "denormals_as_zero": bool,
+        "custom_ops": Path,
+    }
 
-    def __init__(self) -> None:
+    def __init__(self, provider: str = "") -> None:
         # ORT's import writes a device id and a database into the user's cache, and may upload events. A driver must leave nothing
         # behind, and the app of a camera or microphone must report to no third party. An app that wants it sets the variable to 0.
         os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
@@ -78,19 +100,42 @@ class OnnxRuntimeEngine:
             import onnxruntime
             from onnxruntime.capi import onnxruntime_pybind11_state as native
         except ImportError as error:
-            why = f"device {self.name!r} needs the package onnxruntime, which cannot be imported ({error}); pip install onnxruntime"
+            why = f"device {self.name!r} needs the package onnxruntime, which cannot be imported ({error}); pip install aionn[onnxruntime]"
             raise DeviceUnavailableError(self.name, why) from error
         self._ort = onnxruntime
         self._native = native
         onnxruntime.set_default_logger_severity(_FATAL_ONLY)
         self.version = f"{onnxruntime.__version__};{instruction_set()};all,denormals=0;artifact={ARTIFACT_FORMAT}"
-        self._kernels: Mapping[tuple[str, str], Sequence[tuple[int, int]]] | None = None
+        self._kernels: Mapping[str, _Kernels] | None = None
+        self.providers = tuple(short_names(onnxruntime.get_available_providers()))
+        self.runs_on = CPU
+        if provider:
+            self._take(Provider(onnxruntime, self.name, provider))
 
-    def supported_operations(self, model: Model) -> Sequence[bool]:
-        """Return per node whether ORT has a kernel for its operator and version. `compile` may still refuse its element type."""
+    @classmethod
+    def for_provider(cls, provider: str) -> OnnxRuntimeEngine:
+        """Make the engine over a provider by its short name, as in "cuda" for CUDAExecutionProvider."""
+        return cls(provider)
+
+    def _take(self, provider: Provider) -> None:
+        self.name, self.runs_on, self.device_type = provider.device, provider.name, provider.type
+        self.version += f";{provider.version}" if provider.version else ""
+        if self.runs_on != CPU:
+            self.cache_files = CacheFiles()
+            self.options = {**self.options, "cpu_fallback": bool, "*": (str, int, float, bool)}
+
+    def supported_operations(self, model: Model, options: Mapping[str, OptionValue] = NO_OPTIONS) -> Sequence[bool]:
+        """Return per node whether ORT has a kernel for its operator and version. `compile` may still refuse its element type.
+
+        A library of operators names them only when a session is made. So it is taken to have what ORT does not know.
+        """
         from aionn.graph import supported_operations
 
-        return supported_operations(model, self._has_kernel)
+        custom = "custom_ops" in options
+        providers = {self.runs_on} if options.get("cpu_fallback") is False else {self.runs_on, CPU}
+        if self.runs_on not in self._kernel_versions():  # it compiles whole graphs, and says what it takes when a session is made
+            providers.add(CPU)
+        return supported_operations(model, lambda *operator: self._has_kernel(providers, custom, *operator))
 
     def compile(self, model: Model, options: CompileOptions) -> OnnxRuntimeExecutable:
         """Optimise fully (0 to 130 ms more than without). If the model may be exported, let ORT write the artifact."""
@@ -100,7 +145,7 @@ class OnnxRuntimeEngine:
         work = _most_work([operand.dimensions for operand in model.inputs.values()], weights)
         arrays = constant_arrays(model)
         tables: Sequence[str] = ()
-        if any(array.nbytes >= TABLE_BYTES for array in arrays.values()):
+        if self.runs_on == CPU and any(array.nbytes >= TABLE_BYTES for array in arrays.values()):
             tables = gather_tables(model.graph, TABLE_BYTES)
         if tables and not options.may_export:  # ORT copies what it gets to optimise or to write, and a table may be most of a model
             with suppress(CompilationError):  # either ORT reads a table while it optimises, or the next attempt fails as well
@@ -112,6 +157,7 @@ class OnnxRuntimeEngine:
     ) -> OnnxRuntimeExecutable:
         """Make a session that optimises a graph. It gets copies of all constants, except the tables if they are outside of `graph`."""
         settings = self._settings(options, _threads(options, work))
+        settings.graph_optimization_level = self._level(options.options.get("graph_optimization_level", "all"))
         copied = [name for name in arrays if graph is model.graph or name not in tables]
         outside_folder(settings)
         if copied:
@@ -124,7 +170,7 @@ class OnnxRuntimeEngine:
             settings.add_session_config_entry("session.optimized_model_external_initializers_file_name", written.weights_file)
             settings.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", str(OUTSIDE_BYTES))
         session = self._session(graph, settings, options, model.operations)
-        return OnnxRuntimeExecutable(session, in_place.kept(), None if written is None else written.artifact)
+        return self._executable(session, in_place.kept(), None if written is None else written.artifact)
 
     def export(self, executable: Executable) -> Artifact | None:
         """Return the optimised graph and its weights, once, and free ORT's files. Later, and without `may_export`, return None."""
@@ -154,39 +200,79 @@ class OnnxRuntimeEngine:
         again = None if options.give_back else lambda: artifact
         if not notes.by_name:
             settings.add_external_initializers_from_files_in_memory([WEIGHTS_FILE], [weights], [len(weights)])  # copied, twice
-            return OnnxRuntimeExecutable(self._session(graph, settings, options, ()), weights, again)
+            return self._executable(self._session(graph, settings, options, ()), weights, again)
         outside_folder(settings)
         in_place = InPlace(self._ort, self._native, arrays)
         in_place.give(settings)
         watches = in_place.watch(weights, notes.weights, options.give_back) if options.give_back and not weights.readonly else ()
         del arrays
         session = self._session(graph, settings, options, ())
-        return OnnxRuntimeExecutable(session, (in_place.kept(), watches), again)
+        return self._executable(session, (in_place.kept(), watches), again)
+
+    def _executable(self, session: Any, alive: object, artifact: Callable[[], Artifact] | None) -> OnnxRuntimeExecutable:
+        made = OnnxRuntimeExecutable(session, alive, artifact)
+        made.runs_on = CPU if self.runs_on == CPU else nodes_on(session, self.runs_on)
+        return made
+
+    def _level(self, name: OptionValue) -> Any:
+        levels = self._ort.GraphOptimizationLevel
+        known = {"disabled": levels.ORT_DISABLE_ALL, "basic": levels.ORT_ENABLE_BASIC, "extended": levels.ORT_ENABLE_EXTENDED}
+        known["all"] = levels.ORT_ENABLE_ALL
+        if name not in known:
+            raise CallerError(f"option 'graph_optimization_level' of device {self.name!r} is {name!r}; it is one of {sorted(known)}")
+        return known[str(name)]
 
     def _settings(self, options: CompileOptions, threads: int) -> Any:
         settings = self._ort.SessionOptions()
         settings.log_severity_level = _FATAL_ONLY
         settings.intra_op_num_threads = threads
         settings.inter_op_num_threads = 1
-        spinning = options.preference is ExecutionPreference.SUSTAINED_SPEED and threads > 1
+        asked = options.options
+        spinning = asked.get("allow_spinning", options.preference is ExecutionPreference.SUSTAINED_SPEED) and threads > 1
         settings.add_session_config_entry("session.intra_op.allow_spinning", "1" if spinning else "0")
-        settings.add_session_config_entry("session.set_denormal_as_zero", "1")
+        settings.add_session_config_entry("session.set_denormal_as_zero", "1" if asked.get("denormals_as_zero", True) else "0")
+        if self.runs_on != CPU:
+            settings.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+            settings.add_session_config_entry("session.disable_cpu_ep_fallback", "0" if asked.get("cpu_fallback", True) else "1")
+        if "custom_ops" in asked:
+            try:
+                settings.register_custom_ops_library(asked["custom_ops"])
+            except Exception as error:  # ORT's exceptions have no common base but this
+                why = without_status(str(error)).replace(f"{asked['custom_ops']}: ", "").rpartition("error: ")[2]
+                raise CallerError(
+                    f"option 'custom_ops' of device {self.name!r}: ONNX Runtime cannot use the library ({why}); give one that exports "
+                    "RegisterCustomOps"
+                ) from error
         return settings
+
+    def _provider(self, options: CompileOptions) -> Any:
+        """Return what a session takes as its provider: the name, with the options that are not this engine's."""
+        if self.runs_on == CPU:
+            return CPU
+        return self.runs_on, {name: str(value) for name, value in options.options.items() if name not in self.options}
 
     def _session(self, graph: bytes, settings: Any, options: CompileOptions, operations: Sequence[Operation]) -> Any:
         options.cancelled.when_set(lambda: settings.set_load_cancellation_flag(True))
         try:
             # Flushing restores what ORT changes in this thread when it makes the first session of the process.
             with Flushing():
-                return self._ort.InferenceSession(graph, settings, providers=["CPUExecutionProvider"], enable_fallback=0)
+                return self._ort.InferenceSession(graph, settings, providers=[self._provider(options)], enable_fallback=0)
         except self._native.ModelLoadCanceled as error:
             raise CompilationError(_CANCELLED, reason="cancelled") from error
         except Exception as error:  # ORT's exceptions have no common base but this
+            if "fallback to CPU EP has been explicitly disabled" in str(error):
+                raise CompilationError(
+                    f"some operations of the model do not run on {self.runs_on}, and the option cpu_fallback=False forbids the CPU; "
+                    "leave the option out, or use another device"
+                ) from error
             raise compilation_error(str(error), operations) from error
 
-    def _has_kernel(self, domain: str, operator: str, opset: int) -> bool:
+    def _has_kernel(self, providers: Set[str], custom: bool, domain: str, operator: str, opset: int) -> bool:
         import onnx
 
+        kernels = self._kernel_versions()
+        if custom and domain and not any((domain, operator) in known for known in kernels.values()):
+            return True
         if not domain:
             try:
                 schema: Any = onnx.defs.get_schema(operator, opset, domain)
@@ -196,16 +282,17 @@ class OnnxRuntimeEngine:
             if operator == "Constant" or schema.has_function or schema.has_context_dependent_function:
                 return True
             opset = schema.since_version
-        return any(first <= opset <= last for first, last in self._kernel_versions().get((domain, operator), ()))
+        found = (kernels[provider].get((domain, operator), ()) for provider in providers if provider in kernels)
+        return any(first <= opset <= last for versions in found for first, last in versions)
 
-    def _kernel_versions(self) -> Mapping[tuple[str, str], Sequence[tuple[int, int]]]:
-        """Return the versions of each operator that have a kernel. Several threads may ask at once, so only a whole table is kept."""
+    def _kernel_versions(self) -> Mapping[str, _Kernels]:
+        """Return by provider which versions of each operator have a kernel. Several threads may ask, so only a whole table is kept."""
         kernels = self._kernels
         if kernels is None:
-            found: dict[tuple[str, str], list[tuple[int, int]]] = {}
+            found: dict[str, dict[tuple[str, str], list[tuple[int, int]]]] = {}
             for kernel in self._native.get_all_opkernel_def():
-                if kernel.provider == "CPUExecutionProvider":
-                    found.setdefault((kernel.domain, kernel.op_name), []).append(kernel.version_range)
+                versions = found.setdefault(kernel.provider, {}).setdefault((kernel.domain, kernel.op_name), [])
+                versions.append(kernel.version_range)
             self._kernels = kernels = found
         return kernels
 

@@ -19,9 +19,13 @@ _SOURCE_PLACE = re.compile(r"^(?:Exception during initialization: )?/\S+:\d+ .*?
 _UNREGISTERED = re.compile(r"Fatal error: ([^ ]*):([^ :(]+)\(-?\d+\) is not a registered")
 
 
+def without_status(message: str) -> str:
+    """Return a message of ONNX Runtime in one line, without the name of its status."""
+    return re.sub(r"^\[ONNXRuntimeError\] : \d+ : [A-Z_]+ : ", "", " ".join(message.split()))
+
+
 def compilation_error(message: str, operations: Sequence[Operation]) -> CompilationError:
-    reason = re.sub(r"^\[ONNXRuntimeError\] : \d+ : [A-Z_]+ : ", "", " ".join(message.split()))
-    reason = _SOURCE_PLACE.sub("", reason)
+    reason = _SOURCE_PLACE.sub("", without_status(message))
     node = next((found.group(1) for pattern in _NAMES_A_NODE if (found := pattern.search(reason))), None)
     unregistered = _UNREGISTERED.search(reason)
     if node is None and unregistered is not None:

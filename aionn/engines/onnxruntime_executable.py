@@ -43,8 +43,12 @@ _Kinds = Mapping[str, tuple[int, OperandType]]
 class OnnxRuntimeExecutable:
     """A session and its bindings. Arrays that come again are not bound again: 6 us a call instead of 19 (one input, one output).
 
+    `runs_on` names the providers that run the model's nodes.
+
     Several threads may enter a session at once if each has its own bindings. So the lanes of a model share one session.
     """
+
+    runs_on = ""
 
     def __init__(self, session: Any, alive: object, artifact: Callable[[], Artifact] | None, *, packs: bool = True) -> None:
         """`packs`: whether tensors of packed types come as arrays of ml_dtypes. Otherwise they are packed already."""

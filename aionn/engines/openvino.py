@@ -1,11 +1,15 @@
-"""OpenVINO on a CPU: slower to compile than ONNX Runtime, quicker to run convolutions. Extra: aionn[openvino].
+"""OpenVINO: slower to compile than ONNX Runtime, quicker to run convolutions on a CPU. Extra: aionn[openvino].
+
+Without a provider it runs on the CPU. "openvino:GPU" names another device of OpenVINO, "openvino:AUTO" leaves the choice to OpenVINO, and
+"openvino:HETERO:GPU,CPU" divides a model. What a compiled model runs on is asked of it.
 
 An artifact is OpenVINO's exported blob (model file) and the names of the inputs and outputs in their order (data file).
 The names are needed because OpenVINO merges names of tensors that it finds to be the same. From a writable buffer (a
 private mapping) the blob's weights are used in place, 3 times quicker than from bytes. OpenVINO copies a read-only buffer.
 OpenVINO takes a graph only whole, so compiling costs a temporary copy of the constants. OpenVINO then keeps another copy.
 
-What is set, and why
+What is set where the device has the property, and why. An app may set any property of the device in place of these (`options`), except
+the numbers of threads and streams, which are arguments of `compile`.
     INFERENCE_PRECISION_HINT        f32, always: left alone it takes bf16 where the CPU has it, and text recognition drifts by 0.12.
     PERFORMANCE_HINT                LATENCY: a lane has one request at a time.
     NUM_STREAMS                     one per lane, where there are several. A stream runs one request.
@@ -32,17 +36,18 @@ from numpy.typing import NDArray
 
 from aionn.engines.complaints import openvino_failure
 from aionn.engines.elements import PackedRuns
+from aionn.engines.openvino_devices import Chosen, computes_with
 from aionn.engines.openvino_tensors import Tensors
 from aionn.engines.outputs import deliver
-from aionn.engines.processor import Flushing, instruction_set, run_threads
+from aionn.engines.processor import Flushing, instruction_set
 from aionn.errors import CallerError, CompilationError, DeviceUnavailableError
 from aionn.hal.engine import Artifact, CompileOptions, Executable, ExecutionReport
 from aionn.hal.model import Model, Operation
+from aionn.hal.options import NO_OPTIONS, OptionValue
 from aionn.hal.types import CacheFiles
 
 __all__ = ["OpenVINOEngine", "OpenVINOExecutable"]
 
-_CPU = "CPU"
 _CONVERTER = "openvino.tools.ovc"
 _ARTIFACT_FORMAT = 1
 
@@ -55,16 +60,17 @@ class _Names(msgspec.Struct, frozen=True):
 
 
 class OpenVINOEngine:
-    """`hal.Engine` over OpenVINO's CPU plugin.
+    """`hal.Engine` over one device of OpenVINO, which is the CPU if none is named.
 
     Raises:
-        DeviceUnavailableError: the package is not installed, or has no CPU plugin for this machine.
+        DeviceUnavailableError: the package is not installed, or has no such device on this machine.
     """
 
     name = "openvino"
     cache_files = CacheFiles(model=1, data=1)
+    options: Mapping[str, type | tuple[type, ...]] = {"*": (str, int, float, bool)}
 
-    def __init__(self) -> None:
+    def __init__(self, provider: str = "") -> None:
         try:
             openvino = _openvino()
         except ImportError as error:
@@ -72,12 +78,25 @@ class OpenVINOEngine:
             raise DeviceUnavailableError(self.name, why) from error
         self._ov = openvino
         self._core = openvino.Core()
-        if _CPU not in self._core.available_devices:
-            raise DeviceUnavailableError(self.name, f"device {self.name!r}: OpenVINO has no CPU plugin for this machine")
         self.version = f"{openvino.get_version()};{instruction_set()};f32,latency,denormals=0;artifact={_ARTIFACT_FORMAT}"
+        chosen = Chosen(self._core, self.name, provider)
+        self.providers = chosen.providers
+        if provider:
+            self.name = chosen.name
+            self.version += f";{chosen.version}"
+        if not chosen.exports:
+            self.cache_files = CacheFiles()
+        self.device_type, self.runs_on = chosen.type, chosen.device
+        self._chosen = chosen
 
-    def supported_operations(self, model: Model) -> Sequence[bool]:
+    @classmethod
+    def for_provider(cls, provider: str) -> OpenVINOEngine:
+        """Make the engine over a device of OpenVINO, as in "GPU"."""
+        return cls(provider)
+
+    def supported_operations(self, model: Model, options: Mapping[str, OptionValue] = NO_OPTIONS) -> Sequence[bool]:
         """Return False for each operator that OpenVINO's ONNX reader names as one it cannot convert."""
+        self._chosen.check(options)
         try:
             self._core.read_model(self._whole(model))
         except CompilationError:
@@ -90,11 +109,12 @@ class OpenVINOEngine:
     def compile(self, model: Model, options: CompileOptions) -> OpenVINOExecutable:
         """Compile for the shapes that the model leaves open, or for its one static shape. Cannot be interrupted once begun."""
         _check_wanted(options)
+        settings = self._chosen.settings(options)
         try:
             graph = self._core.read_model(self._whole(model))
             _check_wanted(options)
             with Flushing():  # OpenVINO leaves denormals flushed in the thread that compiles; this puts them back
-                compiled = self._core.compile_model(graph, _CPU, _settings(options))
+                compiled = self._core.compile_model(graph, self._chosen.device, settings)
         except CompilationError:
             raise
         except Exception as error:
@@ -118,12 +138,13 @@ class OpenVINOEngine:
         if (len(artifact.model), len(artifact.data)) != (1, 1):
             found = f"{len(artifact.model)} model and {len(artifact.data)} data files"
             raise CompilationError(f"an artifact of {found} was given, but one of openvino has one of each; compile the model")
+        settings = self._chosen.settings(options)
         blob = np.frombuffer(artifact.model[0], np.uint8)
         try:
             names = msgspec.json.decode(bytes(artifact.data[0]), type=_Names)
             stream = self._ov.Tensor(blob, shared_memory=True) if blob.flags.writeable else blob.tobytes()
             with Flushing():
-                compiled = self._core.import_model(stream, _CPU, _settings(options))
+                compiled = self._core.import_model(stream, self._chosen.device, settings)
         except Exception as error:
             raise CompilationError(f"openvino cannot load the artifact ({error}); compile the model", reason=str(error)) from error
         _check_ports(compiled, names)
@@ -245,6 +266,11 @@ class OpenVINOExecutable:
         deliver(made, outputs)
         return ExecutionReport(made, report.on_device_ns)
 
+    @property
+    def runs_on(self) -> str:
+        """The devices that run the model now, as OpenVINO says."""
+        return computes_with(self._compiled)
+
     def lanes(self, count: int) -> list[OpenVINOExecutable]:
         """Return `count` executables with one infer request each over one compiled model, of which this is the first."""
         return [self, *(self.share() for _ in range(count - 1))]
@@ -296,17 +322,6 @@ def _writable(array: NDArray[Any]) -> NDArray[Any] | None:
     except ValueError:
         return None
     return alias
-
-
-def _settings(options: CompileOptions) -> dict[str, Any]:
-    settings = {
-        "INFERENCE_PRECISION_HINT": "f32",
-        "PERFORMANCE_HINT": "LATENCY",
-        "INFERENCE_NUM_THREADS": run_threads(options) * options.instances,
-        "ENABLE_CPU_PINNING": False,
-        "CPU_DENORMALS_OPTIMIZATION": True,
-    }
-    return settings if options.instances == 1 else {**settings, "NUM_STREAMS": options.instances}
 
 
 def _check_wanted(options: CompileOptions) -> None:

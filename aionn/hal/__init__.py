@@ -3,6 +3,7 @@
     types       the HAL's values (NNAPI 1.2/1.3, with the same numbers)
     model       the ONNX graph with its large constants taken out
     interfaces  `IDevice` and its objects, which the runtime calls
+    options     what an app asks of one engine, as plain values by name
     engine      `Engine` and what it makes, which a driver author writes
 
 This package is the public face for driver authors.
@@ -11,6 +12,7 @@ This package is the public face for driver authors.
 from aionn.hal.engine import Artifact, CancelFlag, CompileOptions, Engine, Executable, ExecutionReport, IBlobCache
 from aionn.hal.interfaces import CacheHandles, IBuffer, IBurstCallback, IBurstContext, IDevice, IPreparedModel, PrepareOptions
 from aionn.hal.model import Constant, Model, Operation
+from aionn.hal.options import EngineOptions, OptionValue
 from aionn.hal.types import (
     CACHE_TOKEN_BYTES,
     CONSTANT_COPY_BYTES,
@@ -59,6 +61,7 @@ __all__ = [
     "DataLocation",
     "DeviceType",
     "Engine",
+    "EngineOptions",
     "ErrorStatus",
     "Executable",
     "ExecutionPreference",
@@ -79,6 +82,7 @@ __all__ = [
     "Operand",
     "OperandType",
     "Operation",
+    "OptionValue",
     "OutputShape",
     "Performance",
     "PerformanceInfo",

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 
 from aionn.hal.model import Model
+from aionn.hal.options import OptionValue
 from aionn.hal.types import CacheFiles, ExecutionPreference, Priority
 
 
@@ -80,6 +81,8 @@ class CompileOptions:
             the engine.
         at_most: whether fewer than `threads` are as good. Then the engine chooses, up to that number.
         instances: how many executables `Executable.lanes` will be asked for.
+        options: what the app asks of this engine beyond that, by name. Names and types are those of `Engine.options`. A file
+            is the path of a private copy, which exists as long as the process.
         give_back: frees writable parts of the artifact that `Engine.load` needs no more, in any thread. None: it must stay whole.
     """
 
@@ -92,6 +95,7 @@ class CompileOptions:
     at_most: bool = False
     instances: int = 1
     give_back: Callable[[memoryview], None] | None = None
+    options: Mapping[str, OptionValue] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +160,17 @@ class Engine(Protocol):
         version: the version of the engine *and* of everything that its artifacts depend on (library, ISA, options).
         cache_files: how many files `export` fills. (0, 0) means that the engine does not cache.
 
-    Three attributes are optional: `device_type` (`DeviceType`, default CPU), `priority_matters` (whether artifacts of different
-    priority differ, default False) and `performance` (`Performance`, default that of a CPU).
+    Some attributes are optional.
+
+    device_type: `DeviceType`, default CPU.
+    priority_matters: whether artifacts of different priority differ, default False.
+    performance: `Performance`, default that of a CPU.
+    options: the options that an app may give, as a mapping from names to types. A type is `str`, `int`, `float`, `bool`, `Path` for
+        the path of a file, or a tuple of these. The name "*" stands for any other name, which the engine checks itself. An engine
+        that has options takes them as the second argument of `supported_operations`, with a default.
+    providers: names that may follow the engine's name and a colon in a device's name, as in "onnxruntime:cuda". The class then has a
+        class method `for_provider(provider: str) -> Engine`. It raises `DeviceUnavailableError` for a provider that does not work.
+    runs_on: what the engine computes with, for people. An executable may have the same attribute for its model.
     """
 
     name: str

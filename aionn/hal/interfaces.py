@@ -15,6 +15,7 @@ from typing import Protocol
 
 from aionn.errors import CallerError
 from aionn.hal.model import Model
+from aionn.hal.options import NO_OPTIONS, EngineOptions
 from aionn.hal.types import (
     MAX_INSTANCES,
     MAX_THREADS,
@@ -58,6 +59,7 @@ class PrepareOptions:
         threads, at_most: as in `CompileOptions`.
         open_outputs: names of outputs whose declared shape has proven wrong before. A device also finds them itself.
         instances: how many executions of the model may run beside each other.
+        options: of engines, by the name of the device. A device takes its own (`of`).
 
     Raises:
         CallerError: `threads` is not from 0 to `MAX_THREADS`, or `instances` is not from 1 to `MAX_INSTANCES`.
@@ -70,12 +72,17 @@ class PrepareOptions:
     open_outputs: tuple[str, ...] = ()
     at_most: bool = False
     instances: int = 1
+    options: tuple[tuple[str, EngineOptions], ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.threads <= MAX_THREADS:
             raise CallerError(f"threads={self.threads}: a run has 1 to {MAX_THREADS} threads, or 0 for the engine's own choice")
         if not 1 <= self.instances <= MAX_INSTANCES:
             raise CallerError(f"instances={self.instances}: a prepared model has 1 to {MAX_INSTANCES} instances")
+
+    def of(self, device: str) -> EngineOptions:
+        """Return the options for the engine of that device."""
+        return dict(self.options).get(device, NO_OPTIONS)
 
 
 class IBuffer(Protocol):
@@ -178,8 +185,8 @@ class IDevice(Protocol):
         """Whether compilations of different priority differ. If they do not, they share one cache entry."""
         ...
 
-    async def get_supported_operations(self, model: Model) -> Sequence[bool]:
-        """Return per entry of `model.operations` whether the device can run it. Check the memory handles, too."""
+    async def get_supported_operations(self, model: Model, *, options: EngineOptions = NO_OPTIONS) -> Sequence[bool]:
+        """Return per entry of `model.operations` whether the device can run it under these options. Check the memory handles, too."""
         ...
 
     async def get_number_of_cache_files_needed(self) -> CacheFiles:

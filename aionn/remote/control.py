@@ -85,7 +85,7 @@ class CacheMessage(_Message, frozen=True):
 
 
 class OptionsMessage(_Message, frozen=True):
-    """`PrepareOptions`."""
+    """`PrepareOptions`, with the options and files of `EngineOptions` for this one device."""
 
     preference: ExecutionPreference
     priority: Priority
@@ -94,6 +94,8 @@ class OptionsMessage(_Message, frozen=True):
     open_outputs: tuple[str, ...] = ()
     at_most: bool = False
     instances: int = 1
+    options: dict[str, str | int | float | bool] = {}
+    files: dict[str, bytes] = {}
 
 
 class PoolMessage(_Message, frozen=True):
@@ -107,7 +109,11 @@ class PoolMessage(_Message, frozen=True):
 
 
 class GetSupportedOperations(_Message, frozen=True):
+    """Attributes: `options` and `files` are as in `OptionsMessage`."""
+
     model: ModelMessage
+    options: dict[str, str | int | float | bool] = {}
+    files: dict[str, bytes] = {}
 
 
 class PrepareModel(_Message, frozen=True):
@@ -205,6 +211,7 @@ class Prepared(_Message, frozen=True):
     Attributes:
         outcome: what the device did with the cache files of the call; see `IPreparedModel.save_outcome`.
         contents: what `Model.contents` is for the constants that were compiled, if the device copied them.
+        runs_on: what computes the model, if the engine says so.
     """
 
     prepared: int
@@ -212,6 +219,7 @@ class Prepared(_Message, frozen=True):
     outputs: tuple[tuple[str, Operand], ...]
     outcome: str = ""
     contents: bytes = b""
+    runs_on: str = ""
 
 
 class Executed(_Message, frozen=True):
@@ -261,6 +269,8 @@ class Ready(_Message, frozen=True):
     cache_files: CacheFiles
     priority_matters: bool = False
     performance: Performance = Performance()
+    providers: tuple[str, ...] = ()
+    runs_on: str = ""
 
 
 class Refused(_Message, frozen=True):

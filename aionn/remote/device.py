@@ -12,6 +12,7 @@ from types import MappingProxyType
 from aionn.errors import CallerError, CompilationError
 from aionn.hal.interfaces import CacheHandles, IBuffer, IBurstCallback, IPreparedModel, PrepareOptions
 from aionn.hal.model import Model
+from aionn.hal.options import NO_OPTIONS, EngineOptions
 from aionn.hal.types import (
     BufferDesc,
     BufferRole,
@@ -71,6 +72,8 @@ class RemoteDevice:
         self.cache_files = ready.cache_files
         self.priority_matters = ready.priority_matters
         self.performance = ready.performance
+        self.providers = ready.providers
+        self.runs_on = ready.runs_on
         self._bursts: dict[int, IBurstCallback] = {}
         self._models: dict[int, str] = {}
         self._buffers: set[int] = set()
@@ -93,9 +96,11 @@ class RemoteDevice:
         """Forget a prepared model that is released."""
         self._models.pop(number, None)
 
-    async def get_supported_operations(self, model: Model, deadline_ns: int | None = None) -> Sequence[bool]:
+    async def get_supported_operations(
+        self, model: Model, deadline_ns: int | None = None, *, options: EngineOptions = NO_OPTIONS
+    ) -> Sequence[bool]:
         """Ask as the HAL says. At `deadline_ns` the caller stops waiting and gets `DeadlineError`."""
-        body = GetSupportedOperations(model_message(model))
+        body = GetSupportedOperations(model_message(model), dict(options), dict(options.files))
         flags, _ = await self.connection.call(body, Flags, pool_fds(model), deadline_ns=deadline_ns)
         if len(flags.supported) != len(model.operations):
             found, wanted = len(flags.supported), len(model.operations)
@@ -124,14 +129,14 @@ class RemoteDevice:
         return prepared
 
     async def _compile(self, model: Model, options: PrepareOptions, cache: CacheHandles | None) -> RemotePreparedModel:
-        body = PrepareModel(model_message(model), options_message(options), None if cache is None else cache_message(cache))
+        body = PrepareModel(model_message(model), options_message(options, self.name), None if cache is None else cache_message(cache))
         prepared = await self._prepare(body, (*pool_fds(model), *cache_fds(cache)), options.deadline_ns)
         self.remember(prepared.number, model)
         return prepared
 
     async def prepare_model_from_cache(self, options: PrepareOptions, cache: CacheHandles) -> RemotePreparedModel:
         return await self._prepare(
-            PrepareModelFromCache(options_message(options), cache_message(cache)), cache_fds(cache), options.deadline_ns
+            PrepareModelFromCache(options_message(options, self.name), cache_message(cache)), cache_fds(cache), options.deadline_ns
         )
 
     async def _prepare(self, body: CallBody, fds: Sequence[int], deadline_ns: int | None) -> RemotePreparedModel:
@@ -210,6 +215,7 @@ class RemotePreparedModel:
         self.outputs: Mapping[str, Operand] = MappingProxyType(dict(prepared.outputs))
         self.save_outcome = prepared.outcome
         self.contents = prepared.contents
+        self.runs_on = prepared.runs_on
         self._closed = False
 
     def remember(self, model: Model) -> None:

@@ -27,7 +27,9 @@ def pool_fds(model: Model) -> list[int]:
     return [pool.fileno() for pool in model.pools]
 
 
-def options_message(options: PrepareOptions) -> OptionsMessage:
+def options_message(options: PrepareOptions, device: str) -> OptionsMessage:
+    """Return the options as a message for the device of that name."""
+    own = options.of(device)
     return OptionsMessage(
         options.preference,
         options.priority,
@@ -36,6 +38,8 @@ def options_message(options: PrepareOptions) -> OptionsMessage:
         options.open_outputs,
         options.at_most,
         options.instances,
+        dict(own),
+        dict(own.files),
     )
 
 

@@ -17,6 +17,7 @@ from anyio.abc import TaskGroup
 from aionn.burst import result_of
 from aionn.errors import AionnError, CallerError
 from aionn.hal.interfaces import IBuffer, IBurstContext, IDevice, IPreparedModel, PrepareOptions
+from aionn.hal.options import EngineOptions
 from aionn.hal.types import IMemory, MQDescriptor, Performance
 from aionn.memory import Region, check_request
 from aionn.memory.descriptors import check_description
@@ -95,8 +96,10 @@ class DeviceService:
         """Greet the client, which may call from now on."""
         cache_files = await self._device.get_number_of_cache_files_needed()
         device = self._device
+        facts = device.name, device.version, device.type, cache_files, device.priority_matters
+        optional = getattr(device, "optional", None)
         performance = getattr(device, "performance", Performance())  # an optional fact of a device
-        ready = Ready(PROTOCOL, device.name, device.version, device.type, cache_files, device.priority_matters, performance)
+        ready = Ready(PROTOCOL, *facts, performance, getattr(optional, "providers", ()), getattr(optional, "runs_on", ""))
         self._connection.greet(ready, self._page_fds)
 
     def _end(self, error: Exception | None) -> None:
@@ -149,15 +152,15 @@ class DeviceService:
         match body:
             case Execute():
                 reply = await self._execute(body, descriptors)
-            case GetSupportedOperations(model=message):
+            case GetSupportedOperations(model=message, options=asked, files=files):
                 with Received() as received:
                     model = received.model(message, descriptors)
-                    reply = Flags(tuple(await self._device.get_supported_operations(model)))
+                    reply = Flags(tuple(await self._device.get_supported_operations(model, options=EngineOptions(asked, files))))
             case PrepareModel(model=message, options=options, cache=cache):
                 reply = await self._prepare(message, options, cache, descriptors)
             case PrepareModelFromCache(options=options, cache=cache):
                 with Handles(cache, descriptors) as handles:
-                    reply = self._keep(await self._device.prepare_model_from_cache(_options(options), handles))
+                    reply = self._keep(await self._device.prepare_model_from_cache(_options(options, self._device.name), handles))
             case ConfigureExecutionBurst():
                 reply = await self._configure(body, descriptors)
             case FreeMemory(burst=number, slot=slot):
@@ -196,10 +199,10 @@ class DeviceService:
         try:
             model = received.model(message, descriptors)
             if cache is None:
-                prepared = await self._device.prepare_model(model, _options(options))
+                prepared = await self._device.prepare_model(model, _options(options, self._device.name))
             else:
                 with Handles(cache, descriptors) as handles:
-                    prepared = await self._device.prepare_model(model, _options(options), handles)
+                    prepared = await self._device.prepare_model(model, _options(options, self._device.name), handles)
         finally:
             # Views keep alive what the engine uses in place, so the descriptors are not needed any more.
             received.close()
@@ -210,7 +213,8 @@ class DeviceService:
         self._prepared[self._last_number] = prepared
         operands = tuple(prepared.inputs.items()), tuple(prepared.outputs.items())
         contents = getattr(prepared, "contents", b"")  # of a device that copies constants
-        return Prepared(self._last_number, *operands, prepared.save_outcome, contents)
+        runs_on = getattr(prepared, "runs_on", "")
+        return Prepared(self._last_number, *operands, prepared.save_outcome, contents, runs_on)
 
     async def _execute(self, body: Execute, descriptors: Descriptors) -> Executed:
         prepared = _known(self._prepared, body.prepared, "prepared model")
@@ -294,7 +298,8 @@ def _descriptor(message: MQMessage, descriptors: Descriptors) -> MQDescriptor:
     return MQDescriptor(message.grantors, message.quantum, message.flavor, descriptors.take_many(message.fds))
 
 
-def _options(message: OptionsMessage) -> PrepareOptions:
+def _options(message: OptionsMessage, device: str) -> PrepareOptions:
+    """Return a message as the options for the device of that name."""
     return PrepareOptions(
         message.preference,
         message.priority,
@@ -303,6 +308,7 @@ def _options(message: OptionsMessage) -> PrepareOptions:
         message.open_outputs,
         message.at_most,
         message.instances,
+        ((device, EngineOptions(message.options, message.files)),) if message.options else (),
     )
 
 

@@ -73,6 +73,15 @@ class Compilation:
         return self._parts.renewal.device
 
     @property
+    def runs_on(self) -> str:
+        """What computes it, read back from the engine, as in "CUDAExecutionProvider (120 nodes), CPUExecutionProvider (3 nodes)".
+
+        Empty while nothing is compiled, and if the engine does not say it.
+        """
+        serving = self._parts.renewal.compiled.serving
+        return "" if serving is None else serving.prepared.runs_on
+
+    @property
     def stages(self) -> tuple[Stage, ...]:
         """One `aionn.Stage` each (state, reason, times), from quick to best, as they are now; empty outside mode "staged"."""
         staging = self._parts.staging

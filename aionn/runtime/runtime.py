@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import os
 import weakref
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -227,6 +227,7 @@ class Runtime:
         token: bytes | None = None,
         mode: Mode = "eager",
         stages: Sequence[str] | None = None,
+        options: Mapping[str, Mapping[str, object]] | None = None,
         idle_s: float | None = None,
         timeout_s: float | None = None,
     ) -> Compilation:
@@ -236,7 +237,8 @@ class Runtime:
             model: from `runtime.load`, `Model.load` or `Model.from_onnx`.
             devices: names of the devices that may be used, best first, or None for every installed device. With None, the next device
                 is tried if one fails to prepare the model, with a warning in the log. `compilation.device` is the one that it became.
-                Explicit devices forbid any fallback. "package.module:Class" names an engine that is not installed as an entry point.
+                Explicit devices forbid any fallback. "package.module:Class" names an engine that is not installed as an entry point,
+                and "onnxruntime:cuda" a provider of an engine.
             preference: "sustained_speed" for streams, "low_power" never stays awake waiting.
             priority: "high" goes before the others in the same driver. "low" lives in another driver process, which gets only CPU time
                 that no other process wants.
@@ -251,6 +253,8 @@ class Runtime:
                 "staged" serves from the best of `stages` that is stored, else from the first one. It makes the better ones in the
                 background, as `stage_policy` says.
             stages: devices from quick to best, only with mode "staged", and in place of `devices`.
+            options: options of engines, by the name of the device: `{"onnxruntime:cuda": {"device_id": 1}}`. Each is a text, a number,
+                True or False, or the path of a file. They are part of the cache key, files by their content. See docs/drivers.md.
             idle_s: give the driver's memory back after so many seconds without use, or up to a quarter more. A driver process that holds
                 nothing else ends then. The next use loads the model again from `cache_dir`, or compiles it again without one. Executions,
                 leased frames and open device memories are use. An open burst alone is not. None: never. See docs/drivers.md.
@@ -271,25 +275,28 @@ class Runtime:
         from aionn.runtime.asked import check_modes, options_of, with_threads
         from aionn.runtime.compilation import Compilation
         from aionn.runtime.parts import compiled_parts, staged_parts
+        from aionn.runtime.preparing.options import with_options
         from aionn.runtime.preparing.plan import checked_names
         from aionn.runtime.preparing.reading import digested
         from aionn.runtime.preparing.renewal import Order
 
         session = self._opened()
-        options = with_threads(options_of(preference, priority, timeout_s), threads, instances, self._settings.threads)
+        prepare_options = with_threads(options_of(preference, priority, timeout_s), threads, instances, self._settings.threads)
         check_modes(model, cache_dir, token, mode, stages, devices)
         idle = checked_seconds("idle_s", idle_s)
         names = checked_names(self._devices, devices)
 
         async def compiled() -> CompilationParts:
+            candidates = names if stages is None else stages
+            complete = await with_options(self._devices, prepare_options, options, candidates)
             own = await digested(session.tasks, model) if cache_dir is not None and token is None else token
-            order = Order(options, names if stages is None else stages, self._cache(cache_dir, own), idle)
+            order = Order(complete, candidates, self._cache(cache_dir, own), idle)
             if stages is not None:
                 return await staged_parts(session, model, order, stages, self.stage_policy)
             return await compiled_parts(session, model, order, mode == "jit")
 
         with trace.span("compile", preference=preference):
-            parts = await _within(timeout_s, options.deadline_ns, compiled())
+            parts = await _within(timeout_s, prepare_options.deadline_ns, compiled())
         self._compilations.add(parts)
         return Compilation(parts)
 

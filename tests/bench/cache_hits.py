@@ -66,10 +66,8 @@ def own_load(name: str, engine: Any, directory: Path, threads: int) -> Any:
         settings = engine._settings(options, threads)
         settings.graph_optimization_level = engine._ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         return engine._ort.InferenceSession(str(directory / "own"), settings, providers=["CPUExecutionProvider"])
-    from aionn.engines.openvino import _settings
-
     blob = np.memmap(directory / "own", np.uint8, "c")
-    return engine._core.import_model(engine._ov.Tensor(blob, shared_memory=True), "CPU", _settings(options))
+    return engine._core.import_model(engine._ov.Tensor(blob, shared_memory=True), "CPU", engine._chosen.settings(options))
 
 
 def rivals(name: str, directory: Path) -> None:

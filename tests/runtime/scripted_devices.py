@@ -68,7 +68,7 @@ class ScriptedDevice:
         self.prepared: list[ScriptedPrepared] = []
         self._stored: Model | None = None
 
-    async def get_supported_operations(self, model: Model, deadline_ns: int | None = None) -> Sequence[bool]:
+    async def get_supported_operations(self, model: Model, deadline_ns: int | None = None, *, options: object = None) -> Sequence[bool]:
         self.calls.append("supported")
         return [self.supports] * len(model.operations)
 

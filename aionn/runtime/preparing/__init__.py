@@ -5,6 +5,7 @@ renewal      keep the model of a compilation prepared: at the first use, and ane
 idling       give the driver's memory back while the app does not use a compilation
 background   prepare a model in a worker process at the lowest priority
 preparation  prepare one model on one device: HIT, MISS, DECLINED or NO_CACHE
+options      check the options of engines, and digest the files that they name
 compiling    compile a model, and publish its cache entry
 cached       look a cache entry up, and load it
 reading      digest and read a loaded model beside the loop

@@ -196,7 +196,9 @@ class _Making:
         self._phase("compiling")
         with trace.span("stage.compile", device=self._name):
             async with worker(self._devices, self._name, self._threads) as remote:
-                options = PrepareOptions(self._options.preference, self._options.priority, None, self._threads)
+                options = PrepareOptions(
+                    self._options.preference, self._options.priority, None, self._threads, options=self._options.options
+                )
                 await check_supported(self._devices.tasks, remote, self._model, options)
                 prepared = await remote.prepare_model(self._model, options, bound(handles, self._model.token))
                 return prepared.save_outcome

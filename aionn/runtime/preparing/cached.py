@@ -65,6 +65,7 @@ def wanted_of(remote: RemoteDevice, model: Model, options: PrepareOptions, token
         device_version=remote.version,
         preference=options.preference,
         priority=options.priority if remote.priority_matters else None,
+        options=options.of(remote.name).encoded,
     )
     encoded, key, family = encoded_keys(parts)
     return Wanted(key, family, remote.name, remote.version, model.known_token, remote.cache_files, encoded)

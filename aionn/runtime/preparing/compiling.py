@@ -43,7 +43,7 @@ async def check_supported(tasks: Tasks, remote: RemoteDevice, model: Model, opti
     """
     await read(tasks, model)
     with trace.span("plan.supported_operations", device=remote.name):
-        supported = await remote.get_supported_operations(model, options.deadline_ns)
+        supported = await remote.get_supported_operations(model, options.deadline_ns, options=options.of(remote.name))
     for operation, fits in zip(model.operations, supported, strict=True):
         if not fits:
             what = f"{_UNSUPPORTED}{_described(operation)}"

@@ -45,9 +45,7 @@ def checked_names(devices: Devices, names: Iterable[str] | None) -> Sequence[str
         return None
     if isinstance(names, str | bytes) or not isinstance(names, Iterable) or not (found := tuple(names)):
         raise CallerError(f"devices={names!r}: give a sequence of device names, as in ('onnxruntime',), or None for every device")
-    for name in found:
-        devices.find(name)
-    return found
+    return tuple(devices.find(name).name for name in found)
 
 
 async def prepare_on_best(

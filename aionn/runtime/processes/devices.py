@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 import anyio
 
-from aionn.engines.installed import installed_engines
+from aionn.engines.installed import Homes
 from aionn.errors import AionnError, CallerError, DeviceUnavailableError, DriverDiedError, DriverHungError
 from aionn.hal.types import CacheFiles, DeviceType, Priority
 from aionn.pages import Activity
@@ -38,6 +38,9 @@ class Device:
         version: of the engine and what its artifacts depend on. None until its driver has run once.
         type: what kind of hardware it uses. None until its driver has run once.
         cache_files: how many cache files of each kind it needs. None until its driver has run once.
+        providers: names that may follow the engine's name and a colon in the name of a device, as in "onnxruntime:cuda". None until its
+            driver has run once.
+        runs_on: what its engine computes with, in words. None until its driver has run once, or if the engine does not say so.
         pid: of its driver process. None while no driver process runs.
         low_priority: the same device for compilations with `priority="low"`. Their driver is another process, which gets only CPU time
             that no other process wants. It has its own `pid`, `activity`, `statistics` and `restart`. None for such a device itself.
@@ -52,6 +55,8 @@ class Device:
         self.version: str | None = None
         self.type: DeviceType | None = None
         self.cache_files: CacheFiles | None = None
+        self.providers: tuple[str, ...] | None = None
+        self.runs_on: str | None = None
         self._process: DriverProcess | None = None
         self._starting = anyio.Lock()
         self._asked = anyio.Event()
@@ -68,6 +73,7 @@ class Device:
         for device in (self, self._usual):
             if device is not None:
                 device.version, device.type, device.cache_files = remote.version, remote.type, remote.cache_files
+                device.providers, device.runs_on = remote.providers, remote.runs_on or None
         return remote
 
     @property
@@ -115,6 +121,7 @@ class Devices:
 
     Attributes:
         tasks: where the tasks of driver processes are started.
+        homes: where the installed engines are.
         check_use: raises a `CallerError` where the app may not use the runtime. `Runtime.open` sets it.
     """
 
@@ -122,8 +129,8 @@ class Devices:
         self.tasks = tasks
         self.check_use: Callable[[], None] = self.check_open
         self._settings = settings
-        self._homes = {name: f"{point.module}:{point.attr}" for name, point in installed_engines().items()}
-        self._devices: dict[str, Device] = {name: Device(name, self) for name in self._homes}
+        self.homes = Homes()
+        self._devices: dict[str, Device] = {name: Device(name, self) for name in self.homes.engines}
         self._workers: set[DriverProcess] = set()
         self._ending: set[DriverProcess] = set()
         self._closed = False
@@ -136,16 +143,16 @@ class Devices:
     @property
     def known(self) -> list[Device]:
         """The installed devices and others that have run, best first."""
-        devices = [device for device in self._devices.values() if device.name in self._homes or device.version is not None]
+        devices = [device for device in self._devices.values() if device.name in self.homes.engines or device.version is not None]
         return sorted(devices, key=lambda device: _rank(device.name))
 
     @property
     def installed(self) -> list[str]:
         """The names of the devices that serve an app which names no device, best first."""
-        return sorted(self._homes, key=_rank)
+        return sorted(self.homes.engines, key=_rank)
 
     def find(self, name: str) -> Device:
-        """Return the device of that name.
+        """Return the device of that name. An installed engine's name may be followed by a colon and a provider, in any case.
 
         Raises:
             CallerError: `name` is not a text, or empty.
@@ -153,12 +160,13 @@ class Devices:
         """
         if not isinstance(name, str) or not name:
             raise CallerError(f"device {name!r}: give the name of a device, as in 'onnxruntime'")
-        device = self._devices.get(name)
+        key = self.homes.key(name)
+        device = self._devices.get(key)
         if device is None:
-            if ":" not in name or "\0" in name:
+            if not name.partition(":")[2] or "\0" in name:
                 known = ", ".join(device.name for device in self.known) or "none"
                 raise DeviceUnavailableError(name, f"device {name!r} is not installed; the installed devices are {known}")
-            device = self._devices[name] = Device(name, self)
+            device = self._devices[key] = Device(name, self)
         return device
 
     async def get(self, name: str, priority: Priority = Priority.MEDIUM) -> RemoteDevice:
@@ -242,7 +250,7 @@ class Devices:
 
     def _started(self, device: Device, spawned: Spawned | None = None) -> DriverProcess:
         schedule = WHEN_IDLE if device.low_priority is None else USUAL
-        home = self._homes.get(device.name, "")
+        home = self.homes.home(device.name)
         process = device._process = DriverProcess(device.name, self.tasks, schedule, home, self._settings, spawned)
         device._starts += 1
         return process
@@ -256,7 +264,7 @@ class Devices:
         for name in self.installed[:1] if names is None else names:
             try:
                 device = self.find(name)
-                fits = name in spawned and spawned[name].home == self._homes.get(name, "")
+                fits = name in spawned and spawned[name].home == self.homes.home(name)
                 process = self._started(device, spawned.pop(name) if fits else None)
             except DeviceUnavailableError as error:
                 logger.warning("the early start of a driver failed: %s", error)
@@ -296,9 +304,9 @@ class Devices:
         Raises:
             DeviceUnavailableError: the device is not installed, or its driver process cannot be started.
         """
-        self.find(name)
+        name = self.find(name).name
         self.check_open()
-        process = DriverProcess(name, self.tasks, str(threads), self._homes.get(name, ""), self._settings)
+        process = DriverProcess(name, self.tasks, str(threads), self.homes.home(name), self._settings)
         self._workers = {worker for worker in self._workers if worker.alive} | {process}
         return process
 

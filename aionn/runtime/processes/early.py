@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from aionn.engines.installed import BUILT_IN, installed_engines
+from aionn.engines.installed import BUILT_IN, home_of, installed_engines
 from aionn.errors import CallerError, DeviceUnavailableError
 from aionn.runtime.processes.spawning import USUAL, Settings, Spawned
 
@@ -47,9 +47,8 @@ def spawn_early(names: Sequence[str] | None, settings: Settings) -> dict[str, Sp
     """
     spawned: dict[str, Spawned] = {}
     for name in next(iter(BUILT_IN)).split() if names is None else names:
-        home = BUILT_IN.get(name) or ("" if ":" in name else installed_engines()[name].value)
         with suppress(DeviceUnavailableError):
-            spawned[name] = Spawned(name, home, USUAL, settings)
+            spawned[name] = Spawned(name, home_of(name), USUAL, settings)
     return spawned
 
 

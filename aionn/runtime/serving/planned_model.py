@@ -29,12 +29,14 @@ class PlannedModel:
     Attributes:
         steps: in the order in which they run.
         inputs, outputs: the operands of the whole model.
+        runs_on: what computes the steps, in their order.
     """
 
     def __init__(self, model: Model, steps: Sequence[PlannedStep]) -> None:
         self.steps = tuple(steps)
         self.inputs = model.inputs
         self.outputs = model.outputs
+        self.runs_on = "; ".join(step.prepared.runs_on for step in self.steps)
 
 
 Prepared = RemotePreparedModel | PlannedModel

@@ -1,0 +1,94 @@
+"""What an engine may say of itself, and options: checked against what the engine takes, with private copies of the files they name.
+
+A file is copied into memory that no other process can write to, and its digest is compared with the app's. The engine gets the path of
+that copy. So what an engine loads is what the cache key names. Two versions of a library at one path are two files here, although the
+C library would take a path that it has loaded before for the same library. A copy lives as long as this process, like a loaded library.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+from blake3 import blake3
+
+from aionn.errors import CallerError
+from aionn.hal.engine import Engine, Executable
+from aionn.hal.options import EngineOptions, OptionValue
+
+_SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+
+_WORDS: Mapping[type, str] = {str: "a text", int: "an integer", float: "a float", bool: "True or False", Path: "the path of a file"}
+
+
+class OptionalFacts:
+    """The facts that an engine may leave out (see `hal.Engine`).
+
+    Attributes:
+        providers, runs_on: as the engine says, or empty.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.providers: tuple[str, ...] = tuple(getattr(engine, "providers", ()))
+        self.runs_on: str = getattr(engine, "runs_on", "")
+        self._name = engine.name
+        self._kinds: Mapping[str, type | tuple[type, ...]] = getattr(engine, "options", {})
+        self._lock = threading.Lock()
+        self._copies: dict[bytes, str] = {}
+
+    def given(self, options: EngineOptions) -> Mapping[str, OptionValue]:
+        """Return options as the engine gets them. Blocks, and may be called in several threads.
+
+        Raises:
+            CallerError: the engine has no such option, or a value has another type; or a file was changed since the app asked.
+        """
+        for name, value in options.items():
+            self._check(name, value, name in options.files)
+        copies = {name: self._copy(name, str(options[name]), digest) for name, digest in options.files.items() if name in options}
+        return {**options, **copies}
+
+    def _check(self, name: str, value: OptionValue, is_file: bool) -> None:
+        kinds = self._kinds.get(name) or self._kinds.get("*")
+        if kinds is None:
+            known = ", ".join(repr(known) for known in self._kinds)
+            has = f"its options are {known}" if known else "it has none"
+            raise CallerError(f"device {self._name!r} has no option {name!r}; {has}")
+        kinds = kinds if isinstance(kinds, tuple) else (kinds,)
+        if (Path if is_file else type(value)) not in kinds:
+            wanted = " or ".join(_WORDS[kind] for kind in kinds)
+            found = "the path of a file" if is_file else f"{value!r} ({type(value).__name__})"
+            raise CallerError(f"option {name!r} of device {self._name!r} is {found}; it must be {wanted}")
+
+    def _copy(self, name: str, path: str, digest: bytes) -> str:
+        with self._lock:
+            copy = self._copies.get(digest)
+            if copy is None:
+                copy = self._copies[digest] = self._copied(name, path, digest)
+        return copy
+
+    def _copied(self, name: str, path: str, digest: bytes) -> str:
+        try:
+            content = Path(path).read_bytes()
+        except OSError as error:
+            raise CallerError(f"option {name!r}: the file {path!r} cannot be read ({error.strerror}); compile the model again") from error
+        if blake3(content).digest() != digest:
+            raise CallerError(f"option {name!r}: the file {path!r} has changed since the model was compiled; compile the model again")
+        fd = os.memfd_create("aionn-option", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            with open(fd, "wb", closefd=False) as copy:
+                copy.write(content)
+            os.fchmod(fd, 0o500)  # a library is mapped as code
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        except BaseException:
+            os.close(fd)
+            raise
+        return f"/proc/self/fd/{fd}"
+
+
+def runs_on(executable: Executable) -> str:
+    """Return what computes an executable, if its engine says so."""
+    found = getattr(executable, "runs_on", "")
+    return found if isinstance(found, str) else ""

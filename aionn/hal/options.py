@@ -1,0 +1,69 @@
+"""`EngineOptions`: what an app asks of one engine beyond what every engine knows, as plain values by name.
+
+Equality follows the types: 1, 1.0 and True are three options, although Python calls them equal. A value that names a file stands for
+the file's content: its digest is in the encoding, and its path is not.
+
+    encoded value   one byte for the kind, then the value
+        b  0x00 or 0x01     i  decimal digits     f  float64, little-endian     s  UTF-8     p  digest of a file
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+
+__all__ = ["NO_OPTIONS", "EngineOptions", "OptionValue"]
+
+OptionValue = str | int | float | bool
+
+
+class EngineOptions(Mapping[str, OptionValue]):
+    """Options of one engine by name. They do not change.
+
+    Attributes:
+        files: the digest of each file that a value names, by the option's name.
+        encoded: names and encoded values, sorted by name. Two options are equal if these are.
+    """
+
+    __slots__ = ("_values", "encoded", "files")
+
+    def __init__(self, values: Mapping[str, OptionValue], files: Mapping[str, bytes]) -> None:
+        self._values = MappingProxyType(dict(sorted(values.items())))
+        self.files = MappingProxyType(dict(files))
+        self.encoded = tuple((name, _encoded(value, files.get(name))) for name, value in self._values.items())
+
+    def __getitem__(self, name: str) -> OptionValue:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, EngineOptions) and self.encoded == other.encoded
+
+    def __hash__(self) -> int:
+        return hash(self.encoded)
+
+    def __repr__(self) -> str:
+        return f"EngineOptions({dict(self._values)!r})"
+
+
+def _encoded(value: OptionValue, digest: bytes | None) -> bytes:
+    if digest is not None:
+        return b"p" + digest
+    match value:
+        case bool():
+            return b"b" + bytes((value,))
+        case int():
+            return b"i%d" % value
+        case float():
+            return b"f" + struct.pack("<d", value)
+        case _:
+            return b"s" + value.encode("utf-8", "surrogatepass")
+
+
+NO_OPTIONS = EngineOptions({}, {})
