@@ -37,14 +37,14 @@ class ReferenceEngine:
             from onnx.defs import has
             from onnx.reference.ops import load_op
 
-            from aionn.engines.reference_quantized import QUANTIZED, QuantizedEvaluator
+            from aionn.engines.reference_quantized import OPERATORS, Evaluator
         except ImportError as error:
             why = f"device {self.name!r} needs the package onnx, which cannot be imported ({error}); pip install onnx"
             raise DeviceUnavailableError(self.name, why) from error
-        self._evaluator = QuantizedEvaluator
+        self._evaluator = Evaluator
         self._is_defined: Callable[[str, int, str], bool] = has
         self._load_op = load_op
-        self._quantized = {(operator.op_domain, operator.__name__) for operator in QUANTIZED}
+        self._own = {(operator.op_domain, operator.__name__) for operator in OPERATORS}
         self.version = f"onnx {onnx.__version__};numpy {np.__version__}"
 
     def supported_operations(self, model: Model) -> Sequence[bool]:
@@ -83,7 +83,7 @@ class ReferenceEngine:
     def _has_implementation(self, domain: str, operator: str, opset: int) -> bool:
         if not self._is_defined(operator, opset, domain):
             return False  # onnx also runs an operator in an operator set from before its time
-        if (domain, operator) in self._quantized:
+        if (domain, operator) in self._own:
             return True
         try:
             self._load_op(domain, operator, opset)

@@ -1,4 +1,4 @@
-"""Operators of quantised models as the standard defines them, where `onnx.reference` lacks a version or computes another value.
+"""Operators, mostly of quantised models, as the standard defines them, where `onnx.reference` lacks a version or computes another value.
 
     DequantizeLinear        onnx has none below operator set 19
     QuantizeLinear          onnx wraps around for values beyond 32 bits
@@ -6,6 +6,7 @@
     QLinearConv             onnx scales per channel in two spatial dimensions only, and rounds after the zero point
     QLinearMatMul           onnx takes scales and zero points of rows for those of columns, as for `MatMulInteger`; rounding as above
     MatMulInteger, ConvInteger
+    BatchNormalization      onnx normalises by the input instead of the given mean and variance below operator set 14
 
 A quotient is rounded half to even, then the zero point is added, then the sum is clipped. A scale or a zero point belongs to the whole
 tensor, to one index of an axis, or to a block. Importing this module imports `onnx`.
@@ -22,7 +23,7 @@ from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 from onnx.reference.ops import load_op
 
-__all__ = ["QUANTIZED", "QuantizedEvaluator"]
+__all__ = ["OPERATORS", "Evaluator"]
 
 Array = NDArray[Any]
 _SMALL_INTEGERS = frozenset(map(np.dtype, ("uint8", "int8", "uint16", "int16")))
@@ -31,6 +32,7 @@ _INTEGERS = _SMALL_INTEGERS | {np.dtype("int32")}
 _Quantize: Any = load_op("", "QuantizeLinear")
 _Dequantize: Any = load_op("", "DequantizeLinear")
 _Convolution: Any = load_op("", "ConvInteger")
+_Normalization: Any = load_op("", "BatchNormalization")
 
 
 class QuantizeLinear(_Quantize):  # type: ignore[misc]
@@ -66,7 +68,7 @@ class DequantizeLinear(_Dequantize):  # type: ignore[misc]
             return (y.astype(tensor_dtype_to_np_dtype(made) if made else scale.dtype),)
 
 
-class DynamicQuantizeLinear(OpRun):  # type: ignore[misc]
+class DynamicQuantizeLinear(OpRun):
     """Quantise to uint8 by the range of the values, which always includes 0."""
 
     op_domain = ""
@@ -78,7 +80,7 @@ class DynamicQuantizeLinear(OpRun):  # type: ignore[misc]
         return _quantised(x / scale, np.asarray(zero_point), np.uint8), np.asarray(scale), np.asarray(zero_point)
 
 
-class MatMulInteger(OpRun):  # type: ignore[misc]
+class MatMulInteger(OpRun):
     """The product of two integer matrices in 32 bits, without their zero points."""
 
     op_domain = ""
@@ -87,7 +89,7 @@ class MatMulInteger(OpRun):  # type: ignore[misc]
         return (_product(a, a_zero_point, b, b_zero_point),)
 
 
-class QLinearMatMul(OpRun):  # type: ignore[misc]
+class QLinearMatMul(OpRun):
     """The product of two quantised matrices, quantised again."""
 
     op_domain = ""
@@ -123,7 +125,16 @@ class QLinearConv(ConvInteger):
         return (_quantised(y.astype(np.float32) * factor.astype(np.float32), y_zero_point, y_zero_point.dtype),)
 
 
-QUANTIZED: tuple[type[OpRun], ...] = (
+class BatchNormalization(_Normalization):  # type: ignore[misc]
+    """The same by the given mean and variance in every operator set, where a node does not say that it is in training."""
+
+    op_domain = ""
+
+    def _run(self, *tensors: Array, epsilon: float, momentum: float, training_mode: int = 0, **_: Any) -> tuple[Array, ...]:
+        return super()._run(*tensors, epsilon=epsilon, momentum=momentum, training_mode=training_mode)  # type: ignore[no-any-return]
+
+
+OPERATORS: tuple[type[OpRun], ...] = (
     QuantizeLinear,
     DequantizeLinear,
     DynamicQuantizeLinear,
@@ -131,15 +142,16 @@ QUANTIZED: tuple[type[OpRun], ...] = (
     QLinearMatMul,
     ConvInteger,
     QLinearConv,
+    BatchNormalization,
 )
 """The operators, by the names of their classes and by `op_domain`."""
 
 
-class QuantizedEvaluator(ReferenceEvaluator):
+class Evaluator(ReferenceEvaluator):
     """onnx's evaluator with these operators, also in bodies and in the model's own functions."""
 
     def __init__(self, proto: Any, **given: Any) -> None:
-        super().__init__(proto, **{**given, "new_ops": list(QUANTIZED)})  # for a function onnx itself hands none on
+        super().__init__(proto, **{**given, "new_ops": list(OPERATORS)})  # onnx hands none on to functions
 
 
 def _along(value: Array, shape: tuple[int, ...], axis: int, block: int = 0) -> Array:
@@ -149,7 +161,9 @@ def _along(value: Array, shape: tuple[int, ...], axis: int, block: int = 0) -> A
     if block:
         return np.repeat(value, block, axis).take(range(shape[axis]), axis)
     if value.ndim != 1 or value.size != shape[axis]:
-        raise ValueError(f"scale or zero point of shape {value.shape} for axis {axis} of a tensor of shape {shape}; expected ({shape[axis]},)")
+        raise ValueError(
+            f"scale or zero point of shape {value.shape} for axis {axis} of a tensor of shape {shape}; expected ({shape[axis]},)"
+        )
     extents = [1] * len(shape)
     extents[axis] = value.size
     return value.reshape(extents)
@@ -171,7 +185,7 @@ def _product(a: Array, a_zero_point: Array | None, b: Array, b_zero_point: Array
 
 
 def _quantised(x: Array, zero_point: Array | None, kind: DTypeLike) -> Array:
-    limits = np.iinfo(kind)  # type: ignore[arg-type]
+    limits = np.iinfo(kind)
     rounded = np.rint(x.astype(np.float32))
     with np.errstate(invalid="ignore"):  # what is not a number may become any number
         made: Array = np.clip(rounded if zero_point is None else rounded + zero_point, limits.min, limits.max).astype(kind)
