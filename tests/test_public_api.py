@@ -104,6 +104,7 @@ HAL_FACE = {
     "RequestArgument",
     "Result",
     "Timing",
+    "model_bytes",
 }
 
 ERROR_TREE: dict[str, Any] = {

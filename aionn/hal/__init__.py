@@ -10,7 +10,7 @@ This package is the public face for driver authors.
 
 from aionn.hal.engine import Artifact, CancelFlag, CompileOptions, Engine, Executable, ExecutionReport, IBlobCache
 from aionn.hal.interfaces import CacheHandles, IBuffer, IBurstCallback, IBurstContext, IDevice, IPreparedModel, PrepareOptions
-from aionn.hal.model import Constant, Model, Operation
+from aionn.hal.model import Constant, Model, Operation, model_bytes
 from aionn.hal.types import (
     CACHE_TOKEN_BYTES,
     CONSTANT_COPY_BYTES,
@@ -84,4 +84,5 @@ __all__ = [
     "RequestArgument",
     "Result",
     "Timing",
+    "model_bytes",
 ]
