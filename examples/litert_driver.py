@@ -38,7 +38,7 @@ Array = NDArray[Any]
 
 
 class LiteRTEngine:
-    """`aionn.hal.Engine` over the package `ai-edge-litert`. It reads models of the format "tflite", whose tensors have the declared names."""
+    """`aionn.hal.Engine` over the package `ai-edge-litert`. It reads .tflite files, whose tensors have the declared names."""
 
     name = "litert"
     cache_files = CacheFiles(model=1)
@@ -80,7 +80,9 @@ class LiteRTEngine:
     def load(self, artifact: Artifact, options: CompileOptions) -> LiteRTExecutable:
         """Make an interpreter of stored bytes."""
         if (len(artifact.model), len(artifact.data)) != (1, 0):
-            raise CompilationError(f"an artifact of litert is one model file, got {len(artifact.model)} and {len(artifact.data)} data files")
+            raise CompilationError(
+                f"an artifact of litert is one model file, got {len(artifact.model)} and {len(artifact.data)} data files"
+            )
         return self._executable(bytes(artifact.model[0]), options)
 
     def _executable(self, content: bytes, options: CompileOptions) -> LiteRTExecutable:
@@ -92,9 +94,7 @@ class LiteRTEngine:
         resolver = kinds.BUILTIN_WITHOUT_DEFAULT_DELEGATES if self.plain else kinds.AUTO
 
         def interpreter() -> Any:
-            return self._litert.Interpreter(
-                model_content=content, num_threads=options.threads or 1, experimental_op_resolver_type=resolver
-            )
+            return self._litert.Interpreter(model_content=content, num_threads=options.threads or 1, experimental_op_resolver_type=resolver)
 
         try:
             return LiteRTExecutable(content, interpreter)
@@ -172,7 +172,7 @@ OUTPUTS = {"scores": Operand(OperandType.FLOAT32, (1, CLASSES))}
 def weights() -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Return the matrix and the bias of the classifier."""
     random = np.random.default_rng(7)
-    return random.normal(size=(CLASSES, FEATURES)).astype(np.float32) / 4, random.normal(size=CLASSES).astype(np.float32)
+    return np.float32(0.25) * random.normal(size=(CLASSES, FEATURES)).astype(np.float32), random.normal(size=CLASSES).astype(np.float32)
 
 
 def expected(features: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -198,9 +198,7 @@ def build_model() -> bytes:
         if constant is not None:
             model.buffers.append(_made(schema.BufferT, data=np.frombuffer(constant.tobytes(), np.uint8)))
         buffer = 0 if constant is None else len(model.buffers) - 1
-        graph.tensors.append(
-            _made(schema.TensorT, name=name.encode(), shape=list(shape), type=schema.TensorType.FLOAT32, buffer=buffer)
-        )
+        graph.tensors.append(_made(schema.TensorT, name=name.encode(), shape=list(shape), type=schema.TensorType.FLOAT32, buffer=buffer))
         return len(graph.tensors) - 1
 
     graph.tensors = []

@@ -75,6 +75,8 @@ class OpenVINOEngine:
 
     def supported_operations(self, model: Model) -> Sequence[bool]:
         """Return False for each operator that OpenVINO's ONNX reader names as one it cannot convert."""
+        if model.format != "onnx":
+            return (False,)
         try:
             self._core.read_model(self._whole(model))
         except CompilationError:

@@ -1,9 +1,9 @@
 """Models of other formats than ONNX: bytes that only a device for that format reads, with declared inputs and outputs. Without `onnx`.
 
-    operations  one, whose domain is the format; so a device says for the whole model whether it can run it
-    constants   one, which is all the model's bytes, in sealed memory
-    graph       empty
-    token       the digest of the format, the name and the operand of each input and output, and the bytes
+operations  one, whose domain is the format; so a device says for the whole model whether it can run it
+constants   one, which is all the model's bytes, in sealed memory
+graph       empty
+token       the digest of the format, the name and the operand of each input and output, and the bytes
 """
 
 from __future__ import annotations

@@ -20,7 +20,6 @@ from types import MappingProxyType
 from aionn.errors import CallerError, CompilationError
 from aionn.hal.types import CACHE_TOKEN_BYTES, DataLocation, IMemory, MemoryKind, Operand
 
-
 OPAQUE = "Opaque"
 """The type of the one operation of a model that is not ONNX. Its domain is the model's format."""
 
