@@ -11,7 +11,7 @@ The fake device hangs, crashes and is slow on demand, and needs no inference eng
 
     checking        `check_engine`
     engine_cases    the cases; engine_check has what they share, and checked_models the models
-    damaged         loads damaged artifacts in a process of its own
+    damaged         loads damaged artifacts in a driver process
 
 A test waits for events of the engine, never for time.
 """

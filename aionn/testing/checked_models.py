@@ -24,7 +24,7 @@ class CheckedModel:
     Attributes:
         name: for the texts of failures.
         model: from `aionn.Model.from_onnx` or `aionn.Model.from_bytes`.
-        runs: sets of inputs, two at least, so that one run can be told from the next. Sets may differ in shape where the model is open.
+        runs: sets of inputs, two at least, so that runs differ. Sets may differ in shape where the model is open.
         expected: the right outputs of each set. None for an ONNX model: the reference device computes them.
         tolerance: how far values may lie from the right ones, as a share of the largest right value.
     """

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import sys
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +18,7 @@ from aionn.testing.checked_models import CheckedModel, standard_models
 __all__ = ["EngineCheck", "Inapplicable", "expect"]
 
 Arrays = Mapping[str, NDArray[Any]]
+T = TypeVar("T")
 
 
 class Inapplicable(Exception):
@@ -46,14 +49,16 @@ class EngineCheck:
         """Make an engine, or return the one that was given."""
         if isinstance(self._engine, str):
             return find_engine(self._engine)
-        if isinstance(self._engine, type) or not hasattr(self._engine, "compile"):
-            return self._engine()  # type: ignore[operator]  # a class or a function
-        return self._engine
+        made: Any = self._engine
+        engine: Engine = made() if isinstance(made, type) or not hasattr(made, "compile") else made
+        return engine
 
     def supported(self, engine: Engine) -> list[CheckedModel]:
         """Return the models that the engine says it can run: one at least."""
         found = [checked for checked in self.models if all(engine.supported_operations(checked.model))]
-        expect(found, "supported_operations refuses each model of the check; give models that the engine can run: check_engine(..., models=)")
+        expect(
+            found, "supported_operations refuses each model of the check; give models that the engine can run: check_engine(..., models=)"
+        )
         return found
 
     def compiled(self) -> list[tuple[CheckedModel, Executable]]:
@@ -128,6 +133,22 @@ def resident_bytes() -> int:
     """Return how much memory this process holds."""
     with open("/proc/self/statm", encoding="ascii") as statm:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def in_a_loop(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run a coroutine in another thread, with an event loop. Driver processes find modules where this process does."""
+    import aionn
+
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    try:
+        with ThreadPoolExecutor(1) as pool:  # this thread may have a loop
+            return pool.submit(aionn.run, work).result()
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
 
 
 def _importable(engine: object) -> str:

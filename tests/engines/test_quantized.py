@@ -187,9 +187,9 @@ def test_a_zero_point_of_rows_belongs_to_the_rows(of_rows: Array) -> None:
     wanted = (a.astype(np.int32) - of_rows.reshape(3, 1)) @ b.astype(np.int32)
     case = Case("rows", "MatMulInteger", {"a": a, "b": b, "az": of_rows})
     np.testing.assert_array_equal(by_the_reference(model_of(case, 13), case.arrays())["y0"], wanted)
-    one, nothing = np.float32(1).reshape(()), np.uint8(0).reshape(())
+    one, nothing = np.array(1, np.float32), np.array(0, np.uint8)
     factors = np.array([1, 2, 4], np.float32).reshape(of_rows.shape)
-    given = {"a": a, "as": factors, "az": of_rows, "b": b, "bs": one, "bz": nothing, "ys": one, "yz": nothing}
+    given: dict[str, Array] = {"a": a, "as": factors, "az": of_rows, "b": b, "bs": one, "bz": nothing, "ys": one, "yz": nothing}
     made = by_the_reference(model_of(Case("rows", "QLinearMatMul", given), 13), given)["y0"]
     np.testing.assert_array_equal(made, np.clip(wanted * factors.reshape(3, 1), 0, 255))
 
