@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 
+from aionn.driver.bugs import report_bug
 from aionn.engines.installed import installed_engines
 from aionn.errors import DeviceUnavailableError
 from aionn.hal.engine import Engine
@@ -39,7 +40,10 @@ def find_engine(name: str, home: str = "") -> Engine:
     except DeviceUnavailableError:
         raise
     except Exception as error:
-        raise DeviceUnavailableError(name, f"device {name!r} cannot start: {type(error).__name__}: {error}") from error
+        failed = DeviceUnavailableError(name, f"device {name!r} cannot start: {type(error).__name__}: {error}")
+        if place := report_bug(error, name, "start"):
+            failed.add_note(place)
+        raise failed from error
     _check(name, engine)
     return engine
 

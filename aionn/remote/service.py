@@ -42,6 +42,7 @@ from aionn.remote.control import (
     FreeMemory,
     GetMemories,
     GetSupportedOperations,
+    LogLine,
     Memories,
     ModelMessage,
     MQMessage,
@@ -97,6 +98,10 @@ class DeviceService:
         device = self._device
         ready = Ready(PROTOCOL, device.name, device.version, device.type, cache_files, device.priority_matters)
         self._connection.greet(ready, self._page_fds)
+
+    def log(self, level: int, name: str, text: str) -> None:
+        """Send a line of this process's log to the client."""
+        self._connection.post(LogLine(level, name, text))
 
     def _end(self, error: Exception | None) -> None:
         if error is not None:
