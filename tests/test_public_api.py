@@ -108,6 +108,7 @@ HAL_FACE = {
     "RequestArgument",
     "Result",
     "Timing",
+    "model_bytes",
 }
 
 ERROR_TREE: dict[str, Any] = {

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from aionn.caching.outcomes import MissReason, Refusal
+from aionn.driver.bugs import report_bug
 from aionn.errors import AionnError, CallerError, CompilationError
 from aionn.hal.engine import Artifact, CompileOptions, Engine, Executable
 from aionn.hal.interfaces import CacheHandles
@@ -142,6 +143,7 @@ class Artifacts:
         try:
             artifact = self._engine.export(executable)
         except Exception as error:  # an engine that cannot export has compiled all the same
+            report_bug(error, self._engine.name, "export")
             return str(Refusal(MissReason.IO_ERROR, f"the engine's export failed ({type(error).__name__}: {error})"))
         if artifact is None:
             return "declined"
@@ -174,6 +176,7 @@ class Artifacts:
             artifact, description = _without_description(verified.artifact)
             executable = self._engine.load(artifact, options)
         except Exception as error:  # the bytes are verified, so the fault lies in the engine
+            report_bug(error, self._engine.name, "load")
             why = error.reason if isinstance(error, CompilationError) else f"{type(error).__name__}: {error}"
             raise _refused(Refusal(MissReason.REFUSED_BY_DEVICE, why)) from error
         return Loaded(executable, description, verified.digests)

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aionn.burst import result_of
+from aionn.driver.bugs import noted, report_bug
 from aionn.driver.lanes import Lane, Lanes
 from aionn.errors import AionnError, CallerError
 from aionn.hal.engine import Executable, ExecutionReport
@@ -105,7 +106,8 @@ class BoundExecution:
         except MemoryError as error:
             return Result(ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT, message=f"the engine ran out of memory: {error}")
         except (Exception, SystemExit) as error:  # every error of an engine fails this execution and nothing else
-            return Result(ErrorStatus.GENERAL_FAILURE, message=_sentence_of(error))
+            place = report_bug(error, self._model.device, "run")
+            return Result(ErrorStatus.GENERAL_FAILURE, message=noted(_sentence_of(error), place))
         if insufficient:
             return Result(ErrorStatus.OUTPUT_INSUFFICIENT_SIZE, shapes, message=insufficient)
         if not measure_timing:
@@ -278,6 +280,7 @@ class BoundModel:
         id: a number that no other prepared model of this process ever has.
         constants: where those constants lie that other processes may have mapped. No output may be written there.
         disproved: outputs that had another shape than the model declares. Names are only added.
+        device: the device's name, for the log.
     """
 
     id: int
@@ -287,6 +290,7 @@ class BoundModel:
     buffers: DeviceBuffers
     constants: Sequence[Extent] = ()
     disproved: set[str] = field(default_factory=set)
+    device: str = ""
 
 
 def _sentence_of(error: BaseException) -> str:

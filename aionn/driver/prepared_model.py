@@ -93,6 +93,7 @@ class EnginePreparedModel:
             device.buffers,
             constants,
             disproved=set(options.open_outputs),
+            device=device.name,
         )
         self._bursts: set[ExecutionBurstServer] = set()
 

@@ -12,6 +12,7 @@ import asyncio
 import ctypes
 import faulthandler
 import gc
+import logging
 import os
 import resource
 import signal
@@ -22,6 +23,7 @@ import anyio
 import anyio.to_thread
 
 from aionn.driver.device import EngineDevice
+from aionn.driver.log_lines import LogLines
 from aionn.driver.registry import find_engine
 from aionn.driver.schedule import is_schedule, schedule_of
 from aionn.errors import AionnError, DeviceUnavailableError
@@ -107,6 +109,7 @@ async def serve(name: str, home: str, sock: socket.socket, state_directory: str 
     async with anyio.create_task_group() as tasks:
         service = DeviceService(EngineDevice(engine, tasks, state_directory, page), sock, tasks, page.fd)
         await service.start()
+        logging.getLogger("aionn").addHandler(LogLines(service.log))
         await service.ended.wait()
         with anyio.move_on_after(CLEAN_UP_S, shield=True):
             await service.aclose()

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from aionn.driver.bugs import report_bug
 from aionn.engines.installed import BUILT_IN, installed_engines
 from aionn.errors import CallerError, DeviceUnavailableError
 from aionn.hal.engine import Engine
@@ -45,7 +46,10 @@ def find_engine(name: str, home: str = "") -> Engine:
     except CallerError as error:
         raise DeviceUnavailableError(name, f"device {name!r} cannot be used: {error}") from error
     except Exception as error:
-        raise DeviceUnavailableError(name, f"device {name!r} cannot start: {type(error).__name__}: {error}") from error
+        failed = DeviceUnavailableError(name, f"device {name!r} cannot start: {type(error).__name__}: {error}")
+        if place := report_bug(error, name, "start"):
+            failed.add_note(place)
+        raise failed from error
     _check(name, engine)
     return engine
 

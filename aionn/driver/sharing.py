@@ -60,6 +60,8 @@ def _base_of(model: Model) -> bytes:
         return b""
     if model.token:
         return model.token
+    if not model.graph:
+        return b""  # the bytes of a model of another format do not say which border was declared for them
     sealed = [constant for constant in model.constants if not may_change(model.pools[constant.location.pool_index])]
     if sum(constant.location.length for constant in sealed) > _SEALED_BYTES:
         return b""

@@ -7,6 +7,7 @@ domains and a process. Making an engine imports its library; importing the engin
 `onnx`, which a driver that is just starting does not need.
 
     reference             NumPy through onnx.reference: right before fast; small models; caches nothing
+    reference_quantized   operators of quantised models that onnx.reference lacks or computes in another way
     onnxruntime           runs every model found; large tables used in place, other constants copied by the library;
                           compiles in milliseconds, loads in fewer
     onnxruntime_executable  a session of it as an executable, with the bindings of its arrays

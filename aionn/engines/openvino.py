@@ -97,6 +97,8 @@ class OpenVINOEngine:
     def supported_operations(self, model: Model, options: Mapping[str, OptionValue] = NO_OPTIONS) -> Sequence[bool]:
         """Return False for each operator that OpenVINO's ONNX reader names as one it cannot convert."""
         self._chosen.check(options)
+        if model.format != "onnx":
+            return (False,)
         try:
             self._core.read_model(self._whole(model))
         except CompilationError:

@@ -14,6 +14,7 @@ twice for a moment (source and pool), not four times (source, message, Python by
     checking   says what is wrong with a graph, node by node
     support    asks an engine operator by operator
     shapes     resolves open dimensions
+    opaque     makes models of other formats, which have no graph
     steps      the parts of a model that several devices run one after the other: tokens, lifetimes and places of what lies between
     cutting    cuts a model into steps
     flow       what each operation reads and makes

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from aionn.errors import CompilationError
 from aionn.hal.model import Constant, Model
 from aionn.hal.types import MemoryKind
 
@@ -18,8 +19,10 @@ def constant_arrays(model: Model) -> dict[str, NDArray[Any]]:
     Constants in files are copied (`own_constants`). Others are not, and their arrays keep the pools' mappings alive, not the pools.
 
     Raises:
-        CompilationError: a file with constants is shorter than it was, or cannot be read.
+        CompilationError: a file with constants is shorter than it was, or cannot be read; or the model is not ONNX.
     """
+    if model.format != "onnx":
+        raise CompilationError(f"the model has the format {model.format!r}, but this device reads ONNX; compile it on another device")
     if any(pool.description.kind is MemoryKind.MMAP_FD for pool in model.pools):
         from aionn.graph.unchanged import own_constants  # reads files, which most models do not need
 

@@ -16,7 +16,12 @@ Known = Callable[[str, str, int], bool]
 
 
 def supported_operations(model: Model, known: Known) -> tuple[bool, ...]:
-    """Per entry of `model.operations`, whether it and all it contains (bodies, the model's own functions) is known."""
+    """Per entry of `model.operations`, whether it and all it contains (bodies, the model's own functions) is known.
+
+    Nothing is known of a model of another format than ONNX.
+    """
+    if model.format != "onnx":
+        return (False,)
     whole: ModelProto = onnx.ModelProto.FromString(model.graph)
     functions = {(_domain(function.domain), function.name): function for function in whole.functions}
     asked = functools.cache(known)

@@ -11,7 +11,7 @@ This package is the public face for driver authors.
 
 from aionn.hal.engine import Artifact, CancelFlag, CompileOptions, Engine, Executable, ExecutionReport, IBlobCache
 from aionn.hal.interfaces import CacheHandles, IBuffer, IBurstCallback, IBurstContext, IDevice, IPreparedModel, PrepareOptions
-from aionn.hal.model import Constant, Model, Operation
+from aionn.hal.model import Constant, Model, Operation, model_bytes
 from aionn.hal.options import EngineOptions, OptionValue
 from aionn.hal.types import (
     CACHE_TOKEN_BYTES,
@@ -92,4 +92,5 @@ __all__ = [
     "RequestArgument",
     "Result",
     "Timing",
+    "model_bytes",
 ]

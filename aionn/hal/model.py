@@ -7,6 +7,8 @@ Smaller constants are inside the graph (CONSTANT_COPY).
 Invariants, checked here because a model also arrives over a socket
     Each constant's location lies within its pool, and its length is exactly the operand's size. A pool with constants is never an image.
     `inputs` and `outputs` keep the graph's order. Initializers are left out of `inputs`.
+
+A model of another format than ONNX has no graph. All its bytes are one constant, and it has one operation of the type `OPAQUE`.
 """
 
 from __future__ import annotations
@@ -15,8 +17,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from aionn.errors import CallerError
+from aionn.errors import CallerError, CompilationError
 from aionn.hal.types import CACHE_TOKEN_BYTES, DataLocation, IMemory, MemoryKind, Operand
+
+OPAQUE = "Opaque"
+"""The type of the one operation of a model that is not ONNX. Its domain is the model's format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +75,12 @@ class Model:
         return token
 
     @property
+    def format(self) -> str:
+        """The format of the model: "onnx", or that of a model of opaque bytes, such as "tflite"."""
+        operations: tuple[Operation, ...] = self.__dict__.get("operations", ())  # a loaded model that is not read yet has none
+        return operations[0].domain if len(operations) == 1 and operations[0].op_type == OPAQUE and not self.graph else "onnx"
+
+    @property
     def label(self) -> str:
         """Return a short name for log lines and pages: the first 16 digits of the token, or the file's name."""
         return self.known_token.hex()[:16] or getattr(self, "name", "")
@@ -100,6 +111,19 @@ class Model:
                 raise CallerError(
                     f"constant {constant.name!r} has {place.length} bytes, but its shape and type need {constant.operand.size_bytes}"
                 )
+
+
+def model_bytes(model: Model, format: str) -> memoryview:  # noqa: A002 - the name of the property
+    """Return the bytes of a model of another format than ONNX, in place and read-only. The view keeps them alive.
+
+    Raises:
+        CompilationError: the model has another format.
+    """
+    if model.format != format or format == "onnx":
+        raise CompilationError(f"the model has the format {model.format!r}, but this device reads {format!r}; compile it on another device")
+    (whole,) = model.constants
+    place = whole.location
+    return model.pools[place.pool_index].view()[place.offset : place.offset + place.length].toreadonly()
 
 
 def may_change(pool: IMemory) -> bool:

@@ -198,6 +198,14 @@ class GetMemories(_Message, frozen=True):
     slots: tuple[int, ...]
 
 
+class LogLine(_Message, frozen=True):
+    """A line of the driver's log. Level and logger are as in `logging`."""
+
+    level: int
+    logger: str
+    text: str
+
+
 # --- answers and events --------------------------------------------------------------------------------------------------
 
 
@@ -257,6 +265,7 @@ class Failure(_Message, frozen=True):
     device: str = ""
     needed_bytes: int = 0
     available_bytes: int | None = None
+    notes: tuple[str, ...] = ()
 
 
 class Ready(_Message, frozen=True):
@@ -293,6 +302,7 @@ CallBody = (
     | CopyTo
     | FreeBuffer
     | GetMemories
+    | LogLine
 )
 ReplyBody = Flags | Prepared | Executed | Configured | Allocated | Memories | Done | Failure
 

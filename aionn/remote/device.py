@@ -6,6 +6,7 @@ caller gets that error.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
@@ -44,6 +45,7 @@ from aionn.remote.control import (
     FreeMemory,
     GetMemories,
     GetSupportedOperations,
+    LogLine,
     Memories,
     PoolMessage,
     Prepared,
@@ -187,6 +189,12 @@ class RemoteDevice:
     def forget_burst(self, number: int) -> None:
         """Answer no more questions about a burst."""
         self._bursts.pop(number, None)
+
+    def log(self, call_id: int, line: LogLine) -> None:
+        """Put a line of the driver's log into the app's."""
+        name = line.logger if line.logger.startswith("aionn.") else "aionn.driver"
+        logging.getLogger(name).log(line.level, "device %r: %s", self.name, line.text)
+        self.connection.reply(call_id, Done())
 
     async def answer(self, call_id: int, body: CallBody, descriptors: Descriptors) -> None:
         """Answer a call of the driver. The owner of the connection runs this for each call."""

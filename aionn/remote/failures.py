@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from aionn.errors import (
     AionnError,
     CallerError,
@@ -23,8 +25,17 @@ MAX_MESSAGE_CHARACTERS = 4096
 """So much of an error's text is sent. The error of an engine may carry a whole graph."""
 
 
+MAX_NOTES = 8
+
+
 def failure_of(error: BaseException) -> Failure:
-    """Return the message for an exception. Every exception has one, whatever its text holds."""
+    """Return the message for an exception, with its notes. Every exception has one, whatever its text holds."""
+    failure = _failure_of(error)
+    notes = tuple(_sendable(str(note)) for note in getattr(error, "__notes__", ())[:MAX_NOTES])
+    return msgspec.structs.replace(failure, notes=notes) if notes else failure
+
+
+def _failure_of(error: BaseException) -> Failure:
     kind = type(error).__name__
     message = _sendable(str(error)) or kind
     match error:
@@ -58,6 +69,13 @@ def _sendable(text: str) -> str:
 
 def error_of(failure: Failure) -> AionnError:
     """Return the exception that a failure stands for. An unknown kind gives an `ExecutionError` with the failure's message."""
+    error = _error_of(failure)
+    for note in failure.notes:
+        error.add_note(note)
+    return error
+
+
+def _error_of(failure: Failure) -> AionnError:
     match failure.kind:
         case "CompilationError":
             return CompilationError(failure.message, node=failure.node, reason=failure.reason)

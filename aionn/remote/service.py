@@ -43,6 +43,7 @@ from aionn.remote.control import (
     FreeMemory,
     GetMemories,
     GetSupportedOperations,
+    LogLine,
     Memories,
     ModelMessage,
     MQMessage,
@@ -101,6 +102,10 @@ class DeviceService:
         performance = getattr(device, "performance", Performance())  # an optional fact of a device
         ready = Ready(PROTOCOL, *facts, performance, getattr(optional, "providers", ()), getattr(optional, "runs_on", ""))
         self._connection.greet(ready, self._page_fds)
+
+    def log(self, level: int, name: str, text: str) -> None:
+        """Send a line of this process's log to the client."""
+        self._connection.post(LogLine(level, name, text))
 
     def _end(self, error: Exception | None) -> None:
         if error is not None:

@@ -1,5 +1,7 @@
 """`aionn.Model`: an ONNX file, opened and read when that is needed (`load`), or read whole at once (`from_onnx`).
 
+`from_bytes` makes a model of another format, which only a device for that format reads.
+
 A loaded model keeps the file open and leaves its weights there. It reads two things, each once and in a thread.
 
     digest   every byte, for the token: before the first lookup in a cache, or before an entry is stored
@@ -13,6 +15,7 @@ mapping of them. Pool and descriptors go with the last reference to the model.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -27,6 +30,7 @@ from aionn.errors import CallerError, ExecutionError
 from aionn.file_ranges import until
 from aionn.graph.digest import Digested, check_files, digest_file
 from aionn.graph.files import Beside, Home, OpenFile, changed, open_model
+from aionn.graph.opaque import opaque_model
 from aionn.hal import model as hal_model
 from aionn.hal.types import IMemory, Operand
 from aionn.memory.file_memory import FileMemory
@@ -128,6 +132,38 @@ class Model(hal_model.Model):
         )
         if isinstance(source, str | os.PathLike):
             _set(model, name=Path(source).name)
+        return model
+
+    @classmethod
+    def from_bytes(
+        cls,
+        data: bytes | bytearray | memoryview,
+        *,
+        inputs: Mapping[str, Operand],
+        outputs: Mapping[str, Operand],
+        format: str,  # noqa: A002 - the name of the attribute
+        name: str = "",
+    ) -> Model:
+        """Make a model of another format than ONNX, for devices that read this format. It blocks while the bytes are copied and digested.
+
+        The bytes are copied once into shared memory that no process can write to. Devices for ONNX refuse the model.
+
+        Args:
+            data: the contents of the model's file.
+            inputs: `aionn.hal.Operand` by name, in the model's order. A dimension of 0 is open.
+            outputs: the same for the outputs.
+            format: the name of the format, as the device's engine expects it, such as "tflite".
+            name: for log lines and errors, such as the file's name.
+
+        Raises:
+            CallerError: a value has the wrong type, or is empty.
+            MemoryAllocationError: the bytes do not fit into shared memory.
+        """
+        frozen = _Frozen()
+        made = opaque_model(data, inputs, outputs, (format, name), frozen.allocate)
+        frozen.freeze()
+        model = cls(**{field.name: getattr(made, field.name) for field in dataclasses.fields(made)})
+        _set(model, name=name)
         return model
 
     async def digest(self) -> bytes:

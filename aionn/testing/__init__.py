@@ -1,14 +1,33 @@
-"""A fake device for the tests of an app. It hangs, crashes and is slow on demand, and needs no inference engine.
+"""For tests: a fake device for those of an app, and `check_engine` for those of a driver author.
+
+The fake device hangs, crashes and is slow on demand, and needs no inference engine.
 
     fake_engine  an engine like any other, which runs in a real driver process
     fake_device  steers the engine from the test through a small file, and hears from it through a FIFO
     models       makes tiny ONNX models
     plugin       the pytest plugin with the fixture `fake_device`
 
+`check_engine` makes pytest cases of the driver contract.
+
+    checking        `check_engine`
+    engine_cases    the cases; engine_check has what they share, and checked_models the models
+    damaged         loads damaged artifacts in a driver process
+
 A test waits for events of the engine, never for time.
 """
 
+import typing as _typing
+
+from aionn.lazy import imported_when_asked as _imported_when_asked
 from aionn.testing.fake_device import FakeDevice
 from aionn.testing.models import identity_model
 
-__all__ = ["FakeDevice", "identity_model"]
+if _typing.TYPE_CHECKING:
+    from aionn.testing.checked_models import CheckedModel
+    from aionn.testing.checking import check_engine
+
+__all__ = ["CheckedModel", "FakeDevice", "check_engine", "identity_model"]
+
+if not _typing.TYPE_CHECKING:
+    _HOMES = {"CheckedModel": "aionn.testing.checked_models", "check_engine": "aionn.testing.checking"}
+    __getattr__ = _imported_when_asked(__name__, _HOMES)

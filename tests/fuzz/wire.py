@@ -144,6 +144,7 @@ def messages() -> list[tuple[Message, int]]:
         (control.Allocate(BufferDesc((1, 2)), (1,), (BufferRole(0, 0, 0.5),), ()), 0),
         (control.CopyFrom(1, memory, (1, 2)), 1),
         (control.GetMemories(1, (0, 1, 2)), 0),
+        (control.LogLine(40, "aionn.driver", "text"), 0),
     ]
     replies: list[control.ReplyBody] = [
         control.Flags((True, False)),

@@ -192,7 +192,14 @@ def _check_shape(name: str, operand: Operand, shape: tuple[int, ...]) -> None:
 def failure_of(result: Result, model: Model, device: str) -> AionnError:
     """Return what a result that is not NONE means to the caller."""
     status = result.status
-    why = result.message or "the driver gave no reason"
+    why, _, place = result.message.partition("\nat ")  # the last line says where the engine has a bug
+    error = _failure(status, why or "the driver gave no reason", result, model, device)
+    if place:
+        error.add_note(f"at {place}")
+    return error
+
+
+def _failure(status: ErrorStatus, why: str, result: Result, model: Model, device: str) -> AionnError:
     match status:
         case ErrorStatus.INVALID_ARGUMENT:
             return CallerError(f"device {device!r} refused the request: {why}")

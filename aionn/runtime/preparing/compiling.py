@@ -16,7 +16,7 @@ from aionn.caching import CacheOutcome, MissReason, Refusal
 from aionn.caching.store import CacheStore, Declined, Miss, Publisher
 from aionn.errors import CallerError, CompilationError
 from aionn.hal.interfaces import PrepareOptions
-from aionn.hal.model import Model, Operation
+from aionn.hal.model import OPAQUE, Model, Operation
 from aionn.remote.device import RemoteDevice, RemotePreparedModel
 from aionn.runtime.model import check_compiled
 from aionn.runtime.preparing.cached import bound, refusal_from
@@ -60,6 +60,8 @@ async def raise_if_unsupported(tasks: Tasks, remote: RemoteDevice, model: Model,
 
 
 def _described(operation: Operation) -> str:
+    if operation.op_type == OPAQUE:
+        return f"a model of the format {operation.domain!r}"
     return f"operator {operation.domain or 'ai.onnx'}.{operation.op_type} (node {operation.name!r})"
 
 

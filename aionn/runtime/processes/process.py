@@ -26,7 +26,7 @@ from aionn.hal.types import DeviceType
 from aionn.pages import Activity, LayoutError, PageReader
 from aionn.remote.channel import Descriptors
 from aionn.remote.connection import Connection
-from aionn.remote.control import PROTOCOL, STACKS_SIGNAL, CallBody, ControlError, Ready, Refused
+from aionn.remote.control import PROTOCOL, STACKS_SIGNAL, CallBody, ControlError, LogLine, Ready, Refused
 from aionn.remote.device import RemoteDevice
 from aionn.remote.failures import error_of
 from aionn.runtime.processes.child import Child
@@ -176,6 +176,10 @@ class DriverProcess:
     def _call(self, call_id: int, body: CallBody, descriptors: Descriptors) -> None:
         if self._remote is None:
             raise CallerError("a driver may call only after it has greeted")
+        if isinstance(body, LogLine):
+            descriptors.close()
+            self._remote.log(call_id, body)  # at once, so that it is there when the caller gets the error
+            return
         self._calls.put_nowait((call_id, body, descriptors))
 
     async def _answer_calls(self) -> None:

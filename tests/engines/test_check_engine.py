@@ -1,0 +1,75 @@
+"""`aionn.testing.check_engine` on our engines, on the example's, and on engines with one fault each, which one named case finds."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import aionn.testing
+from aionn.testing import CheckedModel
+from aionn.testing.engine_cases import CASES
+from aionn.testing.engine_check import EngineCheck, Inapplicable
+from tests.conformance.storing_reference import NAME as STORING
+from tests.engines import faulty_engines
+from tests.engines.faulty_engines import FAULTS, Right
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+test_onnxruntime = aionn.testing.check_engine("onnxruntime")
+test_openvino = aionn.testing.check_engine("openvino")
+test_the_reference = aionn.testing.check_engine("reference")
+test_the_reference_that_stores = aionn.testing.check_engine(STORING)
+test_an_engine_without_a_fault = aionn.testing.check_engine(Right)
+
+
+def classifier() -> Sequence[CheckedModel]:
+    if importlib.util.find_spec("ai_edge_litert") is None:
+        pytest.skip("this case needs the package ai-edge-litert; run pip install -e '.[litert]'")
+    import litert_driver
+
+    random = np.random.default_rng(2)
+    asked = [random.normal(size=(1, litert_driver.FEATURES)).astype(np.float32) for _ in range(2)]
+    right = [{"scores": litert_driver.expected(features)} for features in asked]
+    return [CheckedModel("the classifier", litert_driver.load_model(), [{"features": features} for features in asked], right)]
+
+
+@pytest.fixture(autouse=True)
+def examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+
+test_litert = aionn.testing.check_engine("litert_driver:LiteRTEngine", models=classifier)
+test_litert_without_its_delegate = aionn.testing.check_engine("litert_driver:LiteRTPlainEngine", models=classifier)
+
+
+@pytest.mark.parametrize("engine", FAULTS, ids=lambda engine: engine.__name__)
+def test_a_fault_is_found_by_a_named_case(engine: type[Right]) -> None:
+    (case,) = [case for case in CASES if case.__name__ == FAULTS[engine]]
+    with pytest.raises((AssertionError, RuntimeError, aionn.AionnError)) as found:
+        case(EngineCheck(engine))
+    assert not isinstance(found.value, Inapplicable)
+    assert str(found.value)
+
+
+def test_every_case_finds_a_fault() -> None:
+    assert set(FAULTS.values()) == {case.__name__ for case in CASES}
+    assert all(engine.__module__ == faulty_engines.__name__ for engine in FAULTS)
+
+
+def test_every_case_says_in_a_sentence_what_must_hold() -> None:
+    assert all((case.__doc__ or "").endswith(".") for case in CASES)
+
+
+def test_two_lines_of_an_author_give_named_cases(tmp_path: Path) -> None:
+    lines = 'import aionn.testing\ntest_my_engine = aionn.testing.check_engine("reference")\n'
+    (tmp_path / "test_mine.py").write_text(lines, encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", str(tmp_path)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    found = [line.partition("::")[2] for line in ran.stdout.splitlines() if "::" in line]
+    assert found == [f"test_my_engine[{case.__name__}]" for case in CASES]

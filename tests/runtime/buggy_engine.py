@@ -1,0 +1,52 @@
+"""An engine with a bug in the act that AIONN_BUG names, such as "run KeyError". Its driver is a process like any other."""
+
+from __future__ import annotations
+
+import builtins
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from numpy.typing import NDArray
+
+from aionn.hal import Artifact, CompileOptions, ExecutionReport, Model
+from aionn.testing.fake_engine import FakeEngine, FakeExecutable
+
+NAME = "tests.runtime.buggy_engine:BuggyEngine"
+
+
+def act(name: str) -> None:
+    wanted, _, kind = os.environ.get("AIONN_BUG", "").partition(" ")
+    if wanted == name:
+        error: type[Exception] = getattr(builtins, kind)
+        raise error("the bug")
+
+
+class BuggyExecutable(FakeExecutable):
+    def run(self, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]], timing: bool) -> ExecutionReport:
+        act("run")
+        return super().run(inputs, outputs, timing)
+
+
+class BuggyEngine(FakeEngine):
+    def __init__(self) -> None:
+        super().__init__()
+        act("start")
+
+    def supported_operations(self, model: Model) -> Sequence[bool]:
+        act("supported")
+        return super().supported_operations(model)
+
+    def compile(self, model: Model, options: CompileOptions) -> FakeExecutable:
+        act("compile")
+        made = super().compile(model, options)
+        return BuggyExecutable(self, made.operands, made.weights)
+
+    def export(self, executable: Any) -> Artifact | None:
+        act("export")
+        return super().export(executable)
+
+    def load(self, artifact: Artifact, options: CompileOptions) -> FakeExecutable:
+        act("load")
+        made = super().load(artifact, options)
+        return BuggyExecutable(self, made.operands, made.weights)
