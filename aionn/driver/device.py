@@ -39,6 +39,7 @@ from aionn.hal.types import (
     CacheFiles,
     DeviceType,
 )
+from aionn.hal.values import from_messages
 from aionn.memory import DeviceBuffers, reserve
 from aionn.memory.region import give_back
 from aionn.pages import DriverPage, Slot, private_slot
@@ -212,7 +213,7 @@ class EngineDevice:
         if shared.executable is not loaded.executable:
             self._threads.behind(trim_arenas)
         stored = loaded.description
-        return EnginePreparedModel(self, executables, dict(stored.inputs), dict(stored.outputs), options, shared=shared)
+        return EnginePreparedModel(self, executables, from_messages(stored.inputs), from_messages(stored.outputs), options, shared=shared)
 
     async def allocate(
         self,

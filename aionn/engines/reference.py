@@ -111,3 +111,17 @@ class ReferenceExecutable:
             made[name] = array.copy() if any(np.may_share_memory(array, given) for given in inputs.values()) else array
         deliver(made, outputs)
         return ExecutionReport(made, took_ns if timing else None)
+
+    def run_values(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Run with values that are not all tensors of numbers. Where onnx makes no array of a tensor, this makes one."""
+        results = self._evaluator.run(list(self._dtypes), dict(inputs))
+        return {name: _as_declared(result, dtype) for (name, dtype), result in zip(self._dtypes.items(), results, strict=True)}
+
+
+def _as_declared(value: Any, dtype: np.dtype[Any]) -> Any:
+    """Return tensors with the declared element type, wherever they are in a value. onnx returns texts as NumPy's own strings."""
+    if isinstance(value, list | tuple):
+        return [_as_declared(item, dtype) for item in value]
+    if isinstance(value, dict):
+        return {key: _as_declared(item, dtype) for key, item in value.items()}
+    return np.asarray(value, dtype) if isinstance(value, np.ndarray | np.generic) else value
