@@ -21,7 +21,9 @@ __all__ = ["Border", "TypeMessage", "ValueKind", "ValueType", "as_messages", "fr
 MAX_DEPTH = 8
 """A type has at most so many sequences, maps and optionals inside each other."""
 
-_KEYS = frozenset({OperandType.STRING, *(member for member in OperandType if member.value.strip("u").startswith("int") and member.in_numpy)})
+_KEYS = frozenset(
+    {OperandType.STRING, *(member for member in OperandType if member.value.strip("u").startswith("int") and member.in_numpy)}
+)
 
 
 class ValueKind(enum.Enum):
@@ -54,13 +56,22 @@ class ValueType(Operand):
             CallerError: the key does not fit the kind, or types are nested too deeply.
         """
         if (kind is ValueKind.MAP) is (key is None) or (key is not None and key not in _KEYS):
-            raise CallerError(f"a {kind.value} has keys of type {key and key.value}; a map's keys are integers or strings, others have none")
+            raise CallerError(
+                f"a {kind.value} has keys of type {key and key.value}; a map's keys are integers or strings, others have none"
+            )
         inner, depth = element, 1
         while isinstance(inner, ValueType):
             inner, depth = inner.element, depth + 1
         if depth > MAX_DEPTH:
             raise CallerError(f"a type has {depth} sequences, maps and optionals inside each other, but at most {MAX_DEPTH} are allowed")
-        for name, value in (("type", element.type), ("dimensions", None), ("symbols", ()), ("kind", kind), ("element", element), ("key", key)):
+        for name, value in (
+            ("type", element.type),
+            ("dimensions", None),
+            ("symbols", ()),
+            ("kind", kind),
+            ("element", element),
+            ("key", key),
+        ):
             object.__setattr__(self, name, value)
 
     @property

@@ -268,7 +268,7 @@ class RemotePreparedModel:
         Raises:
             CallerError: a name or a value does not fit; nothing was sent.
         """
-        from aionn.remote.values import call_values  # few models have such values
+        from aionn.remote.value_calls import call_values  # few models have such values
 
         operands = self.inputs, self.outputs
         return await call_values(self.device.connection, self.number, operands, inputs, measure_timing, deadline_ns, settled)

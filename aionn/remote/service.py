@@ -226,7 +226,7 @@ class DeviceService:
             return Executed(await prepared.execute(body.request, pools, body.measure_timing, body.deadline_ns))
 
     async def _execute_values(self, call_id: int, body: ExecuteValues, descriptors: Descriptors) -> None:
-        from aionn.remote.values import serve_values  # few models have such values
+        from aionn.remote.value_calls import serve_values  # few models have such values
 
         executed, region = await serve_values(_known(self._prepared, body.prepared, "prepared model"), body, descriptors)
         descriptors.close()
