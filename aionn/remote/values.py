@@ -214,7 +214,7 @@ _PYTHON_TYPES = {
 
 
 class _Decoding:
-    """Reads trees against their types. `owned`: arrays get memory of their own."""
+    """Reads trees against their types. `owned`: arrays get copies."""
 
     def __init__(self, data: memoryview, owned: bool) -> None:
         self._data, self._owned, self._end, self._tensors = data, owned, 0, 0
@@ -295,7 +295,7 @@ def decoded(operands: Mapping[str, Operand], tree: bytes, data: memoryview, what
     """Return the values of a message.
 
     Args:
-        owned: whether arrays get memory of their own. Otherwise they are read-only views of `data`.
+        owned: whether arrays are copies. Otherwise they are read-only views of `data`.
 
     Raises:
         CallerError: the message does not fit the types.
