@@ -70,10 +70,7 @@ class Report:
 def data_of(case: TestCase) -> list[tuple[dict[str, Any], list[Any]]]:
     """Return inputs by name and expected outputs. An input without data has an initializer."""
     names = [value.name for value in case.model.graph.input]
-    return [
-        (dict(zip(names, map(_plain, inputs), strict=False)), [*map(_plain, outputs)])
-        for inputs, outputs in case.data_sets
-    ]
+    return [(dict(zip(names, map(_plain, inputs), strict=False)), [*map(_plain, outputs)]) for inputs, outputs in case.data_sets]
 
 
 def check(case: TestCase, expected: Sequence[Any], found: Sequence[Any]) -> None:
