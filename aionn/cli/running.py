@@ -164,7 +164,8 @@ async def _repeat(runner: Any, inputs: Arrays, repeat: int) -> tuple[Arrays, lis
 
 
 def _summary(array: NDArray[Any]) -> dict[str, Any]:
-    numbers = array.astype(np.float64) if array.size else np.zeros(1)
+    numbers = np.abs(array) if array.dtype.kind == "c" else array.astype(np.float64)
+    numbers = numbers if array.size else np.zeros(1)
     finite = bool(np.isfinite(numbers).all())
     return {
         "dtype": str(array.dtype),
@@ -174,7 +175,7 @@ def _summary(array: NDArray[Any]) -> dict[str, Any]:
         "max": float(numbers.max()) if finite else None,
         "mean": float(numbers.mean()) if finite else None,
         "finite": finite,
-        "values": array.ravel().tolist() if array.size <= 16 and finite else None,
+        "values": (array if array.dtype.kind in "biuf" else numbers).ravel().tolist() if array.size <= 16 and finite else None,
     }
 
 

@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
+from aionn.engines.elements import PACKED_BITS, PackedRuns, packed_bytes
 from aionn.engines.outputs import deliver
 from aionn.engines.processor import Flushing
 from aionn.hal.engine import Artifact, ExecutionReport
+from aionn.hal.types import OperandType
 
 _ALL_IN_PLACE = ExecutionReport()
 """What most runs report. To make another one takes longer than to look up the bindings."""
+
+_KINDS = {
+    "tensor(bfloat16)": (16, OperandType.BFLOAT16),
+    "tensor(float8e4m3fn)": (17, OperandType.FLOAT8E4M3FN),
+    "tensor(float8e4m3fnuz)": (18, OperandType.FLOAT8E4M3FNUZ),
+    "tensor(float8e5m2)": (19, OperandType.FLOAT8E5M2),
+    "tensor(float8e5m2fnuz)": (20, OperandType.FLOAT8E5M2FNUZ),
+    "tensor(uint4)": (21, OperandType.UINT4),
+    "tensor(int4)": (22, OperandType.INT4),
+    "tensor(float4e2m1)": (23, OperandType.FLOAT4E2M1),
+    "tensor(float8e8m0)": (24, OperandType.FLOAT8E8M0),
+    "tensor(uint2)": (25, OperandType.UINT2),
+    "tensor(int2)": (26, OperandType.INT2),
+}
+"""By ORT's name of a type that NumPy lacks: ONNX's number, by which such an array is bound, and the type."""
+
+_Kinds = Mapping[str, tuple[int, OperandType]]
 
 
 class OnnxRuntimeExecutable:
@@ -24,13 +45,18 @@ class OnnxRuntimeExecutable:
     Several threads may enter a session at once if each has its own bindings. So the lanes of a model share one session.
     """
 
-    def __init__(self, session: Any, alive: object, artifact: Callable[[], Artifact] | None) -> None:
+    def __init__(self, session: Any, alive: object, artifact: Callable[[], Artifact] | None, *, packs: bool = True) -> None:
+        """`packs`: whether tensors of packed types come as arrays of ml_dtypes. Otherwise they are packed already."""
         self._session = session
         self._alive = alive  # ORT reads these for as long as the session lives
         self._artifact = artifact
         self._flushing = Flushing()
         self._outputs = [output.name for output in session.get_outputs()]
         given = {given.name for given in session.get_inputs()}
+        ports = (*session.get_inputs(), *session.get_outputs())
+        self._kinds = {port.name: _KINDS[port.type] for port in ports if port.type in _KINDS}
+        packed = {name: kind for name, (_, kind) in self._kinds.items() if kind in PACKED_BITS} if packs else {}
+        self._packed = PackedRuns(OnnxRuntimeExecutable(session, alive, None, packs=False), packed) if packed else None
         self._passed = tuple(name for name in self._outputs if name in given)
         self._bindings: dict[tuple[object, ...], _Binding] = {}
 
@@ -42,6 +68,8 @@ class OnnxRuntimeExecutable:
         key = (*inputs, *map(id, inputs.values()), *outputs, *map(id, outputs.values()))
         bound = self._bindings.get(key)
         if bound is None or not bound.is_of(inputs, outputs):
+            if self._packed is not None:
+                return self._packed.run(inputs, outputs, timing)
             bound = self._bind(key, inputs, outputs)
         try:
             with self._flushing:
@@ -86,7 +114,8 @@ class OnnxRuntimeExecutable:
 
     def _bind(self, key: tuple[object, ...], inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]]) -> _Binding:
         binding = self._session.io_binding()
-        bound = self._bindings[key] = _Binding(binding, self._outputs, inputs, outputs, partial(_forget, weakref.ref(self), key))
+        gone = partial(_forget, weakref.ref(self), key)
+        bound = self._bindings[key] = _Binding(binding, self._outputs, inputs, outputs, self._kinds, gone)
         return bound
 
     def lanes(self, count: int) -> list[OnnxRuntimeExecutable]:
@@ -112,7 +141,7 @@ class _Binding:
         Between runs, an output that ORT itself allocates has no memory. ORT would take the memory of the last run for the caller's.
     """
 
-    __slots__ = ("_arrays", "_names", "binding", "made")
+    __slots__ = ("_arrays", "_kinds", "_names", "binding", "made")
 
     def __init__(
         self,
@@ -120,18 +149,20 @@ class _Binding:
         names: Sequence[str],
         inputs: Mapping[str, NDArray[Any]],
         outputs: Mapping[str, NDArray[Any]],
+        kinds: _Kinds,
         gone: Callable[[object], None],
     ) -> None:
         self.binding = binding
+        self._kinds = kinds
         self._names = names
         self.made = [name for name in names if name not in outputs]
         self._arrays = [weakref.ref(array, gone) for array in (*inputs.values(), *outputs.values())]
         for name in names:  # bind all, so that an output's place in the binding is its index
             binding.bind_output(name)
         for name, array in inputs.items():
-            binding.bind_input(name, "cpu", 0, array.dtype, array.shape, _address(array))
+            binding.bind_input(name, "cpu", 0, kinds[name][0] if name in kinds else array.dtype, array.shape, _address(array))
         for name, array in outputs.items():
-            binding.bind_output(name, "cpu", 0, array.dtype, array.shape, _address(array))
+            binding.bind_output(name, "cpu", 0, kinds[name][0] if name in kinds else array.dtype, array.shape, _address(array))
 
     def is_of(self, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]]) -> bool:
         """Return whether the binding was made for these very arrays. Their names are the same."""
@@ -147,7 +178,8 @@ class _Binding:
     def take_made(self) -> dict[str, NDArray[Any]]:
         """Return the outputs that ORT has allocated, by name."""
         values = zip(self._names, self.binding.get_outputs(), strict=True)
-        found = {name: value.numpy() for name, value in values if name in self.made}
+        kinds = self._kinds
+        found = {name: _copied(value, kinds[name][1]) if name in kinds else value.numpy() for name, value in values if name in self.made}
         for name in self.made:
             self.binding.bind_output(name)
         return found
@@ -158,6 +190,17 @@ def _forget(executable: weakref.ref[OnnxRuntimeExecutable], key: tuple[object, .
     owner = executable()
     if owner is not None:
         owner._bindings.pop(key, None)
+
+
+def _copied(value: Any, kind: OperandType) -> NDArray[Any]:
+    """Return a copy of a tensor whose type ORT cannot give to NumPy. One of a packed type stays packed, in an array of its shape."""
+    shape = tuple(value.shape())
+    bits = PACKED_BITS.get(kind)
+    array: NDArray[Any] = np.zeros(shape, kind.dtype if bits is None else np.uint8)
+    size = array.nbytes if bits is None else packed_bytes(array.size, bits)
+    if size:
+        ctypes.memmove(_address(array), value.data_ptr(), size)
+    return array
 
 
 def _address(array: NDArray[Any]) -> int:

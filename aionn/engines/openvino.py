@@ -30,18 +30,30 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from aionn.engines.elements import PACKED_BITS, PackedRuns, as_bytes
 from aionn.engines.outputs import deliver
 from aionn.engines.processor import Flushing, instruction_set, run_threads
 from aionn.errors import CallerError, CompilationError, DeviceUnavailableError
 from aionn.hal.engine import Artifact, CompileOptions, Executable, ExecutionReport
 from aionn.hal.model import Model, Operation
-from aionn.hal.types import CacheFiles
+from aionn.hal.types import CacheFiles, OperandType
 
 __all__ = ["OpenVINOEngine", "OpenVINOExecutable"]
 
 _CPU = "CPU"
 _CONVERTER = "openvino.tools.ovc"
 _ARTIFACT_FORMAT = 1
+
+_KINDS = {
+    "bf16": OperandType.BFLOAT16,
+    "f8e4m3": OperandType.FLOAT8E4M3FN,
+    "f8e5m2": OperandType.FLOAT8E5M2,
+    "f8e8m0": OperandType.FLOAT8E8M0,
+    "f4e2m1": OperandType.FLOAT4E2M1,
+    "i4": OperandType.INT4,
+    "u4": OperandType.UINT4,
+}
+"""By OpenVINO's name of a type that NumPy lacks."""
 
 
 class _Names(msgspec.Struct, frozen=True):
@@ -138,13 +150,18 @@ class OpenVINOEngine:
 class OpenVINOExecutable:
     """One infer request. Arrays that come again are not set again: 15 us a call instead of 31 (one input, one output)."""
 
-    def __init__(self, openvino: Any, compiled: Any, names: _Names, artifact: Artifact | None) -> None:
-        self._ov = openvino
+    def __init__(self, openvino: Any, compiled: Any, names: _Names, artifact: Artifact | None, *, packs: bool = True) -> None:
+        """`packs`: whether tensors of packed types come as arrays of ml_dtypes. Otherwise they are packed already."""
+        self._tensors = _Tensors(openvino, compiled, names)
+        self._packed = (
+            PackedRuns(OpenVINOExecutable(openvino, compiled, names, None, packs=False), self._tensors.packed)
+            if packs and self._tensors.packed
+            else None
+        )
         self._compiled = compiled
         self._artifact = artifact  # OpenVINO reads its buffer for as long as the compiled model lives
         self._input_index = {name: index for index, name in enumerate(names.inputs)}
         self._output_index = {name: index for index, name in enumerate(names.outputs)}
-        self._names = names
         # An output that is an input: OpenVINO takes the memory set for it for the input's, and reads what is there.
         self._passed = {
             name: source
@@ -171,10 +188,12 @@ class OpenVINOExecutable:
 
         An array is recognised by identity, so give a new array object for another place.
         """
+        if self._packed is not None:
+            return self._packed.run(inputs, outputs, timing)
         given = frozenset(outputs)
         if given != self._given:
             self._begin(given)
-        request, tensor = self._request, self._ov.Tensor
+        request = self._request
         for name, array in inputs.items():
             if self._set_inputs.get(name) is not array:
                 place = _writable(array)
@@ -182,18 +201,18 @@ class OpenVINOExecutable:
                     self._copies[name] = place = array.copy()
                 else:
                     self._copies.pop(name, None)
-                request.set_input_tensor(self._input_index[name], tensor(place, shared_memory=True))
+                request.set_input_tensor(self._input_index[name], self._tensors.over(name, place))
                 self._set_inputs[name] = array
             elif name in self._copies:
                 np.copyto(self._copies[name], array)
         try:
             for name, array in outputs.items():
                 if self._set_outputs.get(name) is not array and name not in self._passed:
-                    target = tensor(array, shared_memory=True)
+                    target = self._tensors.over(name, array)
                     request.set_output_tensor(self._output_index[name], target)
                     self._set_outputs[name] = array
                     if name in self._open:
-                        self._bound[name] = target, self._ov.Shape(array.shape)
+                        self._bound[name] = target, self._tensors.ov.Shape(array.shape)
             with self._flushing:
                 started_ns = time.monotonic_ns()
                 request.infer()
@@ -204,13 +223,13 @@ class OpenVINOExecutable:
             return self._run_apart(inputs, outputs, timing, failure)
         made = {
             # A copy: the request writes its own tensor again next time.
-            name: np.array(request.get_output_tensor(index).data)
+            name: self._tensors.copy_of(name, request.get_output_tensor(index))
             for name, index in self._output_index.items()
             if name not in outputs
         }
         for name, (target, shape) in self._bound.items():
             if target.shape != shape:  # OpenVINO has used a part of the array, and left in the rest what was there before
-                made[name] = np.array(target.data)
+                made[name] = self._tensors.copy_of(name, target)
         if self._passed:
             passed = {name: inputs[source] for name, source in self._passed.items() if name in outputs}
             deliver(passed, {name: outputs[name] for name in passed})
@@ -240,7 +259,7 @@ class OpenVINOExecutable:
 
     def share(self) -> OpenVINOExecutable:
         """Return one more infer request over the same compiled model. Requests beyond the number of streams wait for each other."""
-        return OpenVINOExecutable(self._ov, self._compiled, self._names, self._artifact)
+        return OpenVINOExecutable(self._tensors.ov, self._compiled, self._tensors.names, self._artifact)
 
     def artifact(self) -> Artifact:
         """Return what to store: the artifact it was loaded from, or a new one."""
@@ -248,7 +267,42 @@ class OpenVINOExecutable:
             return self._artifact
         blob = io.BytesIO()
         self._compiled.export_model(blob)
-        return Artifact((blob.getbuffer(),), (msgspec.json.encode(self._names),))
+        return Artifact((blob.getbuffer(),), (msgspec.json.encode(self._tensors.names),))
+
+
+class _Tensors:
+    """OpenVINO's tensors over arrays, and the other way round.
+
+    Attributes:
+        ov: the package.
+        names: of inputs and outputs.
+        packed: the packed types by the names of inputs and outputs.
+    """
+
+    def __init__(self, openvino: Any, compiled: Any, names: _Names) -> None:
+        self.ov = openvino
+        self.names = names
+        ports = (*zip(names.inputs, compiled.inputs, strict=True), *zip(names.outputs, compiled.outputs, strict=True))
+        types = {name: port.get_element_type() for name, port in ports}
+        self._kinds = {
+            name: (_KINDS[element.get_type_name()], element) for name, element in types.items() if element.get_type_name() in _KINDS
+        }
+        self.packed = {name: kind for name, (kind, _) in self._kinds.items() if kind in PACKED_BITS}
+
+    def over(self, name: str, array: NDArray[Any]) -> Any:
+        """Return a tensor over an array."""
+        if name not in self._kinds:
+            return self.ov.Tensor(array, shared_memory=True)
+        return self.ov.Tensor(as_bytes(array), self.ov.Shape(array.shape), self._kinds[name][1])
+
+    def copy_of(self, name: str, tensor: Any) -> NDArray[Any]:
+        """Return a tensor's elements. One of a packed type stays packed, in an array of its shape."""
+        if name not in self._kinds:
+            return np.array(tensor.data)
+        kind, content = self._kinds[name][0], as_bytes(tensor.data)
+        array: NDArray[Any] = np.zeros(tuple(tensor.shape), np.uint8 if kind in PACKED_BITS else kind.dtype)
+        as_bytes(array)[: content.size] = content
+        return array
 
 
 def _openvino() -> Any:

@@ -3,8 +3,8 @@
 Names and numbers follow NNAPI's HAL 1.2/1.3 (`types.hal`), and tensors are ONNX's. What `__post_init__` checks at construction is
 not checked again below. Units stand in the names: `_bytes`, `_ns`, `_us`, `_s`.
 
-A dimension of 0 in an `Operand` or a request means "not known until execution" (NNAPI's convention). The `OutputShape` of a finished
-execution holds the true extents, where 0 is an empty axis.
+A dimension of 0 in an `Operand`, or of an output in a request, means "not known until execution" (NNAPI's convention). The dimensions
+of an input in a request and the `OutputShape` of a finished execution are true extents, where 0 is an empty axis.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ NO_LANES = "its engine runs one execution of a model at a time"
 class OperandType(enum.Enum):
     """Element type of a tensor. The value is the name of the same type in NumPy or in ml_dtypes.
 
-    At the border every element has bytes of its own. ONNX packs the types of 4 and 2 bits in files, and arrays of ml_dtypes do not.
+    Each element of an array has at least one byte. ONNX packs the types of 4 and 2 bits in files, and ml_dtypes does not.
     """
 
     FLOAT32 = "float32"
@@ -187,8 +187,8 @@ class DataLocation:
 class RequestArgument:
     """Where one input or output of an execution lies, and its shape.
 
-    The `dimensions` of an output may hold 0. Empty dimensions mean those of the model. An omitted optional argument has
-    `has_no_value`, an all-zero location and no dimensions.
+    The `dimensions` of an input are its true extents. Those of an output may hold 0 for an open extent. Without dimensions, the
+    model's count. An omitted optional argument has `has_no_value`, an all-zero location and no dimensions.
     """
 
     location: DataLocation

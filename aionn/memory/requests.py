@@ -12,6 +12,9 @@ nothing else in its pool.
 A token (memory in the driver) is a pool without bytes here, of size 0. An argument in such a pool is all of it. So its
 offset and length are 0, and its shape may be left to the buffer. An image (`hardware_buffer`) is a pool of bytes like any
 other, whose offset and length say where its tensor lies. The reference cannot map images and treats them like tokens.
+
+The dimensions of an input are its true extents, where 0 is an empty axis. The reference refuses those. A dimension of an output may be
+open (0).
 """
 
 from __future__ import annotations
@@ -99,7 +102,7 @@ def input_shape(operand: Operand, argument: RequestArgument) -> tuple[int, ...]:
     If neither the model nor the request gives a rank, the input is a scalar. `check_request` has seen that its length is
     one element's. For an input that is used in place (a token), `DeviceBuffers.use` asks the buffer instead.
     """
-    return _merged(operand, argument) or ()
+    return argument.dimensions or operand.dimensions or ()
 
 
 def output_shape(operand: Operand, argument: RequestArgument) -> tuple[int, ...] | None:
@@ -143,11 +146,11 @@ def _wrong_dimensions(operand: Operand, argument: RequestArgument, *, is_input: 
     if given and own is not None:
         if len(given) != len(own):
             return f"dimensions {given} have rank {len(given)}, the model's {own} have rank {len(own)}"
-        if any(mine not in (0, theirs) and not (theirs == 0 and not is_input) for mine, theirs in zip(own, given, strict=True)):
+        if any(mine not in (0, theirs) and (is_input or theirs) for mine, theirs in zip(own, given, strict=True)):
             return f"dimensions {given} do not fit the model's {own}; only an extent that the model leaves open (0) may be chosen"
     if is_input:
-        if 0 in given:
-            return f"dimensions {given}: every extent of an input must be known (not 0)"
+        if in_place and 0 in given:
+            return f"dimensions {given} are empty, but memory in the driver holds at least one element; give an empty input in a pool"
         if not given and own is not None and 0 in own and not in_place:
             return f"the model leaves dimensions open in {own}, so the request must give the input's"
         return None

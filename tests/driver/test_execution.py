@@ -66,6 +66,15 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
+@pytest.mark.parametrize("offset", [0, 3, 512])
+def test_an_empty_input_is_bound_wherever_in_its_pool_it_lies(offset: int) -> None:
+    driver = Driver(Truth((4, 2)))
+    driver.input = RequestArgument(DataLocation(0, offset, 0), (0, 2))
+    execution = driver.bind()
+    assert execution.run(driver.lane, False).status is ErrorStatus.NONE
+    assert execution._inputs["x"].shape == (0, 2)
+
+
 def test_an_output_that_is_smaller_than_declared_is_told_and_open_for_all_executions_from_then_on() -> None:
     driver = Driver(Truth((3, 2)))
     first, bound_before = driver.bind(), driver.bind()

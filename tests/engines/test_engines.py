@@ -71,7 +71,10 @@ def test_the_modules_import_without_their_libraries_and_the_engine_says_what_is_
     assert issubclass(DeviceUnavailableError, Exception)
 
 
-@pytest.mark.parametrize("kind", list(OperandType))
+COMPLEX = (OperandType.COMPLEX64, OperandType.COMPLEX128)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in OperandType if kind.in_numpy and kind not in COMPLEX])
 def test_every_element_type_passes_through(engine: Engine, kind: OperandType) -> None:
     executable = engine.compile(read(identity(helper.np_dtype_to_tensor_dtype(kind.dtype))), CompileOptions())
     x = (np.arange(6) % 2).astype(kind.dtype).reshape(2, 3)
@@ -82,6 +85,45 @@ def test_every_element_type_passes_through(engine: Engine, kind: OperandType) ->
     assert returned.dtype == x.dtype
     np.testing.assert_array_equal(returned, x)
     assert not np.may_share_memory(returned, x)
+
+
+def cast(source: int, target: int) -> onnx.ModelProto:
+    """y = x in another element type, at an opset that has all of them."""
+    node = helper.make_node("Cast", ["x"], ["y"], name="cast", to=target)
+    graph = helper.make_graph([node], "cast", [value("x", ["N", 3], source)], [value("y", ["N", 3], target)])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 25)], ir_version=13)
+
+
+TAKEN = {
+    "onnxruntime": "bfloat16 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu int4 uint4 int2 uint2",
+    "openvino": "bfloat16 float8_e4m3fn float8_e5m2 float8_e8m0fnu float4_e2m1fn int4 uint4",
+    "reference": " ".join(kind.value for kind in OperandType if not kind.in_numpy),
+}
+"""The types without a NumPy dtype that an engine casts from and to float32."""
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3])
+@pytest.mark.parametrize("kind", [kind for kind in OperandType if not kind.in_numpy], ids=lambda kind: kind.value)
+def test_a_type_that_numpy_lacks_is_taken_or_refused_in_a_sentence(engine: Engine, kind: OperandType, rows: int) -> None:
+    number = helper.np_dtype_to_tensor_dtype(kind.dtype)
+    numbers = np.array([1, 0, 1] * rows, np.float32).reshape(rows, 3)
+    few = np.where(numbers, numbers, 1).astype(kind.dtype) if kind is OperandType.FLOAT8E8M0 else numbers.astype(kind.dtype)
+    wide = few.astype(np.float32)
+    for source, target, x, wanted in ((number, TensorProto.FLOAT, few, wide), (TensorProto.FLOAT, number, wide, few)):
+        if kind.value not in TAKEN[engine.name].split():
+            with pytest.raises(CompilationError):
+                engine.compile(read(cast(source, target)), CompileOptions())
+            continue
+        executable = engine.compile(read(cast(source, target)), CompileOptions())
+        artifact = engine.export(executable)
+        for again in (executable, executable if artifact is None else engine.load(artifact, CompileOptions())):
+            place = np.zeros_like(wanted)
+            report = again.run({"x": x}, {"y": place}, False)
+            got = report.outputs.get("y", place)  # an empty array may be replaced
+            for returned in (got, again.run({"x": x}, {}, False).outputs["y"]):
+                assert returned.dtype == wanted.dtype
+                assert returned.shape == wanted.shape
+                np.testing.assert_array_equal(returned.astype(np.float32), wanted.astype(np.float32))
 
 
 PASSED_THROUGH = {

@@ -88,6 +88,23 @@ def test_sums_near_two_to_the_64_do_not_wrap() -> None:
     assert verdict(operand, target=at(64, -16), pools=(64,)) is not None
 
 
+@pytest.mark.parametrize("dimensions", [(0, 3), (2, 0), (0, 0)])
+def test_an_input_with_an_empty_axis_has_no_bytes(dimensions: tuple[int, ...]) -> None:
+    operand = Operand(OperandType.FLOAT32, (0, 0))
+    for offset in (0, 3, 64):
+        argument = at(offset, 0, dimensions)
+        assert verdict(operand, source=argument, pools=(64,)) is None
+        assert input_shape(operand, argument) == dimensions
+    wrong = verdict(operand, source=at(0, 4, dimensions), pools=(64,))
+    assert wrong == f"input 'x': 4 bytes, its shape {dimensions} of float32 has 0"
+    assert "of pool 0, which has 64 bytes" in str(verdict(operand, source=at(65, 0, dimensions), pools=(64,)))
+    assert "memory in the driver holds at least one element" in str(verdict(operand, source=at(0, 0, dimensions), pools=(0,)))
+    assert "do not fit" in str(verdict(Operand(OperandType.FLOAT32, (4, 5)), source=at(0, 0, dimensions), pools=(64,)))
+    target = at(0, 64, dimensions)
+    assert verdict(operand, target=target, pools=(64,)) is None
+    assert output_shape(operand, target) is None
+
+
 @pytest.mark.parametrize("pool", [1, 2**32 - 1, -1])
 def test_a_pool_that_is_not_there_is_refused(pool: int) -> None:
     operand = Operand(OperandType.UINT8, (16,))

@@ -68,9 +68,10 @@ class Arguments:
                     self._refuse_names(inputs)
                 array = _as_array(name, array)
             if array.dtype != dtype:
+                package = "np" if operand.type.in_numpy else "ml_dtypes"
                 raise CallerError(
                     f"input {name!r}: dtype {array.dtype} does not fit the model's {dtype}. Nothing is cast in silence; "
-                    f"pass {name}.astype(np.{dtype}) if that is meant"
+                    f"pass {name}.astype({package}.{dtype}) if that is meant"
                 )
             shape = array.shape
             if shape != operand.dimensions:
@@ -147,7 +148,8 @@ class Arguments:
     def _make(self, input_shapes: Shapes, room: Sequence[int], *, answered: bool = False) -> FrameLayout:
         """Return a layout with that room for open outputs; at least what the model declares, since a new driver still goes by that."""
         found = resolve_shapes(self._model.outputs, self._model.inputs, dict(zip(self.names, input_shapes, strict=True)))
-        declared = [found[name] for name in self.outputs]
+        # A request cannot say that an output will be empty (0 is an open extent), so the driver says it.
+        declared = [None if shape is None or 0 in shape else shape for shape in map(found.get, self.outputs)]
         roomy = [
             max(length, 0 if shape is None else prod(shape) * operand.type.element_bytes)
             for operand, shape, length in zip(self.outputs.values(), declared, room, strict=True)
@@ -195,8 +197,6 @@ def _as_array(name: str, value: Any) -> NDArray[Any]:
 def _check_shape(name: str, operand: Operand, shape: tuple[int, ...]) -> None:
     if not operand.accepts(shape):
         raise CallerError(f"input {name!r}: shape {shape} does not fit the model's {operand.dimensions}; open dimensions are 0")
-    if 0 in shape:
-        raise CallerError(f"input {name!r}: shape {shape} has an empty axis; an execution's inputs have at least one element per axis")
 
 
 def failure_of(result: Result, model: Model, device: str) -> AionnError:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from aionn import trace
 from aionn.errors import AionnError, CallerError
-from aionn.hal.types import Operand
+from aionn.hal.types import Operand, OperandType
 from aionn.memory.hardware_buffer import HardwareBuffer
 from aionn.memory.memory import Memory
 from aionn.memory.region import Region
@@ -154,7 +154,12 @@ class DeviceMemory:
             raise CallerError(
                 f"device memory of {self.type.value} cannot be filled from an array of {array.dtype}; nothing is cast in silence"
             )
-        if not self._roles.operand.accepts(array.shape) or 0 in array.shape:
+        if 0 in array.shape:
+            raise CallerError(
+                f"device memory cannot be filled from an array of shape {array.shape}, for it holds at least one element; "
+                "pass the empty array itself as the input"
+            )
+        if not self._roles.operand.accepts(array.shape):
             raise CallerError(
                 f"device memory of dimensions {self._roles.operand.dimensions} cannot be filled from an array of shape {array.shape}"
             )
@@ -240,25 +245,39 @@ class DeviceMemory:
         """
         if self._state.shape is None:
             raise CallerError("this device memory's shape is open; fill it once with copy_from(array)")
-        if not _holds(self.type.dtype, value):
+        if not _holds(self.type, value):
             raise CallerError(f"device memory of {self.type.value} cannot be filled with {value!r}; nothing is cast in silence")
         await self.copy_from(np.full(self._state.shape, value, self.type.dtype), timeout_s=timeout_s)
 
 
-def _holds(dtype: np.dtype[Any], value: object) -> bool:
+def _holds(kind: OperandType, value: object) -> bool:
     """Return whether an element of that type can be this number: exactly, or for a float type rounded."""
     if not isinstance(value, int | float | np.number | np.bool_):
         return False
-    if dtype.kind in "iu":
+    dtype = kind.dtype
+    if kind.value.startswith(("int", "uint")):
         try:
             whole = int(value)
         except (OverflowError, ValueError):  # infinite, or no number at all
             return False
-        limits = np.iinfo(dtype)
+        limits: Any = _about(kind).iinfo(dtype)
         return bool(whole == value and limits.min <= whole <= limits.max)
     with np.errstate(all="ignore"):
         held = dtype.type(value)
-    return bool(np.isfinite(held) == np.isfinite(value)) if dtype.kind == "f" else bool(held == value)
+    if kind is OperandType.BOOL:
+        return bool(held == value)
+    # The types of 4 and 6 bits have no infinity, and take their largest number instead.
+    fits = kind.in_numpy or not np.isfinite(value) or abs(value) <= float(_about(kind).finfo(dtype).max)
+    return bool(fits and np.isfinite(held) == np.isfinite(value))
+
+
+def _about(kind: OperandType) -> Any:
+    """Return the package that knows the limits of a type."""
+    if kind.in_numpy:
+        return np
+    import ml_dtypes
+
+    return ml_dtypes
 
 
 def state_of(memory: DeviceMemory) -> DeviceState:

@@ -53,6 +53,7 @@ TOLERANCES: Mapping[str, Tolerance] = {
     "float32": Tolerance(1e-3, 1e-3),
     "float64": Tolerance(1e-3, 1e-3),  # engines compute it in float32 now and then
     "float16": Tolerance(5e-3, 5e-3),
+    "bfloat16": Tolerance(3e-2, 3e-2),
 }
 """By element type. Outputs of other types must be equal, because a class, an index or a flag is right or wrong."""
 
