@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -16,6 +16,7 @@ import onnxruntime
 from onnx.backend.test.case.test_case import TestCase
 from onnx.backend.test.loader import load_model_tests
 from onnx.backend.test.runner import Runner
+from onnx.reference import ReferenceEvaluator
 
 import aionn
 
@@ -33,8 +34,13 @@ def cases() -> Mapping[str, TestCase]:
 def sample(every: int) -> list[str]:
     """Return every n-th test, and every test whose model has an input or output that is not a tensor of numbers."""
     names = sorted(cases())
-    strange = [name for name in names if any(map(_is_strange, _border(cases()[name].model.graph)))]
+    strange = [name for name in names if any(map(_is_strange, _border(model_of(cases()[name]).graph)))]
     return sorted({*names[::every], *strange})
+
+
+def model_of(case: TestCase) -> onnx.ModelProto:
+    assert case.model is not None
+    return case.model
 
 
 def _border(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
@@ -69,8 +75,8 @@ class Report:
 
 def data_of(case: TestCase) -> list[tuple[dict[str, Any], list[Any]]]:
     """Return inputs by name and expected outputs. An input without data has an initializer."""
-    names = [value.name for value in case.model.graph.input]
-    return [(dict(zip(names, map(_plain, inputs), strict=False)), [*map(_plain, outputs)]) for inputs, outputs in case.data_sets]
+    names = [value.name for value in model_of(case).graph.input]
+    return [(dict(zip(names, map(_plain, inputs), strict=False)), [*map(_plain, outputs)]) for inputs, outputs in case.data_sets or ()]
 
 
 def check(case: TestCase, expected: Sequence[Any], found: Sequence[Any]) -> None:
@@ -81,27 +87,35 @@ def check(case: TestCase, expected: Sequence[Any], found: Sequence[Any]) -> None
         Runner.assert_similar_outputs(expected, found, case.rtol, case.atol)
 
 
-def passes_directly(case: TestCase) -> bool:
-    """Return whether ONNX Runtime itself passes a test."""
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    options.intra_op_num_threads = 1
+def passes_directly(case: TestCase, device: str) -> bool:
+    """Return whether an engine itself passes a test, in this process."""
     try:
-        session = onnxruntime.InferenceSession(case.model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        run = _ENGINES[device](model_of(case))
         for inputs, expected in data_of(case):
-            check(case, expected, session.run(None, inputs))
-    except Exception:  # whatever the engine raises, the test is none of aionn's
+            check(case, expected, run(None, inputs))
+    except Exception:  # whatever the engine raises, aionn has no part in it
         return False
     return True
 
 
-async def run_all(names: Sequence[str], device: str, cache_dir: Path | None, *, direct: bool = True) -> Report:
-    """Run tests through aionn. `direct`: only those that ONNX Runtime passes in this process."""
+def _onnxruntime(model: onnx.ModelProto) -> Callable[..., list[Any]]:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.intra_op_num_threads = 1
+    run: Callable[..., list[Any]] = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"]).run
+    return run
+
+
+_ENGINES = {"onnxruntime": _onnxruntime, "reference": lambda model: ReferenceEvaluator(model).run}
+
+
+async def run_all(names: Sequence[str], device: str, cache_dir: Path | None) -> Report:
+    """Run through aionn the tests that the engine passes in this process. Without `cache_dir` nothing is kept, and no hit is tried."""
     report = Report()
     async with aionn.Runtime(start=()) as runtime:
         for name in names:
             case = cases()[name]
-            if direct and not passes_directly(case):
+            if not passes_directly(case, device):
                 continue
             report.direct += 1
             way = "compile"
@@ -115,7 +129,7 @@ async def run_all(names: Sequence[str], device: str, cache_dir: Path | None, *, 
 
 async def _run(runtime: aionn.Runtime, case: TestCase, device: str, way: str, cache_dir: Path | None) -> bool:
     """Run a test one way. Returns False where the way does not exist for it."""
-    model = aionn.Model.from_onnx(case.model.SerializeToString())
+    model = aionn.Model.from_onnx(model_of(case).SerializeToString())
     plain = all(operand.in_frames for operand in (*model.inputs.values(), *model.outputs.values()))
     if (way == "burst" and not plain) or (way == "hit" and cache_dir is None):
         return False
