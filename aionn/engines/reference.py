@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,13 @@ from aionn.hal.types import CacheFiles
 
 __all__ = ["ReferenceEngine", "ReferenceExecutable"]
 
+_FOLDERS = {
+    "ai.onnx.ml": "aionnxml",
+    "ai.onnx.preview": "aionnx_preview",
+    "ai.onnx.preview.training": "aionnx_preview_training",
+}
+"""Where onnx has the operators of each domain but its own."""
+
 
 class ReferenceEngine:
     """`hal.Engine` over `onnx.reference`. Ignores preference, priority and threads. `Runtime(threads=)` bounds NumPy's own threads."""
@@ -35,12 +43,14 @@ class ReferenceEngine:
         try:
             import onnx
             from onnx.reference import ReferenceEvaluator
+            from onnx.reference.op_run import RuntimeContextError
             from onnx.reference.ops import load_op
         except ImportError as error:
             why = f"device {self.name!r} needs the package onnx, which cannot be imported ({error}); pip install onnx"
             raise DeviceUnavailableError(self.name, why) from error
         self._evaluator = ReferenceEvaluator
         self._load_op = load_op
+        self._in_context = RuntimeContextError
         self.version = f"onnx {onnx.__version__};numpy {np.__version__}"
 
     def supported_operations(self, model: Model) -> Sequence[bool]:
@@ -78,7 +88,12 @@ class ReferenceEngine:
 
     def _has_implementation(self, domain: str, operator: str, opset: int) -> bool:
         try:
-            self._load_op(domain, operator, opset)
+            if domain:
+                import_module(f"onnx.reference.ops.{_FOLDERS[domain]}").load_op(domain, operator, opset)
+            else:
+                self._load_op(domain, operator, opset, evaluator_cls=self._evaluator)
+        except self._in_context:
+            return True  # its definition depends on the types of its inputs
         except Exception:  # for a missing operator the registry raises ValueError, ImportError or its own errors
             return False
         return True

@@ -99,14 +99,21 @@ def passes_directly(case: TestCase, device: str) -> bool:
 
 
 def _onnxruntime(model: onnx.ModelProto) -> Callable[..., list[Any]]:
-    options = onnxruntime.SessionOptions()
+    options: Any = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     options.intra_op_num_threads = 1
-    run: Callable[..., list[Any]] = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"]).run
+    session: Any = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    run: Callable[..., list[Any]] = session.run
     return run
 
 
-_ENGINES = {"onnxruntime": _onnxruntime, "reference": lambda model: ReferenceEvaluator(model).run}
+def _reference(model: onnx.ModelProto) -> Callable[..., list[Any]]:
+    evaluator: Any = ReferenceEvaluator(model)
+    run: Callable[..., list[Any]] = evaluator.run
+    return run
+
+
+_ENGINES = {"onnxruntime": _onnxruntime, "reference": _reference}
 
 
 async def run_all(names: Sequence[str], device: str, cache_dir: Path | None) -> Report:
