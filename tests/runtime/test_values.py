@@ -164,7 +164,7 @@ async def test_models_with_values_compute_what_the_engine_computes_also_from_the
             model = make()
             expected = directly(model, inputs)
             for kind in (CacheOutcomeKind.MISS, CacheOutcomeKind.HIT):
-                async with await runtime.compile(model, devices=ORT, cache_dir=tmp_path) as compilation:
+                async with await runtime.compile(model, devices=ORT, cache_dir=tmp_path / name) as compilation:
                     assert compilation.outcomes[0].kind is kind, name
                     for _ in range(2):
                         found = await compilation.compute(inputs)
