@@ -32,6 +32,9 @@ logger = logging.getLogger("aionn.driver")
 
 _DONE = Result(ErrorStatus.NONE)
 
+_BUGS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, SystemExit, TypeError)
+"""Errors whose text says little without their name. They are bugs of an engine."""
+
 
 class BoundExecution:
     """One checked request with its arrays. Satisfies `burst.IBoundExecution`."""
@@ -102,7 +105,7 @@ class BoundExecution:
         except MemoryError as error:
             return Result(ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT, message=f"the engine ran out of memory: {error}")
         except (Exception, SystemExit) as error:  # every error of an engine fails this execution and nothing else
-            return Result(ErrorStatus.GENERAL_FAILURE, message=f"{type(error).__name__}: {' '.join(str(error).split())}")
+            return Result(ErrorStatus.GENERAL_FAILURE, message=_sentence_of(error))
         if insufficient:
             return Result(ErrorStatus.OUTPUT_INSUFFICIENT_SIZE, shapes, message=insufficient)
         if not measure_timing:
@@ -284,6 +287,14 @@ class BoundModel:
     buffers: DeviceBuffers
     constants: Sequence[Extent] = ()
     disproved: set[str] = field(default_factory=set)
+
+
+def _sentence_of(error: BaseException) -> str:
+    """Return what an engine says of a run that failed. The names of its exceptions are not an app's business."""
+    text = " ".join(str(error).split())
+    if text and not isinstance(error, _BUGS):
+        return text
+    return f"the engine raised {type(error).__name__}: {text}" if text else f"the engine raised {type(error).__name__}"
 
 
 def _array(place: NDArray[np.uint8], argument: RequestArgument, operand: Operand, shape: tuple[int, ...], word: str) -> NDArray[Any]:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from aionn.engines.complaints import onnxruntime_failure
 from aionn.engines.elements import PACKED_BITS, PackedRuns, packed_bytes
 from aionn.engines.outputs import deliver
 from aionn.engines.processor import Flushing
@@ -76,11 +77,14 @@ class OnnxRuntimeExecutable:
                 started_ns = time.monotonic_ns() if timing else 0
                 self._session.run_with_iobinding(bound.binding)
                 took_ns = time.monotonic_ns() - started_ns if timing else None
-        except BaseException as failure:
+        except BaseException as error:
             self._bindings.pop(key, None)  # its state is unknown after an error
-            if outputs and isinstance(failure, Exception):
+            if isinstance(error, MemoryError) or not isinstance(error, Exception):
+                raise
+            failure = onnxruntime_failure(error)
+            if outputs:
                 return self._run_apart(inputs, outputs, timing, failure)
-            raise
+            raise failure from error
         if not (timing or bound.made or self._passed):
             return _ALL_IN_PLACE
         made = bound.take_made() if bound.made else {}

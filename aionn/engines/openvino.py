@@ -30,30 +30,21 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from aionn.engines.elements import PACKED_BITS, PackedRuns, as_bytes
+from aionn.engines.complaints import openvino_failure
+from aionn.engines.elements import PackedRuns
+from aionn.engines.openvino_tensors import Tensors
 from aionn.engines.outputs import deliver
 from aionn.engines.processor import Flushing, instruction_set, run_threads
 from aionn.errors import CallerError, CompilationError, DeviceUnavailableError
 from aionn.hal.engine import Artifact, CompileOptions, Executable, ExecutionReport
 from aionn.hal.model import Model, Operation
-from aionn.hal.types import CacheFiles, OperandType
+from aionn.hal.types import CacheFiles
 
 __all__ = ["OpenVINOEngine", "OpenVINOExecutable"]
 
 _CPU = "CPU"
 _CONVERTER = "openvino.tools.ovc"
 _ARTIFACT_FORMAT = 1
-
-_KINDS = {
-    "bf16": OperandType.BFLOAT16,
-    "f8e4m3": OperandType.FLOAT8E4M3FN,
-    "f8e5m2": OperandType.FLOAT8E5M2,
-    "f8e8m0": OperandType.FLOAT8E8M0,
-    "f4e2m1": OperandType.FLOAT4E2M1,
-    "i4": OperandType.INT4,
-    "u4": OperandType.UINT4,
-}
-"""By OpenVINO's name of a type that NumPy lacks."""
 
 
 class _Names(msgspec.Struct, frozen=True):
@@ -152,16 +143,15 @@ class OpenVINOExecutable:
 
     def __init__(self, openvino: Any, compiled: Any, names: _Names, artifact: Artifact | None, *, packs: bool = True) -> None:
         """`packs`: whether tensors of packed types come as arrays of ml_dtypes. Otherwise they are packed already."""
-        self._tensors = _Tensors(openvino, compiled, names)
-        self._packed = (
-            PackedRuns(OpenVINOExecutable(openvino, compiled, names, None, packs=False), self._tensors.packed)
-            if packs and self._tensors.packed
-            else None
-        )
+        self._tensors = Tensors(openvino, compiled.inputs, compiled.outputs, names.inputs, names.outputs)
+        if packs and self._tensors.packed:
+            inner = OpenVINOExecutable(openvino, compiled, names, None, packs=False)
+            self._tensors.packed_runs = PackedRuns(inner, self._tensors.packed)
         self._compiled = compiled
         self._artifact = artifact  # OpenVINO reads its buffer for as long as the compiled model lives
         self._input_index = {name: index for index, name in enumerate(names.inputs)}
         self._output_index = {name: index for index, name in enumerate(names.outputs)}
+        self._names = names
         # An output that is an input: OpenVINO takes the memory set for it for the input's, and reads what is there.
         self._passed = {
             name: source
@@ -188,8 +178,8 @@ class OpenVINOExecutable:
 
         An array is recognised by identity, so give a new array object for another place.
         """
-        if self._packed is not None:
-            return self._packed.run(inputs, outputs, timing)
+        if self._tensors.packed_runs is not None:
+            return self._tensors.packed_runs.run(inputs, outputs, timing)
         given = frozenset(outputs)
         if given != self._given:
             self._begin(given)
@@ -217,9 +207,12 @@ class OpenVINOExecutable:
                 started_ns = time.monotonic_ns()
                 request.infer()
                 took_ns = time.monotonic_ns() - started_ns
-        except Exception as failure:
+        except MemoryError:
+            raise
+        except Exception as error:
+            failure = openvino_failure(error)
             if not outputs:
-                raise
+                raise failure from error
             return self._run_apart(inputs, outputs, timing, failure)
         made = {
             # A copy: the request writes its own tensor again next time.
@@ -259,7 +252,7 @@ class OpenVINOExecutable:
 
     def share(self) -> OpenVINOExecutable:
         """Return one more infer request over the same compiled model. Requests beyond the number of streams wait for each other."""
-        return OpenVINOExecutable(self._tensors.ov, self._compiled, self._tensors.names, self._artifact)
+        return OpenVINOExecutable(self._tensors.ov, self._compiled, self._names, self._artifact)
 
     def artifact(self) -> Artifact:
         """Return what to store: the artifact it was loaded from, or a new one."""
@@ -267,42 +260,7 @@ class OpenVINOExecutable:
             return self._artifact
         blob = io.BytesIO()
         self._compiled.export_model(blob)
-        return Artifact((blob.getbuffer(),), (msgspec.json.encode(self._tensors.names),))
-
-
-class _Tensors:
-    """OpenVINO's tensors over arrays, and the other way round.
-
-    Attributes:
-        ov: the package.
-        names: of inputs and outputs.
-        packed: the packed types by the names of inputs and outputs.
-    """
-
-    def __init__(self, openvino: Any, compiled: Any, names: _Names) -> None:
-        self.ov = openvino
-        self.names = names
-        ports = (*zip(names.inputs, compiled.inputs, strict=True), *zip(names.outputs, compiled.outputs, strict=True))
-        types = {name: port.get_element_type() for name, port in ports}
-        self._kinds = {
-            name: (_KINDS[element.get_type_name()], element) for name, element in types.items() if element.get_type_name() in _KINDS
-        }
-        self.packed = {name: kind for name, (kind, _) in self._kinds.items() if kind in PACKED_BITS}
-
-    def over(self, name: str, array: NDArray[Any]) -> Any:
-        """Return a tensor over an array."""
-        if name not in self._kinds:
-            return self.ov.Tensor(array, shared_memory=True)
-        return self.ov.Tensor(as_bytes(array), self.ov.Shape(array.shape), self._kinds[name][1])
-
-    def copy_of(self, name: str, tensor: Any) -> NDArray[Any]:
-        """Return a tensor's elements. One of a packed type stays packed, in an array of its shape."""
-        if name not in self._kinds:
-            return np.array(tensor.data)
-        kind, content = self._kinds[name][0], as_bytes(tensor.data)
-        array: NDArray[Any] = np.zeros(tuple(tensor.shape), np.uint8 if kind in PACKED_BITS else kind.dtype)
-        as_bytes(array)[: content.size] = content
-        return array
+        return Artifact((blob.getbuffer(),), (msgspec.json.encode(self._names),))
 
 
 def _openvino() -> Any:

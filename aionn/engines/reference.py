@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from aionn.engines.complaints import reference_failure
 from aionn.engines.outputs import deliver
 from aionn.errors import CompilationError, DeviceUnavailableError
 from aionn.hal.engine import Artifact, CompileOptions, Executable, ExecutionReport
@@ -117,7 +118,10 @@ class ReferenceExecutable:
     def run(self, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]], timing: bool) -> ExecutionReport:
         """Compute the outputs, and copy each into the array given for it if the shapes are the same."""
         started_ns = time.monotonic_ns()
-        results = self._evaluator.run(list(self._dtypes), dict(inputs))
+        try:
+            results = self._evaluator.run(list(self._dtypes), dict(inputs))
+        except (IndexError, RuntimeError, TypeError, ValueError) as error:  # what NumPy makes of numbers that do not fit
+            raise reference_failure(error) from error
         took_ns = time.monotonic_ns() - started_ns
         made: dict[str, NDArray[Any]] = {}
         for (name, dtype), result in zip(self._dtypes.items(), results, strict=True):

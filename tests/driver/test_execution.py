@@ -66,6 +66,27 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
+SAID = [
+    (RuntimeError("the axes\n differ"), "the axes differ"),
+    (OSError(5, "no such thing"), "[Errno 5] no such thing"),
+    (KeyError("w"), "the engine raised KeyError: 'w'"),
+    (TypeError("f() takes 1 argument"), "the engine raised TypeError: f() takes 1 argument"),
+    (RuntimeError(), "the engine raised RuntimeError"),
+    (SystemExit(3), "the engine raised SystemExit: 3"),
+]
+
+
+@pytest.mark.parametrize(("error", "sentence"), SAID, ids=str)
+def test_a_failed_run_carries_the_engines_sentence_and_names_only_bugs(error: BaseException, sentence: str) -> None:
+    class Failing(Truth):
+        def run(self, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]], timing: bool) -> ExecutionReport:
+            raise error
+
+    driver = Driver(Failing((4, 2)))
+    result = driver.bind().run(driver.lane, False)
+    assert (result.status, result.message) == (ErrorStatus.GENERAL_FAILURE, sentence)
+
+
 @pytest.mark.parametrize("offset", [0, 3, 512])
 def test_an_empty_input_is_bound_wherever_in_its_pool_it_lies(offset: int) -> None:
     driver = Driver(Truth((4, 2)))

@@ -11,7 +11,6 @@ from math import prod
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from aionn.errors import AionnError, CallerError, DeadlineError, ExecutionError, OutputInsufficientSizeError
 from aionn.graph import resolve_shapes
@@ -20,7 +19,7 @@ from aionn.hal.types import ErrorStatus, Operand, OutputShape, Result
 from aionn.memo import Memo
 from aionn.memory.memory import extents_of
 from aionn.memory.region import PAGE_BYTES
-from aionn.runtime.executing.frame_layout import FrameLayout, Shapes
+from aionn.runtime.executing.frame_layout import FrameLayout, Shapes, as_array
 
 _REMEMBERED = 64
 _FIRST_GUESS_BYTES = 4096
@@ -66,7 +65,7 @@ class Arguments:
                     continue
                 if array is None:
                     self._refuse_names(inputs)
-                array = _as_array(name, array)
+                array = as_array(name, array)
             if array.dtype != dtype:
                 package = "np" if operand.type.in_numpy else "ml_dtypes"
                 raise CallerError(
@@ -183,15 +182,6 @@ def check_mapping(inputs: Any) -> None:
         raise CallerError(
             f"expected inputs as a mapping, got {type(inputs).__name__}; pass one array per input by name, as in {{'input': x}}"
         )
-
-
-def _as_array(name: str, value: Any) -> NDArray[Any]:
-    """Return a NumPy scalar, or an object that offers an array without a copy, as an array. Plain Python numbers have no dtype to check."""
-    if isinstance(value, np.ma.MaskedArray):
-        raise CallerError(f"input {name!r}: a model knows no mask; pass {name}.filled(value), or {name}.data for what lies under it")
-    if isinstance(value, np.ndarray | np.generic) or hasattr(value, "__array_interface__"):
-        return np.asarray(value)
-    raise CallerError(f"input {name!r}: expected a NumPy array, got {type(value).__name__}; pass np.asarray(value, dtype=...)")
 
 
 def _check_shape(name: str, operand: Operand, shape: tuple[int, ...]) -> None:

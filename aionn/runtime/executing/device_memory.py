@@ -22,6 +22,7 @@ from aionn.memory.memory import Memory
 from aionn.memory.region import Region
 from aionn.runtime.executing.device_buffers import BufferPair
 from aionn.runtime.executing.device_state import DeviceState
+from aionn.runtime.executing.frame_layout import as_array
 from aionn.runtime.preparing.renewal import Renewal
 from aionn.tasks import deadline_of, ending_by
 
@@ -149,7 +150,7 @@ class DeviceMemory:
             return self._locate(source, shape)
         if isinstance(source, np.ma.MaskedArray):
             raise CallerError("device memory keeps no mask; pass array.filled(value), or array.data for what lies under the mask")
-        array = np.asarray(source)
+        array = as_array((*self.inputs, *self.outputs)[0], source) if hasattr(source, "__dlpack_device__") else np.asarray(source)
         if array.dtype != self.type.dtype:
             raise CallerError(
                 f"device memory of {self.type.value} cannot be filled from an array of {array.dtype}; nothing is cast in silence"
@@ -267,7 +268,7 @@ def _holds(kind: OperandType, value: object) -> bool:
     if kind is OperandType.BOOL:
         return bool(held == value)
     # The types of 4 and 6 bits have no infinity, and take their largest number instead.
-    fits = kind.in_numpy or not np.isfinite(value) or abs(value) <= float(_about(kind).finfo(dtype).max)
+    fits = kind.in_numpy or not np.isfinite(value) or abs(float(value)) <= float(_about(kind).finfo(dtype).max)
     return bool(fits and np.isfinite(held) == np.isfinite(value))
 
 

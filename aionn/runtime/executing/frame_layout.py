@@ -1,4 +1,4 @@
-"""How a frame is laid out for one set of input shapes (`FrameLayout`), and the outputs of an execution."""
+"""How a frame is laid out for one set of input shapes (`FrameLayout`), what counts as an array, and the outputs of an execution."""
 
 from __future__ import annotations
 
@@ -9,12 +9,43 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aionn.errors import ExecutionError
+from aionn.errors import CallerError, ExecutionError
 from aionn.hal.model import Model
 from aionn.hal.types import DataLocation, ErrorStatus, Operand, OutputShape, Request, RequestArgument, Timing
 from aionn.memory.pool import Frame, Layout
 
 Shapes = tuple[tuple[int, ...], ...]
+
+_READABLE = (1, 3, 11)
+"""DLPack's numbers of memory that the CPU reads: its own, and that which CUDA or ROCm has pinned."""
+
+
+def as_array(name: str, value: Any) -> NDArray[Any]:
+    """Return what an app passes for an input as an array, without a copy.
+
+    That is an array, a NumPy scalar, or an object of another library that offers one (`__array_interface__`, `__dlpack__`). Plain
+    Python numbers have no dtype to check.
+
+    Raises:
+        CallerError: the object offers no array, or none that the CPU can read.
+    """
+    if isinstance(value, np.ma.MaskedArray):
+        raise CallerError(f"input {name!r}: a model knows no mask; pass {name}.filled(value), or {name}.data for what lies under it")
+    if isinstance(value, np.ndarray | np.generic) or hasattr(value, "__array_interface__"):
+        return np.asarray(value)
+    kind = type(value).__name__
+    if not hasattr(value, "__dlpack__") or not hasattr(value, "__dlpack_device__"):
+        raise CallerError(f"input {name!r}: expected a NumPy array, got {kind}; pass np.asarray(value, dtype=...)")
+    try:
+        device = int(value.__dlpack_device__()[0])
+        if device in _READABLE:
+            return np.from_dlpack(value)
+    except Exception as error:  # the other library's: the tensor needs gradients, or has a type that NumPy lacks
+        why = " ".join(str(error).split()).rstrip(".")
+        raise CallerError(f"input {name!r}: this {kind} cannot be read through DLPack ({why}); pass a NumPy array of it") from error
+    raise CallerError(
+        f"input {name!r}: this {kind} lies in a device's memory (DLPack's type {device}); pass a copy in the CPU's memory, as {name}.cpu()"
+    )
 
 
 class Outputs(dict[str, NDArray[Any]]):

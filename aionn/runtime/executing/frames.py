@@ -32,7 +32,7 @@ from aionn.errors import CallerError, DeadlineError, MemoryAllocationError, agai
 from aionn.hal.types import IMemory
 from aionn.memory.pool import Frame, FramePool, FramesInFlightError, aligned
 from aionn.memory.region import Region
-from aionn.runtime.executing.frame_layout import FrameLayout
+from aionn.runtime.executing.frame_layout import FrameLayout, as_array
 from aionn.tasks import seconds_until
 
 TRIM_S = 2.0
@@ -325,6 +325,7 @@ def fill(frame: Frame, layout: FrameLayout, inputs: Mapping[str, Any], placed: C
     for index, (name, place) in enumerate(layout.inputs_in(frame).items()):
         if placed and index in placed:
             continue
-        np.copyto(place, inputs[name], casting="no")
+        array = inputs[name]
+        np.copyto(place, array if type(array) is np.ndarray else as_array(name, array), casting="no")
         copied += place.nbytes
     return copied

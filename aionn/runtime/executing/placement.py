@@ -34,7 +34,7 @@ from aionn.remote.device import RemoteBuffer, RemotePreparedModel
 from aionn.runtime.executing.device_buffers import lost_with
 from aionn.runtime.executing.device_memory import DeviceMemory, state_of
 from aionn.runtime.executing.device_state import DeviceState
-from aionn.runtime.executing.frame_layout import FrameLayout, false_shapes
+from aionn.runtime.executing.frame_layout import FrameLayout, as_array, false_shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,5 +305,5 @@ async def contents_of(operands: Mapping[str, Operand], values: Mapping[str, Any]
             with part:
                 copies[name] = part.array(operand.type.dtype, shape).copy()
         else:
-            copies[name] = np.array(value)
+            copies[name] = np.array(as_array(name, value))
     return copies

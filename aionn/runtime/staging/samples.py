@@ -13,6 +13,7 @@ import numpy as np
 
 from aionn.errors import AionnError
 from aionn.hal.model import Model
+from aionn.runtime.executing.frame_layout import as_array
 from aionn.runtime.executing.placement import contents_of
 from aionn.runtime.staging.measuring import Inputs
 
@@ -48,7 +49,7 @@ class Samples:
     def take(self, inputs: Mapping[str, Any]) -> None:
         """Keep copies of an execution's inputs if a sample is due, at most once every SAMPLE_EVERY_S."""
         if time.monotonic_ns() >= self.due_ns:
-            self._add({name: np.array(inputs[name]) for name in self.model.inputs})
+            self._add({name: np.array(as_array(name, inputs[name])) for name in self.model.inputs})
 
     async def take_placed(self, inputs: Mapping[str, Any], placed: Mapping[str, Any]) -> None:
         """Do the same as `take` where some inputs are memory. The copies are of the memory's present contents."""

@@ -27,6 +27,7 @@ from aionn import trace
 from aionn.errors import AionnError, OutputInsufficientSizeError
 from aionn.hal.types import ErrorStatus
 from aionn.remote.device import RemotePreparedModel
+from aionn.runtime.executing.frame_layout import as_array
 from aionn.runtime.serving.compiled_model import CompiledModel
 from aionn.runtime.serving.members import NotNowError
 from aionn.runtime.serving.serving import Serving
@@ -158,7 +159,7 @@ def _says_nothing(error: AionnError) -> bool:
 def _copies(inputs: Mapping[str, Any] | None) -> Inputs | None:
     """Return copies of the inputs, to run them later. Returns None if some of them are memory of the app or of a driver."""
     try:
-        copies = None if inputs is None else {name: np.array(inputs[name]) for name in inputs}
+        copies = None if inputs is None else {name: np.array(as_array(name, inputs[name])) for name in inputs}
     except AionnError:
         return None
     return None if copies is None or any(array.dtype.hasobject for array in copies.values()) else copies

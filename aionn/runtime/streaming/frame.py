@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from aionn.errors import CallerError
 from aionn.memory import pool as memory_pool
-from aionn.runtime.executing.frame_layout import FrameLayout, Shapes
+from aionn.runtime.executing.frame_layout import FrameLayout, Shapes, as_array
 from aionn.runtime.executing.placement import is_placed
 from aionn.runtime.streaming.connection import BurstConnection
 from aionn.tasks import call_soon_from_anywhere
@@ -154,7 +154,7 @@ class Frame(Mapping[str, NDArray[Any]]):
         if is_placed(value):
             self._placed[name] = value
             return
-        array = np.asarray(value)
+        array = as_array(name, value) if hasattr(value, "__dlpack_device__") else np.asarray(value)
         if array.dtype != place.dtype or array.shape != place.shape:
             raise CallerError(f"input {name!r}: {array.dtype} {array.shape} does not fit the frame's {place.dtype} {place.shape}")
         self._placed.pop(name, None)
