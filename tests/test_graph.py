@@ -20,7 +20,7 @@ from onnx import TensorProto, helper, numpy_helper
 from aionn.errors import CallerError, CompilationError
 from aionn.graph import ReadGraph, constant_arrays, embed_constants, read_onnx, resolve_shapes
 from aionn.graph.wire import Survey, WireError, survey
-from aionn.hal import CONSTANT_COPY_BYTES, IMemory, MemoryDescription, MemoryKind, Model, Operand, OperandType
+from aionn.hal import CONSTANT_COPY_BYTES, IMemory, MemoryDescription, MemoryKind, Model, Operand, OperandType, ValueKind, ValueType
 from aionn.testing.models import identity_model
 from tests.engines.onnx_graphs import attribute, branching, identity, matmul, model_of, returning_constants, value, weights
 from tests.real_models import FILES, carried
@@ -385,14 +385,20 @@ def test_a_broken_graph_names_the_node() -> None:
 
 
 def test_a_border_that_cannot_cross_is_named() -> None:
-    strings = identity(TensorProto.STRING)
-    node = helper.make_node("SequenceConstruct", ["x"], ["y"])
-    sequence = model_of([node], [value("x", [1])], [helper.make_tensor_sequence_value_info("y", TensorProto.FLOAT, None)])
+    sparse = identity(TensorProto.FLOAT)
+    sparse.graph.input[0].CopyFrom(helper.make_sparse_tensor_value_info("x", TensorProto.FLOAT, [1]))
+    deep = helper.make_tensor_type_proto(TensorProto.FLOAT, None)
+    for _ in range(9):
+        deep = helper.make_sequence_type_proto(deep)
+    nested = model_of([helper.make_node("Identity", ["x"], ["y"])], [helper.make_value_info("x", deep)], [value("y", [1])])
+    keyed = helper.make_map_type_proto(TensorProto.FLOAT, helper.make_tensor_type_proto(TensorProto.FLOAT, None))
+    floats = model_of([helper.make_node("Identity", ["x"], ["y"])], [helper.make_value_info("x", keyed)], [value("y", [1])])
     untyped = matmul()
     untyped.graph.output[0].ClearField("type")
     for model, words in [
-        (strings, "input 'x' has element type STRING"),
-        (sequence, "output 'y' is a sequence"),
+        (sparse, "input 'x' is a sparse tensor"),
+        (nested, "at most 8"),
+        (floats, "keys of type float32"),
         (untyped, "output 'y' has no type"),
     ]:
         with pytest.raises(CompilationError, match=words):
@@ -403,8 +409,27 @@ def test_a_border_that_cannot_cross_is_named() -> None:
 def test_every_element_type_crosses_the_border_with_its_own_dtype(kind: OperandType) -> None:
     graph = read(identity(helper.np_dtype_to_tensor_dtype(kind.dtype)))
     assert graph.inputs["x"].type is graph.outputs["y"].type is kind
-    assert kind.dtype.name == kind.value
-    assert kind.dtype.itemsize == kind.element_bytes
+    if kind is OperandType.STRING:
+        assert (kind.dtype.name, kind.element_bytes, graph.inputs["x"].size_bytes) == ("object", 0, None)
+    else:
+        assert kind.dtype.name == kind.value
+        assert kind.dtype.itemsize == kind.element_bytes
+
+
+def test_sequences_maps_and_optionals_keep_their_types_at_the_border() -> None:
+    """Names of open dimensions inside them say nothing, because the tensors of one sequence may differ."""
+    row = helper.make_map_type_proto(TensorProto.STRING, helper.make_tensor_type_proto(TensorProto.FLOAT, None))
+    held = helper.make_optional_type_proto(helper.make_sequence_type_proto(helper.make_tensor_type_proto(TensorProto.INT64, ["N", 2])))
+    ends = [helper.make_value_info("rows", helper.make_sequence_type_proto(row)), helper.make_value_info("held", held)]
+    names = [(end.name, f"{end.name}_out") for end in ends]
+    nodes = [helper.make_node("Identity", [name], [out]) for name, out in names]
+    graph = read(model_of(nodes, ends, [helper.make_value_info(out, end.type) for (_, out), end in zip(names, ends, strict=True)]))
+    of_rows = ValueType(ValueKind.MAP, Operand(OperandType.FLOAT32, None), OperandType.STRING)
+    numbers = ValueType(ValueKind.SEQUENCE, Operand(OperandType.INT64, (0, 2)))
+    expected = [ValueType(ValueKind.SEQUENCE, of_rows), ValueType(ValueKind.OPTIONAL, numbers)]
+    assert [*graph.inputs.values()] == [*graph.outputs.values()] == expected
+    assert [str(operand) for operand in expected] == ["sequence(map(string, float32))", "optional(sequence(int64))"]
+    assert not any(operand.in_frames for operand in expected)
 
 
 def test_a_constant_of_the_wrong_length_is_named() -> None:

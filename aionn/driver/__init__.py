@@ -6,6 +6,7 @@
     memories   the memories of a request as the device sees them; `burst_memories` keeps those of a burst mapped
     execution  requests, bound to their bytes, as a lane runs them
     options    the facts that an engine may leave out, and the options that apps give it
+    values     runs with strings, sequences, maps and optionals
     compiling  one compilation by an engine
     sharing    the executables that prepared models of the same model share
     instances  the executables of a prepared model, one per instance

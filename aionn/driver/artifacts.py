@@ -28,7 +28,8 @@ from aionn.errors import AionnError, CallerError, CompilationError
 from aionn.hal.engine import Artifact, CompileOptions, Engine, Executable
 from aionn.hal.interfaces import CacheHandles
 from aionn.hal.model import Model
-from aionn.hal.types import CacheFiles, Operand
+from aionn.hal.types import CacheFiles
+from aionn.hal.values import Border, as_messages
 
 if TYPE_CHECKING:
     from aionn.caching.integrity import IntegrityStore
@@ -44,8 +45,8 @@ class Description(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
     format: int
     model_token: bytes
-    inputs: tuple[tuple[str, Operand], ...]
-    outputs: tuple[tuple[str, Operand], ...]
+    inputs: tuple[tuple[str, Border], ...]
+    outputs: tuple[tuple[str, Border], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +210,7 @@ class Artifacts:
 
 def _described(model: Model) -> bytes:
     """Return what stands behind the engine's bytes in the first file."""
-    description = msgspec.msgpack.encode(Description(FORMAT, model.token, tuple(model.inputs.items()), tuple(model.outputs.items())))
+    description = msgspec.msgpack.encode(Description(FORMAT, model.token, as_messages(model.inputs), as_messages(model.outputs)))
     return description + _LENGTH.pack(len(description))
 
 

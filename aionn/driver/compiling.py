@@ -42,8 +42,23 @@ def compiled_model(engine: Engine, model: Model, options: CompileOptions) -> Com
         changed = "the weights beside the model have changed since the model was read"
         refusal = Refusal(MissReason.CHANGED_WEIGHTS, f"{changed}; read the model again, and replace such files by renaming")
         executable, _ = _attempts(engine, own, dataclasses.replace(options, may_export=False))
-        return Compiled(executable, str(refusal), contents)
-    return Compiled(*_attempts(engine, own, options), contents)
+        outcome = str(refusal)
+    else:
+        executable, outcome = _attempts(engine, own, options)
+    _check_values(engine, model, executable)
+    return Compiled(executable, outcome, contents)
+
+
+def _check_values(engine: Engine, model: Model, executable: Executable) -> None:
+    """Check that an executable takes the model's inputs and outputs.
+
+    Raises:
+        CompilationError: some are not tensors of numbers, and the engine runs no others.
+    """
+    strange = next(((name, operand) for name, operand in (*model.inputs.items(), *model.outputs.items()) if not operand.in_frames), None)
+    if strange is not None and not hasattr(executable, "run_values"):
+        why = f"{strange[0]!r} is of type {strange[1].word}, but it runs tensors of numbers only"
+        raise CompilationError(f"device {engine.name!r} cannot run the model: {why}; use another device", reason=why)
 
 
 def _attempts(engine: Engine, model: Model, options: CompileOptions) -> tuple[Executable, str]:

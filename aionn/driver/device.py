@@ -42,6 +42,7 @@ from aionn.hal.types import (
     DeviceType,
     Performance,
 )
+from aionn.hal.values import from_messages
 from aionn.memory import DeviceBuffers, reserve
 from aionn.memory.region import give_back
 from aionn.pages import DriverPage, Slot, private_slot
@@ -222,7 +223,9 @@ class EngineDevice:
         if shared.executable is not loaded.executable:
             self._threads.behind(trim_arenas)
         stored = loaded.description
-        prepared = EnginePreparedModel(self, executables, dict(stored.inputs), dict(stored.outputs), options, shared=shared)
+        prepared = EnginePreparedModel(
+            self, executables, from_messages(stored.inputs), from_messages(stored.outputs), options, shared=shared
+        )
         prepared.runs_on = runs_on(shared.executable)
         return prepared
 

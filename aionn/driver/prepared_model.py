@@ -6,7 +6,7 @@ import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 from aionn import trace
 from aionn.burst import ExecutionBurstServer, result_of
@@ -113,6 +113,15 @@ class EnginePreparedModel:
             return result_of(error)
         with trace.span("driver.execute", device=self.device.name):
             return await execution.execute(measure_timing, deadline_ns)
+
+    async def execute_values(
+        self, inputs: Mapping[str, Any], measure_timing: bool = False, deadline_ns: int | None = None
+    ) -> tuple[Result, Mapping[str, Any]]:
+        """Execute with values of the model's types; see `hal.values`. Returns the outputs as the engine gives them."""
+        from aionn.driver.values import run_values  # few models have such values
+
+        with trace.span("driver.execute", device=self.device.name):
+            return await run_values(self._lanes, inputs, measure_timing, deadline_ns)
 
     def wrong_with(self, request: Request, pool_sizes: Sequence[int]) -> str | None:
         """Return what is wrong with a request over pools of those sizes, or None. Needs no mapped pool. See `check_request`."""

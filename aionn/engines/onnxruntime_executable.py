@@ -99,6 +99,11 @@ class OnnxRuntimeExecutable:
                 outputs[name][...] = inputs[name]
         return ExecutionReport(made, took_ns)
 
+    def run_values(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Run with values that no binding takes: strings, sequences, maps, optionals."""
+        with self._flushing:
+            return dict(zip(self._outputs, self._session.run(self._outputs, dict(inputs)), strict=True))
+
     def _run_apart(
         self, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]], timing: bool, failure: Exception
     ) -> ExecutionReport:

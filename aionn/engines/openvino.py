@@ -111,6 +111,7 @@ class OpenVINOEngine:
     def compile(self, model: Model, options: CompileOptions) -> OpenVINOExecutable:
         """Compile for the shapes that the model leaves open, or for its one static shape. Cannot be interrupted once begun."""
         _check_wanted(options)
+        _check_tensors(model)
         settings = self._chosen.settings(options)
         try:
             graph = self._core.read_model(self._whole(model))
@@ -329,6 +330,13 @@ def _writable(array: NDArray[Any]) -> NDArray[Any] | None:
 def _check_wanted(options: CompileOptions) -> None:
     if options.cancelled.is_set():
         raise CompilationError("the compilation was cancelled because its caller stopped waiting", reason="cancelled")
+
+
+def _check_tensors(model: Model) -> None:
+    for name, operand in (*model.inputs.items(), *model.outputs.items()):
+        if not operand.in_frames:
+            why = f"{name!r} is of type {operand.word}, but it runs tensors of numbers only"
+            raise CompilationError(f"openvino cannot prepare the model: {why}; use another device", reason=why)
 
 
 def _check_ports(compiled: Any, names: _Names) -> None:

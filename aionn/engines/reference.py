@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,13 @@ from aionn.hal.types import CacheFiles, Performance, PerformanceInfo
 
 __all__ = ["ReferenceEngine", "ReferenceExecutable"]
 
+_FOLDERS = {
+    "ai.onnx.ml": "aionnxml",
+    "ai.onnx.preview": "aionnx_preview",
+    "ai.onnx.preview.training": "aionnx_preview_training",
+}
+"""Where onnx has the operators of each domain but its own."""
+
 
 class ReferenceEngine:
     """`hal.Engine` over `onnx.reference`. Ignores preference, priority and threads. `Runtime(threads=)` bounds NumPy's own threads."""
@@ -38,6 +46,7 @@ class ReferenceEngine:
         try:
             import onnx
             from onnx.defs import has
+            from onnx.reference.op_run import RuntimeContextError
             from onnx.reference.ops import load_op
 
             from aionn.engines.reference_quantized import OPERATORS, Evaluator
@@ -48,6 +57,7 @@ class ReferenceEngine:
         self._is_defined: Callable[[str, int, str], bool] = has
         self._load_op = load_op
         self._own = {(operator.op_domain, operator.__name__) for operator in OPERATORS}
+        self._in_context = RuntimeContextError
         self.version = f"onnx {onnx.__version__};numpy {np.__version__}"
 
     def supported_operations(self, model: Model) -> Sequence[bool]:
@@ -89,7 +99,12 @@ class ReferenceEngine:
         if (domain, operator) in self._own:
             return True
         try:
-            self._load_op(domain, operator, opset)
+            if domain:
+                import_module(f"onnx.reference.ops.{_FOLDERS[domain]}").load_op(domain, operator, opset)
+            else:
+                self._load_op(domain, operator, opset, evaluator_cls=self._evaluator)
+        except self._in_context:
+            return True  # its definition depends on the types of its inputs
         except Exception:  # for a missing operator the registry raises ValueError, ImportError or its own errors
             return False
         return True
@@ -125,3 +140,17 @@ class ReferenceExecutable:
             made[name] = array.copy() if any(np.may_share_memory(array, given) for given in inputs.values()) else array
         deliver(made, outputs)
         return ExecutionReport(made, took_ns if timing else None)
+
+    def run_values(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Run with values that are not all tensors of numbers. Where onnx makes no array of a tensor, this makes one."""
+        results = self._evaluator.run(list(self._dtypes), dict(inputs))
+        return {name: _as_declared(result, dtype) for (name, dtype), result in zip(self._dtypes.items(), results, strict=True)}
+
+
+def _as_declared(value: Any, dtype: np.dtype[Any]) -> Any:
+    """Return tensors with the declared element type, wherever they are in a value. onnx returns texts as NumPy's own strings."""
+    if isinstance(value, list | tuple):
+        return [_as_declared(item, dtype) for item in value]
+    if isinstance(value, dict):
+        return {key: _as_declared(item, dtype) for key, item in value.items()}
+    return np.asarray(value, dtype) if isinstance(value, np.ndarray | np.generic) else value

@@ -12,6 +12,7 @@ twice for a moment (source and pool), not four times (source, message, Python by
     places     finds every tensor of a model, wherever the schema lets one stand
     arrays     shows constants as arrays where they lie; `unchanged` copies those that may change, and digests the copies
     checking   says what is wrong with a graph, node by node
+    values     reads the types of sequences, maps and optionals at the border
     support    asks an engine operator by operator
     shapes     resolves open dimensions
     opaque     makes models of other formats, which have no graph

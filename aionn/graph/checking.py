@@ -103,17 +103,21 @@ def border(values: Sequence[ValueInfoProto], side: str) -> dict[str, Operand]:
     """Inputs or outputs as operands, in the graph's order.
 
     Raises:
-        CompilationError: one of them is not a tensor, or has an element type that cannot cross to a driver.
+        CompilationError: one of them has a type that cannot cross to a driver.
     """
     return {value.name: _operand(value, side) for value in values}
 
 
 def _operand(value: ValueInfoProto, side: str) -> Operand:
     kind = value.type.WhichOneof("value")
+    if kind in ("sequence_type", "map_type", "optional_type"):
+        from aionn.graph.values import value_type  # most models have tensors only
+
+        return value_type(value, lambda inner: _operand(inner, side))
     if kind != "tensor_type":
         found = "has no type" if kind is None else f"is a {kind.removesuffix('_type').replace('_', ' ')}"
         wrong = f"{side} {value.name!r} {found}"
-        raise CompilationError(f"{wrong}; only dense tensors can cross to a driver", reason=wrong)
+        raise CompilationError(f"{wrong}; dense tensors, sequences, maps and optionals can cross to a driver", reason=wrong)
     tensor = value.type.tensor_type
     element = TYPES.get(tensor.elem_type)
     if element is None:

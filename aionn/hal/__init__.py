@@ -1,6 +1,7 @@
 """The contract between an app's process and a driver's: types, the model, interfaces. No I/O lives here.
 
     types       the HAL's values (NNAPI 1.2/1.3, with the same numbers)
+    values      types of inputs and outputs that are not tensors: sequences, maps, optionals
     model       the ONNX graph with its large constants taken out
     interfaces  `IDevice` and its objects, which the runtime calls
     options     what an app asks of one engine, as plain values by name
@@ -43,6 +44,7 @@ from aionn.hal.types import (
     Result,
     Timing,
 )
+from aionn.hal.values import ValueKind, ValueType
 
 __all__ = [
     "CACHE_TOKEN_BYTES",
@@ -92,5 +94,7 @@ __all__ = [
     "RequestArgument",
     "Result",
     "Timing",
+    "ValueKind",
+    "ValueType",
     "model_bytes",
 ]

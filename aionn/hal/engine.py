@@ -128,9 +128,13 @@ class ExecutionReport:
 class Executable(Protocol):
     """A model that is ready to run in this process.
 
-    One thread at a time calls `run`, which releases the GIL while it computes. Two methods are optional. Both make executables that may run
+    One thread at a time calls `run`, which releases the GIL while it computes. Two optional methods make executables that may run
     beside this one over one copy of the weights. `lanes(count: int) -> Sequence[Executable]` is called once, before the first run, with
     `CompileOptions.instances`, and may return this one among them. `share() -> Executable` is called at any time and in any thread.
+
+    A third method is optional: `run_values(inputs: Mapping[str, Any]) -> Mapping[str, Any]`. It runs a model once that has strings,
+    sequences, maps or optionals as inputs or outputs, in place of `run`. Values are as `hal.values` says. Arrays among the inputs are
+    read-only. Arrays among the outputs may be those of the inputs. Without this method such models are refused.
     """
 
     def run(self, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]], timing: bool) -> ExecutionReport:

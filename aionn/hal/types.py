@@ -71,20 +71,25 @@ class OperandType(enum.Enum):
     UINT4 = "uint4"
     INT2 = "int2"
     UINT2 = "uint2"
+    STRING = "string"
 
     @property
     def dtype(self) -> np.dtype[np.generic]:
-        """The dtype of one element, in native byte order. The first use of a type that NumPy lacks imports ml_dtypes."""
+        """The dtype of one element, in native byte order. The first use of a type that NumPy lacks imports ml_dtypes.
+
+        Arrays of strings have the dtype object, and their elements are `str`.
+        """
         return _DTYPES[self]
 
     @property
     def element_bytes(self) -> int:
+        """Bytes of one element, or 0 for a string."""
         return _ELEMENT_BYTES[self]
 
     @property
     def in_numpy(self) -> bool:
-        """Whether NumPy itself has the type. Arrays of the others have a dtype of ml_dtypes."""
-        return self not in _OF_ML_DTYPES
+        """Whether NumPy itself has the type. Arrays of the others have a dtype of ml_dtypes, or hold Python objects (strings)."""
+        return self not in _OF_ML_DTYPES and self is not OperandType.STRING
 
 
 _OF_ML_DTYPES = frozenset(
@@ -118,7 +123,9 @@ class _Dtypes(dict[OperandType, "np.dtype[np.generic]"]):
 
 
 _DTYPES = _Dtypes({member: np.dtype(member.value) for member in OperandType if member.in_numpy})
-_ELEMENT_BYTES = {member: _DTYPES[member].itemsize if member.in_numpy else 1 for member in OperandType} | {OperandType.BFLOAT16: 2}
+_DTYPES[OperandType.STRING] = np.dtype(object)
+_ELEMENT_BYTES = {member: _DTYPES[member].itemsize if member.in_numpy else 1 for member in OperandType}
+_ELEMENT_BYTES |= {OperandType.BFLOAT16: 2, OperandType.STRING: 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +149,22 @@ class Operand:
             raise CallerError(f"an operand has the dimensions {self.dimensions}, but none may be negative; write 0 for an open one")
 
     @property
+    def in_frames(self) -> bool:
+        """Whether its values may lie in a frame: they are tensors whose elements have a fixed size.
+
+        A model with another input or output runs by control calls only (`hal.values`).
+        """
+        return self.type is not OperandType.STRING
+
+    @property
+    def word(self) -> str:
+        """The type in words, without the shape."""
+        return self.type.value
+
+    @property
     def size_bytes(self) -> int | None:
-        """Size of the whole tensor in bytes, or None while a dimension is unknown."""
-        if self.dimensions is None or 0 in self.dimensions:
+        """Size of the whole tensor in bytes, or None while a dimension is unknown, or for strings."""
+        if self.dimensions is None or 0 in self.dimensions or not self.in_frames:
             return None
         return prod(self.dimensions) * self.type.element_bytes
 

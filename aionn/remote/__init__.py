@@ -7,6 +7,7 @@
     messages     what the app sends, as messages
     device       an `IDevice` as the app sees it
     service      the same device as a driver process offers it; everything that its client made is freed with the client
+    values       strings, sequences, maps and optionals as bytes, and back (sans-IO); `value_calls` carries them
     received     the memories and cache files that came with a call
 
 Neither end trusts the other to be correct. Lengths and descriptors are bounded before anything grows, and every field is decoded

@@ -27,14 +27,14 @@ from aionn.hal.types import (
     GrantorDescriptor,
     MemoryDescription,
     MQFlavor,
-    Operand,
     Performance,
     Priority,
     Request,
     Result,
 )
+from aionn.hal.values import Border
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Grows with every change of a message. Two ends with different numbers refuse each other at once."""
 
 STACKS_SIGNAL = int(signal.SIGRTMIN) + 7
@@ -67,8 +67,8 @@ class ModelMessage(_Message, frozen=True):
     """A `hal.Model`. One descriptor per pool travels beside the message."""
 
     graph: bytes
-    inputs: tuple[tuple[str, Operand], ...]
-    outputs: tuple[tuple[str, Operand], ...]
+    inputs: tuple[tuple[str, Border], ...]
+    outputs: tuple[tuple[str, Border], ...]
     operations: tuple[Operation, ...]
     constants: tuple[Constant, ...]
     pools: tuple[MemoryDescription, ...]
@@ -131,6 +131,22 @@ class Execute(_Message, frozen=True):
     prepared: int
     request: Request
     pools: tuple[PoolMessage, ...]
+    measure_timing: bool
+    deadline_ns: int | None
+
+
+class ExecuteValues(_Message, frozen=True):
+    """Execute with strings, sequences, maps or optionals; see `remote.values`.
+
+    Attributes:
+        tree: the inputs. data: what their tensors hold, if it is small.
+        memory: else the memory that holds it, whose descriptor travels beside the message.
+    """
+
+    prepared: int
+    tree: bytes
+    data: bytes
+    memory: MemoryDescription | None
     measure_timing: bool
     deadline_ns: int | None
 
@@ -223,8 +239,8 @@ class Prepared(_Message, frozen=True):
     """
 
     prepared: int
-    inputs: tuple[tuple[str, Operand], ...]
-    outputs: tuple[tuple[str, Operand], ...]
+    inputs: tuple[tuple[str, Border], ...]
+    outputs: tuple[tuple[str, Border], ...]
     outcome: str = ""
     contents: bytes = b""
     runs_on: str = ""
@@ -232,6 +248,15 @@ class Prepared(_Message, frozen=True):
 
 class Executed(_Message, frozen=True):
     result: Result
+
+
+class ExecutedValues(_Message, frozen=True):
+    """The result, and if it is a success the outputs, as the inputs in `ExecuteValues`."""
+
+    result: Result
+    tree: bytes = b""
+    data: bytes = b""
+    memory: MemoryDescription | None = None
 
 
 class Configured(_Message, frozen=True):
@@ -293,6 +318,7 @@ CallBody = (
     | PrepareModel
     | PrepareModelFromCache
     | Execute
+    | ExecuteValues
     | ConfigureExecutionBurst
     | FreeMemory
     | CloseBurst
@@ -304,7 +330,7 @@ CallBody = (
     | GetMemories
     | LogLine
 )
-ReplyBody = Flags | Prepared | Executed | Configured | Allocated | Memories | Done | Failure
+ReplyBody = Flags | Prepared | Executed | ExecutedValues | Configured | Allocated | Memories | Done | Failure
 
 
 class Call(_Message, frozen=True):

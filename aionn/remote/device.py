@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 from aionn.errors import CallerError, CompilationError
 from aionn.hal.interfaces import CacheHandles, IBuffer, IBurstCallback, IPreparedModel, PrepareOptions
@@ -24,6 +25,7 @@ from aionn.hal.types import (
     Request,
     Result,
 )
+from aionn.hal.values import from_messages
 from aionn.memory.memory import Memory
 from aionn.remote.channel import Descriptors
 from aionn.remote.connection import Connection
@@ -219,8 +221,8 @@ class RemotePreparedModel:
     def __init__(self, device: RemoteDevice, prepared: Prepared) -> None:
         self.device = device
         self.number = prepared.prepared
-        self.inputs: Mapping[str, Operand] = MappingProxyType(dict(prepared.inputs))
-        self.outputs: Mapping[str, Operand] = MappingProxyType(dict(prepared.outputs))
+        self.inputs: Mapping[str, Operand] = MappingProxyType(from_messages(prepared.inputs))
+        self.outputs: Mapping[str, Operand] = MappingProxyType(from_messages(prepared.outputs))
         self.save_outcome = prepared.outcome
         self.contents = prepared.contents
         self.runs_on = prepared.runs_on
@@ -268,6 +270,23 @@ class RemotePreparedModel:
             raise
         executed, _ = await self.device.connection.call(body, Executed, fds, answered)
         return executed.result
+
+    async def execute_values(
+        self,
+        inputs: Mapping[str, Any],
+        measure_timing: bool = False,
+        deadline_ns: int | None = None,
+        settled: Callable[[Result | None], None] | None = None,
+    ) -> tuple[Result, Mapping[str, Any], int]:
+        """Execute with values of the model's types. Returns also the bytes copied. `settled` is as for `execute`.
+
+        Raises:
+            CallerError: a name or a value does not fit; nothing was sent.
+        """
+        from aionn.remote.value_calls import call_values  # few models have such values
+
+        operands = self.inputs, self.outputs
+        return await call_values(self.device.connection, self.number, operands, inputs, measure_timing, deadline_ns, settled)
 
     async def configure_execution_burst(
         self, callback: IBurstCallback, request_channel: MQDescriptor, result_channel: MQDescriptor, anticipate: bool = False

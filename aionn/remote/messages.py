@@ -5,6 +5,7 @@ from __future__ import annotations
 from aionn.hal.interfaces import CacheHandles, PrepareOptions
 from aionn.hal.model import Model
 from aionn.hal.types import MQDescriptor
+from aionn.hal.values import as_messages
 from aionn.remote.control import CacheMessage, ModelMessage, MQMessage, OptionsMessage
 
 
@@ -12,8 +13,8 @@ def model_message(model: Model) -> ModelMessage:
     """Return a model as a message. The descriptors of `pool_fds` travel beside it."""
     return ModelMessage(
         model.graph,
-        tuple(model.inputs.items()),
-        tuple(model.outputs.items()),
+        as_messages(model.inputs),
+        as_messages(model.outputs),
         model.operations,
         model.constants,
         tuple(pool.description for pool in model.pools),

@@ -8,6 +8,7 @@ from aionn.errors import AionnError, CallerError, CompilationError
 from aionn.hal.interfaces import CacheHandles
 from aionn.hal.model import Model
 from aionn.hal.types import IMemory, MemoryDescription, MemoryKind
+from aionn.hal.values import from_messages
 from aionn.memory import Access, MappingError, Memory, Region
 from aionn.memory.descriptors import check_description, check_descriptor
 from aionn.remote.channel import Descriptors
@@ -83,8 +84,8 @@ class Received:
             pools.append(region)
         return Model(
             graph=message.graph,
-            inputs=dict(message.inputs),
-            outputs=dict(message.outputs),
+            inputs=from_messages(message.inputs),
+            outputs=from_messages(message.outputs),
             operations=message.operations,
             constants=message.constants,
             pools=tuple(pools),

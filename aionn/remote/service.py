@@ -19,6 +19,7 @@ from aionn.errors import AionnError, CallerError
 from aionn.hal.interfaces import IBuffer, IBurstContext, IDevice, IPreparedModel, PrepareOptions
 from aionn.hal.options import EngineOptions
 from aionn.hal.types import IMemory, MQDescriptor, Performance
+from aionn.hal.values import as_messages
 from aionn.memory import Region, check_request
 from aionn.memory.descriptors import check_description
 from aionn.remote.channel import Descriptors
@@ -38,6 +39,7 @@ from aionn.remote.control import (
     Done,
     Execute,
     Executed,
+    ExecuteValues,
     Flags,
     FreeBuffer,
     FreeMemory,
@@ -157,6 +159,9 @@ class DeviceService:
         match body:
             case Execute():
                 reply = await self._execute(body, descriptors)
+            case ExecuteValues():
+                await self._execute_values(call_id, body, descriptors)
+                return
             case GetSupportedOperations(model=message, options=asked, files=files):
                 with Received() as received:
                     model = received.model(message, descriptors)
@@ -216,7 +221,7 @@ class DeviceService:
     def _keep(self, prepared: IPreparedModel) -> Prepared:
         self._last_number += 1
         self._prepared[self._last_number] = prepared
-        operands = tuple(prepared.inputs.items()), tuple(prepared.outputs.items())
+        operands = as_messages(prepared.inputs), as_messages(prepared.outputs)
         contents = getattr(prepared, "contents", b"")  # of a device that copies constants
         runs_on = getattr(prepared, "runs_on", "")
         return Prepared(self._last_number, *operands, prepared.save_outcome, contents, runs_on)
@@ -229,6 +234,17 @@ class DeviceService:
             except AionnError as error:
                 return Executed(result_of(error))
             return Executed(await prepared.execute(body.request, pools, body.measure_timing, body.deadline_ns))
+
+    async def _execute_values(self, call_id: int, body: ExecuteValues, descriptors: Descriptors) -> None:
+        from aionn.remote.value_calls import serve_values  # few models have such values
+
+        executed, region = await serve_values(_known(self._prepared, body.prepared, "prepared model"), body, descriptors)
+        descriptors.close()
+        try:
+            self._connection.reply(call_id, executed, () if region is None else (region.fileno(),))
+        finally:
+            if region is not None:
+                region.close()
 
     def _pools(self, prepared: IPreparedModel, body: Execute, received: Received, descriptors: Descriptors) -> list[IMemory | IBuffer]:
         """Return the pools of a request. Maps them only after everything that can be checked before is right.

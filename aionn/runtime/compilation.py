@@ -129,6 +129,7 @@ class Compilation:
 
         NNAPI: ANeuralNetworksMemory_createFromDesc.
         """
+        self._parts.check_frames("device memory")
         roles = DeviceRoles(self.model, self._parts.arguments.outputs, inputs, outputs, shape)
         deadline_ns = deadline_of(timeout_s)
         with ending_by(deadline_ns, "the device memory was not allocated"):
@@ -145,8 +146,10 @@ class Compilation:
                 cannot help, it does nothing: see docs/bursts.md.
 
         Raises:
-            CallerError: `depth` is not a whole number of at least 1, or `queue_capacity` of at least 8.
+            CallerError: `depth` is not a whole number of at least 1, or `queue_capacity` of at least 8. Or the model has strings,
+                sequences, maps or optionals, which only `compute` takes.
         """
+        self._parts.check_frames("a burst")
         depth = checked_count("burst: depth", depth, 1)
         return Burst(self._parts.bursts.new(depth, checked_count("burst: queue_capacity", queue_capacity, 8), bool(anticipate)))
 
@@ -164,13 +167,14 @@ class Compilation:
         driver at once. Further calls wait in order and take no shared memory while they wait.
 
         Args:
-            inputs: one array per model input, by name. Shapes and dtypes as `Model.inputs` says.
+            inputs: one array per model input, by name. Shapes and dtypes as `Model.inputs` says. For an input whose type is an
+                `aionn.hal.ValueType`: a list for a sequence, a dict for a map, None for an absent optional.
             outputs: where outputs are to be written instead, by name, as for `Burst.compute`.
             measure_timing: fill `.timing` of the result.
             timeout_s: as for `Burst.compute`.
 
         Returns:
-            One array per output, by name, owned by the caller.
+            One array per output, by name, owned by the caller; or a list, a dict or None, as for inputs.
 
         Raises:
             CallerError: a name, shape or dtype does not fit; nothing was sent.

@@ -47,8 +47,9 @@ class Model(hal_model.Model):
     """A model as an app holds it: its graph, and its large constants.
 
     Attributes:
-        inputs: `hal.Operand` by name, in the graph's order, with `.type`, `.dimensions` (0: open) and `.symbols`. A loaded model reads
-            its graph when they are first asked for, which blocks for some milliseconds. After `runtime.compile` they are there.
+        inputs: `hal.Operand` by name, in the graph's order, with `.type`, `.dimensions` (0: open) and `.symbols`. A sequence, a map or an
+            optional is a `hal.ValueType`, with `.kind`, `.element` and `.key`. A loaded model reads its graph when they are first asked
+            for, which blocks for some milliseconds. After `runtime.compile` they are there.
         outputs: the same for its outputs, as the file declares them. Files do declare wrong shapes; arrays have the true ones.
         token: 32 bytes that name the content (the file and every byte beside it that it refers to): the same file gives the same
             token in every run and at every path. A loaded model has it after `await model.digest()`.

@@ -62,7 +62,7 @@ class CompilationParts:
         self.arguments = arguments = Arguments(model)
         self.renewal.disproved = lambda: arguments.disproved
         self.bursts = Connections(self.renewal, arguments)
-        self.kept = KeptBurst(self.bursts)
+        self.kept = KeptBurst(self.bursts) if in_frames(model) else _kept_values(self.bursts)
         self._trials = Executor(arguments, Frames(_TRIALS), None)
         self._closed = False
 
@@ -88,6 +88,13 @@ class CompilationParts:
                 await self.renewal.live(deadline_ns)
                 timeout_s = None if deadline_ns is None else max(seconds_until(deadline_ns), 1e-9)
             await staging.wait_for(name, timeout_s)
+
+    def check_frames(self, what: str) -> None:
+        """Raise a `CallerError` if frames cannot hold the model's inputs and outputs. `what`: the call that needs frames."""
+        if not in_frames(self.renewal.model):
+            from aionn.runtime.executing.values import frames_refusal
+
+            raise frames_refusal(self.renewal.model, what)
 
     # --- closing -------------------------------------------------------------------------------------------------------
 
@@ -151,11 +158,27 @@ class CompilationParts:
         return [inputs for inputs in found if inputs is not None]
 
 
+def in_frames(model: Model) -> bool:
+    """Return whether frames can hold all inputs and outputs of a model. Otherwise it runs by `executing.values`."""
+    return all(operand.in_frames for operand in (*model.inputs.values(), *model.outputs.values()))
+
+
+def _kept_values(bursts: Connections) -> KeptBurst:
+    from aionn.runtime.streaming.kept_values import KeptValues  # few models have such values
+
+    return KeptValues(bursts)
+
+
 def _trial_runs(executor: Executor) -> Run:
     """Return what runs inputs on one prepared model, beside what serves."""
 
     async def run(serving: Serving, inputs: Inputs, deadline_ns: int | None) -> Outputs:
-        return await Attempt(executor, fixed_route(serving), Call(inputs, {}, False, deadline_ns, inputs)).run()
+        call = Call(inputs, {}, False, deadline_ns, inputs)
+        if not in_frames(serving.model):
+            from aionn.runtime.executing.values import compute_values
+
+            return await compute_values(executor, fixed_route(serving), call)
+        return await Attempt(executor, fixed_route(serving), call).run()
 
     return run
 
@@ -175,6 +198,11 @@ async def staged_parts(session: Session, model: Model, order: Order, names: Sequ
 
     await digested(session.tasks, model)  # what the comparisons of stages are kept under
     prepared, outcome, stages = await prepare_first(session.devices, model, names, order.options, order.cache, policy)
+    if not in_frames(model):
+        from aionn.runtime.executing.values import staged_refusal
+
+        prepared.release()
+        raise staged_refusal(model)
     parts = CompilationParts(session, model, order, (prepared, outcome))
     parts.begin_stages(stages, policy)
     return parts

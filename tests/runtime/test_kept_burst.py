@@ -414,7 +414,7 @@ async def test_closing_a_compilation_answers_what_the_driver_has_and_refuses_wha
         with anyio.fail_after(20):
             await asyncio.wait(calls.tasks[DEPTH:])  # at once, while the driver hangs
         assert not any(task.done() for task in calls.tasks[:DEPTH])
-        assert [str(error) for error in calls.errors] == [kept_burst._CLOSED] * (MANY - DEPTH)
+        assert [str(error) for error in calls.errors] == [kept_burst.CLOSED] * (MANY - DEPTH)
         fake.behave()
         assert await calls.all_ended() == ["right"] * DEPTH + ["CallerError"] * (MANY - DEPTH)
         await closing
@@ -435,7 +435,7 @@ async def test_closing_a_compilation_whose_driver_stays_busy_ends_all_calls_with
         closing = asyncio.ensure_future(compilation.aclose())
         with anyio.fail_after(20):
             await asyncio.wait(calls.tasks)
-        assert {str(error) for error in calls.errors} == {kept_burst._CLOSED}
+        assert {str(error) for error in calls.errors} == {kept_burst.CLOSED}
         assert await calls.all_ended() == ["CallerError"] * MANY
         fake.behave()
         await closing

@@ -40,7 +40,7 @@ def test_the_bytes_lie_in_sealed_memory_and_not_in_the_message() -> None:
     assert not pool.description.writable
     assert (model.format, model.graph, model.name, [operation.domain for operation in model.operations]) == ("toy", b"", "toy.bin", ["toy"])
     assert aionn.Model.from_onnx(identity_model()).format == "onnx"
-    prepare = PrepareModel(model_message(model), options_message(aionn.hal.PrepareOptions()), None)
+    prepare = PrepareModel(model_message(model), options_message(aionn.hal.PrepareOptions(), "any"), None)
     assert len(encode(Call(1, prepare), 1)) < 1000
 
 

@@ -1,6 +1,7 @@
 """One execution: where its arguments lie, how it is sent, what it holds until the driver has answered.
 
 attempt         `Attempt`: one general execution, from its arguments to its outputs
+values          executions with strings, sequences, maps and optionals
 control         the control call as a channel
 link            a burst's queues as a channel: its connection to one driver
 recurrent       the usual step of a stream that keeps its state in the driver

@@ -166,8 +166,8 @@ async def _failure(run: Run, serving: Serving, inputs: Inputs, policy: StagePoli
 def _check_border(old: Model, new: Model) -> None:
     """Raise a `CallerError` unless both models fit the same frames."""
     for what, ours, theirs in (("inputs", old.inputs, new.inputs), ("outputs", old.outputs, new.outputs)):
-        have = [(name, operand.type.value, operand.dimensions) for name, operand in ours.items()]
-        got = [(name, operand.type.value, operand.dimensions) for name, operand in theirs.items()]
+        have = [(name, operand.word, operand.dimensions) for name, operand in ours.items()]
+        got = [(name, operand.word, operand.dimensions) for name, operand in theirs.items()]
         if have != got:
             raise CallerError(f"the new model's {what} are {got}, but this compilation's are {have}; compile the new model by itself")
     if _symbols(old) != _symbols(new):

@@ -6,5 +6,6 @@ item        `Item`: one frame of a stream's source with a tag, and `Entry`, what
 source      the thread that iterates a source which may block
 stream      `Burst.map`: a source of inputs in, results out, in order
 kept_burst  `KeptBurst`: the burst behind `Compilation.compute`
+kept_values `KeptValues`: the same for models that no burst can run
 connection  what an open burst has in the driver that serves: link, frames, streams
 """

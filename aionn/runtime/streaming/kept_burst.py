@@ -46,7 +46,7 @@ _WIDEST = 16
 """An argument whose rank is not known counts with so many dimensions when the queues are made."""
 
 _LATE = "the call did not begin by the deadline, because too many calls wait for the driver; call again later"
-_CLOSED = "the compilation, or its runtime, was closed while this call waited"
+CLOSED = "the compilation, or its runtime, was closed while this call waited"
 
 
 class KeptBurst:
@@ -96,7 +96,7 @@ class KeptBurst:
             return _own(await self._without_packets(Call(inputs, outputs or {}, measure_timing, deadline_ns, inputs)), outputs)
         except CallerError:
             if self._closed:
-                raise CallerError(_CLOSED) from None
+                raise CallerError(CLOSED) from None
             raise
         finally:
             self._leave()
@@ -107,10 +107,13 @@ class KeptBurst:
 
     async def _without_packets(self, call: Call) -> Outputs:
         """Run what a burst's packets cannot carry, such as memory of more than 4 GiB, over the control socket."""
-        executor = self._large
-        if executor is None:
-            executor = self._large = self._connections.executor(DEPTH)
-        return await Attempt(executor, control_route(self._renewal), call).run()
+        return await Attempt(self._without_burst(), control_route(self._renewal), call).run()
+
+    def _without_burst(self) -> Executor:
+        """Return what the calls over the control socket have in common."""
+        if self._large is None:
+            self._large = self._connections.executor(DEPTH)
+        return self._large
 
     # --- who calls when --------------------------------------------------------------------------------------------------
 
@@ -179,7 +182,7 @@ class KeptBurst:
         turns, self._turns = self._turns, OrderedDict()
         for turn in turns:
             if not turn.done():
-                turn.set_exception(CallerError(_CLOSED))
+                turn.set_exception(CallerError(CLOSED))
 
     def end(self) -> None:
         """Close for good, without waiting."""

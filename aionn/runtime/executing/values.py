@@ -1,0 +1,66 @@
+"""Executions of models with strings, sequences, maps or optionals. Each is one control call with its values; see `remote.values`.
+
+Such values have no place in a frame. So bursts, frames, device memory and stages refuse these models, and
+`Compilation.compute` runs every execution here. Gate, swaps, deadlines and the driver's death are as for other control calls.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aionn import trace
+from aionn.errors import CallerError, CompilationError
+from aionn.hal.model import Model
+from aionn.hal.types import ErrorStatus
+from aionn.pages.app_layout import COMPUTED, COPIED_BYTES
+from aionn.runtime.executing.attempt import NO_ANSWER, Call, Executor, Route
+from aionn.runtime.executing.frame_layout import Outputs
+from aionn.tasks import ending_by
+
+
+def _strange(model: Model) -> str:
+    """Return words for the first input or output that cannot lie in a frame."""
+    sides = ("input", model.inputs), ("output", model.outputs)
+    found = ((side, name, operand) for side, operands in sides for name, operand in operands.items() if not operand.in_frames)
+    side, name, operand = next(found)
+    return f"{side} {name!r} is of type {operand.word}"
+
+
+def frames_refusal(model: Model, what: str) -> CallerError:
+    """Return why a model cannot do what needs frames."""
+    return CallerError(f"{what} takes tensors of numbers only, but {_strange(model)}; use compilation.compute for this model")
+
+
+def staged_refusal(model: Model) -> CompilationError:
+    """Return why a model cannot be staged."""
+    strange = _strange(model)
+    return CompilationError(f"mode 'staged' compares tensors of numbers only, but {strange}; use mode 'eager' or 'jit'", reason=strange)
+
+
+async def compute_values(executor: Executor, route: Route, call: Call) -> Outputs:
+    """Run one execution.
+
+    Raises:
+        CallerError: a name or a value does not fit, or the call names places for outputs; nothing was sent.
+        DeadlineError, DriverDiedError, DriverHungError, ExecutionError: as for `Attempt.run`.
+    """
+    if call.outputs:
+        raise CallerError(f"outputs={list(call.outputs)}: this model's outputs are values that compute returns; leave outputs out")
+    with ending_by(call.deadline_ns, NO_ANSWER):
+        channel = await route(call.deadline_ns)
+        serving = channel.serving
+        if executor.compiled is not None:
+            serving.use.count()
+        # From here on a swap waits for this execution.
+        settled = serving.entered(_nothing)
+        with trace.span("compute.values", device=serving.device):
+            result, values, copied = await serving.prepared.execute_values(call.inputs, call.measure_timing, call.deadline_ns, settled)
+        executor.counts.add(COPIED_BYTES, copied)
+        if result.status is not ErrorStatus.NONE:
+            raise executor.failure(serving, result, None)
+        executor.counts.add(COMPUTED, 1)
+        return Outputs(values, serving.stage, result.timing if call.measure_timing else None)
+
+
+def _nothing(result: Any) -> None:
+    """Give nothing back: a call with values lends no frame."""

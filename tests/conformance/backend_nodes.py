@@ -1,0 +1,153 @@
+"""The ONNX backend node tests (`onnx.backend.test`), on an engine in this process and through aionn on the same engine."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+from onnx.backend.test.case.test_case import TestCase
+from onnx.backend.test.loader import load_model_tests
+from onnx.backend.test.runner import Runner
+from onnx.reference import ReferenceEvaluator
+
+import aionn
+
+WAYS = ("compute", "burst", "hit")
+
+
+@cache
+def cases() -> Mapping[str, TestCase]:
+    """Every node test that the onnx package carries, by name."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the cases are computed here, on purpose with infinities
+        return {case.name: case for case in load_model_tests(kind="node")}
+
+
+def sample(every: int) -> list[str]:
+    """Return every n-th test, and every test whose model has an input or output that is not a tensor of numbers."""
+    names = sorted(cases())
+    strange = [name for name in names if any(map(_is_strange, _border(model_of(cases()[name]).graph)))]
+    return sorted({*names[::every], *strange})
+
+
+def model_of(case: TestCase) -> onnx.ModelProto:
+    assert case.model is not None
+    return case.model
+
+
+def _border(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
+    return [*graph.input, *graph.output]
+
+
+def _is_strange(value: onnx.ValueInfoProto) -> bool:
+    return not value.type.HasField("tensor_type") or value.type.tensor_type.elem_type == onnx.TensorProto.STRING
+
+
+def _plain(item: Any) -> Any:
+    """Return a value of a case as arrays."""
+    if isinstance(item, onnx.TensorProto):
+        return onnx.numpy_helper.to_array(item)
+    return [_plain(each) for each in item] if isinstance(item, list | tuple) else item
+
+
+@dataclass
+class Report:
+    """What became of the tests.
+
+    Attributes:
+        direct: how many the engine passes in this process.
+        passed: how many pass through aionn, by way.
+        failed: why the others do not, by name; the first way that failed stands before the reason.
+    """
+
+    direct: int = 0
+    passed: Counter[str] = field(default_factory=Counter)
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+def data_of(case: TestCase) -> list[tuple[dict[str, Any], list[Any]]]:
+    """Return inputs by name and expected outputs. An input without data has an initializer."""
+    names = [value.name for value in model_of(case).graph.input]
+    return [(dict(zip(names, map(_plain, inputs), strict=False)), [*map(_plain, outputs)]) for inputs, outputs in case.data_sets or ()]
+
+
+def check(case: TestCase, expected: Sequence[Any], found: Sequence[Any]) -> None:
+    """Compare as onnx's own runner does, and None with None."""
+    if any(each is None for each in (*expected, *found)):
+        assert [each is None for each in expected] == [each is None for each in found]
+    else:
+        Runner.assert_similar_outputs(expected, found, case.rtol, case.atol)
+
+
+def passes_directly(case: TestCase, device: str) -> bool:
+    """Return whether an engine itself passes a test, in this process."""
+    try:
+        run = _ENGINES[device](model_of(case))
+        for inputs, expected in data_of(case):
+            check(case, expected, run(None, inputs))
+    except Exception:  # whatever the engine raises, aionn has no part in it
+        return False
+    return True
+
+
+def _onnxruntime(model: onnx.ModelProto) -> Callable[..., list[Any]]:
+    options: Any = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.intra_op_num_threads = 1
+    session: Any = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    run: Callable[..., list[Any]] = session.run
+    return run
+
+
+def _reference(model: onnx.ModelProto) -> Callable[..., list[Any]]:
+    evaluator: Any = ReferenceEvaluator(model)
+    run: Callable[..., list[Any]] = evaluator.run
+    return run
+
+
+_ENGINES = {"onnxruntime": _onnxruntime, "reference": _reference}
+
+
+async def run_all(names: Sequence[str], device: str, cache_dir: Path | None) -> Report:
+    """Run through aionn the tests that the engine passes in this process. Without `cache_dir` nothing is kept, and no hit is tried."""
+    report = Report()
+    async with aionn.Runtime(start=()) as runtime:
+        for name in names:
+            case = cases()[name]
+            if not passes_directly(case, device):
+                continue
+            report.direct += 1
+            way = "compile"
+            try:
+                for way in WAYS:
+                    report.passed[way] += await _run(runtime, case, device, way, cache_dir)
+            except Exception as error:  # every failure stands in the report
+                report.failed[name] = f"{way}: {type(error).__name__}: {' '.join(str(error).split())}"[:300]
+    return report
+
+
+async def _run(runtime: aionn.Runtime, case: TestCase, device: str, way: str, cache_dir: Path | None) -> bool:
+    """Run a test one way. Returns False where the way does not exist for it."""
+    model = aionn.Model.from_onnx(model_of(case).SerializeToString())
+    plain = all(operand.in_frames for operand in (*model.inputs.values(), *model.outputs.values()))
+    if (way == "burst" and not plain) or (way == "hit" and cache_dir is None):
+        return False
+    async with await runtime.compile(model, devices=[device], cache_dir=cache_dir) as compilation:
+        if way == "hit":
+            kind = compilation.outcomes[0].kind.value
+            assert kind == "hit", f"the second compilation is a {kind}: {compilation.outcomes[0].detail}"
+        for inputs, expected in data_of(case):
+            if way == "burst":
+                async with compilation.burst() as burst:
+                    check(case, expected, [np.array(each) for each in (await burst.compute(inputs)).values()])
+            else:
+                check(case, expected, [*(await compilation.compute(inputs)).values()])
+    return True
