@@ -81,9 +81,11 @@ class BoundExecution:
 
     def run(self, lane: Lane, measure_timing: bool) -> Result:
         began_ns = time.monotonic_ns() if measure_timing else 0
+        begun: list[Region] = []
         try:
             for region in self._files:
-                region.check_backing()
+                region.begin_use()
+                begun.append(region)
             if len(self._disproved) != self._seen:
                 self._open_disproved()
             if self._domain is None:
@@ -103,6 +105,9 @@ class BoundExecution:
             return Result(ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT, message=f"the engine ran out of memory: {error}")
         except (Exception, SystemExit) as error:  # every error of an engine fails this execution and nothing else
             return Result(ErrorStatus.GENERAL_FAILURE, message=f"{type(error).__name__}: {' '.join(str(error).split())}")
+        finally:
+            if begun:
+                _end_use(begun)
         if insufficient:
             return Result(ErrorStatus.OUTPUT_INSUFFICIENT_SIZE, shapes, message=insufficient)
         if not measure_timing:
@@ -284,6 +289,14 @@ class BoundModel:
     buffers: DeviceBuffers
     constants: Sequence[Extent] = ()
     disproved: set[str] = field(default_factory=set)
+
+
+def _end_use(files: Sequence[Region]) -> None:
+    for region in files:
+        try:
+            region.end_use()
+        except AionnError as error:
+            logger.warning("%s", error)  # the run is over, and its answer is right
 
 
 def _array(place: NDArray[np.uint8], argument: RequestArgument, operand: Operand, shape: tuple[int, ...], word: str) -> NDArray[Any]:
