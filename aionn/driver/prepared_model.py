@@ -16,6 +16,7 @@ from aionn.driver.lanes import Lane, Lanes
 from aionn.driver.memories import bound_pool
 from aionn.driver.priority import Turns
 from aionn.driver.sharing import Shared
+from aionn.driver.streams import StreamHints
 from aionn.driver.threads import trim_arenas
 from aionn.errors import AionnError, CallerError
 from aionn.hal.engine import Executable
@@ -89,6 +90,7 @@ class EnginePreparedModel:
             disproved=set(options.open_outputs),
         )
         self._bursts: set[ExecutionBurstServer] = set()
+        self._hints = StreamHints(executables, device.behind)
 
     @property
     def info(self) -> ModelInfo:
@@ -127,8 +129,13 @@ class EnginePreparedModel:
             callback, request_channel, result_channel, executor, lanes=lanes, low_power=low_power, anticipate=anticipate
         )
         self._bursts.add(server)
-        self.device.serve(server, self._bursts.discard)
+        self._hints.opened()
+        self.device.serve(server, self._burst_ended)
         return server
+
+    def _burst_ended(self, server: ExecutionBurstServer) -> None:
+        self._bursts.discard(server)
+        self._hints.ended()
 
     async def aclose(self) -> None:
         for burst in list(self._bursts):

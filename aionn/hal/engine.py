@@ -124,9 +124,15 @@ class ExecutionReport:
 class Executable(Protocol):
     """A model that is ready to run in this process.
 
-    One thread at a time calls `run`, which releases the GIL while it computes. Two methods are optional. Both make executables that may run
-    beside this one over one copy of the weights. `lanes(count: int) -> Sequence[Executable]` is called once, before the first run, with
-    `CompileOptions.instances`, and may return this one among them. `share() -> Executable` is called at any time and in any thread.
+    One thread at a time calls `run`, which releases the GIL while it computes. The other methods are optional.
+
+    Two of them make executables that may run beside this one over one copy of the weights. `lanes(count: int) -> Sequence[Executable]` is
+    called once, before the first run, with `CompileOptions.instances`, and may return this one among them. `share() -> Executable` is
+    called at any time and in any thread.
+
+    Two of them say when executions come as a stream: `stream_began() -> None` when the first burst opens, `stream_ended() -> None` when
+    the last one has ended. An engine may keep clocks or threads awake in between. They are called in another thread, perhaps beside a run,
+    and take turns. A short stream may be over before they are called; then neither is.
     """
 
     def run(self, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]], timing: bool) -> ExecutionReport:

@@ -32,7 +32,7 @@ from aionn.hal.types import MemoryDescription, MemoryKind, Operand
 from aionn.memory import limits
 from aionn.memory.region import PROT_READ, PROT_WRITE, Access, Region
 
-__all__ = ["HasFileno", "Memory", "extents_of"]
+__all__ = ["HasFileno", "Memory", "extents_of", "whole_of"]
 
 _MOST_BYTES = 2**63
 """More bytes than any file, memory or array has."""
@@ -304,13 +304,6 @@ class Memory(ClosedByWith):
         part._open(pool, self.offset_bytes + begin, end - begin)
         return part
 
-    def whole(self) -> Memory:
-        """Return another `Memory` over the whole pool."""
-        pool = self._living()
-        all_of_it = Memory.__new__(Memory)
-        all_of_it._open(pool, 0, pool.region.size_bytes)
-        return all_of_it
-
     def shaped(self, shape: tuple[int, ...]) -> Memory:
         """Return another `Memory` over the same bytes, as a tensor of that shape, for operands with several open dimensions.
 
@@ -351,3 +344,10 @@ class Memory(ClosedByWith):
     def __repr__(self) -> str:
         state = "closed" if self._pool is None else self._pool.region.description.kind.value
         return f"<Memory {state}, bytes {self.offset_bytes} to {self.offset_bytes + self.size_bytes} of its pool>"
+
+
+def whole_of(memory: Memory) -> Memory:
+    """Return another `Memory` over the whole pool of one."""
+    whole = memory[:]
+    whole.offset_bytes, whole.size_bytes = 0, whole.pool.size_bytes
+    return whole

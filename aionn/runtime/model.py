@@ -30,7 +30,7 @@ from aionn.graph.files import Beside, Home, OpenFile, changed, open_model
 from aionn.hal import model as hal_model
 from aionn.hal.types import IMemory, Operand
 from aionn.memory.file_memory import FileMemory
-from aionn.memory.memory import Memory
+from aionn.memory.memory import Memory, whole_of
 from aionn.memory.region import PROT_READ, Region
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class Model(hal_model.Model):
         pools: dict[Region, Memory] = {}
         for name, memory in _by_name(memories):
             # One pool for all slices of it, with a user of its own: the app may close what it gave.
-            whole = pools.setdefault(memory.pool, memory.whole())
+            whole = pools.setdefault(memory.pool, whole_of(memory))
             homes[name] = Home(whole, memory.offset_bytes, memory.size_bytes)
         frozen = _Frozen()
         try:
