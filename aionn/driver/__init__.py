@@ -1,6 +1,7 @@
 """A driver's process: everything that a device needs and no engine should write.
 
     registry   finds engines by name
+    by_hand    devices that an author has written without an engine
     device     makes an `IDevice` of any engine
     prepared_model  a model on an engine: its lanes, executions and bursts
     memories   the memories of a request as the device sees them; `burst_memories` keeps those of a burst mapped
