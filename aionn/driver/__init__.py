@@ -11,6 +11,7 @@
     instances  the executables of a prepared model, one per instance
     lanes      the threads of a prepared model, one per instance: each waits for requests natively, and runs them
     streams    lets executables know when bursts open and end
+    tuning     better artifacts that an engine offers while it runs
     priority   lets executions of high priority go first
     threads    the threads for compiling and loading
     artifacts  stores what was compiled, and loads it verified

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from aionn.caching.integrity import IntegrityStore
 
 T = TypeVar("T")
+Operands = Mapping[str, Operand]
 
 FORMAT = 1
 _LENGTH = struct.Struct("<Q")
@@ -145,8 +146,18 @@ class Artifacts:
             return str(Refusal(MissReason.IO_ERROR, f"the engine's export failed ({type(error).__name__}: {error})"))
         if artifact is None:
             return "declined"
+        return self.store(artifact, handles, _described(model.token, model.inputs, model.outputs))
+
+    def store_again(self, artifact: Artifact, handles: CacheHandles, token: bytes, inputs: Operands, outputs: Operands) -> str:
+        """Store a better artifact of a prepared model. Return "saved", or the reason why it was not stored."""
+        if refusal := self._wrong_number(handles):
+            return str(refusal)
+        return self.store(artifact, handles, _described(token, inputs, outputs))
+
+    def store(self, artifact: Artifact, handles: CacheHandles, description: bytes) -> str:
+        """Store an artifact with that description at its end. Return "saved", or the reason why it was not stored."""
         store = self._integrity()
-        refusal = store if isinstance(store, Refusal) else store.save(handles, artifact, _described(model))
+        refusal = store if isinstance(store, Refusal) else store.save(handles, artifact, description)
         return "saved" if refusal is None else str(refusal)
 
     def load(self, handles: CacheHandles, options: CompileOptions, known: Mapping[bytes, Loaded] = MappingProxyType({})) -> Loaded:
@@ -204,9 +215,9 @@ class Artifacts:
                 self._store = None
 
 
-def _described(model: Model) -> bytes:
+def _described(token: bytes, inputs: Operands, outputs: Operands) -> bytes:
     """Return what stands behind the engine's bytes in the first file."""
-    description = msgspec.msgpack.encode(Description(FORMAT, model.token, tuple(model.inputs.items()), tuple(model.outputs.items())))
+    description = msgspec.msgpack.encode(Description(FORMAT, token, tuple(inputs.items()), tuple(outputs.items())))
     return description + _LENGTH.pack(len(description))
 
 

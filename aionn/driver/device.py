@@ -29,6 +29,7 @@ from aionn.driver.prepared_model import EnginePreparedModel
 from aionn.driver.priority import Turns
 from aionn.driver.sharing import Identity, Shared, Sharing, identity_of, identity_of_stored
 from aionn.driver.threads import Threads, trim_arenas
+from aionn.driver.tuning import Tuning
 from aionn.errors import CompilationError, DeadlineError
 from aionn.hal.engine import CancelFlag, CompileOptions, Engine, Executable
 from aionn.hal.interfaces import CacheHandles, IPreparedModel, PrepareOptions
@@ -132,6 +133,7 @@ class EngineDevice:
                 lent.give_up()
         prepared = EnginePreparedModel(self, executables, model.inputs, model.outputs, options, outcome, constants_of(model), shared)
         prepared.contents = contents
+        prepared.tuning = Tuning(self.name, executables, self._threads, self._artifacts, (model.token, model.inputs, model.outputs))
         return prepared
 
     async def _known(self, model: Model, options: PrepareOptions, flag: CancelFlag) -> tuple[Shared | None, bytes]:
@@ -212,7 +214,10 @@ class EngineDevice:
         if shared.executable is not loaded.executable:
             self._threads.behind(trim_arenas)
         stored = loaded.description
-        return EnginePreparedModel(self, executables, dict(stored.inputs), dict(stored.outputs), options, shared=shared)
+        prepared = EnginePreparedModel(self, executables, dict(stored.inputs), dict(stored.outputs), options, shared=shared)
+        description = stored.model_token, prepared.inputs, prepared.outputs
+        prepared.tuning = Tuning(self.name, executables, self._threads, self._artifacts, description)
+        return prepared
 
     async def allocate(
         self,

@@ -18,6 +18,7 @@ from aionn.driver.priority import Turns
 from aionn.driver.sharing import Shared
 from aionn.driver.streams import StreamHints
 from aionn.driver.threads import trim_arenas
+from aionn.driver.tuning import Tuning
 from aionn.errors import AionnError, CallerError
 from aionn.hal.engine import Executable
 from aionn.hal.interfaces import IBuffer, IBurstCallback, PrepareOptions
@@ -50,9 +51,15 @@ class Host(Protocol):
 
 
 class EnginePreparedModel:
-    """A model on an engine. Satisfies `IPreparedModel`. `contents` is what `Model.contents` is for the constants that were compiled."""
+    """A model on an engine. Satisfies `IPreparedModel`.
+
+    Attributes:
+        contents: what `Model.contents` is for the constants that were compiled.
+        tuning: better artifacts that the engine offers. None once the model is released.
+    """
 
     contents = b""
+    tuning: Tuning | None = None
 
     def __init__(
         self,
@@ -143,6 +150,7 @@ class EnginePreparedModel:
         await self._lanes.aclose()
         self._executables = ()
         self._shared = None
+        self.tuning = None
         self._free_slots()
         self.device.behind(trim_arenas)  # an engine's weights are freed now; the C library would keep much of their memory
 

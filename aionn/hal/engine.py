@@ -133,6 +133,10 @@ class Executable(Protocol):
     Two of them say when executions come as a stream: `stream_began() -> None` when the first burst opens, `stream_ended() -> None` when
     the last one has ended. An engine may keep clocks or threads awake in between. They are called in another thread, perhaps beside a run,
     and take turns. A short stream may be over before they are called; then neither is.
+
+    An engine that tunes while it runs has `export_again() -> Artifact | None`. It is called in another thread, perhaps beside a run, when
+    a burst has ended and before the model is released. It returns an artifact that is better than what it exported or loaded before, or
+    None. Where the app has a cache, the better artifact takes the place of the stored one.
     """
 
     def run(self, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]], timing: bool) -> ExecutionReport:

@@ -135,6 +135,13 @@ class ConfigureExecutionBurst(_Message, frozen=True):
     anticipate: bool = False
 
 
+class ExportAgain(_Message, frozen=True):
+    """Ask for a better artifact of a prepared model, or store it in the cache files that come with the call."""
+
+    prepared: int
+    cache: CacheMessage | None
+
+
 class FreeMemory(_Message, frozen=True):
     burst: int
     slot: int
@@ -204,6 +211,7 @@ class Prepared(_Message, frozen=True):
     Attributes:
         outcome: what the device did with the cache files of the call; see `IPreparedModel.save_outcome`.
         contents: what `Model.contents` is for the constants that were compiled, if the device copied them.
+        tunes: whether the model may offer a better artifact while it runs.
     """
 
     prepared: int
@@ -211,10 +219,15 @@ class Prepared(_Message, frozen=True):
     outputs: tuple[tuple[str, Operand], ...]
     outcome: str = ""
     contents: bytes = b""
+    tunes: bool = False
 
 
 class Executed(_Message, frozen=True):
     result: Result
+
+
+class ExportedAgain(_Message, frozen=True):
+    outcome: str
 
 
 class Configured(_Message, frozen=True):
@@ -280,9 +293,10 @@ CallBody = (
     | CopyFrom
     | CopyTo
     | FreeBuffer
+    | ExportAgain
     | GetMemories
 )
-ReplyBody = Flags | Prepared | Executed | Configured | Allocated | Memories | Done | Failure
+ReplyBody = Flags | Prepared | Executed | ExportedAgain | Configured | Allocated | Memories | Done | Failure
 
 
 class Call(_Message, frozen=True):

@@ -38,6 +38,8 @@ from aionn.remote.control import (
     Done,
     Execute,
     Executed,
+    ExportAgain,
+    ExportedAgain,
     Flags,
     FreeBuffer,
     FreeMemory,
@@ -209,6 +211,7 @@ class RemotePreparedModel:
         self.outputs: Mapping[str, Operand] = MappingProxyType(dict(prepared.outputs))
         self.save_outcome = prepared.outcome
         self.contents = prepared.contents
+        self.tunes = prepared.tunes
         self._closed = False
 
     def remember(self, model: Model) -> None:
@@ -253,6 +256,23 @@ class RemotePreparedModel:
             raise
         executed, _ = await self.device.connection.call(body, Executed, fds, answered)
         return executed.result
+
+    async def export_again(self, cache: CacheHandles | None) -> str:
+        """Ask the engine for a better artifact ("offered" or ""), or store the one it has offered ("saved" or a reason)."""
+        if cache is None:
+            answer, _ = await self.device.connection.call(ExportAgain(self.number, None), ExportedAgain)
+            return answer.outcome
+        from aionn.caching.store.lending import close_handles, open_again
+        from aionn.caching.store.threads import run_in_thread
+
+        opened = await run_in_thread(open_again, cache, undo=close_handles)
+        try:
+            if not isinstance(opened, CacheHandles):
+                return str(opened)
+            answer, _ = await self.device.connection.call(ExportAgain(self.number, cache_message(opened)), ExportedAgain, cache_fds(opened))
+            return answer.outcome
+        finally:
+            close_handles(opened)
 
     async def configure_execution_burst(
         self, callback: IBurstCallback, request_channel: MQDescriptor, result_channel: MQDescriptor, anticipate: bool = False

@@ -107,6 +107,7 @@ class CompilationParts:
             for burst in bursts:
                 await burst.aclose()
             with bounded_shield(CLOSE_S):
+                await self.renewal.store_tuned()
                 if self.compiled.serving is not None:
                     await self.compiled.serving.aclose()
         except AionnError as error:

@@ -89,6 +89,7 @@ class Renewal:
         self._candidates = order.candidates
         self._first_device = order.candidates[0] if order.candidates else session.devices.installed[0]
         self._preparing: _Preparing | None = None
+        self._storing = anyio.Lock()
         if first is not None:
             first[0].remember(model)
             self.compiled.serving = Serving((first[0],), model, self.compiled.use)
@@ -132,6 +133,16 @@ class Renewal:
         if preparing.error is not None:
             raise again(preparing.error)
         raise DeadlineError("the model was not prepared by the deadline; it is still being prepared for the next call")
+
+    async def store_tuned(self) -> None:
+        """Store a better artifact, if the engine that serves offers one. It raises nothing."""
+        serving, cache = self.compiled.serving, self.cache
+        if cache is None or serving is None or not serving.alive or not serving.prepared.tunes or self._storing.locked():
+            return
+        from aionn.runtime.preparing.tuning import store_tuned  # most engines offer nothing
+
+        async with self._storing:
+            await store_tuned(serving.prepared, self.model, dataclasses.replace(self.options, deadline_ns=None), cache)
 
     def check_usable(self) -> None:
         """Return if the compilation may be used.

@@ -116,6 +116,8 @@ class BurstConnection:
                 await self.link.aclose(CallerError("the burst was closed while this call waited"))
         finally:
             self.end()
+            if not self._compiled.closed:
+                self.session.tasks.start_soon(self._renewal.store_tuned, name="better artifact")
 
     def end(self) -> None:
         """Close without waiting. What `aclose` has begun is not done twice."""
