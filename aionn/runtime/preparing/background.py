@@ -135,7 +135,7 @@ class _Making:
         by, refused, refusals = "cache", None, 0
         while True:
             serving = await self._serving()
-            wanted = wanted_of(serving, self._model, self._options, cache.token)
+            wanted = wanted_of(serving, self._model, self._options, cache)
             # A hit shares the entry with every reader. A miss holds its compile lock, so that no other process compiles the model.
             found = await open_entry(cache.store, wanted, refused, cache.store.wait_s)
             prepared: RemotePreparedModel | None = None
@@ -152,7 +152,7 @@ class _Making:
                         log_refusal(cache.store, serving, refused[1], error)
                         continue
                 if isinstance(found, Declined):
-                    await raise_if_unsupported(self._devices.tasks, serving, self._model, found)
+                    raise_if_unsupported(serving, found)
                     self._phase("compiling")
                     prepared = await compile_model(self._devices.tasks, serving, self._model, self._options)
                     return Made(prepared, "driver")

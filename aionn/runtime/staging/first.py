@@ -107,7 +107,7 @@ async def _stored(
         valid = [one for one in found if verdicts.holds(one, remote.version, versions[one.base], threads)]
         if not remote.cache_files.supported or verdicts.judged(valid, model, policy) != verdicts.APPROVED:
             return None
-        async with await cache.store.open(wanted_of(remote, model, options, cache.token), wait_s=0.0) as stored:
+        async with await cache.store.open(wanted_of(remote, model, options, cache), wait_s=0.0) as stored:
             if not isinstance(stored, Hit):
                 return None
             return await load(remote, model, options, stored), stored.outcome
