@@ -6,9 +6,9 @@ import functools
 import importlib
 
 from aionn.engines.installed import installed_engines
-from aionn.errors import DeviceUnavailableError
+from aionn.errors import CallerError, DeviceUnavailableError
 from aionn.hal.engine import Engine
-from aionn.hal.types import CacheFiles
+from aionn.hal.types import CacheFiles, Performance
 
 
 def find_engine(name: str, home: str = "") -> Engine:
@@ -30,6 +30,8 @@ def find_engine(name: str, home: str = "") -> Engine:
                 raise DeviceUnavailableError(name, f"device {name!r} is not installed here (installed: {known})")
             module, attribute = installed[name].module, installed[name].attr
         factory = functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
+    except CallerError as error:  # a value of the HAL that the engine's module makes wrongly
+        raise DeviceUnavailableError(name, f"device {name!r} cannot be used: {error}") from error
     except (ImportError, AttributeError, ValueError) as error:
         raise DeviceUnavailableError(
             name, f"device {name!r} cannot be loaded ({error}); install its package, or add its directory to PYTHONPATH"
@@ -38,6 +40,8 @@ def find_engine(name: str, home: str = "") -> Engine:
         engine: Engine = factory()  # type: ignore[operator]  # `_check` refuses what is not an engine
     except DeviceUnavailableError:
         raise
+    except CallerError as error:
+        raise DeviceUnavailableError(name, f"device {name!r} cannot be used: {error}") from error
     except Exception as error:
         raise DeviceUnavailableError(name, f"device {name!r} cannot start: {type(error).__name__}: {error}") from error
     _check(name, engine)
@@ -45,6 +49,7 @@ def find_engine(name: str, home: str = "") -> Engine:
 
 
 _FACTS = (("name", str), ("version", str), ("cache_files", CacheFiles))
+_OPTIONAL_FACTS = (("performance", Performance),)
 _VERBS = ("supported_operations", "compile", "export", "load")
 
 
@@ -54,7 +59,7 @@ def _check(name: str, engine: object) -> None:
     Raises:
         DeviceUnavailableError: the object is not a `hal.Engine`. The text says what is missing.
     """
-    for fact, kind in _FACTS:
+    for fact, kind in (*_FACTS, *((fact, kind) for fact, kind in _OPTIONAL_FACTS if hasattr(engine, fact))):
         found = getattr(engine, fact, None)
         if not isinstance(found, kind):
             raise DeviceUnavailableError(

@@ -70,6 +70,7 @@ class RemoteDevice:
         self.type = ready.type
         self.cache_files = ready.cache_files
         self.priority_matters = ready.priority_matters
+        self.performance = ready.performance
         self._bursts: dict[int, IBurstCallback] = {}
         self._models: dict[int, str] = {}
         self._buffers: set[int] = set()
