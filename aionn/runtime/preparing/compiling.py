@@ -66,9 +66,7 @@ async def check_supported(tasks: Tasks, remote: RemoteDevice, model: Model, opti
     supported = await supported_by(tasks, remote, model, options.deadline_ns)
     for operation, fits in zip(model.operations, supported, strict=True):
         if not fits:
-            raise UnsupportedOperationError(
-                remote.name, f"{_UNSUPPORTED}{_described(operation)}", node=operation.name, supported=supported
-            )
+            raise UnsupportedOperationError(remote.name, f"{_UNSUPPORTED}{_described(operation)}", node=operation.name, supported=supported)
 
 
 def raise_if_unsupported(remote: RemoteDevice, declined: Declined) -> None:

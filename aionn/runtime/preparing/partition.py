@@ -10,17 +10,18 @@ import dataclasses
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
+from typing import TypeVar
 
 import anyio
 
 from aionn import trace
 from aionn.caching import CacheOutcome
-from aionn.errors import AionnError, CompilationError
+from aionn.errors import AionnError
 from aionn.graph.steps import Step
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model
 from aionn.remote.device import RemotePreparedModel
-from aionn.runtime.model import adopt, is_read
+from aionn.runtime.model import adopt
 from aionn.runtime.preparing.cached import CacheChoice
 from aionn.runtime.preparing.compiling import UnsupportedOperationError, supported_by
 from aionn.runtime.preparing.in_time import in_time
@@ -34,6 +35,7 @@ from aionn.tasks import seconds_until, ungrouped
 
 logger = logging.getLogger("aionn.runtime")
 
+T = TypeVar("T")
 Found = tuple[Prepared, tuple[CacheOutcome, ...]]
 """What was prepared, and the outcome of each step."""
 
@@ -48,7 +50,7 @@ class Partition:
     """Cuts one model over several devices.
 
     Attributes:
-        capable: by device, for each operation whether the device can run it, as far as that is known.
+        capable: by device, for each operation whether the device may run it.
         step_failed: name of the device that could not prepare its step at the last attempt, or None.
     """
 
@@ -73,7 +75,7 @@ class Partition:
         Raises: as `prepare`.
         """
         cache = self._cache
-        if cache is None or len(versions) < 2:
+        if cache is None:
             return None
         scope = scope_of(cache.token, versions, self._options)
         body = await self._in_time(lambda: cache.store.plan(scope))
@@ -90,6 +92,13 @@ class Partition:
             trace.count("plan.refused", reason=str(error))
             return None
 
+    async def ask(self, name: str, error: UnsupportedOperationError | None = None) -> Sequence[bool]:
+        """Return for each operation whether the device of that name can run it. `error`: what a device has said already, if so."""
+        if error is not None and error.device == name and error.supported is not None:
+            return error.supported
+        remote = await self._devices.get(name, self._options.priority)
+        return await supported_by(self._devices.tasks, remote, self._model, self._options.deadline_ns)
+
     async def cut(self, versions: Mapping[str, str]) -> Found:
         """Cut the model over the devices of `capable`, prepare its steps, and keep the plan.
 
@@ -103,9 +112,6 @@ class Partition:
 
         model, options = self._model, self._options
         remotes = [await self._devices.get(name, options.priority) for name in self.capable]
-        for remote in remotes:
-            if not self.capable[remote.name]:
-                self.capable[remote.name] = await supported_by(self._devices.tasks, remote, model, options.deadline_ns)
         performance = {remote.name: remote.performance for remote in remotes}
         with trace.span("plan.cut", devices="+".join(self.capable)):
             steps = await anyio.to_thread.run_sync(lambda: cut(model, self.capable, performance, options.preference))
@@ -184,7 +190,7 @@ class Partition:
             self.step_failed = self.step_failed or step.device
             raise
 
-    async def _in_time[T](self, work: Callable[[], Awaitable[T]]) -> T | None:
+    async def _in_time(self, work: Callable[[], Awaitable[T]]) -> T | None:
         """Wait for the disk for a part of the time that is left."""
         left_s = seconds_until(self._options.deadline_ns)
         return await in_time(self._devices.tasks, work, None if left_s is None else left_s * _PLAN_SHARE, None)
@@ -218,16 +224,70 @@ def _check_borders(model: Model, steps: Sequence[PlannedStep]) -> None:
             known[name] = operand
 
 
+async def prepare_again(devices: Devices, before: Prepared, model: Model, options: PrepareOptions, cache: CacheChoice | None) -> Found:
+    """Prepare a model on the devices that it was prepared on before: whole, or in the same steps.
+
+    Raises: as `prepare`.
+    """
+    if isinstance(before, PlannedModel):
+        return await Partition(devices, model, options, cache).prepare([planned.step for planned in before.steps])
+    prepared, outcome = await prepare(devices, before.device.name, model, options, cache)
+    return prepared, (outcome,)
+
+
+def device_names(prepared: Prepared) -> tuple[str, ...]:
+    """Return the names of the devices that run a prepared model, each once."""
+    steps = [planned.prepared for planned in prepared.steps] if isinstance(prepared, PlannedModel) else [prepared]
+    return tuple(dict.fromkeys(step.device.name for step in steps))
+
+
+def plan_of(prepared: Prepared, model: Model) -> tuple[Step, ...]:
+    """Return the steps of what was prepared. A model that one device runs whole is one step, for which its graph is read if it was not."""
+    if isinstance(prepared, PlannedModel):
+        return tuple(planned.step for planned in prepared.steps)
+    nodes = tuple(operation.name for operation in model.operations)
+    return (Step(prepared.device.name, tuple(range(len(nodes))), nodes, tuple(model.inputs), tuple(model.outputs)),)
+
+
 async def prepare_on(
-    devices: Devices, names: Sequence[str], model: Model, options: PrepareOptions, cache: CacheChoice | None
+    devices: Devices,
+    names: Sequence[str],
+    model: Model,
+    options: PrepareOptions,
+    cache: CacheChoice | None,
+    prepare_step: PrepareStep | None = None,
 ) -> Found:
-    """Prepare a model on the first of these devices. If that cannot run every node, cut the model over it and the others.
+    """Prepare a model on the first of these devices. If that cannot run every node, it runs what it can, and the others run the rest.
+
+    Args:
+        prepare_step: how a model, or a step, is prepared. By default as `preparation.prepare` does.
 
     Raises: as `prepare`, and
         CompilationError: no device can run a node.
     """
+    prepare_step = prepare_step or partial(prepare, devices)
     try:
-        prepared, outcome = await prepare(devices, names[0], model, options, cache)
+        prepared, outcome = await prepare_step(names[0], model, options, cache)
+        return prepared, (outcome,)
     except UnsupportedOperationError as error:
-        return await cut_over(Partition(devices, model, options, cache), devices, names, options, error)
-    return prepared, (outcome,)
+        if len(names) < 2:
+            raise
+        first = error
+    partition = Partition(devices, model, options, cache, prepare_step)
+    # The order is part of the plan's scope. The version says that the plan is one of a stage.
+    versions: dict[str, str] = {}
+    for name in names:
+        try:
+            versions[name] = (await devices.get(name, options.priority)).version
+        except DeviceUnavailableError as error:
+            logger.warning("device %r is passed over: %s", name, error)
+    versions[names[0]] += "; first"
+    found = await partition.kept(versions)
+    if found is None:
+        flags = {name: await partition.ask(name, first) for name in versions}
+        own = flags.pop(names[0])
+        if any(map(all, flags.values())):  # or the plan would be that device alone
+            flags = {name: [able and not taken for able, taken in zip(can, own, strict=True)] for name, can in flags.items()}
+        partition.capable = {names[0]: own, **flags}
+        found = await partition.cut(versions)
+    return found

@@ -16,7 +16,6 @@ import anyio.to_thread
 
 from aionn.errors import CallerError
 from aionn.graph.steps import Step, step_token
-from aionn.graph.unchanged import contents_of
 from aionn.hal import model as hal_model
 from aionn.runtime import model as models
 
@@ -94,15 +93,12 @@ class StepModel(hal_model.Model):
         await anyio.to_thread.run_sync(self._cut)
 
     def _cut(self) -> None:
-        from aionn.graph.cutting import step_model  # brings `onnx`, which a cache hit does without
+        from aionn.graph.step_models import step_model  # brings `onnx`, which a cache hit does without
 
-        part = step_model(self.whole, self.step)
+        part = step_model(self.whole, self.step, models.digests_of(self.whole) or {})
         if not models.adopt(self, part.inputs, part.outputs):
             raise OtherModelError("the cache entry of a step has other inputs or outputs than the step")
-        digests = models.digests_of(self.whole)
-        if digests is not None:
-            _set(self, contents=contents_of(digests[constant.name] for constant in part.constants if constant.name in digests))
-        _set(self, operations=part.operations, constants=part.constants, pools=part.pools, graph=part.graph)
+        _set(self, contents=part.contents, operations=part.operations, constants=part.constants, pools=part.pools, graph=part.graph)
 
     def check_compiled(self, contents: bytes) -> None:
         """Check that a driver has compiled the weights that the model had before. The first compilation says what they are.
@@ -113,7 +109,9 @@ class StepModel(hal_model.Model):
         known: dict[tuple[int, ...], bytes] = self.whole.__dict__.setdefault("_compiled_steps", {})
         before = self.contents or known.setdefault(self.step.operations, contents)
         if contents != before:
-            raise CallerError("the weights of the model have changed since it was read; load the model again, and replace files by renaming")
+            raise CallerError(
+                "the weights of the model have changed since it was read; load the model again, and replace files by renaming"
+            )
 
 
 def _set(model: StepModel, **values: object) -> None:
