@@ -16,7 +16,7 @@ import anyio
 
 from aionn import trace
 from aionn.caching import CacheOutcome
-from aionn.errors import AionnError
+from aionn.errors import AionnError, DeviceUnavailableError
 from aionn.graph.steps import Step
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model

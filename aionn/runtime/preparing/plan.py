@@ -164,7 +164,7 @@ class _Search:
 
     async def _cut(self) -> Found:
         """Cut the model over the devices that can run a part of it. Without names, a device that cannot prepare its step is left out."""
-        partition, model = self._partition, self._model
+        partition = self._partition
         versions = await self._versions()
         partition.capable = {error.device: await partition.ask(error.device, error) for error in self._shortfalls}
         while True:
