@@ -39,6 +39,7 @@ from aionn.hal.types import (
     BufferRole,
     CacheFiles,
     DeviceType,
+    Performance,
 )
 from aionn.memory import DeviceBuffers, reserve
 from aionn.memory.region import give_back
@@ -83,6 +84,7 @@ class EngineDevice:
         self.version = engine.version
         self.type: DeviceType = getattr(engine, "device_type", DeviceType.CPU)
         self.priority_matters: bool = getattr(engine, "priority_matters", False)
+        self.performance: Performance = getattr(engine, "performance", Performance())
 
     async def get_supported_operations(self, model: Model) -> Sequence[bool]:
         supported = await self._threads.run(lambda: self._shown(lambda: self._judge(model)))

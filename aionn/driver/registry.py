@@ -7,10 +7,10 @@ import importlib
 
 from aionn.driver import by_hand
 from aionn.engines.installed import installed_engines
-from aionn.errors import DeviceUnavailableError
+from aionn.errors import CallerError, DeviceUnavailableError
 from aionn.hal.engine import Engine
 from aionn.hal.interfaces import IDevice
-from aionn.hal.types import CacheFiles
+from aionn.hal.types import CacheFiles, Performance
 
 
 def find_engine(name: str, home: str = "") -> Engine:
@@ -44,6 +44,8 @@ def find(name: str, home: str = "") -> Engine | IDevice:
                 raise DeviceUnavailableError(name, f"device {name!r} is not installed here (installed: {known})")
             module, attribute = installed[name].module, installed[name].attr
         factory = functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
+    except CallerError as error:  # a value of the HAL that the engine's module makes wrongly
+        raise DeviceUnavailableError(name, f"device {name!r} cannot be used: {error}") from error
     except (ImportError, AttributeError, ValueError) as error:
         raise DeviceUnavailableError(
             name, f"device {name!r} cannot be loaded ({error}); install its package, or add its directory to PYTHONPATH"
@@ -52,6 +54,8 @@ def find(name: str, home: str = "") -> Engine | IDevice:
         engine: Engine | IDevice = factory()  # type: ignore[operator]  # `_check` refuses what is not an engine
     except DeviceUnavailableError:
         raise
+    except CallerError as error:
+        raise DeviceUnavailableError(name, f"device {name!r} cannot be used: {error}") from error
     except Exception as error:
         raise DeviceUnavailableError(name, f"device {name!r} cannot start: {type(error).__name__}: {error}") from error
     _check(name, engine)
@@ -59,6 +63,7 @@ def find(name: str, home: str = "") -> Engine | IDevice:
 
 
 _FACTS = (("name", str), ("version", str), ("cache_files", CacheFiles))
+_OPTIONAL_FACTS = (("performance", Performance),)
 _VERBS = ("supported_operations", "compile", "export", "load")
 
 
@@ -69,7 +74,7 @@ def _check(name: str, engine: object) -> None:
         DeviceUnavailableError: the object is neither a `hal.Engine` nor a `hal.IDevice`. The text says what is missing.
     """
     facts, verbs, face = (by_hand.FACTS, by_hand.VERBS, "IDevice") if by_hand.is_device(engine) else (_FACTS, _VERBS, "Engine")
-    for fact, kind in facts:
+    for fact, kind in (*facts, *((fact, kind) for fact, kind in _OPTIONAL_FACTS if hasattr(engine, fact))):
         found = getattr(engine, fact, None)
         if not isinstance(found, kind):
             raise DeviceUnavailableError(

@@ -14,7 +14,10 @@ twice for a moment (source and pool), not four times (source, message, Python by
     checking   says what is wrong with a graph, node by node
     support    asks an engine operator by operator
     shapes     resolves open dimensions
-    steps      the parts of a model that several devices run one after the other
+    steps      the parts of a model that several devices run one after the other: tokens, lifetimes and places of what lies between
+    cutting    cuts a model into steps
+    flow       what each operation reads and makes
+    step_models  makes each step a model of its own
     reading    joins them
 
 What changes in the graph, and nothing else does
@@ -39,8 +42,10 @@ from aionn.lazy import imported_when_asked as _imported_when_asked
 if _typing.TYPE_CHECKING:
     from aionn.graph.arrays import arrays_over, constant_arrays
     from aionn.graph.constants import embed_constants, settle_exported
+    from aionn.graph.cutting import cut
     from aionn.graph.reading import ReadGraph, read_onnx
     from aionn.graph.shapes import resolve_shapes
+    from aionn.graph.step_models import step_model, step_models
     from aionn.graph.support import gather_tables, supported_operations
     from aionn.graph.unchanged import changeable_contents, own_constants
 
@@ -49,12 +54,15 @@ __all__ = [
     "arrays_over",
     "changeable_contents",
     "constant_arrays",
+    "cut",
     "embed_constants",
     "gather_tables",
     "own_constants",
     "read_onnx",
     "resolve_shapes",
     "settle_exported",
+    "step_model",
+    "step_models",
     "supported_operations",
 ]
 
@@ -64,12 +72,15 @@ if not _typing.TYPE_CHECKING:
         "arrays_over": "aionn.graph.arrays",
         "changeable_contents": "aionn.graph.unchanged",
         "constant_arrays": "aionn.graph.arrays",
+        "cut": "aionn.graph.cutting",
         "embed_constants": "aionn.graph.constants",
         "gather_tables": "aionn.graph.support",
         "own_constants": "aionn.graph.unchanged",
         "read_onnx": "aionn.graph.reading",
         "resolve_shapes": "aionn.graph.shapes",
         "settle_exported": "aionn.graph.constants",
+        "step_model": "aionn.graph.step_models",
+        "step_models": "aionn.graph.step_models",
         "supported_operations": "aionn.graph.support",
     }
     __getattr__ = _imported_when_asked(__name__, _HOMES)

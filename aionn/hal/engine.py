@@ -166,8 +166,8 @@ class Engine(Protocol):
         version: the version of the engine *and* of everything that its artifacts depend on (library, ISA, options).
         cache_files: how many files `export` fills. (0, 0) means that the engine does not cache.
 
-    Two attributes are optional: `device_type` (`DeviceType`, default CPU) and `priority_matters` (whether artifacts of different
-    priority differ, default False).
+    Three attributes are optional: `device_type` (`DeviceType`, default CPU), `priority_matters` (whether artifacts of different
+    priority differ, default False) and `performance` (`Performance`, default that of a CPU).
     """
 
     name: str

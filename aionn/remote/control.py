@@ -28,6 +28,7 @@ from aionn.hal.types import (
     MemoryDescription,
     MQFlavor,
     Operand,
+    Performance,
     Priority,
     Request,
     Result,
@@ -272,6 +273,7 @@ class Ready(_Message, frozen=True):
     type: DeviceType
     cache_files: CacheFiles
     priority_matters: bool = False
+    performance: Performance = Performance()
 
 
 class Refused(_Message, frozen=True):

@@ -7,6 +7,7 @@ caller gets that error.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from aionn.errors import CallerError, CompilationError
@@ -72,6 +73,7 @@ class RemoteDevice:
         self.type = ready.type
         self.cache_files = ready.cache_files
         self.priority_matters = ready.priority_matters
+        self.performance = ready.performance
         self._bursts: dict[int, IBurstCallback] = {}
         self._models: dict[int, str] = {}
         self._buffers: set[int] = set()
@@ -201,6 +203,15 @@ class RemoteDevice:
             self.connection.reply_failure(call_id, error)
 
 
+@dataclass(frozen=True, slots=True)
+class StepRole:
+    """One input or output of one prepared model."""
+
+    prepared: RemotePreparedModel
+    is_input: bool
+    index: int
+
+
 class RemotePreparedModel:
     """A prepared model in the driver process. Satisfies `IPreparedModel`."""
 
@@ -286,6 +297,10 @@ class RemotePreparedModel:
     def _close_burst(self, unwanted: ReplyBody) -> None:
         if isinstance(unwanted, Configured):
             self.device.post(CloseBurst(unwanted.burst))
+
+    def step_roles(self, is_input: bool, index: int) -> list[StepRole]:
+        """Return what an input or output is in the driver. A plan has more to say (`PlannedModel.step_roles`)."""
+        return [StepRole(self, is_input, index)]
 
     async def aclose(self) -> None:
         if not self._closed and self.device.connection.ended_by is None:

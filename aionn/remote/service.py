@@ -17,7 +17,7 @@ from anyio.abc import TaskGroup
 from aionn.burst import result_of
 from aionn.errors import AionnError, CallerError
 from aionn.hal.interfaces import IBuffer, IBurstContext, IDevice, IPreparedModel, PrepareOptions
-from aionn.hal.types import IMemory, MQDescriptor
+from aionn.hal.types import IMemory, MQDescriptor, Performance
 from aionn.memory import Region, check_request
 from aionn.memory.descriptors import check_description
 from aionn.remote.channel import Descriptors
@@ -97,7 +97,8 @@ class DeviceService:
         """Greet the client, which may call from now on."""
         cache_files = await self._device.get_number_of_cache_files_needed()
         device = self._device
-        ready = Ready(PROTOCOL, device.name, device.version, device.type, cache_files, device.priority_matters)
+        performance = getattr(device, "performance", Performance())  # an optional fact of a device
+        ready = Ready(PROTOCOL, device.name, device.version, device.type, cache_files, device.priority_matters, performance)
         self._connection.greet(ready, self._page_fds)
 
     def _end(self, error: Exception | None) -> None:

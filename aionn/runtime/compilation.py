@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from aionn.caching.outcomes import CacheOutcome
 from aionn.errors import CallerError
+from aionn.graph.steps import Step
 from aionn.hal.model import Model
 from aionn.hal.types import ExecutionPreference, Priority
 from aionn.runtime.executing.device_memory import DeviceMemory
@@ -66,6 +67,18 @@ class Compilation:
     @property
     def outcomes(self) -> tuple[CacheOutcome, ...]:
         return self._parts.renewal.outcomes
+
+    @property
+    def plan(self) -> tuple[Step, ...]:
+        """The steps of the plan, in the order in which they run: `.device, .nodes, .inputs, .outputs`.
+
+        A model that one device runs whole is one step. If it came from a cache, its graph is read now for the names of its nodes, which
+        blocks for some milliseconds. With mode "jit" there are no steps before the first execution.
+
+        Raises:
+            CallerError: the model's file is broken, or has changed since.
+        """
+        return self._parts.renewal.plan
 
     @property
     def device(self) -> str:

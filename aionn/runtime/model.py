@@ -59,6 +59,7 @@ class Model(hal_model.Model):
 
     name = ""
     _lazy: _Lazy | None = None
+    _digests: Mapping[str, bytes] | None = None
 
     @classmethod
     async def load(cls, path: str | os.PathLike[str]) -> Model:
@@ -126,6 +127,8 @@ class Model(hal_model.Model):
             token=read.token,
             contents=read.contents(read.digested) if read.digested is not None else b"",
         )
+        if read.digested is not None:
+            _set(model, _digests=read.digests(read.digested))
         if isinstance(source, str | os.PathLike):
             _set(model, name=Path(source).name)
         return model
@@ -199,6 +202,11 @@ def adopt(model: hal_model.Model, inputs: Mapping[str, Operand], outputs: Mappin
         return list(model.inputs.items()) == list(inputs.items()) and list(model.outputs.items()) == list(outputs.items())
     _set(model, inputs=MappingProxyType(dict(inputs)), outputs=MappingProxyType(dict(outputs)))
     return True
+
+
+def digests_of(model: hal_model.Model) -> Mapping[str, bytes] | None:
+    """Return the digest of each constant that may change, by name, as the token names them. None while that is not known."""
+    return model._digests if isinstance(model, Model) else None
 
 
 def check_compiled(model: hal_model.Model, contents: bytes) -> None:
@@ -293,7 +301,7 @@ class _Lazy:
                 contents = read.contents(digested)
                 if not read.is_of(digested) or model.contents not in (b"", contents):
                     raise changed(self._file.where)
-                _set(model, contents=contents)
+                _set(model, contents=contents, _digests=read.digests(digested))
             if digested is not None:
                 _set(model, token=digested.token)
             self._digested, self._read = digested, read

@@ -10,10 +10,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from aionn import trace
-from aionn.caching.outcomes import CacheOutcome
 from aionn.errors import AionnError
 from aionn.hal.model import Model
-from aionn.remote.device import RemotePreparedModel
 from aionn.runtime.executing.arguments import Arguments
 from aionn.runtime.executing.attempt import Attempt, Call, Executor
 from aionn.runtime.executing.control import fixed_route
@@ -23,6 +21,7 @@ from aionn.runtime.executing.device_roles import DeviceRoles
 from aionn.runtime.executing.frame_layout import Outputs
 from aionn.runtime.executing.frames import Frames
 from aionn.runtime.executing.link import CLOSE_S
+from aionn.runtime.preparing.partition import Found
 from aionn.runtime.preparing.plan import prepare_on_best
 from aionn.runtime.preparing.reading import digested, read
 from aionn.runtime.preparing.renewal import Order, Renewal
@@ -53,7 +52,7 @@ class CompilationParts:
         staging: makes better stages, in mode "staged".
     """
 
-    def __init__(self, session: Session, model: Model, order: Order, first: tuple[RemotePreparedModel, CacheOutcome] | None = None) -> None:
+    def __init__(self, session: Session, model: Model, order: Order, first: Found | None = None) -> None:
         """`first`: what was prepared already, or None to prepare it at the first use."""
         self.session = session
         self.renewal = Renewal(session, model, order, first)
@@ -136,7 +135,15 @@ class CompilationParts:
 
         renewal = self.renewal
         options = dataclasses.replace(renewal.options, deadline_ns=None)
-        target = Target(self.session.devices, self.compiled, renewal.model, options, renewal.cache, _trial_runs(self._trials))
+        target = Target(
+            self.session.devices,
+            self.compiled,
+            renewal.model,
+            options,
+            renewal.cache,
+            _trial_runs(self._trials),
+            tuple(stage.name for stage in stages),
+        )
         self.staging = Staging(target, stages, policy)
         self.session.tasks.start_soon(self.staging.work, name="stages")
 
@@ -175,7 +182,8 @@ async def staged_parts(session: Session, model: Model, order: Order, names: Sequ
     from aionn.runtime.staging.first import prepare_first
 
     await digested(session.tasks, model)  # what the comparisons of stages are kept under
-    prepared, outcome, stages = await prepare_first(session.devices, model, names, order.options, order.cache, policy)
-    parts = CompilationParts(session, model, order, (prepared, outcome))
+    found, stages = await prepare_first(session.devices, model, names, order.options, order.cache, policy)
+    serving = next(stage.name for stage in stages if stage.state == "serving")
+    parts = CompilationParts(session, model, dataclasses.replace(order, stage=serving), found)
     parts.begin_stages(stages, policy)
     return parts

@@ -15,8 +15,9 @@ from contextlib import contextmanager
 import anyio
 
 from aionn.errors import DeviceMemoryLostError, DriverDiedError, DriverHungError
-from aionn.remote.device import RemoteBuffer, RemotePreparedModel
+from aionn.remote.device import RemoteBuffer
 from aionn.runtime.executing.device_roles import DeviceRoles
+from aionn.runtime.serving.planned_model import Prepared
 
 
 class BufferPair:
@@ -31,7 +32,7 @@ class BufferPair:
 
     __slots__ = ("_allocating", "all", "back", "front", "prepared", "roles")
 
-    def __init__(self, prepared: RemotePreparedModel, front: RemoteBuffer, roles: DeviceRoles) -> None:
+    def __init__(self, prepared: Prepared, front: RemoteBuffer, roles: DeviceRoles) -> None:
         self.prepared = prepared
         self.roles = roles
         self.front = front
@@ -70,7 +71,7 @@ class BufferPair:
         assert self.back is not None
         self.front, self.back = self.back, self.front
 
-    def replace(self, prepared: RemotePreparedModel, front: RemoteBuffer) -> list[RemoteBuffer]:
+    def replace(self, prepared: Prepared, front: RemoteBuffer) -> list[RemoteBuffer]:
         """Use one buffer in another driver from now on. Returns the buffers before."""
         before = list(self.all)
         self.all[:] = [front]

@@ -10,6 +10,7 @@ from aionn.hal.types import BufferDesc, BufferRole, Operand
 from aionn.memory.domain import Dimensions, combine_dimensions, full_shape, given
 from aionn.memory.memory import extents_of
 from aionn.remote.device import RemoteBuffer, RemotePreparedModel
+from aionn.runtime.serving.planned_model import Prepared
 
 
 class DeviceRoles:
@@ -54,15 +55,42 @@ class DeviceRoles:
                 if what == "inputs":
                     bound = dimensions
         self.inputs, self.outputs = inputs, outputs
-        self._input_roles = [BufferRole(0, list(model.inputs).index(name)) for name in inputs]
-        self._output_roles = [BufferRole(0, list(model.outputs).index(name)) for name in outputs]
+        self._roles = [(name, True, list(model.inputs).index(name)) for name in inputs]
+        self._roles += [(name, False, list(model.outputs).index(name)) for name in outputs]
         self._desc = BufferDesc(extents)
         self.operand = Operand(operands[0].type, dimensions)
         self.bound = Operand(operands[0].type, bound)
         self.shape = full_shape(dimensions)
 
-    async def allocate(self, prepared: RemotePreparedModel) -> RemoteBuffer:
-        return await prepared.device.allocate(self._desc, [prepared], self._input_roles, self._output_roles)
+    async def allocate(self, prepared: Prepared) -> RemoteBuffer:
+        """Return a buffer in the driver that runs these inputs and outputs.
+
+        Raises:
+            CallerError: several drivers run them.
+            AionnError: the driver cannot have it.
+        """
+        models: list[RemotePreparedModel] = []
+        inputs: list[BufferRole] = []
+        outputs: list[BufferRole] = []
+        for _, is_input, index in self._roles:
+            for role in prepared.step_roles(is_input, index):
+                if role.prepared not in models:
+                    models.append(role.prepared)
+                (inputs if role.is_input else outputs).append(BufferRole(models.index(role.prepared), role.index))
+        device = models[0].device
+        if any(model.device is not device for model in models):
+            raise CallerError(self._why_scattered(prepared))
+        return await device.allocate(self._desc, models, inputs, outputs)
+
+    def _why_scattered(self, prepared: Prepared) -> str:
+        used = {
+            f"{'input' if is_input else 'output'} {name!r}": dict.fromkeys(
+                repr(role.prepared.device.name) for role in prepared.step_roles(is_input, index)
+            )
+            for name, is_input, index in self._roles
+        }
+        found = "; ".join(f"{role} is used on {' and '.join(devices)}" for role, devices in used.items())
+        return f"device memory lies in one driver, but this plan has several ({found}); give an aionn.Memory, which all of them map"
 
 
 def _names(what: str, names: Iterable[str]) -> tuple[str, ...]:

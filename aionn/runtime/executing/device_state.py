@@ -22,9 +22,10 @@ from aionn.hal.types import ErrorStatus
 from aionn.memory.memory import Memory
 from aionn.memory.region import Region
 from aionn.remote.control import Done
-from aionn.remote.device import RemoteBuffer, RemotePreparedModel
+from aionn.remote.device import RemoteBuffer
 from aionn.runtime.executing.device_buffers import BufferPair, losing, lost_with
 from aionn.runtime.serving.members import NotNowError, Rest
+from aionn.runtime.serving.planned_model import Prepared
 from aionn.runtime.serving.serving import Serving
 from aionn.runtime.session import Session
 from aionn.tasks import call_soon_from_anywhere
@@ -173,7 +174,7 @@ class DeviceState:
                 "this device memory is not initialized: the last copy_from was refused; fill it again", status=ErrorStatus.GENERAL_FAILURE
             )
 
-    def stands_for(self, prepared: RemotePreparedModel, name: str, roles: tuple[str, ...]) -> bool:
+    def stands_for(self, prepared: Prepared, name: str, roles: tuple[str, ...]) -> bool:
         """Return whether it may be that input or output of an execution now, where the driver is alive. `roles`: `inputs` or `outputs`."""
         busy = self.uses.advancing or self.uses.left_copies or self.emptied
         return self.buffers.prepared is prepared and not self.closed and not busy and name in roles
@@ -315,7 +316,7 @@ class DeviceState:
 class DeviceChange:
     """A copy of a device memory in another driver, not yet in use."""
 
-    def __init__(self, state: DeviceState, prepared: RemotePreparedModel, copy: RemoteBuffer) -> None:
+    def __init__(self, state: DeviceState, prepared: Prepared, copy: RemoteBuffer) -> None:
         self._state = state
         self._prepared = prepared
         self._copy = copy
