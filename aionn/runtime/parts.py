@@ -15,9 +15,7 @@ from aionn.hal.model import Model
 from aionn.runtime.executing.arguments import Arguments
 from aionn.runtime.executing.attempt import Attempt, Call, Executor
 from aionn.runtime.executing.control import fixed_route
-from aionn.runtime.executing.device_buffers import BufferPair
-from aionn.runtime.executing.device_memory import DeviceMemory
-from aionn.runtime.executing.device_roles import DeviceRoles
+from aionn.runtime.executing.device_roles import Part, part_of
 from aionn.runtime.executing.frame_layout import Outputs
 from aionn.runtime.executing.frames import Frames
 from aionn.runtime.executing.link import CLOSE_S
@@ -65,17 +63,6 @@ class CompilationParts:
         self._trials = Executor(arguments, Frames(_TRIALS), None)
         self._closed = False
 
-    async def allocate(self, roles: DeviceRoles, deadline_ns: int | None) -> DeviceMemory:
-        """Return device memory in the driver that serves."""
-        with self.compiled.use.hold():
-            while True:
-                serving = await self.renewal.live(deadline_ns)
-                with trace.span("allocate", device=serving.device):
-                    buffer = await roles.allocate(serving.prepared)
-                if serving is self.compiled.serving:
-                    return DeviceMemory(self.renewal, BufferPair(serving.prepared, buffer, roles))
-                buffer.release()  # another stage has been swapped in meanwhile
-
     async def wait_for_stage(self, staging: Staging, name: str, timeout_s: float | None) -> None:
         """See `Compilation.wait_for_stage`. A stage is compared with what serves, so a model that was given back is loaded first."""
         from aionn.runtime.staging.stage import settled
@@ -114,6 +101,10 @@ class CompilationParts:
         finally:
             self._end(bursts)
             self.compiled.release()
+
+    def roles(self, inputs: Iterable[str], outputs: Iterable[str]) -> Part:
+        """Return the roles that an app names for device memory of this compilation."""
+        return part_of(self.renewal.model, self.arguments.outputs, inputs, outputs)
 
     def end(self) -> None:
         """Give the memory back: the runtime has closed, and every driver has ended."""

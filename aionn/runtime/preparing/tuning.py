@@ -33,7 +33,7 @@ async def store_tuned(prepared: RemotePreparedModel, model: Model, options: Prep
 
 async def _store(prepared: RemotePreparedModel, model: Model, options: PrepareOptions, cache: CacheChoice) -> None:
     device = prepared.device
-    found = await cache.store.open(wanted_of(device, model, options, cache.token), wait_s=0.0)
+    found = await cache.store.open(wanted_of(device, model, options, cache), wait_s=0.0)
     if isinstance(found, Hit):
         digest = found.manifest.model_digest
         found = await found.refuse(Refusal(MissReason.SUPERSEDED, "the engine offers a better artifact"), wait_s=0.0)

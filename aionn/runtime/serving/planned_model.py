@@ -72,7 +72,10 @@ class PlannedModel:
         inputs, outputs: the operands of the whole model.
         device: the devices of the steps, as one.
         planned: what its executions have in common.
+        tunes: as `RemotePreparedModel.tunes`. A plan's steps are not asked for better artifacts.
     """
+
+    tunes = False
 
     def __init__(self, model: Model, steps: Sequence[PlannedStep]) -> None:
         """
