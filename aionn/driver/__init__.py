@@ -1,6 +1,7 @@
 """A driver's process: everything that a device needs and no engine should write.
 
     registry   finds engines by name
+    by_hand    devices that an author has written without an engine
     device     makes an `IDevice` of any engine
     prepared_model  a model on an engine: its lanes, executions and bursts
     memories   the memories of a request as the device sees them; `burst_memories` keeps those of a burst mapped
@@ -11,6 +12,8 @@
     sharing    the executables that prepared models of the same model share
     instances  the executables of a prepared model, one per instance
     lanes      the threads of a prepared model, one per instance: each waits for requests natively, and runs them
+    streams    lets executables know when bursts open and end
+    tuning     better artifacts that an engine offers while it runs
     priority   lets executions of high priority go first
     threads    the threads for compiling and loading
     artifacts  stores what was compiled, and loads it verified

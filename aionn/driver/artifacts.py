@@ -28,13 +28,14 @@ from aionn.errors import AionnError, CallerError, CompilationError
 from aionn.hal.engine import Artifact, CompileOptions, Engine, Executable
 from aionn.hal.interfaces import CacheHandles
 from aionn.hal.model import Model
-from aionn.hal.types import CacheFiles
+from aionn.hal.types import CacheFiles, Operand
 from aionn.hal.values import Border, as_messages
 
 if TYPE_CHECKING:
     from aionn.caching.integrity import IntegrityStore
 
 T = TypeVar("T")
+Operands = Mapping[str, Operand]
 
 FORMAT = 1
 _LENGTH = struct.Struct("<Q")
@@ -148,8 +149,18 @@ class Artifacts:
             return str(Refusal(MissReason.IO_ERROR, f"the engine's export failed ({type(error).__name__}: {error})"))
         if artifact is None:
             return "declined"
+        return self.store(artifact, handles, _described(model.token, model.inputs, model.outputs))
+
+    def store_again(self, artifact: Artifact, handles: CacheHandles, token: bytes, inputs: Operands, outputs: Operands) -> str:
+        """Store a better artifact of a prepared model. Return "saved", or the reason why it was not stored."""
+        if refusal := self._wrong_number(handles):
+            return str(refusal)
+        return self.store(artifact, handles, _described(token, inputs, outputs))
+
+    def store(self, artifact: Artifact, handles: CacheHandles, description: bytes) -> str:
+        """Store an artifact with that description at its end. Return "saved", or the reason why it was not stored."""
         store = self._integrity()
-        refusal = store if isinstance(store, Refusal) else store.save(handles, artifact, _described(model))
+        refusal = store if isinstance(store, Refusal) else store.save(handles, artifact, description)
         return "saved" if refusal is None else str(refusal)
 
     def load(self, handles: CacheHandles, options: CompileOptions, known: Mapping[bytes, Loaded] = MappingProxyType({})) -> Loaded:
@@ -208,9 +219,9 @@ class Artifacts:
                 self._store = None
 
 
-def _described(model: Model) -> bytes:
+def _described(token: bytes, inputs: Operands, outputs: Operands) -> bytes:
     """Return what stands behind the engine's bytes in the first file."""
-    description = msgspec.msgpack.encode(Description(FORMAT, model.token, as_messages(model.inputs), as_messages(model.outputs)))
+    description = msgspec.msgpack.encode(Description(FORMAT, token, as_messages(inputs), as_messages(outputs)))
     return description + _LENGTH.pack(len(description))
 
 

@@ -30,6 +30,7 @@ from aionn.driver.prepared_model import EnginePreparedModel
 from aionn.driver.priority import Turns
 from aionn.driver.sharing import Identity, Shared, Sharing, identity_of, identity_of_stored
 from aionn.driver.threads import Threads, trim_arenas
+from aionn.driver.tuning import Tuning
 from aionn.errors import CompilationError, DeadlineError
 from aionn.hal.engine import CancelFlag, CompileOptions, Engine, Executable
 from aionn.hal.interfaces import CacheHandles, IPreparedModel, PrepareOptions
@@ -140,6 +141,7 @@ class EngineDevice:
                 lent.give_up()
         prepared = EnginePreparedModel(self, executables, model.inputs, model.outputs, options, outcome, constants_of(model), shared)
         prepared.contents, prepared.runs_on = contents, runs_on(shared.executable)
+        prepared.tuning = Tuning(self.name, executables, self._threads, self._artifacts, (model.token, model.inputs, model.outputs))
         return prepared
 
     async def _known(self, model: Model, options: PrepareOptions, flag: CancelFlag) -> tuple[Shared | None, bytes]:
@@ -227,6 +229,8 @@ class EngineDevice:
             self, executables, from_messages(stored.inputs), from_messages(stored.outputs), options, shared=shared
         )
         prepared.runs_on = runs_on(shared.executable)
+        description = stored.model_token, prepared.inputs, prepared.outputs
+        prepared.tuning = Tuning(self.name, executables, self._threads, self._artifacts, description)
         return prepared
 
     async def allocate(

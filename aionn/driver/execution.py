@@ -85,9 +85,11 @@ class BoundExecution:
 
     def run(self, lane: Lane, measure_timing: bool) -> Result:
         began_ns = time.monotonic_ns() if measure_timing else 0
+        begun: list[Region] = []
         try:
             for region in self._files:
-                region.check_backing()
+                region.begin_use()
+                begun.append(region)
             if len(self._disproved) != self._seen:
                 self._open_disproved()
             if self._domain is None:
@@ -108,6 +110,9 @@ class BoundExecution:
         except (Exception, SystemExit) as error:  # every error of an engine fails this execution and nothing else
             place = report_bug(error, self._model.device, "run")
             return Result(ErrorStatus.GENERAL_FAILURE, message=noted(_sentence_of(error), place))
+        finally:
+            if begun:
+                _end_use(begun)
         if insufficient:
             return Result(ErrorStatus.OUTPUT_INSUFFICIENT_SIZE, shapes, message=insufficient)
         if not measure_timing:
@@ -299,6 +304,14 @@ def _sentence_of(error: BaseException) -> str:
     if text and not isinstance(error, _BUGS):
         return text
     return f"the engine raised {type(error).__name__}: {text}" if text else f"the engine raised {type(error).__name__}"
+
+
+def _end_use(files: Sequence[Region]) -> None:
+    for region in files:
+        try:
+            region.end_use()
+        except AionnError as error:
+            logger.warning("%s", error)  # the run is over, and its answer is right
 
 
 def _array(place: NDArray[np.uint8], argument: RequestArgument, operand: Operand, shape: tuple[int, ...], word: str) -> NDArray[Any]:

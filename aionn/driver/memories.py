@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import anyio
 import anyio.to_thread
@@ -32,23 +33,20 @@ class EngineBuffer:
 
     async def copy_from(self, source: IMemory, dimensions: tuple[int, ...]) -> None:
         """Fill the whole buffer; see `DeviceBuffer.copy_from`."""
-        file = _file_of(source)
 
-        def opened() -> memoryview:
-            if file is not None:
-                file.check_backing()
-            return source.view()
+        def copy() -> None:
+            with ExitStack() as used:
+                self._buffer.fill_from(lambda: _opened(source, used), dimensions)
 
-        await _copied(lambda: self._buffer.fill_from(opened, dimensions))
+        await _copied(copy)
 
     async def copy_to(self, target: IMemory) -> None:
         """Copy the whole buffer out, and flush the target if it is a file; see `DeviceBuffer.copy_to`."""
         file = _file_of(target)
 
         def copy() -> None:
-            if file is not None:
-                file.check_backing()
-            self._buffer.copy_to(target.view())
+            with ExitStack() as used:
+                self._buffer.copy_to(_opened(target, used))
             if file is not None:
                 file.flush()
 
@@ -56,6 +54,15 @@ class EngineBuffer:
 
     async def aclose(self) -> None:
         self._buffers.free(self.token)
+
+
+def _opened(memory: IMemory, used: ExitStack) -> memoryview:
+    """Return the bytes of a memory. Where it is a file, its use lasts as long as `used`."""
+    file = _file_of(memory)
+    if file is not None:
+        file.begin_use()
+        used.callback(file.end_use)
+    return memory.view()
 
 
 async def _copied(copy: Callable[[], None]) -> None:

@@ -16,7 +16,9 @@ from aionn.driver.lanes import Lane, Lanes
 from aionn.driver.memories import bound_pool
 from aionn.driver.priority import Turns
 from aionn.driver.sharing import Shared
+from aionn.driver.streams import StreamHints
 from aionn.driver.threads import trim_arenas
+from aionn.driver.tuning import Tuning
 from aionn.errors import AionnError, CallerError
 from aionn.hal.engine import Executable
 from aionn.hal.interfaces import IBuffer, IBurstCallback, PrepareOptions
@@ -54,10 +56,12 @@ class EnginePreparedModel:
     Attributes:
         contents: what `Model.contents` is for the constants that were compiled.
         runs_on: what computes the model, if the engine says so.
+        tuning: better artifacts that the engine offers. None once the model is released.
     """
 
     contents = b""
     runs_on = ""
+    tuning: Tuning | None = None
 
     def __init__(
         self,
@@ -96,6 +100,7 @@ class EnginePreparedModel:
             device=device.name,
         )
         self._bursts: set[ExecutionBurstServer] = set()
+        self._hints = StreamHints(executables, device.behind)
 
     @property
     def info(self) -> ModelInfo:
@@ -143,8 +148,13 @@ class EnginePreparedModel:
             callback, request_channel, result_channel, executor, lanes=lanes, low_power=low_power, anticipate=anticipate
         )
         self._bursts.add(server)
-        self.device.serve(server, self._bursts.discard)
+        self._hints.opened()
+        self.device.serve(server, self._burst_ended)
         return server
+
+    def _burst_ended(self, server: ExecutionBurstServer) -> None:
+        self._bursts.discard(server)
+        self._hints.ended()
 
     async def aclose(self) -> None:
         for burst in list(self._bursts):
@@ -152,6 +162,7 @@ class EnginePreparedModel:
         await self._lanes.aclose()
         self._executables = ()
         self._shared = None
+        self.tuning = None
         self._free_slots()
         self.device.behind(trim_arenas)  # an engine's weights are freed now; the C library would keep much of their memory
 

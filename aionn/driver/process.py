@@ -21,12 +21,15 @@ import sys
 
 import anyio
 import anyio.to_thread
+from anyio.abc import TaskGroup
 
+from aionn.driver.by_hand import entered, is_device
 from aionn.driver.device import EngineDevice
 from aionn.driver.log_lines import LogLines
-from aionn.driver.registry import find_engine
+from aionn.driver.registry import find
 from aionn.driver.schedule import is_schedule, schedule_of
 from aionn.errors import AionnError, DeviceUnavailableError
+from aionn.hal.interfaces import IDevice
 from aionn.pages import BEAT_S, DriverPage
 from aionn.remote.control import STACKS_SIGNAL, Refused, encode
 from aionn.remote.failures import failure_of
@@ -90,10 +93,10 @@ def _beat(page: DriverPage) -> None:
 
 
 async def serve(name: str, home: str, sock: socket.socket, state_directory: str | None) -> None:
-    """Serve one client on `sock` with the engine of that name and home (see `find_engine`), until the client is gone."""
+    """Serve one client on `sock` with the engine of that name and home (see `find`), until the client is gone."""
     try:
         page = DriverPage()
-        engine = await anyio.to_thread.run_sync(find_engine, name, home)
+        made = await anyio.to_thread.run_sync(find, name, home)
     except Exception as error:  # the app gets every reason that keeps the engine from loading
         refusal = error if isinstance(error, AionnError) else DeviceUnavailableError(name, f"device {name!r} cannot start: {error}")
         sock.setblocking(True)
@@ -107,13 +110,21 @@ async def serve(name: str, home: str, sock: socket.socket, state_directory: str 
     gc.freeze()  # what exists now stays, so no collection needs to look at it again
     gc.enable()
     async with anyio.create_task_group() as tasks:
-        service = DeviceService(EngineDevice(engine, tasks, state_directory, page), sock, tasks, page.fd)
-        await service.start()
-        logging.getLogger("aionn").addHandler(LogLines(service.log))
-        await service.ended.wait()
-        with anyio.move_on_after(CLEAN_UP_S, shield=True):
-            await service.aclose()
+        if is_device(made):
+            async with entered(made) as device:
+                await _serve_until_gone(device, sock, tasks, page)
+        else:
+            await _serve_until_gone(EngineDevice(made, tasks, state_directory, page), sock, tasks, page)
         tasks.cancel_scope.cancel()
+
+
+async def _serve_until_gone(device: IDevice, sock: socket.socket, tasks: TaskGroup, page: DriverPage) -> None:
+    service = DeviceService(device, sock, tasks, page.fd)
+    await service.start()
+    logging.getLogger("aionn").addHandler(LogLines(service.log))
+    await service.ended.wait()
+    with anyio.move_on_after(CLEAN_UP_S, shield=True):
+        await service.aclose()
 
 
 def main(arguments: list[str]) -> int:

@@ -12,15 +12,29 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from aionn.driver import by_hand
 from aionn.driver.bugs import report_bug
 from aionn.engines.installed import BUILT_IN, installed_engines
 from aionn.errors import CallerError, DeviceUnavailableError
 from aionn.hal.engine import Engine
+from aionn.hal.interfaces import IDevice
 from aionn.hal.types import CacheFiles, Performance
 
 
 def find_engine(name: str, home: str = "") -> Engine:
-    """Make the engine of that name.
+    """Make the engine of that name. See `find`.
+
+    Raises:
+        DeviceUnavailableError: as `find`; or it is a device that was written by hand.
+    """
+    found = find(name, home)
+    if by_hand.is_device(found):
+        raise DeviceUnavailableError(name, f"device {name!r} is an IDevice written by hand, so there is no engine; use the device itself")
+    return found
+
+
+def find(name: str, home: str = "") -> Engine | IDevice:
+    """Make the engine of that name, or the device that was written by hand.
 
     Args:
         name: the name of an entry point, or "package.module:Class"; with ":provider" behind it if a provider is wanted.
@@ -40,7 +54,7 @@ def find_engine(name: str, home: str = "") -> Engine:
             name, f"device {name!r} cannot be loaded ({error}); install its package, or add its directory to PYTHONPATH"
         ) from error
     try:
-        engine: Engine = _made(name, factory, provider)
+        engine = _made(name, factory, provider)
     except DeviceUnavailableError:
         raise
     except CallerError as error:
@@ -69,8 +83,8 @@ def _parted(name: str, home: str) -> tuple[str, str]:
     return f"{engine}:{attribute}", provider
 
 
-def _made(name: str, factory: Any, provider: str) -> Engine:
-    engine: Engine
+def _made(name: str, factory: Any, provider: str) -> Engine | IDevice:
+    engine: Engine | IDevice
     if not provider:
         engine = factory()  # `_check` refuses what is not an engine
         return engine
@@ -90,19 +104,20 @@ def _check(name: str, engine: object) -> None:
     """Check that an engine has all facts and methods, so that its author need not read a traceback of the first call.
 
     Raises:
-        DeviceUnavailableError: the object is not a `hal.Engine`. The text says what is missing.
+        DeviceUnavailableError: the object is neither a `hal.Engine` nor a `hal.IDevice`. The text says what is missing.
     """
-    for fact, kind in (*_FACTS, *((fact, kind) for fact, kind in _OPTIONAL_FACTS if hasattr(engine, fact))):
+    facts, verbs, face = (by_hand.FACTS, by_hand.VERBS, "IDevice") if by_hand.is_device(engine) else (_FACTS, _VERBS, "Engine")
+    for fact, kind in (*facts, *((fact, kind) for fact, kind in _OPTIONAL_FACTS if hasattr(engine, fact))):
         found = getattr(engine, fact, None)
         if not isinstance(found, kind):
             raise DeviceUnavailableError(
                 name,
                 f"device {name!r} cannot be used, because {type(engine).__name__}.{fact} is {found!r}; it must be a {kind.__name__}",
             )
-    for verb in _VERBS:
+    for verb in verbs:
         if not callable(getattr(engine, verb, None)):
             raise DeviceUnavailableError(
-                name, f"device {name!r} cannot be used, because {type(engine).__name__} has no method {verb!r}; see aionn.hal.Engine"
+                name, f"device {name!r} cannot be used, because {type(engine).__name__} has no method {verb!r}; see aionn.hal.{face}"
             )
     _check_optional(name, engine)
 

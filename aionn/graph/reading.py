@@ -32,7 +32,7 @@ class ReadGraph:
     """What `hal.Model` is made of; most fields have its names.
 
     Attributes:
-        changeable: where the bytes come from that `Model.contents` is about, in its order.
+        changeable: names of the constants that `Model.contents` is about, in its order, and where their bytes come from.
         survey, kept: where the file's tensors lie, and the digest of each range beside them, as they were read.
         copied: digest of all else that was copied out of files.
     """
@@ -44,7 +44,7 @@ class ReadGraph:
     constants: tuple[Constant, ...] = field(repr=False)
     pools: tuple[IMemory, ...] = field(repr=False)
     digested: Digested | None = field(repr=False)
-    changeable: tuple[Place, ...] = field(repr=False)
+    changeable: tuple[tuple[str, Place], ...] = field(repr=False)
     survey: Survey = field(repr=False)
     kept: tuple[bytes, ...] = field(repr=False)
     copied: dict[Place, bytes] = field(repr=False)
@@ -60,7 +60,11 @@ class ReadGraph:
 
     def contents(self, digested: Digested) -> bytes:
         """Return `Model.contents`: the constants that may change, as they were when the model was digested."""
-        return contents_of(digested.digests[place] for place in self.changeable)
+        return contents_of(self.digests(digested).values())
+
+    def digests(self, digested: Digested) -> dict[str, bytes]:
+        """Return the digest of each constant that may change, by name, as it was when the model was digested."""
+        return {name: digested.digests[place] for name, place in self.changeable}
 
 
 Attach = Callable[[OpenFile], IMemory]
@@ -138,7 +142,7 @@ def _read(payloads: _Payloads, kept: tuple[bytes, ...], allocate: Callable[[int]
     inputs, outputs = _borders(model)
     constants, pools = _place(taken, allocate, attach)
     changeable = [
-        constant.fill.place
+        (made.name, constant.fill.place)
         for constant, made in zip(taken, constants, strict=True)
         if isinstance(constant.fill, _InFile | _InMemory) and may_change(pools[made.location.pool_index])
     ]

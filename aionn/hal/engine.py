@@ -128,13 +128,23 @@ class ExecutionReport:
 class Executable(Protocol):
     """A model that is ready to run in this process.
 
-    One thread at a time calls `run`, which releases the GIL while it computes. Two optional methods make executables that may run
-    beside this one over one copy of the weights. `lanes(count: int) -> Sequence[Executable]` is called once, before the first run, with
-    `CompileOptions.instances`, and may return this one among them. `share() -> Executable` is called at any time and in any thread.
+    One thread at a time calls `run`, which releases the GIL while it computes. The other methods are optional.
 
-    A third method is optional: `run_values(inputs: Mapping[str, Any]) -> Mapping[str, Any]`. It runs a model once that has strings,
-    sequences, maps or optionals as inputs or outputs, in place of `run`. Values are as `hal.values` says. Arrays among the inputs are
-    read-only. Arrays among the outputs may be those of the inputs. Without this method such models are refused.
+    Two of them make executables that may run beside this one over one copy of the weights. `lanes(count: int) -> Sequence[Executable]` is
+    called once, before the first run, with `CompileOptions.instances`, and may return this one among them. `share() -> Executable` is
+    called at any time and in any thread.
+
+    `run_values(inputs: Mapping[str, Any]) -> Mapping[str, Any]` runs a model once that has strings, sequences, maps or optionals as inputs
+    or outputs, in place of `run`. Values are as `hal.values` says. Arrays among the inputs are read-only. Arrays among the outputs may be
+    those of the inputs. Without this method such models are refused.
+
+    Two of them say when executions come as a stream: `stream_began() -> None` when the first burst opens, `stream_ended() -> None` when
+    the last one has ended. An engine may keep clocks or threads awake in between. They are called in another thread, perhaps beside a run,
+    and take turns. A short stream may be over before they are called; then neither is.
+
+    An engine that tunes while it runs has `export_again() -> Artifact | None`. It is called in another thread, perhaps beside a run, when
+    a burst has ended and before the model is released. It returns an artifact that is better than what it exported or loaded before, or
+    None. Where the app has a cache, the better artifact takes the place of the stored one.
     """
 
     def run(self, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]], timing: bool) -> ExecutionReport:

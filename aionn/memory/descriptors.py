@@ -25,6 +25,7 @@ import stat
 from aionn.errors import CallerError
 from aionn.hal.types import MemoryDescription, MemoryKind
 from aionn.memory import limits
+from aionn.memory.dma_buf import is_dma_buf, size_of
 
 __all__ = ["F_ADD_SEALS", "F_SEAL_FUTURE_WRITE", "F_SEAL_SEAL", "SIZE_SEALS", "check_description", "check_descriptor", "reserve_holes"]
 
@@ -71,9 +72,10 @@ def check_descriptor(fd: int, description: MemoryDescription, *, write_through: 
         status, flags = os.fstat(fd), fcntl.fcntl(fd, fcntl.F_GETFL)
     except (OSError, OverflowError, ValueError) as error:
         raise CallerError(f"memory of kind {kind.value}: descriptor {fd} is not open; send an open one") from error
-    if not stat.S_ISREG(status.st_mode):
+    exported = is_dma_buf(fd)
+    if not exported and not stat.S_ISREG(status.st_mode):
         raise CallerError(
-            f"memory of kind {kind.value}: the descriptor is {_file_type(status.st_mode)}; expected a regular file or a memfd"
+            f"memory of kind {kind.value}: the descriptor is {_file_type(status.st_mode)}; expected a regular file, a memfd or a dma-buf"
         )
     access = flags & os.O_ACCMODE
     if flags & _O_PATH or access == os.O_WRONLY:
@@ -84,10 +86,13 @@ def check_descriptor(fd: int, description: MemoryDescription, *, write_through: 
             f"memory of kind {kind.value}: the descriptor was opened for reading only, but memory to write is wanted; open it O_RDWR"
         )
     begin, end = description.offset_bytes, description.offset_bytes + description.size_bytes
-    if status.st_size < end:
+    have = size_of(fd) if exported else status.st_size
+    if have < end:
         raise CallerError(
-            f"memory of kind {kind.value}: bytes {begin} to {end} of a file of {status.st_size} bytes; the file is shorter than claimed"
+            f"memory of kind {kind.value}: bytes {begin} to {end} of a file of {have} bytes; the file is shorter than claimed"
         )
+    if exported and kind is MemoryKind.MMAP_FD:
+        return  # its size is fixed
     seals = _seals(fd)
     if kind is MemoryKind.MMAP_FD and not _is_memfd(fd):
         return
@@ -108,6 +113,8 @@ def reserve_holes(fd: int, description: MemoryDescription, *, write_through: boo
         MemoryAllocationError: the memory, or the disk's space, cannot be had now.
         CallerError: shared memory has holes that a descriptor opened for reading cannot fill.
     """
+    if is_dma_buf(fd):
+        return  # all its pages are there
     in_memory = _seals(fd) is not None
     if not (in_memory or write_through):
         return

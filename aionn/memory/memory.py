@@ -18,7 +18,8 @@ from __future__ import annotations
 import fcntl
 import operator
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from math import prod
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -31,7 +32,7 @@ from aionn.hal.types import MemoryDescription, MemoryKind, Operand
 from aionn.memory import limits
 from aionn.memory.region import PROT_READ, PROT_WRITE, Access, Region
 
-__all__ = ["HasFileno", "Memory", "extents_of"]
+__all__ = ["HasFileno", "Memory", "extents_of", "whole_of"]
 
 _MOST_BYTES = 2**63
 """More bytes than any file, memory or array has."""
@@ -154,7 +155,7 @@ class Memory(ClosedByWith):
         and flushes it after each success. Do not cut the file off while it is in use.
 
         Args:
-            fd: a descriptor, or something with `fileno()`. It is a regular file, or a memfd whose size is sealed.
+            fd: a descriptor, or something with `fileno()`. It is a regular file, a memfd whose size is sealed, or a dma-buf.
             size: bytes from `offset` on. The file must have all of them.
             prot: `mmap.PROT_READ`, or `mmap.PROT_READ | mmap.PROT_WRITE`.
             offset: where in the file it begins, in bytes, up to 2^63. It is a multiple of the page size. Slice the mapped
@@ -209,6 +210,23 @@ class Memory(ClosedByWith):
         pool = self.pool
         pool.check_backing()
         return pool.view()[self.offset_bytes : self.offset_bytes + self.size_bytes]
+
+    @contextmanager
+    def in_use(self) -> Iterator[memoryview]:
+        """Give its bytes for the body. Use this for a dma-buf, whose device and CPU see each other's bytes only then.
+
+        Executions do so by themselves. For other memory it is `view`.
+
+        Raises:
+            CallerError, ExecutionError: as `view`.
+        """
+        with self[:] as part:  # open for the body, also when the app closes this memory meanwhile
+            pool = part.pool
+            pool.begin_use()
+            try:
+                yield part.view()
+            finally:
+                pool.end_use()
 
     def array(self, dtype: DTypeLike, shape: int | np.integer[Any] | tuple[int, ...], offset: int = 0) -> NDArray[Any]:
         """Return an array over its bytes, in place and C-contiguous. It is writable if the memory is.
@@ -286,13 +304,6 @@ class Memory(ClosedByWith):
         part._open(pool, self.offset_bytes + begin, end - begin)
         return part
 
-    def whole(self) -> Memory:
-        """Return another `Memory` over the whole pool."""
-        pool = self._living()
-        all_of_it = Memory.__new__(Memory)
-        all_of_it._open(pool, 0, pool.region.size_bytes)
-        return all_of_it
-
     def shaped(self, shape: tuple[int, ...]) -> Memory:
         """Return another `Memory` over the same bytes, as a tensor of that shape, for operands with several open dimensions.
 
@@ -333,3 +344,10 @@ class Memory(ClosedByWith):
     def __repr__(self) -> str:
         state = "closed" if self._pool is None else self._pool.region.description.kind.value
         return f"<Memory {state}, bytes {self.offset_bytes} to {self.offset_bytes + self.size_bytes} of its pool>"
+
+
+def whole_of(memory: Memory) -> Memory:
+    """Return another `Memory` over the whole pool of one."""
+    whole = memory[:]
+    whole.offset_bytes, whole.size_bytes = 0, whole.pool.size_bytes
+    return whole

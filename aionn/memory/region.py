@@ -30,7 +30,7 @@ from enum import Enum
 from aionn._mapping import Mapping, give_back
 from aionn.errors import CallerError, ExecutionError
 from aionn.hal.types import ErrorStatus, MemoryDescription, MemoryKind
-from aionn.memory import limits
+from aionn.memory import dma_buf, limits
 from aionn.memory.descriptors import (
     F_ADD_SEALS,
     F_SEAL_FUTURE_WRITE,
@@ -75,6 +75,7 @@ class Region:
         self._mapping: Mapping | None = mapping
         self._inode: tuple[int, int] | None = None
         self._when_closed: list[Callable[[], None]] = []
+        self._exported = description.kind is MemoryKind.MMAP_FD and dma_buf.is_dma_buf(fd)
         self._lock = threading.RLock()  # a region may be closed by the garbage collector, in any thread and at any moment
         self.access = access
         self.description = description
@@ -195,7 +196,7 @@ class Region:
         Raises:
             MappingError: the file has been cut off. Touching it would end this process.
         """
-        if self.description.kind is not MemoryKind.MMAP_FD:
+        if self.description.kind is not MemoryKind.MMAP_FD or self._exported:
             return
         begin, end = self.description.offset_bytes, self.description.offset_bytes + self.size_bytes
         have = os.fstat(self.fileno()).st_size
@@ -203,6 +204,31 @@ class Region:
             raise MappingError(
                 f"memory of kind mmap_fd: bytes {begin} to {end} of a file that now has {have} bytes; the file was cut off while in use"
             )
+
+    def begin_use(self) -> None:
+        """Begin a use of the bytes, after `check_backing`. `end_use` must follow. For a dma-buf this waits until its device is done.
+
+        Raises:
+            MappingError: as `check_backing`; or the dma-buf's exporter refuses the use.
+        """
+        self.check_backing()
+        self._sync(end=False)
+
+    def end_use(self) -> None:
+        """End a use of the bytes, so that a dma-buf's device sees what was written.
+
+        Raises:
+            MappingError: the dma-buf's exporter refuses.
+        """
+        self._sync(end=True)
+
+    def _sync(self, *, end: bool) -> None:
+        if not self._exported:
+            return
+        try:
+            dma_buf.sync(self.fileno(), writable=self.access is Access.WRITE, end=end)
+        except OSError as error:
+            raise MappingError(f"memory of kind mmap_fd: the exporter of the dma-buf refused its use: {error.strerror}") from error
 
     def flush(self) -> bool:
         """Write a mapped file's bytes back to it. Call it after a success, for memory that was written to.
@@ -216,7 +242,7 @@ class Region:
         Raises:
             MappingError: the file could not be written.
         """
-        if self.description.kind is not MemoryKind.MMAP_FD or self.access is not Access.WRITE:
+        if self.description.kind is not MemoryKind.MMAP_FD or self.access is not Access.WRITE or self._exported:
             return False
         try:
             # Linux's msync(MS_SYNC) is fdatasync over a range, and Python's mmap.flush would keep the GIL while the disk works.

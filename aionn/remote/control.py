@@ -158,6 +158,13 @@ class ConfigureExecutionBurst(_Message, frozen=True):
     anticipate: bool = False
 
 
+class ExportAgain(_Message, frozen=True):
+    """Ask for a better artifact of a prepared model, or store it in the cache files that come with the call."""
+
+    prepared: int
+    cache: CacheMessage | None
+
+
 class FreeMemory(_Message, frozen=True):
     burst: int
     slot: int
@@ -236,6 +243,7 @@ class Prepared(_Message, frozen=True):
         outcome: what the device did with the cache files of the call; see `IPreparedModel.save_outcome`.
         contents: what `Model.contents` is for the constants that were compiled, if the device copied them.
         runs_on: what computes the model, if the engine says so.
+        tunes: whether the model may offer a better artifact while it runs.
     """
 
     prepared: int
@@ -244,6 +252,7 @@ class Prepared(_Message, frozen=True):
     outcome: str = ""
     contents: bytes = b""
     runs_on: str = ""
+    tunes: bool = False
 
 
 class Executed(_Message, frozen=True):
@@ -257,6 +266,10 @@ class ExecutedValues(_Message, frozen=True):
     tree: bytes = b""
     data: bytes = b""
     memory: MemoryDescription | None = None
+
+
+class ExportedAgain(_Message, frozen=True):
+    outcome: str
 
 
 class Configured(_Message, frozen=True):
@@ -327,10 +340,11 @@ CallBody = (
     | CopyFrom
     | CopyTo
     | FreeBuffer
+    | ExportAgain
     | GetMemories
     | LogLine
 )
-ReplyBody = Flags | Prepared | Executed | ExecutedValues | Configured | Allocated | Memories | Done | Failure
+ReplyBody = Flags | Prepared | Executed | ExecutedValues | ExportedAgain | Configured | Allocated | Memories | Done | Failure
 
 
 class Call(_Message, frozen=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -42,6 +43,8 @@ from aionn.remote.control import (
     Done,
     Execute,
     Executed,
+    ExportAgain,
+    ExportedAgain,
     Flags,
     FreeBuffer,
     FreeMemory,
@@ -215,6 +218,15 @@ class RemoteDevice:
             self.connection.reply_failure(call_id, error)
 
 
+@dataclass(frozen=True, slots=True)
+class StepRole:
+    """One input or output of one prepared model."""
+
+    prepared: RemotePreparedModel
+    is_input: bool
+    index: int
+
+
 class RemotePreparedModel:
     """A prepared model in the driver process. Satisfies `IPreparedModel`."""
 
@@ -226,6 +238,7 @@ class RemotePreparedModel:
         self.save_outcome = prepared.outcome
         self.contents = prepared.contents
         self.runs_on = prepared.runs_on
+        self.tunes = prepared.tunes
         self._closed = False
 
     def remember(self, model: Model) -> None:
@@ -288,6 +301,23 @@ class RemotePreparedModel:
         operands = self.inputs, self.outputs
         return await call_values(self.device.connection, self.number, operands, inputs, measure_timing, deadline_ns, settled)
 
+    async def export_again(self, cache: CacheHandles | None) -> str:
+        """Ask the engine for a better artifact ("offered" or ""), or store the one it has offered ("saved" or a reason)."""
+        if cache is None:
+            answer, _ = await self.device.connection.call(ExportAgain(self.number, None), ExportedAgain)
+            return answer.outcome
+        from aionn.caching.store.lending import close_handles, open_again
+        from aionn.caching.store.threads import run_in_thread
+
+        opened = await run_in_thread(open_again, cache, undo=close_handles)
+        try:
+            if not isinstance(opened, CacheHandles):
+                return str(opened)
+            answer, _ = await self.device.connection.call(ExportAgain(self.number, cache_message(opened)), ExportedAgain, cache_fds(opened))
+            return answer.outcome
+        finally:
+            close_handles(opened)
+
     async def configure_execution_burst(
         self, callback: IBurstCallback, request_channel: MQDescriptor, result_channel: MQDescriptor, anticipate: bool = False
     ) -> RemoteBurstContext:
@@ -300,6 +330,10 @@ class RemotePreparedModel:
     def _close_burst(self, unwanted: ReplyBody) -> None:
         if isinstance(unwanted, Configured):
             self.device.post(CloseBurst(unwanted.burst))
+
+    def step_roles(self, is_input: bool, index: int) -> list[StepRole]:
+        """Return what an input or output is in the driver. A plan has more to say (`PlannedModel.step_roles`)."""
+        return [StepRole(self, is_input, index)]
 
     async def aclose(self) -> None:
         if not self._closed and self.device.connection.ended_by is None:

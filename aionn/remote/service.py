@@ -40,6 +40,8 @@ from aionn.remote.control import (
     Execute,
     Executed,
     ExecuteValues,
+    ExportAgain,
+    ExportedAgain,
     Flags,
     FreeBuffer,
     FreeMemory,
@@ -173,6 +175,9 @@ class DeviceService:
                     reply = self._keep(await self._device.prepare_model_from_cache(_options(options, self._device.name), handles))
             case ConfigureExecutionBurst():
                 reply = await self._configure(body, descriptors)
+            case ExportAgain(prepared=number, cache=cache):
+                prepared = _known(self._prepared, number, "prepared model")
+                reply = ExportedAgain(await self._export_again(prepared, cache, descriptors))
             case FreeMemory(burst=number, slot=slot):
                 await _known(self._bursts, number, "burst").free_memory(slot)
                 reply = Done()
@@ -224,7 +229,8 @@ class DeviceService:
         operands = as_messages(prepared.inputs), as_messages(prepared.outputs)
         contents = getattr(prepared, "contents", b"")  # of a device that copies constants
         runs_on = getattr(prepared, "runs_on", "")
-        return Prepared(self._last_number, *operands, prepared.save_outcome, contents, runs_on)
+        tunes = getattr(getattr(prepared, "tuning", None), "possible", False)
+        return Prepared(self._last_number, *operands, prepared.save_outcome, contents, runs_on, tunes)
 
     async def _execute(self, body: Execute, descriptors: Descriptors) -> Executed:
         prepared = _known(self._prepared, body.prepared, "prepared model")
@@ -283,6 +289,15 @@ class DeviceService:
         callback = _RemoteBurstCallback(self._connection, number)
         self._bursts[number] = await prepared.configure_execution_burst(callback, requests, results, body.anticipate)
         return Configured(number)
+
+    async def _export_again(self, prepared: IPreparedModel, cache: CacheMessage | None, descriptors: Descriptors) -> str:
+        tuning = getattr(prepared, "tuning", None)
+        if tuning is None:
+            raise CallerError(f"device {self._device.name!r} offers no better artifact of this model")
+        if cache is None:
+            return str(await tuning.export_again(None))
+        with Handles(cache, descriptors) as handles:
+            return str(await tuning.export_again(handles))
 
     async def _close(self, table: dict[int, C], number: int) -> Done:
         closable = table.pop(number, None)

@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from aionn.caching.outcomes import CacheOutcome
 from aionn.errors import CallerError
+from aionn.graph.steps import Step
 from aionn.hal.model import Model
 from aionn.hal.types import ExecutionPreference, Priority
+from aionn.runtime.executing.allocating import allocate
 from aionn.runtime.executing.device_memory import DeviceMemory
 from aionn.runtime.executing.device_roles import DeviceRoles
 from aionn.runtime.executing.frame_layout import Outputs
 from aionn.runtime.parts import CompilationParts
+from aionn.runtime.session import Session
 from aionn.runtime.streaming.burst import QUEUE_CAPACITY, Burst
 from aionn.tasks import checked_count, deadline_of, ending_by
 
@@ -66,6 +69,18 @@ class Compilation:
     @property
     def outcomes(self) -> tuple[CacheOutcome, ...]:
         return self._parts.renewal.outcomes
+
+    @property
+    def plan(self) -> tuple[Step, ...]:
+        """The steps of the plan, in the order in which they run: `.device, .nodes, .inputs, .outputs`.
+
+        A model that one device runs whole is one step. If it came from a cache, its graph is read now for the names of its nodes, which
+        blocks for some milliseconds. With mode "jit" there are no steps before the first execution.
+
+        Raises:
+            CallerError: the model's file is broken, or has changed since.
+        """
+        return self._parts.renewal.plan
 
     @property
     def device(self) -> str:
@@ -130,10 +145,10 @@ class Compilation:
         NNAPI: ANeuralNetworksMemory_createFromDesc.
         """
         self._parts.check_frames("device memory")
-        roles = DeviceRoles(self.model, self._parts.arguments.outputs, inputs, outputs, shape)
+        roles = DeviceRoles([self._parts.roles(inputs, outputs)], shape)
         deadline_ns = deadline_of(timeout_s)
         with ending_by(deadline_ns, "the device memory was not allocated"):
-            return await self._parts.allocate(roles, deadline_ns)
+            return await allocate([self._parts.renewal], roles, deadline_ns)
 
     def burst(self, *, depth: int = 8, queue_capacity: int = QUEUE_CAPACITY, anticipate: bool = False) -> Burst:
         """Return a stream of executions to the driver: `async with compilation.burst() as burst`.
@@ -187,6 +202,36 @@ class Compilation:
         NNAPI: ANeuralNetworksExecution_compute.
         """
         return await self._parts.kept.compute(inputs, outputs, measure_timing, timeout_s)
+
+
+async def allocate_for(
+    session: Session,
+    inputs: Sequence[tuple[Compilation, str]],
+    outputs: Sequence[tuple[Compilation, str]],
+    shape: tuple[int, ...] | None,
+    timeout_s: float | None,
+) -> DeviceMemory:
+    """See `Runtime.allocate`."""
+    named: dict[CompilationParts, tuple[list[str], list[str]]] = {}
+    for what, pairs in (("inputs", inputs), ("outputs", outputs)):
+        for pair in _pairs(what, pairs):
+            parts = pair[0]._parts
+            if parts.session is not session:
+                raise CallerError(f"{what}: a compilation belongs to another runtime; give compilations of this one")
+            named.setdefault(parts, ([], []))[what == "outputs"].append(pair[1])
+    roles = DeviceRoles([parts.roles(*names) for parts, names in named.items()], shape)
+    deadline_ns = deadline_of(timeout_s)
+    with ending_by(deadline_ns, "the device memory was not allocated"):
+        return await allocate([parts.renewal for parts in named], roles, deadline_ns)
+
+
+def _pairs(what: str, pairs: Any) -> Sequence[tuple[Compilation, str]]:
+    if isinstance(pairs, str | Mapping) or not isinstance(pairs, Sequence):
+        raise CallerError(f"{what}={pairs!r}: give pairs of a compilation and a name, as in {what}=[(compilation, 'state')]")
+    for pair in pairs:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], Compilation) and isinstance(pair[1], str)):
+            raise CallerError(f"{what}: {pair!r} is not a pair of a compilation and a name, as in (compilation, 'state')")
+    return pairs
 
 
 def parts_of(compilation: Compilation) -> CompilationParts:

@@ -34,7 +34,7 @@ from aionn.graph.opaque import opaque_model
 from aionn.hal import model as hal_model
 from aionn.hal.types import IMemory, Operand
 from aionn.memory.file_memory import FileMemory
-from aionn.memory.memory import Memory
+from aionn.memory.memory import Memory, whole_of
 from aionn.memory.region import PROT_READ, Region
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ class Model(hal_model.Model):
 
     name = ""
     _lazy: _Lazy | None = None
+    _digests: Mapping[str, bytes] | None = None
 
     @classmethod
     async def load(cls, path: str | os.PathLike[str]) -> Model:
@@ -113,7 +114,7 @@ class Model(hal_model.Model):
         pools: dict[Region, Memory] = {}
         for name, memory in _by_name(memories):
             # One pool for all slices of it, with a user of its own: the app may close what it gave.
-            whole = pools.setdefault(memory.pool, memory.whole())
+            whole = pools.setdefault(memory.pool, whole_of(memory))
             homes[name] = Home(whole, memory.offset_bytes, memory.size_bytes)
         frozen = _Frozen()
         try:
@@ -131,6 +132,8 @@ class Model(hal_model.Model):
             token=read.token,
             contents=read.contents(read.digested) if read.digested is not None else b"",
         )
+        if read.digested is not None:
+            _set(model, _digests=read.digests(read.digested))
         if isinstance(source, str | os.PathLike):
             _set(model, name=Path(source).name)
         return model
@@ -238,6 +241,11 @@ def adopt(model: hal_model.Model, inputs: Mapping[str, Operand], outputs: Mappin
     return True
 
 
+def digests_of(model: hal_model.Model) -> Mapping[str, bytes] | None:
+    """Return the digest of each constant that may change, by name, as the token names them. None while that is not known."""
+    return model._digests if isinstance(model, Model) else None
+
+
 def check_compiled(model: hal_model.Model, contents: bytes) -> None:
     """Check that a driver has compiled the weights that a loaded model had before. The first compilation says what they are.
 
@@ -330,7 +338,7 @@ class _Lazy:
                 contents = read.contents(digested)
                 if not read.is_of(digested) or model.contents not in (b"", contents):
                     raise changed(self._file.where)
-                _set(model, contents=contents)
+                _set(model, contents=contents, _digests=read.digests(digested))
             if digested is not None:
                 _set(model, token=digested.token)
             self._digested, self._read = digested, read

@@ -10,19 +10,16 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from aionn import trace
-from aionn.caching.outcomes import CacheOutcome
 from aionn.errors import AionnError
 from aionn.hal.model import Model
-from aionn.remote.device import RemotePreparedModel
 from aionn.runtime.executing.arguments import Arguments
 from aionn.runtime.executing.attempt import Attempt, Call, Executor
 from aionn.runtime.executing.control import fixed_route
-from aionn.runtime.executing.device_buffers import BufferPair
-from aionn.runtime.executing.device_memory import DeviceMemory
-from aionn.runtime.executing.device_roles import DeviceRoles
+from aionn.runtime.executing.device_roles import Part, part_of
 from aionn.runtime.executing.frame_layout import Outputs
 from aionn.runtime.executing.frames import Frames
 from aionn.runtime.executing.link import CLOSE_S
+from aionn.runtime.preparing.partition import Found
 from aionn.runtime.preparing.plan import prepare_on_best
 from aionn.runtime.preparing.reading import digested, read
 from aionn.runtime.preparing.renewal import Order, Renewal
@@ -53,7 +50,7 @@ class CompilationParts:
         staging: makes better stages, in mode "staged".
     """
 
-    def __init__(self, session: Session, model: Model, order: Order, first: tuple[RemotePreparedModel, CacheOutcome] | None = None) -> None:
+    def __init__(self, session: Session, model: Model, order: Order, first: Found | None = None) -> None:
         """`first`: what was prepared already, or None to prepare it at the first use."""
         self.session = session
         self.renewal = Renewal(session, model, order, first)
@@ -65,17 +62,6 @@ class CompilationParts:
         self.kept = KeptBurst(self.bursts) if in_frames(model) else _kept_values(self.bursts)
         self._trials = Executor(arguments, Frames(_TRIALS), None)
         self._closed = False
-
-    async def allocate(self, roles: DeviceRoles, deadline_ns: int | None) -> DeviceMemory:
-        """Return device memory in the driver that serves."""
-        with self.compiled.use.hold():
-            while True:
-                serving = await self.renewal.live(deadline_ns)
-                with trace.span("allocate", device=serving.device):
-                    buffer = await roles.allocate(serving.prepared)
-                if serving is self.compiled.serving:
-                    return DeviceMemory(self.renewal, BufferPair(serving.prepared, buffer, roles))
-                buffer.release()  # another stage has been swapped in meanwhile
 
     async def wait_for_stage(self, staging: Staging, name: str, timeout_s: float | None) -> None:
         """See `Compilation.wait_for_stage`. A stage is compared with what serves, so a model that was given back is loaded first."""
@@ -114,6 +100,7 @@ class CompilationParts:
             for burst in bursts:
                 await burst.aclose()
             with bounded_shield(CLOSE_S):
+                await self.renewal.store_tuned()
                 if self.compiled.serving is not None:
                     await self.compiled.serving.aclose()
         except AionnError as error:
@@ -121,6 +108,10 @@ class CompilationParts:
         finally:
             self._end(bursts)
             self.compiled.release()
+
+    def roles(self, inputs: Iterable[str], outputs: Iterable[str]) -> Part:
+        """Return the roles that an app names for device memory of this compilation."""
+        return part_of(self.renewal.model, self.arguments.outputs, inputs, outputs)
 
     def end(self) -> None:
         """Give the memory back: the runtime has closed, and every driver has ended."""
@@ -142,7 +133,15 @@ class CompilationParts:
 
         renewal = self.renewal
         options = dataclasses.replace(renewal.options, deadline_ns=None)
-        target = Target(self.session.devices, self.compiled, renewal.model, options, renewal.cache, _trial_runs(self._trials))
+        target = Target(
+            self.session.devices,
+            self.compiled,
+            renewal.model,
+            options,
+            renewal.cache,
+            _trial_runs(self._trials),
+            tuple(stage.name for stage in stages),
+        )
         self.staging = Staging(target, stages, policy)
         self.session.tasks.start_soon(self.staging.work, name="stages")
 
@@ -197,12 +196,13 @@ async def staged_parts(session: Session, model: Model, order: Order, names: Sequ
     from aionn.runtime.staging.first import prepare_first
 
     await digested(session.tasks, model)  # what the comparisons of stages are kept under
-    prepared, outcome, stages = await prepare_first(session.devices, model, names, order.options, order.cache, policy)
+    found, stages = await prepare_first(session.devices, model, names, order.options, order.cache, policy)
     if not in_frames(model):
         from aionn.runtime.executing.values import staged_refusal
 
-        prepared.release()
+        found[0].release()
         raise staged_refusal(model)
-    parts = CompilationParts(session, model, order, (prepared, outcome))
+    serving = next(stage.name for stage in stages if stage.state == "serving")
+    parts = CompilationParts(session, model, dataclasses.replace(order, stage=serving), found)
     parts.begin_stages(stages, policy)
     return parts

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from aionn.caching.store import CacheStore
     from aionn.hal.model import Model
     from aionn.runtime.compilation import Compilation
+    from aionn.runtime.executing.device_memory import DeviceMemory
     from aionn.runtime.model import Model as AppModel
     from aionn.runtime.parts import CompilationParts
     from aionn.runtime.preparing.cached import CacheChoice
@@ -322,6 +323,38 @@ class Runtime:
         if store is None:
             store = self._stores[path] = CacheStore(path)
         return CacheChoice(store, token)
+
+    async def allocate(
+        self,
+        *,
+        inputs: Sequence[tuple[Compilation, str]] = (),
+        outputs: Sequence[tuple[Compilation, str]] = (),
+        shape: tuple[int, ...] | None = None,
+        timeout_s: float | None = None,
+    ) -> DeviceMemory:
+        """Allocate memory in a driver that stands for inputs and outputs of several compilations, as `Compilation.allocate` does for one.
+
+        So what one model has written is read by another one, and no byte goes through the app: an encoder's output by its decoder, for
+        example. A swap of one of the compilations moves the memory for all of them, within their driver.
+
+        Args:
+            inputs, outputs: pairs of a compilation and a name. All lie in one driver process, have one element type, and shapes that fit.
+            shape: to fill in what the operands leave open.
+            timeout_s: seconds after which the call ends with `DeadlineError`.
+
+        Raises:
+            CallerError: a compilation is of another runtime, or lies in another driver process; or the names, types or shapes do not
+                go together.
+            MemoryAllocationError, DeadlineError, DriverDiedError, DriverHungError: as `Compilation.allocate`.
+
+        Example:
+            >>> hidden = await runtime.allocate(outputs=[(encoder, "hidden")], inputs=[(decoder, "hidden")])
+            >>> await encoder.compute({"text": text}, outputs={"hidden": hidden})
+            >>> outputs = await decoder.compute({"hidden": hidden})
+        """
+        from aionn.runtime.compilation import allocate_for
+
+        return await allocate_for(self._opened(), inputs, outputs, shape, timeout_s)
 
     async def swap(self, compilation: Compilation, model: Model, *, timeout_s: float | None = None) -> None:
         """Let another model take over a compilation and its open bursts, between two executions: the app's own new version.

@@ -420,7 +420,7 @@ async def test_lies_about_memory_are_refused_one_by_one_and_hurt_nobody() -> Non
         assert pid is not None
         driver = psutil.Process(pid)
         filled = await compilation.allocate(inputs=("x",))
-        prepared, token = state._state.buffers.prepared, filled._state.buffers.front.token
+        prepared, token = state._state.buffers.prepared[0], filled._state.buffers.front.token
         connection = prepared.device.connection
         x, y = RequestArgument(DataLocation(0, 0, 256), (64,)), RequestArgument(DataLocation(0, 512, 256), (64,))
 

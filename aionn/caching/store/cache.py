@@ -168,6 +168,14 @@ class CacheStore:
         """Keep a stage measurement as `remember` does, without waiting for the disk."""
         self._background.run_later(partial(self._with_index, lambda index: index.history.remember(scope, measurement)))
 
+    async def plan(self, scope: bytes) -> bytes | None:
+        """Return the plan that `keep_plan` has kept under that scope, or None. Its maker checks it."""
+        return await self._background.ask(self._with_index, lambda index: index.history.plan(scope))
+
+    async def keep_plan(self, scope: bytes, body: bytes) -> None:
+        """Keep a plan, if the directory can be written to."""
+        await run_in_thread(self._with_index, lambda index: index.history.keep_plan(scope, body))
+
     async def use(self, model_digest: bytes, within_s: float) -> int:
         """Return how many executions of the model `count_use` has counted within that time."""
         return await self._background.ask(self._with_index, lambda index: index.history.use(model_digest, within_s)) or 0

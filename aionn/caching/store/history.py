@@ -1,6 +1,7 @@
-"""What a cache directory remembers beside its entries: measurements of stages, and how often each model was executed.
+"""What a cache directory remembers beside its entries: measurements of stages, how often each model was executed, and plans.
 
-No manifest has these facts, so they are lost with the index. Then a stage is measured again, and use counts from zero. Blocking.
+No manifest has these facts, so they are lost with the index. Then a stage is measured again, use counts from zero, and a model is cut
+again. Blocking.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ __all__ = ["History"]
 
 _USE_S = 600  # executions are counted together for so many seconds
 _USE_KEPT_S = 30 * 86400.0
+_PLANS = 1024
+"""The most plans that are kept. The one that was kept first goes first."""
 
 
 class History:
-    """Stage measurements and use counts of one index.
+    """Stage measurements, use counts and plans of one index.
 
-    A scope names the model, the better stage and the options. It has one measurement per stage before the better stage.
+    The scope of a measurement names the model, the better stage and the options. It has one measurement per stage before the better stage.
+    The scope of a plan names the model, its devices and the options.
     """
 
     def __init__(self, database: IndexDatabase) -> None:
@@ -68,6 +72,25 @@ class History:
             return database.execute("DELETE FROM measurements").rowcount if all_of_them else _forget_old_measurements(database)
 
         return self._database.transact(act)
+
+    def keep_plan(self, scope: bytes, body: bytes) -> None:
+        """Keep a plan in place of the one before. Its maker checks the body when it reads it."""
+
+        def act(database: sqlite3.Connection) -> None:
+            database.execute("INSERT OR REPLACE INTO plans VALUES (?, ?, ?)", (scope, body, time.time()))
+            database.execute(
+                "DELETE FROM plans WHERE scope IN (SELECT scope FROM plans ORDER BY kept_s DESC LIMIT -1 OFFSET ?)",
+                (_PLANS,),
+            )
+
+        self._database.transact(act)
+
+    def plan(self, scope: bytes) -> bytes | None:
+        """Return the plan that is kept under that scope, or None."""
+        row = self._database.transact(
+            lambda database: database.execute("SELECT body FROM plans WHERE scope = ? AND typeof(body) = 'blob'", (scope,)).fetchone()
+        )
+        return None if row is None else bytes(row[0])
 
     def count_use(self, model_digest: bytes, executions: int) -> None:
         """Add executions that have just ended."""

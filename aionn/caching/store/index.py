@@ -27,7 +27,7 @@ class Index:
     """One cache directory's index. Blocking, thread-safe, shared by processes.
 
     Attributes:
-        history: stage measurements and use counts, in the same file.
+        history: stage measurements, use counts and plans, in the same file.
 
     Raises (construction): OSError, sqlite3.Error.
     """

@@ -34,6 +34,7 @@ _TABLES = (
     "measured_s REAL NOT NULL, PRIMARY KEY (scope, base)) WITHOUT ROWID",
     "CREATE TABLE IF NOT EXISTS use (model BLOB NOT NULL, from_s INTEGER NOT NULL, executions INTEGER NOT NULL, "
     "PRIMARY KEY (model, from_s)) WITHOUT ROWID",
+    "CREATE TABLE IF NOT EXISTS plans (scope BLOB PRIMARY KEY, body BLOB NOT NULL, kept_s REAL NOT NULL) WITHOUT ROWID",
     "INSERT OR IGNORE INTO facts VALUES ('total', 0), ('clock', 0.0), ('complete', 0)",
     "CREATE TRIGGER IF NOT EXISTS more AFTER INSERT ON entries BEGIN UPDATE facts SET value = value + new.size WHERE name = 'total'; END",
     "CREATE TRIGGER IF NOT EXISTS less AFTER DELETE ON entries BEGIN UPDATE facts SET value = value - old.size WHERE name = 'total'; END",
@@ -41,6 +42,7 @@ _TABLES = (
     "SELECT key FROM staging LIMIT 1",
     "SELECT scope, base, body, measured_s FROM measurements LIMIT 1",
     "SELECT model, from_s, executions FROM use LIMIT 1",
+    "SELECT scope, body, kept_s FROM plans LIMIT 1",
     "SELECT name, value FROM facts LIMIT 1",
 )
 
@@ -100,6 +102,7 @@ def _drop_bad_rows(database: sqlite3.Connection) -> None:
         " OR abs(score) > 1e300 OR typeof(used_s) NOT IN ('real', 'integer') OR abs(used_s) > 1e300",
         "DELETE FROM staging WHERE typeof(key) != 'blob' OR length(key) != 32",
         "DELETE FROM measurements WHERE typeof(body) != 'blob' OR typeof(measured_s) NOT IN ('real', 'integer')",
+        "DELETE FROM plans WHERE typeof(body) != 'blob' OR typeof(kept_s) NOT IN ('real', 'integer')",
         "DELETE FROM use WHERE typeof(from_s) != 'integer' OR typeof(executions) != 'integer'",
     ):
         rows += database.execute(statement).rowcount

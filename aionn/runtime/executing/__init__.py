@@ -8,6 +8,7 @@ recurrent       the usual step of a stream that keeps its state in the driver
 bodies          encoded requests, remembered with each frame; `fmq.Caller` sends them
 placement       arguments that do not lie in the frame
 device_memory   `DeviceMemory`: a tensor that lives in the driver, as an app uses it
+allocating      allocates device memory for one compilation or for several
 device_state    what uses a device memory now, and how the memory moves to another driver at a swap
 device_buffers  the two buffers of a device memory
 device_roles    which inputs and outputs a device memory may stand for

@@ -9,44 +9,59 @@ Invariant
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import anyio
 
 from aionn.errors import DeviceMemoryLostError, DriverDiedError, DriverHungError
-from aionn.remote.device import RemoteBuffer, RemotePreparedModel
+from aionn.remote.device import RemoteBuffer
 from aionn.runtime.executing.device_roles import DeviceRoles
+from aionn.runtime.serving.planned_model import Prepared
 
 
 class BufferPair:
     """The buffers of a device memory, all in one driver.
 
     Attributes:
-        prepared: the model that they were allocated for.
+        prepared: the models that they were allocated for, one for each of `roles.parts`.
         roles: what they may stand for.
         front: holds the tensor. back: the second one, or None.
         all: both. A collected memory frees what stands in this very list, so it is changed in place only.
     """
 
-    __slots__ = ("_allocating", "all", "back", "front", "prepared", "roles")
+    __slots__ = ("_allocating", "_names", "all", "back", "front", "prepared", "roles")
 
-    def __init__(self, prepared: RemotePreparedModel, front: RemoteBuffer, roles: DeviceRoles) -> None:
-        self.prepared = prepared
+    def __init__(self, prepared: Sequence[Prepared], front: RemoteBuffer, roles: DeviceRoles) -> None:
         self.roles = roles
+        self._stand_for(prepared)
         self.front = front
         self.back: RemoteBuffer | None = None
         self.all = [front]
         self._allocating = anyio.Lock()
 
+    def _stand_for(self, prepared: Sequence[Prepared]) -> None:
+        self.prepared = tuple(prepared)
+        self._names = dict(zip(self.prepared, self.roles.parts, strict=True))
+
+    def inputs_of(self, prepared: Prepared) -> tuple[str, ...] | None:
+        """Return the inputs of a prepared model that they may stand for. None if they were not allocated for that model."""
+        names = self._names.get(prepared)
+        return None if names is None else names[0]
+
+    def outputs_of(self, prepared: Prepared) -> tuple[str, ...] | None:
+        """Return the same as `inputs_of`, for outputs."""
+        names = self._names.get(prepared)
+        return None if names is None else names[1]
+
     @property
     def device(self) -> str:
-        return self.prepared.device.name
+        return self.front.device.name
 
     @property
     def ended_by(self) -> BaseException | None:
         """Why their driver has ended; None while it lives."""
-        return self.prepared.device.connection.ended_by
+        return self.front.device.connection.ended_by
 
     async def complete(self, closed: Callable[[], bool]) -> None:
         """See that there is a second buffer, unless the memory is `closed`.
@@ -70,11 +85,12 @@ class BufferPair:
         assert self.back is not None
         self.front, self.back = self.back, self.front
 
-    def replace(self, prepared: RemotePreparedModel, front: RemoteBuffer) -> list[RemoteBuffer]:
+    def replace(self, prepared: Sequence[Prepared], front: RemoteBuffer) -> list[RemoteBuffer]:
         """Use one buffer in another driver from now on. Returns the buffers before."""
         before = list(self.all)
         self.all[:] = [front]
-        self.prepared, self.front, self.back = prepared, front, None
+        self.front, self.back = front, None
+        self._stand_for(prepared)
         return before
 
     def release(self) -> None:

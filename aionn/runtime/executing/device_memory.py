@@ -7,6 +7,7 @@ A device memory is lost with its driver. The next use raises `DeviceMemoryLostEr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -21,7 +22,7 @@ from aionn.memory.hardware_buffer import HardwareBuffer
 from aionn.memory.memory import Memory
 from aionn.memory.region import Region
 from aionn.runtime.executing.device_buffers import BufferPair
-from aionn.runtime.executing.device_state import DeviceState
+from aionn.runtime.executing.device_state import DeviceState, Holding
 from aionn.runtime.executing.frame_layout import as_array
 from aionn.runtime.preparing.renewal import Renewal
 from aionn.tasks import deadline_of, ending_by
@@ -31,7 +32,7 @@ CLOSE_S = 2.0
 
 
 class DeviceMemory:
-    """A tensor in the driver. Made by `Compilation.allocate`; freed by `aclose`, with the runtime, or when collected.
+    """A tensor in the driver. Made by `Compilation.allocate` or `Runtime.allocate`; freed by `aclose`, with the runtime, or when collected.
 
     It may be used as the inputs and outputs it was allocated for: as a value of `inputs`, or of `outputs=`, of `compute`.
     Before the first use as an input it must be filled: by `copy_from`, `reset`, or an execution that writes it. After a
@@ -54,14 +55,17 @@ class DeviceMemory:
         >>> await burst.compute({"input": x, "state": a}, outputs={"stateN": b}); a, b = b, a
     """
 
-    def __init__(self, renewal: Renewal, buffers: BufferPair) -> None:
-        self._renewal = renewal  # while an app holds memory of a compilation, its model stays prepared
-        self._state = DeviceState(renewal.session, buffers, renewal.compiled.state_filled)
+    def __init__(self, renewals: Sequence[Renewal], buffers: BufferPair) -> None:
+        self._renewals = tuple(renewals)  # while an app holds memory of a compilation, its model stays prepared
+        # Callbacks of the compilations, not of this object: a circle would keep the memory until a collection.
+        self._state = DeviceState(renewals[0].session, buffers, [renewal.compiled.state_filled for renewal in renewals])
         self._roles = buffers.roles
         self.inputs = buffers.roles.inputs
         self.outputs = buffers.roles.outputs
         self.type = buffers.roles.operand.type
-        renewal.compiled.members.add(self._state)
+        self._holdings = [Holding(self._state, part) for part in range(len(renewals))]  # compilations know them weakly
+        for renewal, holding in zip(renewals, self._holdings, strict=True):
+            renewal.compiled.members.add(holding)
 
     def __repr__(self) -> str:
         return f"DeviceMemory(inputs={self.inputs!r}, outputs={self.outputs!r}, shape={self._state.shape!r})"

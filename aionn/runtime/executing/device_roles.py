@@ -1,8 +1,9 @@
-"""`DeviceRoles`: which inputs and outputs of a model a device memory may stand for."""
+"""`DeviceRoles`: which inputs and outputs of one compilation, or of several, a device memory may stand for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from aionn.errors import CallerError
 from aionn.hal.model import Model
@@ -10,59 +11,115 @@ from aionn.hal.types import BufferDesc, BufferRole, Operand
 from aionn.memory.domain import Dimensions, combine_dimensions, full_shape, given
 from aionn.memory.memory import extents_of
 from aionn.remote.device import RemoteBuffer, RemotePreparedModel
+from aionn.runtime.serving.planned_model import Prepared
+
+
+class Part(NamedTuple):
+    """The roles in one compilation.
+
+    Attributes:
+        model: of the compilation. believed: its outputs, as `Arguments.outputs` has them.
+        inputs, outputs: names.
+    """
+
+    model: Model
+    believed: Mapping[str, Operand]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+def part_of(model: Model, believed: Mapping[str, Operand], inputs: Iterable[str], outputs: Iterable[str]) -> Part:
+    """Return the roles that an app names in one compilation.
+
+    Raises:
+        CallerError: a name is not the model's, or is given twice.
+    """
+    part = Part(model, believed, _names("inputs", inputs), _names("outputs", outputs))
+    for names, known, what in ((part.inputs, model.inputs, "inputs"), (part.outputs, believed, "outputs")):
+        unknown = [name for name in names if not isinstance(name, str) or name not in known]
+        if unknown:
+            raise CallerError(f"{what}={unknown!r}: give names of the model's {what} in a tuple, out of {list(known)}")
+        if len(set(names)) < len(names):
+            raise CallerError(f"{what}={names!r}: a name is given twice")
+    return part
 
 
 class DeviceRoles:
-    """What a device memory may stand for: names and indices of operands, checked against the model.
+    """What a device memory may stand for: names and indices of operands, checked against the models.
 
     Attributes:
+        parts: the names of inputs and of outputs, per compilation.
+        inputs, outputs: the names of all compilations together.
         operand: what all roles and the asked shape say together.
         bound: what the inputs and the asked shape say; an output may come out in another shape than the model declares.
         shape: its extents where all are known.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        believed: Mapping[str, Operand],
-        inputs: Iterable[str],
-        outputs: Iterable[str],
-        shape: Iterable[int] | None,
-    ) -> None:
-        """`believed`: the model's outputs, as `Arguments.outputs` has them."""
-        inputs, outputs = _names("inputs", inputs), _names("outputs", outputs)
-        if not inputs and not outputs:
-            raise CallerError("device memory without a role: name the inputs or outputs it will stand for")
+    def __init__(self, parts: Sequence[Part], shape: Iterable[int] | None) -> None:
+        """`shape`: fills in what the operands leave open.
+
+        Raises:
+            CallerError: there is no role, or types or shapes do not go together.
+        """
         extents = () if shape is None else extents_of(shape)
         dimensions: Dimensions = given(extents)
         bound = dimensions
         operands: list[Operand] = []
-        for names, known, what in ((inputs, model.inputs, "inputs"), (outputs, believed, "outputs")):
-            unknown = [name for name in names if not isinstance(name, str) or name not in known]
-            if unknown:
-                raise CallerError(f"{what}={unknown!r}: give names of the model's {what} in a tuple, out of {list(known)}")
-            if len(set(names)) < len(names):
-                raise CallerError(f"{what}={names!r}: a name is given twice")
-            for name in names:
-                operands.append(known[name])
-                if known[name].type is not operands[0].type:
-                    raise CallerError(f"{what[:-1]} {name!r} holds {known[name].type.value}, another role {operands[0].type.value}")
-                try:
-                    dimensions = combine_dimensions(dimensions, known[name].dimensions)
-                except CallerError as error:
-                    raise CallerError(f"{what[:-1]} {name!r}: {error}") from None
-                if what == "inputs":
-                    bound = dimensions
-        self.inputs, self.outputs = inputs, outputs
-        self._input_roles = [BufferRole(0, list(model.inputs).index(name)) for name in inputs]
-        self._output_roles = [BufferRole(0, list(model.outputs).index(name)) for name in outputs]
+        self._roles: list[tuple[int, str, bool, int]] = []
+        for is_input in (True, False):  # every input first, for `bound`
+            for number, part in enumerate(parts):
+                known = part.model.inputs if is_input else part.believed
+                for name in part.inputs if is_input else part.outputs:
+                    word = f"{'input' if is_input else 'output'} {name!r}"
+                    operands.append(known[name])
+                    if known[name].type is not operands[0].type:
+                        raise CallerError(f"{word} holds {known[name].type.value}, another role {operands[0].type.value}")
+                    try:
+                        dimensions = combine_dimensions(dimensions, known[name].dimensions)
+                    except CallerError as error:
+                        raise CallerError(f"{word}: {error}") from None
+                    place = list(part.model.inputs if is_input else part.model.outputs).index(name)
+                    self._roles.append((number, name, is_input, place))
+            bound = dimensions if is_input else bound
+        if not operands:
+            raise CallerError("device memory without a role: name the inputs or outputs it will stand for")
+        self.parts = tuple((part.inputs, part.outputs) for part in parts)
+        self.inputs = tuple(dict.fromkeys(name for part in parts for name in part.inputs))
+        self.outputs = tuple(dict.fromkeys(name for part in parts for name in part.outputs))
         self._desc = BufferDesc(extents)
         self.operand = Operand(operands[0].type, dimensions)
         self.bound = Operand(operands[0].type, bound)
         self.shape = full_shape(dimensions)
 
-    async def allocate(self, prepared: RemotePreparedModel) -> RemoteBuffer:
-        return await prepared.device.allocate(self._desc, [prepared], self._input_roles, self._output_roles)
+    async def allocate(self, prepared: Sequence[Prepared]) -> RemoteBuffer:
+        """Return a buffer in the driver that runs these inputs and outputs. `prepared`: one for each of `parts`.
+
+        Raises:
+            CallerError: several drivers run them.
+            AionnError: the driver cannot have it.
+        """
+        models: list[RemotePreparedModel] = []
+        inputs: list[BufferRole] = []
+        outputs: list[BufferRole] = []
+        for number, _, is_input, index in self._roles:
+            for role in prepared[number].step_roles(is_input, index):
+                if role.prepared not in models:
+                    models.append(role.prepared)
+                (inputs if role.is_input else outputs).append(BufferRole(models.index(role.prepared), role.index))
+        device = models[0].device
+        if any(model.device is not device for model in models):
+            raise CallerError(self._why_scattered(prepared))
+        return await device.allocate(self._desc, models, inputs, outputs)
+
+    def _why_scattered(self, prepared: Sequence[Prepared]) -> str:
+        used = {
+            f"{'input' if is_input else 'output'} {name!r}": dict.fromkeys(
+                repr(role.prepared.device.name) for role in prepared[number].step_roles(is_input, index)
+            )
+            for number, name, is_input, index in self._roles
+        }
+        found = "; ".join(f"{role} is used on {' and '.join(devices)}" for role, devices in used.items())
+        return f"device memory lies in one driver, but these roles lie in several ({found}); give an aionn.Memory, which all of them map"
 
 
 def _names(what: str, names: Iterable[str]) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 
@@ -22,9 +22,10 @@ from aionn.hal.types import ErrorStatus
 from aionn.memory.memory import Memory
 from aionn.memory.region import Region
 from aionn.remote.control import Done
-from aionn.remote.device import RemoteBuffer, RemotePreparedModel
+from aionn.remote.device import RemoteBuffer
 from aionn.runtime.executing.device_buffers import BufferPair, losing, lost_with
 from aionn.runtime.serving.members import NotNowError, Rest
+from aionn.runtime.serving.planned_model import Prepared
 from aionn.runtime.serving.serving import Serving
 from aionn.runtime.session import Session
 from aionn.tasks import call_soon_from_anywhere
@@ -34,14 +35,15 @@ class Uses:
     """What uses a device memory now.
 
     Attributes:
-        executions: in flight. advancing: whether one of them reads and writes it.
+        executions: in flight. begun: so many have begun. advancing: whether one of them reads and writes it.
         filling: copies into it that have begun. left_copies: copies whose callers have left.
     """
 
-    __slots__ = ("_caller_left", "_ended", "advancing", "executions", "filling", "left_copies")
+    __slots__ = ("_caller_left", "_ended", "advancing", "begun", "executions", "filling", "left_copies")
 
     def __init__(self) -> None:
         self.executions = 0
+        self.begun = 0
         self.advancing = False
         self.filling = 0
         self.left_copies = 0
@@ -64,6 +66,7 @@ class Uses:
                 raise CallerError("this device memory is being filled; await that before an execution advances it")
             self.advancing, self._caller_left = True, False
         self.executions += 1
+        self.begun += 1
 
     def leave(self) -> None:
         """Note that the execution's caller has gone, answered or not."""
@@ -90,7 +93,7 @@ class Uses:
 
 
 class DeviceState:
-    """The state of one device memory. It follows a swap to another driver (`Member`).
+    """The state of one device memory. It follows a swap of each compilation that it belongs to (`Holding`).
 
     Attributes:
         buffers, uses: its parts.
@@ -100,9 +103,7 @@ class DeviceState:
         closed: whether the app has closed it.
     """
 
-    needs_gap = True
-
-    def __init__(self, session: Session, buffers: BufferPair, on_filled: Callable[[], None]) -> None:
+    def __init__(self, session: Session, buffers: BufferPair, on_filled: Sequence[Callable[[], None]]) -> None:
         self._session = session
         self._on_filled = on_filled
         self.buffers = buffers
@@ -173,10 +174,13 @@ class DeviceState:
                 "this device memory is not initialized: the last copy_from was refused; fill it again", status=ErrorStatus.GENERAL_FAILURE
             )
 
-    def stands_for(self, prepared: RemotePreparedModel, name: str, roles: tuple[str, ...]) -> bool:
-        """Return whether it may be that input or output of an execution now, where the driver is alive. `roles`: `inputs` or `outputs`."""
+    def stands_for(self, name: str, roles: tuple[str, ...] | None) -> bool:
+        """Return whether it may be that input or output of an execution now, where the driver is alive.
+
+        `roles`: what `buffers.inputs_of` or `outputs_of` says of the prepared model.
+        """
         busy = self.uses.advancing or self.uses.left_copies or self.emptied
-        return self.buffers.prepared is prepared and not self.closed and not busy and name in roles
+        return roles is not None and not self.closed and not busy and name in roles
 
     # --- executions ----------------------------------------------------------------------------------------------------
 
@@ -229,7 +233,8 @@ class DeviceState:
             if filled:  # also where no caller waits for it any more
                 self.shape = shape
                 self.fresh, self.emptied = True, False
-                self._on_filled()
+                for filled_in in self._on_filled:
+                    filled_in()
 
         self.uses.filling += 1
         self.fills += 1
@@ -282,8 +287,11 @@ class DeviceState:
     def count_from_now(self) -> None:
         """Do nothing: executions that use it are always counted."""
 
-    async def prepare(self, better: Serving) -> DeviceChange | None:
+    async def prepare(self, part: int, better: Serving) -> DeviceChange | None:
         """Copy it into the driver of `better`, under the same roles. Returns None if it is closed or lost already.
+
+        Args:
+            part: the number of the compilation that is swapped. The memory must lie in one driver for all its compilations.
 
         A memory that is empty stays empty: its next use is refused there as it would have been here, and never sees zeros.
 
@@ -295,8 +303,11 @@ class DeviceState:
             return None
         if self.uses.executions or self.uses.filling:
             raise NotNowError("a device memory is in use")
-        copy = await self.buffers.roles.allocate(better.prepared)
-        change = DeviceChange(self, better.prepared, copy)
+        prepared = [*self.buffers.prepared]
+        prepared[part] = better.prepared
+        begun = self.uses.begun
+        copy = await self.buffers.roles.allocate(prepared)
+        change = DeviceChange(self, prepared, copy, begun)
         try:
             shape, size_bytes = self.shape, self.size_bytes
             if shape is not None and size_bytes:
@@ -312,20 +323,43 @@ class DeviceState:
         return change
 
 
+class Holding:
+    """A device memory as one compilation holds it (`Member`). `part` is the number of the compilation in the memory's roles."""
+
+    needs_gap = True
+
+    def __init__(self, state: DeviceState, part: int) -> None:
+        self._state = state
+        self._part = part
+        self.rest = state.rest
+        self.wait_idle = state.wait_idle
+        self.count_from_now = state.count_from_now
+
+    @property
+    def holds_state(self) -> bool:
+        return self._state.holds_state
+
+    async def prepare(self, better: Serving) -> DeviceChange | None:
+        """See `DeviceState.prepare`."""
+        return await self._state.prepare(self._part, better)
+
+
 class DeviceChange:
     """A copy of a device memory in another driver, not yet in use."""
 
-    def __init__(self, state: DeviceState, prepared: RemotePreparedModel, copy: RemoteBuffer) -> None:
+    def __init__(self, state: DeviceState, prepared: Sequence[Prepared], copy: RemoteBuffer, begun: int) -> None:
         self._state = state
         self._prepared = prepared
         self._copy = copy
-        self._fills = state.fills
+        self._fills, self._begun = state.fills, begun
         self._before: list[RemoteBuffer] = []
 
     def check(self) -> None:
-        """Raise if the app has filled the memory, or is filling it, since the copy was made."""
+        """Raise if the app has filled the memory, or is filling it, or another compilation has used it, since the copy was made."""
         if self._state.fills != self._fills or self._state.uses.filling:
             raise NotNowError("device memory was filled during the swap")
+        if self._state.uses.begun != self._begun:
+            raise NotNowError("another compilation used the device memory during the swap")
 
     def commit(self) -> None:
         self._before = self._state.buffers.replace(self._prepared, self._copy)

@@ -30,11 +30,12 @@ from aionn.memory.hardware_buffer import HardwareBuffer
 from aionn.memory.memory import Memory
 from aionn.memory.pool import Frame
 from aionn.memory.region import Access, Region
-from aionn.remote.device import RemoteBuffer, RemotePreparedModel
+from aionn.remote.device import RemoteBuffer
 from aionn.runtime.executing.device_buffers import lost_with
 from aionn.runtime.executing.device_memory import DeviceMemory, state_of
 from aionn.runtime.executing.device_state import DeviceState
 from aionn.runtime.executing.frame_layout import FrameLayout, as_array, false_shapes
+from aionn.runtime.serving.planned_model import Prepared
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +162,7 @@ class Placement:
 async def place(
     model: Model,
     believed: Mapping[str, Operand],
-    prepared: RemotePreparedModel,
+    prepared: Prepared,
     inputs: Mapping[str, Any],
     outputs: Mapping[str, Any] | None,
 ) -> tuple[Placement, dict[str, tuple[int, ...]]]:
@@ -204,14 +205,12 @@ async def place(
     return placement, shapes
 
 
-def _place_inputs(
-    placement: Placement, model: Model, prepared: RemotePreparedModel, inputs: Mapping[str, Any]
-) -> dict[str, tuple[int, ...]]:
+def _place_inputs(placement: Placement, model: Model, prepared: Prepared, inputs: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for index, (name, operand) in enumerate(model.inputs.items()):
         value = inputs.get(name) if name in inputs else None
         if isinstance(value, DeviceMemory):
-            state = _checked_state(value, prepared, name, value.inputs, "input")
+            state = _checked_state(value, name, state_of(value).buffers.inputs_of(prepared), "input")
             state.check_filled()
             placement.inputs[index] = Place(state.buffers.front, 0, 0, ())
             if state.shape is None:
@@ -229,7 +228,7 @@ def _place_outputs(
     placement: Placement,
     model: Model,
     believed: Mapping[str, Operand],
-    prepared: RemotePreparedModel,
+    prepared: Prepared,
     outputs: Mapping[str, Any],
     reading: set[DeviceState],
 ) -> None:
@@ -238,7 +237,7 @@ def _place_outputs(
             continue
         value = outputs[name]
         if isinstance(value, DeviceMemory):
-            state = _checked_state(value, prepared, name, value.outputs, "output")
+            state = _checked_state(value, name, state_of(value).buffers.outputs_of(prepared), "output")
             if any(other is state for _, other in placement.written):
                 raise CallerError(f"output {name!r}: this device memory stands for another output of the same execution")
             buffer = state.buffers.back if state in reading else state.buffers.front
@@ -267,13 +266,16 @@ def _located(value: Memory | HardwareBuffer, operand: Operand, what: str, name: 
         raise CallerError(f"{what} {name!r}: {error}") from None
 
 
-def _checked_state(memory: DeviceMemory, prepared: RemotePreparedModel, name: str, roles: tuple[str, ...], what: str) -> DeviceState:
-    if name not in roles:
+def _checked_state(memory: DeviceMemory, name: str, roles: tuple[str, ...] | None, what: str) -> DeviceState:
+    if name not in (memory.inputs if what == "input" else memory.outputs):
         raise CallerError(f"{what} {name!r}: this device memory was allocated for inputs {memory.inputs} and outputs {memory.outputs}")
-    state = state_of(memory)
-    if state.buffers.prepared is not prepared:
+    if roles is None:
         raise CallerError(f"{what} {name!r}: this device memory belongs to another compilation, or to an earlier driver of this one")
-    return state
+    if name not in roles:
+        raise CallerError(
+            f"{what} {name!r}: this device memory was allocated for that {what} of another compilation; name both in allocate"
+        )
+    return state_of(memory)
 
 
 def is_placed(value: Any) -> bool:

@@ -104,7 +104,7 @@ class RecurrentSteps:
             if type(memory) is not DeviceMemory:
                 return None
             state = state_of(memory)
-            if not state.stands_for(prepared, name, memory.inputs) or state.shape != shape:
+            if not state.stands_for(name, state.buffers.inputs_of(prepared)) or state.shape != shape:
                 return None
             used[state] = False
             tokens.append(state.buffers.front.token)
@@ -113,7 +113,7 @@ class RecurrentSteps:
             if type(memory) is not DeviceMemory:
                 return None
             state = state_of(memory)
-            if not state.stands_for(prepared, name, memory.outputs) or state in written:
+            if not state.stands_for(name, state.buffers.outputs_of(prepared)) or state in written:
                 return None
             buffer = state.buffers.front
             if state in used:

@@ -13,6 +13,7 @@ from aionn.errors import CallerError, CompilationError
 from aionn.hal.model import Model
 from aionn.hal.types import ErrorStatus
 from aionn.pages.app_layout import COMPUTED, COPIED_BYTES
+from aionn.remote.device import RemotePreparedModel
 from aionn.runtime.executing.attempt import NO_ANSWER, Call, Executor, Route
 from aionn.runtime.executing.frame_layout import Outputs
 from aionn.tasks import ending_by
@@ -49,12 +50,14 @@ async def compute_values(executor: Executor, route: Route, call: Call) -> Output
     with ending_by(call.deadline_ns, NO_ANSWER):
         channel = await route(call.deadline_ns)
         serving = channel.serving
+        prepared = serving.prepared
+        assert isinstance(prepared, RemotePreparedModel)  # such a model is never cut
         if executor.compiled is not None:
             serving.use.count()
         # From here on a swap waits for this execution.
         settled = serving.entered(_nothing)
         with trace.span("compute.values", device=serving.device):
-            result, values, copied = await serving.prepared.execute_values(call.inputs, call.measure_timing, call.deadline_ns, settled)
+            result, values, copied = await prepared.execute_values(call.inputs, call.measure_timing, call.deadline_ns, settled)
         executor.counts.add(COPIED_BYTES, copied)
         if result.status is not ErrorStatus.NONE:
             raise executor.failure(serving, result, None)

@@ -3,6 +3,7 @@
 plan         which device prepares the model
 renewal      keep the model of a compilation prepared: at the first use, and anew when its driver has died
 idling       give the driver's memory back while the app does not use a compilation
+tuning       store the better artifact that an engine offers while it runs
 background   prepare a model in a worker process at the lowest priority
 preparation  prepare one model on one device: HIT, MISS, DECLINED or NO_CACHE
 options      check the options of engines, and digest the files that they name

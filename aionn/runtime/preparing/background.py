@@ -23,14 +23,14 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 import anyio
 
 from aionn import trace
-from aionn.caching import MissReason, Refusal
+from aionn.caching import CacheOutcome, CacheOutcomeKind, MissReason, Refusal
 from aionn.caching.store import Declined, Hit
 from aionn.errors import AionnError, CompilationError, DeadlineError
 from aionn.hal.interfaces import CacheHandles, PrepareOptions
@@ -50,9 +50,11 @@ from aionn.runtime.preparing.cached import (
     wants_lanes,
 )
 from aionn.runtime.preparing.compiling import check_supported, compile_model, raise_if_unsupported
+from aionn.runtime.preparing.partition import prepare_on
 from aionn.runtime.preparing.reading import digested
 from aionn.runtime.processes.devices import Devices
 from aionn.runtime.processes.process import DriverProcess
+from aionn.runtime.serving.planned_model import Prepared
 from aionn.tasks import bounded_shield
 
 logger = logging.getLogger("aionn.runtime")
@@ -70,16 +72,16 @@ class Made:
 
     Attributes:
         prepared: in the driver that will serve it.
-        by: where it came from: "cache", "worker" or "driver".
+        by: where it came from: "cache", "worker" or "driver". Of the steps of a plan, that of the slowest way.
     """
 
-    prepared: RemotePreparedModel
+    prepared: Prepared
     by: str
 
 
 async def make(
     devices: Devices,
-    name: str,
+    names: Sequence[str],
     model: Model,
     options: PrepareOptions,
     cache: CacheChoice | None,
@@ -88,7 +90,9 @@ async def make(
     timeout_s: float,
     phase: Callable[[str], None],
 ) -> Made:
-    """Prepare `model` on the device of that name without compiling it in the process that will serve it.
+    """Prepare `model` on the first of these devices without compiling it in the process that will serve it.
+
+    If the device cannot run every node, the model is cut over it and the others, and each step is made in the same way.
 
     Args:
         threads: the number of threads of the worker.
@@ -99,19 +103,41 @@ async def make(
         DeadlineError: the call took longer than `timeout_s`.
         CompilationError, DeviceUnavailableError, DriverDiedError, DriverHungError, MemoryAllocationError
     """
-    with devices.kept(name, options.priority), anyio.move_on_after(timeout_s):
+    ways: set[str] = set()
+
+    async def one(name: str, part: Model, options: PrepareOptions, cache: CacheChoice | None) -> tuple[RemotePreparedModel, CacheOutcome]:
+        prepared, by = await _make(devices, name, part, options, cache, threads, phase)
+        ways.add(by)
+        return prepared, CacheOutcome(CacheOutcomeKind.HIT if by == "cache" else CacheOutcomeKind.NO_CACHE, None, name)
+
+    with anyio.move_on_after(timeout_s):
+        prepared, _ = await prepare_on(devices, names, model, options, cache, one)
+        return Made(prepared, max(ways, key=("cache", "worker", "driver").index))
+    raise DeadlineError(f"device {names[0]!r} did not make the stage within {timeout_s} s; the process that still compiled it was killed")
+
+
+async def _make(
+    devices: Devices,
+    name: str,
+    model: Model,
+    options: PrepareOptions,
+    cache: CacheChoice | None,
+    threads: int,
+    phase: Callable[[str], None],
+) -> tuple[RemotePreparedModel, str]:
+    """Make a model that one device runs whole, or one step. Returns also where it came from."""
+    with devices.kept(name, options.priority):
         await digested(devices.tasks, model)
         serving = await devices.get(name, options.priority)
         if not serving.cache_files.supported:
             phase("compiling")
-            return Made(await compile_model(devices.tasks, serving, model, options), "driver")
+            return await compile_model(devices.tasks, serving, model, options), "driver"
         making = _Making(devices, name, model, options, threads, phase)
         if cache is not None:
             made = await making.through_cache(cache)
             if made is not None:
                 return made
         return await making.through_memory()
-    raise DeadlineError(f"device {name!r} did not make the stage within {timeout_s} s; the process that still compiled it was killed")
 
 
 class _Making:
@@ -130,12 +156,12 @@ class _Making:
     async def _serving(self) -> RemoteDevice:
         return await self._devices.get(self._name, self._options.priority)
 
-    async def through_cache(self, cache: CacheChoice) -> Made | None:
+    async def through_cache(self, cache: CacheChoice) -> tuple[RemotePreparedModel, str] | None:
         """Prepare the model through the cache. Returns None if the cache did not store the worker's artifact."""
         by, refused, refusals = "cache", None, 0
         while True:
             serving = await self._serving()
-            wanted = wanted_of(serving, self._model, self._options, cache.token)
+            wanted = wanted_of(serving, self._model, self._options, cache)
             # A hit shares the entry with every reader. A miss holds its compile lock, so that no other process compiles the model.
             found = await open_entry(cache.store, wanted, refused, cache.store.wait_s)
             prepared: RemotePreparedModel | None = None
@@ -143,7 +169,7 @@ class _Making:
                 if isinstance(found, Hit):
                     try:
                         prepared = await self._load(serving, bound(found.handles, found.manifest.model_digest))
-                        return Made(prepared, by)
+                        return prepared, by
                     except AionnError as error:
                         refusals += 1
                         if refusals >= _REFUSALS or wants_lanes(error):
@@ -152,10 +178,10 @@ class _Making:
                         log_refusal(cache.store, serving, refused[1], error)
                         continue
                 if isinstance(found, Declined):
-                    await raise_if_unsupported(self._devices.tasks, serving, self._model, found)
+                    raise_if_unsupported(serving, found)
                     self._phase("compiling")
                     prepared = await compile_model(self._devices.tasks, serving, self._model, self._options)
-                    return Made(prepared, "driver")
+                    return prepared, "driver"
                 publisher = found.publisher
                 if publisher is None:
                     if found.outcome.reason is MissReason.BUSY:
@@ -176,15 +202,15 @@ class _Making:
             finally:
                 await leave(found, prepared)
 
-    async def through_memory(self) -> Made:
+    async def through_memory(self) -> tuple[RemotePreparedModel, str]:
         """Prepare the model through anonymous files."""
         with _anonymous((await self._serving()).cache_files) as handles:
             outcome = await self._compile(handles)
             if outcome == "saved":
-                return Made(await self._load(await self._serving(), bound(handles, self._model.token)), "worker")
+                return await self._load(await self._serving(), bound(handles, self._model.token)), "worker"
             if outcome != "declined":
                 raise CompilationError(f"the artifact of device {self._name!r} could not be stored: {outcome}", reason=outcome)
-        return Made(await compile_model(self._devices.tasks, await self._serving(), self._model, self._options), "driver")
+        return await compile_model(self._devices.tasks, await self._serving(), self._model, self._options), "driver"
 
     async def _load(self, serving: RemoteDevice, handles: CacheHandles) -> RemotePreparedModel:
         self._phase("loading")

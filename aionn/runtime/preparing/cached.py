@@ -42,10 +42,16 @@ _CACHE_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class CacheChoice:
-    """Where an app wants a compilation kept, and under which token (32 bytes)."""
+    """Where an app wants a compilation kept, and under which token.
+
+    Attributes:
+        token: the app's, 32 bytes.
+        operations: indices of the operations, for one step of a plan. None for a whole model.
+    """
 
     store: CacheStore
     token: bytes
+    operations: tuple[int, ...] | None = None
 
 
 # --- looking up ------------------------------------------------------------------------------------------------------
@@ -57,15 +63,16 @@ def bound(handles: CacheHandles, model_digest: bytes) -> CacheHandles:
     return dataclasses.replace(handles, token=both.digest())
 
 
-def wanted_of(remote: RemoteDevice, model: Model, options: PrepareOptions, token: bytes) -> Wanted:
-    """Return the name of the entry of this model on this device, under the app's token."""
+def wanted_of(remote: RemoteDevice, model: Model, options: PrepareOptions, cache: CacheChoice) -> Wanted:
+    """Return the name of the entry of this model on this device."""
     parts = KeyParts(
-        app_token=token,
+        app_token=cache.token,
         device=remote.name,
         device_version=remote.version,
         preference=options.preference,
         priority=options.priority if remote.priority_matters else None,
         options=options.of(remote.name).encoded,
+        operations=None if cache.operations is None else tuple((0, index) for index in cache.operations),
     )
     encoded, key, family = encoded_keys(parts)
     return Wanted(key, family, remote.name, remote.version, model.known_token, remote.cache_files, encoded)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 
 from aionn import trace
 from aionn.caching import CacheOutcome, MissReason, Refusal
@@ -22,6 +23,7 @@ from aionn.runtime.model import check_compiled
 from aionn.runtime.preparing.cached import bound, refusal_from
 from aionn.runtime.preparing.in_time import in_time
 from aionn.runtime.preparing.reading import digested, read
+from aionn.runtime.preparing.step_model import StepModel
 from aionn.tasks import Tasks, seconds_until
 
 _UNSUPPORTED = "cannot run "
@@ -31,32 +33,54 @@ _PUBLISH_SHARE = 0.8
 
 
 class UnsupportedOperationError(CompilationError):
-    """The device cannot run a node; another device may."""
+    """The device cannot run a node; another device may.
+
+    Attributes:
+        device: its name.
+        supported: for each operation whether the device can run it, or None if a cache remembered that it cannot run them all.
+    """
+
+    def __init__(self, device: str, reason: str, *, node: str | None = None, supported: Sequence[bool] | None = None) -> None:
+        super().__init__(f"device {device!r} {reason}", node=node, reason=reason)
+        self.device = device
+        self.supported = supported
 
 
-async def check_supported(tasks: Tasks, remote: RemoteDevice, model: Model, options: PrepareOptions) -> None:
-    """Read the model if it has not been read, and ask the device whether it can run every node.
+async def supported_by(tasks: Tasks, remote: RemoteDevice, model: Model, options: PrepareOptions) -> Sequence[bool]:
+    """Read the model if it has not been read, and return for each operation whether the device can run it.
 
     Raises:
         CallerError, CompilationError: the model's file is broken, or has changed.
-        UnsupportedOperationError: the first node that the device cannot run is `.node`.
     """
     await read(tasks, model)
     with trace.span("plan.supported_operations", device=remote.name):
-        supported = await remote.get_supported_operations(model, options.deadline_ns, options=options.of(remote.name))
+        return await remote.get_supported_operations(model, options.deadline_ns, options=options.of(remote.name))
+
+
+async def check_supported(tasks: Tasks, remote: RemoteDevice, model: Model, options: PrepareOptions) -> None:
+    """Ask the device whether it can run every node.
+
+    Raises: as `supported_by`, and
+        UnsupportedOperationError: the first node that the device cannot run is `.node`.
+    """
+    supported = await supported_by(tasks, remote, model, options)
     for operation, fits in zip(model.operations, supported, strict=True):
         if not fits:
-            what = f"{_UNSUPPORTED}{_described(operation)}"
-            raise UnsupportedOperationError(f"device {remote.name!r} {what}", node=operation.name, reason=what)
+            raise UnsupportedOperationError(remote.name, f"{_UNSUPPORTED}{_described(operation)}", node=operation.name, supported=supported)
 
 
-async def raise_if_unsupported(tasks: Tasks, remote: RemoteDevice, model: Model, declined: Declined) -> None:
-    """Raise `UnsupportedOperationError` if the cache remembers that the device cannot run the model."""
+def raise_if_unsupported(remote: RemoteDevice, declined: Declined) -> None:
+    """Raise `UnsupportedOperationError` if the cache remembers that the device cannot run the model. Its `.node` is not known."""
     what = declined.outcome.detail
     if what.startswith(_UNSUPPORTED):
-        await read(tasks, model)
-        node = next((operation.name for operation in model.operations if what == f"{_UNSUPPORTED}{_described(operation)}"), None)
-        raise UnsupportedOperationError(f"device {remote.name!r} {what}", node=node, reason=what)
+        raise UnsupportedOperationError(remote.name, what)
+
+
+def node_of(model: Model, error: UnsupportedOperationError) -> str | None:
+    """Return the node that a device cannot run. The model is read."""
+    if error.node is not None:
+        return error.node
+    return next((operation.name for operation in model.operations if error.reason == f"{_UNSUPPORTED}{_described(operation)}"), None)
 
 
 def _described(operation: Operation) -> str:
@@ -77,7 +101,10 @@ async def compile_model(tasks: Tasks, remote: RemoteDevice, model: Model, option
     with trace.span("prepare", device=remote.name):
         prepared = await remote.prepare_model(model, options)
     try:
-        check_compiled(model, prepared.contents)
+        if isinstance(model, StepModel):
+            model.check_compiled(prepared.contents)
+        else:
+            check_compiled(model, prepared.contents)
     except CallerError:
         prepared.release()
         raise

@@ -1,9 +1,10 @@
-"""Which device runs a model: the first, best first, that can run every node of it.
+"""Which device runs a model: the first, best first, that can run every node of it. If there is none, the model is cut over several.
 
 If a device that the app named is not installed, or fails, that is an error, never a silent fallback. Without names every installed
 device is a candidate. A candidate is passed over if its package is missing, or if it cannot prepare the model, or if it dies
 meanwhile. The log warns of each such device, the trace counts it, and `Compilation.device` names the device that was chosen. The
-plan is kept with the cache. The cache remembers what a device could not run, so a second start neither asks the device nor sends the model.
+cache remembers what a device could not run, so a second start neither asks the device nor sends the model. It keeps the plan of a model
+that was cut (`partition`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import logging
 from collections.abc import Iterable, Sequence
 
 from aionn import trace
-from aionn.caching import CacheOutcome
 from aionn.errors import (
     AionnError,
     CallerError,
@@ -24,14 +24,17 @@ from aionn.errors import (
 )
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model
-from aionn.remote.device import RemotePreparedModel
 from aionn.runtime.model import is_read
 from aionn.runtime.preparing.cached import CacheChoice, wants_lanes
-from aionn.runtime.preparing.compiling import UnsupportedOperationError
+from aionn.runtime.preparing.compiling import UnsupportedOperationError, node_of
+from aionn.runtime.preparing.partition import Found, Partition
 from aionn.runtime.preparing.preparation import prepare
 from aionn.runtime.processes.devices import Devices
 
 logger = logging.getLogger("aionn.runtime")
+
+_FAILURES = (CompilationError, DeviceUnavailableError, MemoryAllocationError, DriverDiedError, DriverHungError)
+"""Errors of a device after which the next one is tried, if the app named none."""
 
 
 def checked_names(devices: Devices, names: Iterable[str] | None) -> Sequence[str] | None:
@@ -50,59 +53,146 @@ def checked_names(devices: Devices, names: Iterable[str] | None) -> Sequence[str
 
 async def prepare_on_best(
     devices: Devices, model: Model, names: Sequence[str] | None, options: PrepareOptions, cache: CacheChoice | None
-) -> tuple[RemotePreparedModel, CacheOutcome]:
-    """Prepare the whole model on the first device that can run it.
+) -> Found:
+    """Prepare the model on the first device that can run it whole. If there is none, cut it over the devices.
 
     Args:
         names: as `checked_names` returns them.
 
     Raises:
         DeviceUnavailableError: a named device cannot be used here, or no device is installed.
-        CompilationError: no candidate can run every node. `.node` is the first node that the best candidate cannot run.
-        CompilationError, MemoryAllocationError, DriverDiedError, DriverHungError: the best candidate that can run every node failed.
-            Without `names` all the others have failed, too, and their errors are notes of this one.
+        CompilationError: no candidate can run a node. `.node` is the first such node.
+        CompilationError, MemoryAllocationError, DriverDiedError, DriverHungError: the best candidate that can run every node failed, or the
+            device of a step. Without `names` all the others have failed, too, and their errors are notes of this one.
     """
-    shortfalls: list[UnsupportedOperationError] = []
-    unavailable: list[DeviceUnavailableError] = []
-    failures: list[AionnError] = []
+    search = _Search(devices, model, names, options, cache)
     try:
-        for name in names if names is not None else devices.installed:
-            try:
-                return await prepare(devices, name, model, options, cache)
-            except DeviceUnavailableError as error:
-                if names is not None:
-                    raise
-                unavailable.append(error)
-                logger.warning("device %r is passed over: %s", name, error)
-                trace.count("plan.device_unavailable", device=name)
-            except UnsupportedOperationError as error:
-                shortfalls.append(error)
-                trace.count("plan.device_cannot", device=name)
-            except (CompilationError, MemoryAllocationError, DriverDiedError, DriverHungError) as error:
-                if names is not None or devices.closed or (not is_read(model) and not wants_lanes(error)):
-                    raise  # with a model that is not read, the fault lies in its graph, and no device can help
-                failures.append(error)
-                # The text alone: a log record with the error would keep its traceback, and with the traceback the model.
-                logger.warning("device %r failed to prepare the model and is passed over: %s", name, str(error))
-                trace.count("plan.device_failed", device=name, error=type(error).__name__)
-        raise _why_none(shortfalls, unavailable, failures)
+        return await search.run()
     finally:
-        # Each error's traceback refers to this call. These lists would keep the model until a collection.
-        shortfalls.clear()
-        unavailable.clear()
-        failures.clear()
+        search.forget()
 
 
-def _why_none(
-    shortfalls: Sequence[UnsupportedOperationError], unavailable: Sequence[DeviceUnavailableError], failures: Sequence[AionnError]
-) -> AionnError:
-    if failures:
-        for other in (*failures[1:], *shortfalls, *unavailable):
-            failures[0].add_note(str(other))
-        return failures[0]
-    if not shortfalls:
-        why = "; ".join(map(str, unavailable)) or "no package offers an engine (entry points of the group aionn.engines)"
-        return DeviceUnavailableError("", f"no installed device can run a model: {why}")
-    first = shortfalls[0]
-    each = "; ".join(map(str, shortfalls))
-    return CompilationError(f"no device can run every node of the model: {each}", node=first.node, reason=first.reason)
+class _Search:
+    """One search for the device, or the devices, of a model."""
+
+    def __init__(
+        self, devices: Devices, model: Model, names: Sequence[str] | None, options: PrepareOptions, cache: CacheChoice | None
+    ) -> None:
+        self._devices = devices
+        self._model = model
+        self._named = names is not None
+        self._candidates = list(dict.fromkeys(devices.installed if names is None else names))
+        self._options = options
+        self._cache = cache
+        self._partition = Partition(devices, model, options, cache)
+        self._looked = False
+        self._shortfalls: list[UnsupportedOperationError] = []
+        self._unavailable: dict[str, DeviceUnavailableError] = {}
+        self._failures: list[AionnError] = []
+
+    def forget(self) -> None:
+        """Forget all errors. Each error's traceback refers to the search, so these lists would keep the model until a collection."""
+        self._shortfalls.clear()
+        self._unavailable.clear()
+        self._failures.clear()
+
+    async def run(self) -> Found:
+        """See `prepare_on_best`."""
+        for name in self._candidates:
+            found = await self._on(name)
+            if found is not None:
+                return found
+        if not self._shortfalls:
+            raise self._why_none()
+        found = await self._kept()
+        return found if found is not None else await self._cut()
+
+    async def _on(self, name: str) -> Found | None:
+        """Prepare the whole model on one device. Returns None if another device is to be tried."""
+        try:
+            remote = await self._devices.get(name, self._options.priority)
+            # To ask a device that does not cache needs the graph, which a plan from the cache does without.
+            if self._shortfalls and not remote.cache_files.supported and (found := await self._kept()) is not None:
+                return found
+            prepared, outcome = await prepare(self._devices, name, self._model, self._options, self._cache)
+            return prepared, (outcome,)
+        except UnsupportedOperationError as error:
+            self._shortfalls.append(error)
+            trace.count("plan.device_cannot", device=name)
+        except AionnError as error:
+            self._pass_over(name, error, "the model")
+        return None
+
+    def _pass_over(self, name: str, error: AionnError, what: str) -> None:
+        """Note why a device is not used. Raises the error if the next device must not be tried."""
+        if not isinstance(error, _FAILURES) or self._named or self._devices.closed:
+            raise error
+        if isinstance(error, DeviceUnavailableError):
+            self._unavailable[name] = error
+            logger.warning("device %r is passed over: %s", name, error)
+            trace.count("plan.device_unavailable", device=name)
+            return
+        if not is_read(self._model) and not wants_lanes(error):
+            raise error  # with a model that is not read, the fault lies in its graph, and no device can help
+        self._failures.append(error)
+        # The text alone: a log record with the error would keep its traceback, and with the traceback the model.
+        logger.warning("device %r failed to prepare %s and is passed over: %s", name, what, str(error))
+        trace.count("plan.device_failed", device=name, error=type(error).__name__)
+
+    async def _versions(self) -> dict[str, str]:
+        """Return the versions of the candidates that are there. Their drivers are started."""
+        found = {}
+        for name in self._candidates:
+            if name in self._unavailable:
+                continue
+            try:
+                found[name] = (await self._devices.get(name, self._options.priority)).version
+            except DeviceUnavailableError as error:
+                if self._named:
+                    raise
+                self._unavailable[name] = error
+        return found
+
+    async def _kept(self) -> Found | None:
+        """Prepare the plan that the cache keeps, if it keeps one. The cache is asked once."""
+        if self._looked or self._cache is None:
+            return None
+        self._looked = True
+        return await self._partition.kept(await self._versions())
+
+    async def _cut(self) -> Found:
+        """Cut the model over the devices that can run a part of it. Without names, a device that cannot prepare its step is left out."""
+        partition = self._partition
+        versions = await self._versions()
+        partition.capable = {error.device: await partition.ask(error.device, error) for error in self._shortfalls}
+        while True:
+            try:
+                return await partition.cut(versions)
+            except AionnError as error:
+                name = partition.step_failed
+                if name is None:
+                    if not isinstance(error, CompilationError):
+                        raise
+                    raise self._why_none(error) from None
+                self._pass_over(name, error, "its step of the model")
+                partition.capable.pop(name, None)
+                if not partition.capable:
+                    raise self._why_none() from None
+
+    def _why_none(self, uncut: CompilationError | None = None) -> AionnError:
+        """Return the error of the search. `uncut`: why the model cannot be cut."""
+        shortfalls, unavailable, failures = self._shortfalls, list(self._unavailable.values()), self._failures
+        if failures:
+            for other in (*failures[1:], *shortfalls, *unavailable):
+                failures[0].add_note(str(other))
+            return failures[0]
+        if not shortfalls:
+            why = "; ".join(map(str, unavailable)) or "no package offers an engine (entry points of the group aionn.engines)"
+            return DeviceUnavailableError("", f"no installed device can run a model: {why}")
+        if uncut is not None and len(shortfalls) > 1:
+            for other in (*shortfalls, *unavailable):
+                uncut.add_note(str(other))
+            return uncut
+        first = shortfalls[0]
+        each = "; ".join(map(str, shortfalls))
+        return CompilationError(f"no device can run every node of the model: {each}", node=node_of(self._model, first), reason=first.reason)

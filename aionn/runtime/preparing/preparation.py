@@ -66,7 +66,7 @@ async def _prepare(
             return await compile_model(devices.tasks, remote, model, options), CacheOutcome(
                 CacheOutcomeKind.NO_CACHE, None, name, why_not_cached(remote)
             )
-        wanted = wanted_of(remote, model, options, cache.token)
+        wanted = wanted_of(remote, model, options, cache)
         found = await look_up(devices, cache.store, wanted, options, refused)
         prepared: RemotePreparedModel | None = None
         outcome = found.outcome
@@ -74,7 +74,7 @@ async def _prepare(
             if isinstance(found, Miss):
                 prepared, outcome = await compile_and_publish(devices.tasks, remote, model, options, found, cache.store)
             elif isinstance(found, Declined):
-                await raise_if_unsupported(devices.tasks, remote, model, found)
+                raise_if_unsupported(remote, found)
                 prepared = await compile_model(devices.tasks, remote, model, options)
             else:
                 try:

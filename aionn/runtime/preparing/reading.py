@@ -5,6 +5,7 @@ from __future__ import annotations
 from aionn.hal.model import Model
 from aionn.runtime import model as models
 from aionn.runtime.preparing.in_time import in_time
+from aionn.runtime.preparing.step_model import StepModel
 from aionn.tasks import Tasks
 
 
@@ -14,7 +15,7 @@ async def digested(tasks: Tasks, model: Model) -> bytes:
     Raises:
         CallerError: a file is broken, or has changed; or the runtime was closed.
     """
-    if isinstance(model, models.Model):
+    if isinstance(model, models.Model | StepModel):
         await in_time(tasks, model.digest, None, None)
     return model.token
 
@@ -25,5 +26,5 @@ async def read(tasks: Tasks, model: Model) -> None:
     Raises:
         CallerError, CompilationError: a file is broken, or has changed; or the runtime was closed.
     """
-    if isinstance(model, models.Model):
+    if isinstance(model, models.Model | StepModel):
         await in_time(tasks, model.read, None, None)

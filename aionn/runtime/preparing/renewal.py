@@ -34,13 +34,13 @@ from aionn.errors import (
     MemoryAllocationError,
     again,
 )
+from aionn.graph.steps import Step
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model
-from aionn.remote.device import RemotePreparedModel
 from aionn.runtime.preparing.cached import CacheChoice
 from aionn.runtime.preparing.idling import Idling
+from aionn.runtime.preparing.partition import Found, device_names, plan_of, prepare_again, prepare_on
 from aionn.runtime.preparing.plan import prepare_on_best
-from aionn.runtime.preparing.preparation import prepare
 from aionn.runtime.serving.compiled_model import CompiledModel
 from aionn.runtime.serving.serving import Serving
 from aionn.runtime.session import Session
@@ -59,12 +59,14 @@ class Order:
         candidates: names of the devices that may be used, best first, or None for every installed one.
         cache: where the compilation is kept, or None.
         idle_s: after so long without use, the driver's memory is given back. None: never.
+        stage: the stage that serves from the start, in mode "staged". None: the stage is named after its device.
     """
 
     options: PrepareOptions
     candidates: Sequence[str] | None
     cache: CacheChoice | None
     idle_s: float | None = None
+    stage: str | None = None
 
 
 class Renewal:
@@ -77,7 +79,7 @@ class Renewal:
         disproved: gives the names of outputs that came out in another shape than the model declares.
     """
 
-    def __init__(self, session: Session, model: Model, order: Order, first: tuple[RemotePreparedModel, CacheOutcome] | None) -> None:
+    def __init__(self, session: Session, model: Model, order: Order, first: Found | None) -> None:
         """`first`: what was prepared already, or None to prepare it at the first use."""
         self.session = session
         self.model = model
@@ -89,10 +91,11 @@ class Renewal:
         self._candidates = order.candidates
         self._first_device = order.candidates[0] if order.candidates else session.devices.installed[0]
         self._preparing: _Preparing | None = None
+        self._storing = anyio.Lock()
         if first is not None:
             first[0].remember(model)
-            self.compiled.serving = Serving((first[0],), model, self.compiled.use)
-            self.outcomes = (first[1],)
+            self.compiled.serving = Serving((first[0],), model, self.compiled.use, order.stage)
+            self.outcomes = first[1]
         if order.idle_s is not None:
             idling = Idling(session, self.compiled, order.candidates or (), order.options.priority)
             session.tasks.start_soon(idling.watch, order.idle_s, name="idling")
@@ -104,6 +107,17 @@ class Renewal:
         """Name of the device that runs the next execution. While nothing is compiled yet, that of the first candidate."""
         serving = self.compiled.serving
         return self._first_device if serving is None else serving.device
+
+    @property
+    def plan(self) -> tuple[Step, ...]:
+        """The steps of the model that serves, or nothing while nothing is prepared yet."""
+        serving = self.compiled.serving
+        return () if serving is None else plan_of(serving.prepared, serving.model)
+
+    def devices_of(self, serving: Serving) -> tuple[str, ...]:
+        """Return the devices that a new model may be cut over, if the first cannot run it whole: those that serve, then the others."""
+        candidates = self.session.devices.installed if self._candidates is None else self._candidates
+        return tuple(dict.fromkeys((*device_names(serving.prepared), *candidates)))
 
     def close(self) -> None:
         """Stop what works for the compilation. `CompiledModel.release` is the caller's from now on."""
@@ -133,6 +147,19 @@ class Renewal:
             raise again(preparing.error)
         raise DeadlineError("the model was not prepared by the deadline; it is still being prepared for the next call")
 
+    async def store_tuned(self) -> None:
+        """Store a better artifact, if the engine that serves offers one. It raises nothing."""
+        serving, cache = self.compiled.serving, self.cache
+        if cache is None or serving is None or not serving.alive or self._storing.locked():
+            return
+        prepared = serving.prepared
+        if not isinstance(prepared, RemotePreparedModel) or not prepared.tunes:
+            return  # a plan's steps are not asked
+        from aionn.runtime.preparing.tuning import store_tuned  # most engines offer nothing
+
+        async with self._storing:
+            await store_tuned(prepared, self.model, dataclasses.replace(self.options, deadline_ns=None), cache)
+
     def check_usable(self) -> None:
         """Return if the compilation may be used.
 
@@ -153,8 +180,7 @@ class Renewal:
                 if isinstance(ended_by, DriverDiedError | DriverHungError):
                     compiled.failed(dead, ended_by)
             with trace.span(name, device=self.device):
-                prepared, outcome = await self._preparation()
-            self.outcomes = (outcome,)
+                stage, (prepared, self.outcomes) = await self._preparation()
             if compiled.closed:
                 prepared.release()
                 error = CallerError("this compilation has been closed; compile the model again")
@@ -163,7 +189,7 @@ class Renewal:
                 preparing.serving = compiled.serving
             else:
                 prepared.remember(self.model)
-                preparing.serving = compiled.serving = Serving((prepared,), self.model, compiled.use)
+                preparing.serving = compiled.serving = Serving((prepared,), self.model, compiled.use, stage)
                 if dead is not None and compiled.replaced is not None:
                     compiled.replaced(dead, preparing.serving)
         except Exception as failed:  # every caller gets it
@@ -174,16 +200,24 @@ class Renewal:
                 preparing.error = error
             preparing.over.set()
 
-    async def _preparation(self) -> tuple[RemotePreparedModel, CacheOutcome]:
-        serving, devices = self.compiled.serving, self.session.devices
+    async def _preparation(self) -> tuple[str | None, Found]:
+        """Prepare the model. Returns also the name of the stage, or None where it is named after its device."""
+        serving, devices, model, cache = self.compiled.serving, self.session.devices, self.model, self.cache
         options = dataclasses.replace(self.options, deadline_ns=None, open_outputs=self.disproved())
         if serving is None:
-            return await prepare_on_best(devices, self.model, self._candidates, options, self.cache)
-        names = [serving.device] if self.compiled.devices_for is None else self.compiled.devices_for(serving)
+            return None, await prepare_on_best(devices, model, self._candidates, options, cache)
+        if self.compiled.devices_for is None:
+            return None, await prepare_again(devices, serving.prepared, model, options, cache)
+        names = self.compiled.devices_for(serving)
         for name in names[:-1]:
             with suppress(*_FALL_BACK_ON):
-                return await prepare(devices, name, self.model, options, self.cache)
-        return await prepare(devices, names[-1], self.model, options, self.cache)
+                return name, await prepare_on(devices, stage_devices(name, self._candidates), model, options, cache)
+        return names[-1], await prepare_on(devices, stage_devices(names[-1], self._candidates), model, options, cache)
+
+
+def stage_devices(name: str, stages: Sequence[str] | None) -> tuple[str, ...]:
+    """Return the devices that a stage may be cut over: its own first, then those of the other stages."""
+    return (name, *(other for other in stages or () if other != name))
 
 
 class _Preparing:

@@ -1,26 +1,67 @@
-"""`PlannedModel`: the steps of a plan, each prepared on its device, as one prepared model."""
+"""`PlannedModel`: the steps of a plan, each prepared on its device, as one prepared model.
+
+It has the face of `RemotePreparedModel` as the runtime uses it. So what serves, swaps and bursts need not know how many devices run
+a model.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
-from aionn.graph.steps import Step
 from aionn.hal.model import Model
-from aionn.remote.device import RemotePreparedModel
+from aionn.hal.types import IMemory, Request, Result
+from aionn.remote.device import RemoteBuffer, RemoteDevice, RemotePreparedModel, StepRole
+from aionn.runtime.serving.boundaries import BoundaryLayouts, BoundaryMemory
+from aionn.runtime.serving.planned_execution import Planned, PlannedExecution
+from aionn.runtime.serving.wiring import PlannedStep, Wiring
+
+__all__ = ["PlannedDevice", "PlannedModel", "PlannedStep", "Prepared"]
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedStep:
-    """One step of a plan, and what its device has prepared for it.
+class PlannedDevice:
+    """The devices of a plan, as one.
 
     Attributes:
-        step: what it computes.
-        prepared: the step, prepared like any other model. Its inputs and outputs are those of `step`, in the same order.
+        name: of all, each once, joined by "+". version: the same with their versions.
+        connection: the devices' connections, as one.
     """
 
-    step: Step
-    prepared: RemotePreparedModel
+    def __init__(self, steps: Sequence[PlannedStep]) -> None:
+        devices = {id(planned.prepared.device): planned.prepared.device for planned in steps}
+        self._devices = tuple(devices.values())
+        names = {device.name: device.version for device in self._devices}
+        self.name = "+".join(names)
+        self.version = "+".join(names.values())
+        self.connection = PlannedConnection(self._devices)
+
+    @property
+    def restarted(self) -> bool:
+        """Whether the app has ended one of the drivers by a restart."""
+        return any(device.restarted for device in self._devices)
+
+
+class PlannedConnection:
+    """The connections to the drivers of a plan, as one. It ends with the first of them."""
+
+    def __init__(self, devices: Sequence[RemoteDevice]) -> None:
+        self._connections = [device.connection for device in devices]
+        self._ended_by: BaseException | None = None
+
+    @property
+    def ended_by(self) -> BaseException | None:
+        """Why the first of them has ended, or None while all go on."""
+        if self._ended_by is None:
+            self._ended_by = next((ended_by for one in self._connections if (ended_by := one.ended_by) is not None), None)
+        return self._ended_by
+
+    def when_ended(self, key: object, callback: Callable[[BaseException], None]) -> None:
+        """As `Connection.when_ended`. The callback may come once for each connection."""
+        for connection in self._connections:
+            connection.when_ended(key, callback)
+
+    def forget(self, key: object) -> None:
+        for connection in self._connections:
+            connection.forget(key)
 
 
 class PlannedModel:
@@ -29,14 +70,96 @@ class PlannedModel:
     Attributes:
         steps: in the order in which they run.
         inputs, outputs: the operands of the whole model.
-        runs_on: what computes the steps, in their order.
+        device: the devices of the steps, as one.
+        planned: what its executions have in common.
+        tunes: as `RemotePreparedModel.tunes`. A plan's steps are not asked for better artifacts.
     """
 
+    tunes = False
+
     def __init__(self, model: Model, steps: Sequence[PlannedStep]) -> None:
+        """
+        Raises:
+            CompilationError: the steps do not fit together, or do not make all outputs of the model.
+        """
         self.steps = tuple(steps)
         self.inputs = model.inputs
         self.outputs = model.outputs
-        self.runs_on = "; ".join(step.prepared.runs_on for step in self.steps)
+        self.device = PlannedDevice(self.steps)
+        wiring = Wiring(model.inputs, model.outputs, self.steps)
+        self.planned = Planned(wiring, BoundaryLayouts(wiring), BoundaryMemory())
+
+    @property
+    def runs_on(self) -> str:
+        """What computes the steps, each once."""
+        return "; ".join(dict.fromkeys(step.prepared.runs_on for step in self.steps if step.prepared.runs_on))
+
+    def remember(self, model: Model) -> None:
+        """Note which model this is, for log lines."""
+        for planned in self.steps:
+            planned.prepared.remember(model)
+
+    async def execute(
+        self,
+        request: Request,
+        pools: Sequence[IMemory | RemoteBuffer],
+        measure_timing: bool = False,
+        deadline_ns: int | None = None,
+        settled: Callable[[Result | None], None] | None = None,
+    ) -> Result:
+        """Execute all steps, one after the other; see `RemotePreparedModel.execute`.
+
+        Raises:
+            DriverDiedError, DriverHungError: the driver of a step is gone.
+        """
+        try:
+            execution = PlannedExecution(self.planned, request, pools, measure_timing, deadline_ns, settled)
+            refusal = execution.refusal()
+        except BaseException:
+            if settled is not None:
+                settled(None)
+            raise
+        if refusal is not None:
+            execution.end(refusal)
+            return refusal
+        return await execution.run(_execute)
+
+    def step_roles(self, is_input: bool, index: int) -> list[StepRole]:
+        """Return what an input or output of the whole model is in the steps. An output may be an input of later steps, too."""
+        name = list(self.inputs if is_input else self.outputs)[index]
+        roles = []
+        for planned in self.steps:
+            prepared = planned.prepared
+            if name in prepared.inputs:
+                roles.append(StepRole(prepared, True, list(prepared.inputs).index(name)))
+            if not is_input and name in prepared.outputs:
+                roles.append(StepRole(prepared, False, list(prepared.outputs).index(name)))
+        return roles
+
+    async def aclose(self) -> None:
+        """Let every driver free its step."""
+        try:
+            for planned in self.steps:
+                await planned.prepared.aclose()
+        finally:
+            self.release()
+
+    def release(self) -> None:
+        """As `aclose`, without waiting."""
+        self.planned.memory.close()
+        for planned in self.steps:
+            planned.prepared.release()
+
+
+async def _execute(execution: PlannedExecution, number: int, settled: Callable[[Result | None], None]) -> Result:
+    """Send a step as a control call."""
+    try:
+        request, pools = execution.split(number)
+        prepared = execution.prepared(number)
+    except BaseException:
+        settled(None)
+        raise
+    return await prepared.execute(request, pools, execution.measure_timing, execution.deadline_ns, settled)
 
 
 Prepared = RemotePreparedModel | PlannedModel

@@ -19,7 +19,7 @@ import anyio
 from aionn.errors import again
 from aionn.hal.model import Model
 from aionn.hal.types import Result
-from aionn.remote.device import RemotePreparedModel
+from aionn.runtime.serving.planned_model import Prepared
 
 _IDLES = 15
 """A stream's rhythm is judged by so many pauses between executions."""
@@ -32,7 +32,7 @@ class Serving:
     """A prepared model that serves, or has served.
 
     Attributes:
-        steps: its parts in their drivers, in the order of the plan. A model that one device runs whole has one step.
+        steps: what was prepared, as a tuple of one.
         stage: what results are marked with.
         model: what it computes.
         users: calls that have taken it, and requests not yet answered.
@@ -42,7 +42,7 @@ class Serving:
 
     __slots__ = ("_idle", "asleep", "lost", "model", "stage", "steps", "use", "users")
 
-    def __init__(self, steps: tuple[RemotePreparedModel, ...], model: Model, use: Use, stage: str | None = None) -> None:
+    def __init__(self, steps: tuple[Prepared, ...], model: Model, use: Use, stage: str | None = None) -> None:
         self.steps = steps
         self.stage = steps[0].device.name if stage is None else stage
         self.model = model
@@ -53,8 +53,8 @@ class Serving:
         self._idle: list[anyio.Event] = []
 
     @property
-    def prepared(self) -> RemotePreparedModel:
-        """The only step. Plans have one step each today."""
+    def prepared(self) -> Prepared:
+        """What executions run on. A plan is one prepared model, too (`PlannedModel`)."""
         (only,) = self.steps
         return only
 

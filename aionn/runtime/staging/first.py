@@ -9,17 +9,17 @@ from functools import partial
 import anyio
 
 from aionn import trace
-from aionn.caching import CacheOutcome, CacheOutcomeKind
+from aionn.caching import CacheOutcomeKind
 from aionn.caching.store import Hit
 from aionn.engines.processor import run_threads
 from aionn.errors import AionnError, CallerError, CompilationError, DriverDiedError, DriverHungError
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model
-from aionn.remote.device import RemotePreparedModel
 from aionn.runtime.preparing.background import version_of
 from aionn.runtime.preparing.cached import CacheChoice, load, wanted_of
 from aionn.runtime.preparing.in_time import in_time
-from aionn.runtime.preparing.preparation import prepare
+from aionn.runtime.preparing.partition import Found, prepare_on
+from aionn.runtime.preparing.renewal import stage_devices
 from aionn.runtime.processes.devices import Devices
 from aionn.runtime.staging import verdicts
 from aionn.runtime.staging.stage import Stage, StagePolicy, enter_state
@@ -33,8 +33,8 @@ _STORED_SHARE = 0.5
 
 async def prepare_first(
     devices: Devices, model: Model, names: Sequence[str], options: PrepareOptions, cache: CacheChoice | None, policy: StagePolicy
-) -> tuple[RemotePreparedModel, CacheOutcome, list[Stage]]:
-    """Prepare the stage that serves from the start.
+) -> tuple[Found, list[Stage]]:
+    """Prepare the stage that serves from the start. A device that cannot run every node gets the other stages' devices for the rest.
 
     Raises:
         CallerError, DeviceUnavailableError: a name is wrong.
@@ -59,10 +59,10 @@ async def prepare_first(
                 enter_state(stage, "skipped", f"stage {names[index]!r} was stored already")
             stages[index].made_by = "cache"
             enter_state(stages[index], "serving")
-            return *found, stages
+            return found, stages
     for stage in stages:
         try:
-            prepared, outcome = await prepare(devices, stage.name, model, options, cache)
+            found = await prepare_on(devices, stage_devices(stage.name, names), model, options, cache)
         except (CompilationError, DriverDiedError, DriverHungError) as error:
             enter_state(stage, "rejected", str(error))
             trace.count("stage.rejected", stage=stage.name, reason=str(error))
@@ -70,20 +70,20 @@ async def prepare_first(
                 raise
             logger.warning("stage %r cannot serve first: %s", stage.name, error)
             continue
-        stage.made_by = "cache" if outcome.kind is CacheOutcomeKind.HIT else "driver"
+        stage.made_by = "cache" if all(outcome.kind is CacheOutcomeKind.HIT for outcome in found[1]) else "driver"
         enter_state(stage, "serving")
-        return prepared, outcome, stages
+        return found, stages
     raise AssertionError("the last stage returns or raises")
 
 
-async def _release(found: tuple[RemotePreparedModel, CacheOutcome] | None) -> None:
+async def _release(found: Found | None) -> None:
     if found is not None:
         found[0].release()
 
 
 async def _stored(
     devices: Devices, name: str, bases: Sequence[str], model: Model, options: PrepareOptions, cache: CacheChoice, policy: StagePolicy
-) -> tuple[RemotePreparedModel, CacheOutcome] | None:
+) -> Found | None:
     """Load a stage if it is stored and the policy approves of its measurements. Returns None otherwise.
 
     No driver is started for a stage that the policy does not approve of.
@@ -107,10 +107,10 @@ async def _stored(
         valid = [one for one in found if verdicts.holds(one, remote.version, versions[one.base], threads)]
         if not remote.cache_files.supported or verdicts.judged(valid, model, policy) != verdicts.APPROVED:
             return None
-        async with await cache.store.open(wanted_of(remote, model, options, cache.token), wait_s=0.0) as stored:
+        async with await cache.store.open(wanted_of(remote, model, options, cache), wait_s=0.0) as stored:
             if not isinstance(stored, Hit):
                 return None
-            return await load(remote, model, options, stored), stored.outcome
+            return await load(remote, model, options, stored), (stored.outcome,)
     except AionnError as error:
         logger.info("stage %r is stored and cannot serve from the start: %s", name, error)
         return None

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from aionn.errors import AionnError, StageRejected
 from aionn.runtime.preparing import background
+from aionn.runtime.preparing.renewal import stage_devices
 from aionn.runtime.serving.members import NotNowError
 from aionn.runtime.serving.serving import Serving
 from aionn.runtime.staging import verdicts
@@ -55,7 +56,7 @@ class StageMaker:
         enter_state(stage, "compiling")
         made = await background.make(
             target.devices,
-            stage.name,
+            stage_devices(stage.name, target.stages),
             target.model,
             target.options,
             target.cache,

@@ -25,8 +25,9 @@ import anyio
 
 from aionn import trace
 from aionn.errors import AionnError, CallerError, DeadlineError, StageRejected
-from aionn.remote.device import RemotePreparedModel
-from aionn.runtime.preparing.preparation import prepare
+from aionn.runtime.preparing.partition import prepare_on
+from aionn.runtime.preparing.renewal import stage_devices
+from aionn.runtime.serving.planned_model import Prepared
 from aionn.runtime.serving.serving import Serving
 from aionn.runtime.staging.frequency import until_frequent
 from aionn.runtime.staging.making import StageMaker
@@ -202,9 +203,10 @@ class Staging:
         names = [stage.name for stage in self.stages]
         return [stage.name for stage in reversed(self.stages[: names.index(name)]) if stage.state in ("replaced", "skipped")]
 
-    async def _prepare_again(self, name: str) -> RemotePreparedModel:
+    async def _prepare_again(self, name: str) -> Prepared:
         target = self._target
-        return (await prepare(target.devices, name, target.model, target.options, target.cache))[0]
+        names = stage_devices(name, [stage.name for stage in self.stages])
+        return (await prepare_on(target.devices, names, target.model, target.options, target.cache))[0]
 
     def _gone_back(self, bad: Serving, base: Serving, reason: str) -> None:
         enter_state(self.stage(bad.stage), "rejected", reason)

@@ -76,7 +76,7 @@ async def swap_model(target: NewModel, model: Model, timeout_s: float | None) ->
     with _sampled(compiled, renewal.model) as samples:
         made = await background.make(
             renewal.session.devices,
-            serving.device,
+            renewal.devices_of(serving),
             model,
             dataclasses.replace(renewal.options, deadline_ns=None),
             cache,

@@ -26,6 +26,7 @@ class Target:
         options: how to prepare the model, without a deadline.
         cache: where the compilation is kept, or None.
         run: runs inputs on one prepared model.
+        stages: names of all stages. A stage whose device cannot run the whole model shares it with their devices.
     """
 
     devices: Devices
@@ -34,3 +35,4 @@ class Target:
     options: PrepareOptions
     cache: CacheChoice | None
     run: Run
+    stages: tuple[str, ...] = ()

@@ -26,10 +26,10 @@ import numpy as np
 from aionn import trace
 from aionn.errors import AionnError, OutputInsufficientSizeError
 from aionn.hal.types import ErrorStatus
-from aionn.remote.device import RemotePreparedModel
 from aionn.runtime.executing.frame_layout import as_array
 from aionn.runtime.serving.compiled_model import CompiledModel
 from aionn.runtime.serving.members import NotNowError
+from aionn.runtime.serving.planned_model import Prepared
 from aionn.runtime.serving.serving import Serving
 from aionn.runtime.staging.measuring import Inputs, Run
 from aionn.tasks import deadline_of
@@ -52,7 +52,7 @@ class WayBack:
         self,
         compiled: CompiledModel,
         before: Callable[[str], Sequence[str]],
-        prepare: Callable[[str], Awaitable[RemotePreparedModel]],
+        prepare: Callable[[str], Awaitable[Prepared]],
         run: Run,
         run_timeout_s: float,
         gone_back: Callable[[Serving, Serving, str], None],
@@ -95,7 +95,7 @@ class WayBack:
 
     def devices_for(self, dead: Serving) -> list[str]:
         """Return the devices that may serve after the driver of that stage has died, the best first."""
-        return [*(self._before(dead.stage) if dead.stage in self._bad else ()), dead.device]
+        return [*(self._before(dead.stage) if dead.stage in self._bad else ()), dead.stage]
 
     def _replaced(self, dead: Serving, serving: Serving) -> None:
         """Note that the next use after a driver's death has prepared `serving`."""

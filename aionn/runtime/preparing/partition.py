@@ -1,0 +1,296 @@
+"""A model is cut over several devices, and each step is prepared like a model of its own.
+
+A step has its own cache entry, whose key has its operations, and its own outcome. Steps of different devices are prepared side by side.
+If one fails, those that are prepared are released. The plan itself is kept with the cache (`kept_plan`), so that a hit needs no graph.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import TypeVar
+
+import anyio
+
+from aionn import trace
+from aionn.caching import CacheOutcome
+from aionn.errors import AionnError, CompilationError, DeviceUnavailableError
+from aionn.graph.steps import Step
+from aionn.hal.interfaces import PrepareOptions
+from aionn.hal.model import Model
+from aionn.remote.device import RemotePreparedModel
+from aionn.runtime.model import adopt
+from aionn.runtime.preparing.cached import CacheChoice
+from aionn.runtime.preparing.compiling import UnsupportedOperationError, supported_by
+from aionn.runtime.preparing.in_time import in_time
+from aionn.runtime.preparing.kept_plan import KeptPlan, decoded, encoded, scope_of
+from aionn.runtime.preparing.preparation import prepare
+from aionn.runtime.preparing.reading import digested
+from aionn.runtime.preparing.step_model import OtherModelError, StepModel
+from aionn.runtime.processes.devices import Devices
+from aionn.runtime.serving.planned_model import PlannedModel, PlannedStep, Prepared
+from aionn.tasks import seconds_until, ungrouped
+
+logger = logging.getLogger("aionn.runtime")
+
+T = TypeVar("T")
+Found = tuple[Prepared, tuple[CacheOutcome, ...]]
+"""What was prepared, and the outcome of each step."""
+
+PrepareStep = Callable[[str, Model, PrepareOptions, CacheChoice | None], Awaitable[tuple[RemotePreparedModel, CacheOutcome]]]
+"""Prepares a model on the device of that name, for these options, through that cache."""
+
+_PLAN_SHARE = 0.25
+"""The share of the time that is left which reading or keeping a plan may take."""
+
+
+class Partition:
+    """Cuts one model over several devices.
+
+    Attributes:
+        capable: by device, for each operation whether the device may run it.
+        step_failed: name of the device that could not prepare its step at the last attempt, or None.
+    """
+
+    def __init__(
+        self, devices: Devices, model: Model, options: PrepareOptions, cache: CacheChoice | None, prepare_step: PrepareStep | None = None
+    ) -> None:
+        """`prepare_step`: how each step is prepared, by default as any model is."""
+        self._devices = devices
+        self._model = model
+        self._options = options
+        self._cache = cache
+        self._prepare_step = prepare_step or partial(prepare, devices)
+        self.capable: dict[str, Sequence[bool]] = {}
+        self.step_failed: str | None = None
+
+    async def kept(self, versions: Mapping[str, str]) -> Found | None:
+        """Prepare the plan that the cache keeps for these devices. Returns None if the cache has no plan that can be used.
+
+        Args:
+            versions: of the devices by name, best first.
+
+        Raises: as `prepare`.
+        """
+        cache = self._cache
+        if cache is None:
+            return None
+        scope = scope_of(cache.token, versions, self._options)
+        body = await self._in_time(lambda: cache.store.plan(scope))
+        plan = None if body is None else decoded(body, scope, list(versions), self._model.known_token)
+        trace.count("plan.kept", found=plan is not None)
+        if plan is None:
+            return None
+        try:
+            if not adopt(self._model, dict(plan.inputs), dict(plan.outputs)):
+                raise OtherModelError("the plan that the cache keeps under this token has other inputs or outputs than the model")
+            return await self.prepare(plan.steps, plan.model_digest)
+        except (OtherModelError, UnsupportedOperationError) as error:
+            logger.warning("the plan that the cache keeps is not used, and the model is cut again: %s", str(error))
+            trace.count("plan.refused", reason=str(error))
+            return None
+
+    async def ask(self, name: str, error: UnsupportedOperationError | None = None) -> Sequence[bool]:
+        """Return for each operation whether the device of that name can run it. `error`: what a device has said already, if so."""
+        if error is not None and error.device == name and error.supported is not None:
+            return error.supported
+        remote = await self._devices.get(name, self._options.priority)
+        return await supported_by(self._devices.tasks, remote, self._model, self._options)
+
+    async def cut(self, versions: Mapping[str, str]) -> Found:
+        """Cut the model over the devices of `capable`, prepare its steps, and keep the plan.
+
+        Args:
+            versions: of all devices that were asked for, by name, best first.
+
+        Raises: as `prepare`, and
+            CompilationError: no device can run a node, which is `.node`; or the model cannot be cut.
+        """
+        from aionn.graph.cutting import cut  # brings `onnx`, which a cache hit does without
+
+        model, options = self._model, self._options
+        if not all(operand.in_frames for operand in (*model.inputs.values(), *model.outputs.values())):
+            reason = "a model with strings, sequences, maps or optionals at its border is not cut over several devices"
+            raise CompilationError(f"no device can run the whole model, and {reason}; give a device that can run all of it", reason=reason)
+        remotes = [await self._devices.get(name, options.priority) for name in self.capable]
+        performance = {remote.name: remote.performance for remote in remotes}
+        with trace.span("plan.cut", devices="+".join(self.capable)):
+            steps = await anyio.to_thread.run_sync(lambda: cut(model, self.capable, performance, options.preference))
+        logger.info("the model is cut into %d steps over the devices %s", len(steps), "+".join(dict.fromkeys(s.device for s in steps)))
+        trace.count("plan.cut", steps=len(steps), devices="+".join(self.capable))
+        found = await self.prepare(steps)
+        try:
+            await self._keep(steps, versions)
+        except BaseException:
+            found[0].release()  # the caller gets no model
+            raise
+        return found
+
+    async def _keep(self, steps: Sequence[Step], versions: Mapping[str, str]) -> None:
+        cache, model = self._cache, self._model
+        if cache is None:
+            return
+        digest = await digested(self._devices.tasks, model)
+        scope = scope_of(cache.token, versions, self._options)
+        plan = KeptPlan(
+            model_digest=digest,
+            inputs=tuple(model.inputs.items()),
+            outputs=tuple(model.outputs.items()),
+            operations=len(model.operations),
+            steps=tuple(steps),
+        )
+
+        async def keep() -> bool:
+            with cache.store.in_use():
+                await cache.store.keep_plan(scope, encoded(plan, scope))
+            return True
+
+        await self._in_time(keep)
+
+    async def prepare(self, steps: Sequence[Step], digest: bytes = b"") -> Found:
+        """Prepare each step on its device.
+
+        Args:
+            digest: token of the model that a plan from a cache names. Empty for a plan that was made of the model at hand.
+
+        Raises:
+            OtherModelError: the steps are those of another model.
+            CompilationError, DeadlineError, DeviceUnavailableError, DriverDiedError, DriverHungError, MemoryAllocationError: a step cannot
+                be prepared. Nothing is left of the others.
+        """
+        made: dict[int, tuple[RemotePreparedModel, CacheOutcome]] = {}
+        self.step_failed = None
+
+        async def on_device(name: str) -> None:
+            for number, step in enumerate(steps):
+                if step.device == name:
+                    made[number] = await self._one(step, digest)
+
+        try:
+            with ungrouped():
+                async with anyio.create_task_group() as tasks:
+                    for name in dict.fromkeys(step.device for step in steps):
+                        tasks.start_soon(on_device, name)
+            planned = tuple(PlannedStep(step, made[number][0]) for number, step in enumerate(steps))
+            _check_borders(self._model, planned)
+            return PlannedModel(self._model, planned), tuple(made[number][1] for number in range(len(steps)))
+        except BaseException as error:
+            for prepared, _ in made.values():
+                prepared.release()
+            if isinstance(error, BaseExceptionGroup):
+                raise _first_of(error) from None
+            raise
+
+    async def _one(self, step: Step, digest: bytes) -> tuple[RemotePreparedModel, CacheOutcome]:
+        cache = None if self._cache is None else dataclasses.replace(self._cache, operations=step.operations)
+        open_outputs = tuple(name for name in self._options.open_outputs if name in step.outputs)
+        options = dataclasses.replace(self._options, open_outputs=open_outputs)
+        try:
+            return await self._prepare_step(step.device, StepModel(self._model, step, digest), options, cache)
+        except AionnError:
+            self.step_failed = self.step_failed or step.device
+            raise
+
+    async def _in_time(self, work: Callable[[], Awaitable[T]]) -> T | None:
+        """Wait for the disk for a part of the time that is left."""
+        left_s = seconds_until(self._options.deadline_ns)
+        return await in_time(self._devices.tasks, work, None if left_s is None else left_s * _PLAN_SHARE, None)
+
+
+def _first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return one error for those of several devices. The others are its notes."""
+    first, *others = (error for error in group.exceptions if isinstance(error, AionnError))
+    for other in others:
+        first.add_note(str(other))
+    return first
+
+
+def _check_borders(model: Model, steps: Sequence[PlannedStep]) -> None:
+    """Compare the operands of each step with those of the steps before, and of the model.
+
+    Raises:
+        OtherModelError: they do not fit together.
+    """
+    known = dict(model.inputs)
+    for planned in steps:
+        step, prepared = planned.step, planned.prepared
+        if tuple(prepared.inputs) != step.inputs or tuple(prepared.outputs) != step.outputs:
+            raise OtherModelError(f"the step on device {step.device!r} has other inputs or outputs than the plan")
+        for name, operand in prepared.inputs.items():
+            if name not in known or known[name].type is not operand.type:
+                raise OtherModelError(f"the step on device {step.device!r} reads {name!r} as {operand.type.value}, and no step makes that")
+        for name, operand in prepared.outputs.items():
+            if name in model.outputs and model.outputs[name].type is not operand.type:
+                raise OtherModelError(f"the step on device {step.device!r} makes the output {name!r} as {operand.type.value}")
+            known[name] = operand
+
+
+async def prepare_again(devices: Devices, before: Prepared, model: Model, options: PrepareOptions, cache: CacheChoice | None) -> Found:
+    """Prepare a model on the devices that it was prepared on before: whole, or in the same steps.
+
+    Raises: as `prepare`.
+    """
+    if isinstance(before, PlannedModel):
+        return await Partition(devices, model, options, cache).prepare([planned.step for planned in before.steps])
+    prepared, outcome = await prepare(devices, before.device.name, model, options, cache)
+    return prepared, (outcome,)
+
+
+def device_names(prepared: Prepared) -> tuple[str, ...]:
+    """Return the names of the devices that run a prepared model, each once."""
+    steps = [planned.prepared for planned in prepared.steps] if isinstance(prepared, PlannedModel) else [prepared]
+    return tuple(dict.fromkeys(step.device.name for step in steps))
+
+
+def plan_of(prepared: Prepared, model: Model) -> tuple[Step, ...]:
+    """Return the steps of what was prepared. A model that one device runs whole is one step, for which its graph is read if it was not."""
+    if isinstance(prepared, PlannedModel):
+        return tuple(planned.step for planned in prepared.steps)
+    nodes = tuple(operation.name for operation in model.operations)
+    return (Step(prepared.device.name, tuple(range(len(nodes))), nodes, tuple(model.inputs), tuple(model.outputs)),)
+
+
+async def prepare_on(
+    devices: Devices,
+    names: Sequence[str],
+    model: Model,
+    options: PrepareOptions,
+    cache: CacheChoice | None,
+    prepare_step: PrepareStep | None = None,
+) -> Found:
+    """Prepare a model on the first of these devices. If that cannot run every node, it runs what it can, and the others run the rest.
+
+    Args:
+        prepare_step: how a model, or a step, is prepared. By default as `preparation.prepare` does.
+
+    Raises: as `prepare`, and
+        CompilationError: no device can run a node.
+    """
+    prepare_step = prepare_step or partial(prepare, devices)
+    try:
+        prepared, outcome = await prepare_step(names[0], model, options, cache)
+        return prepared, (outcome,)
+    except UnsupportedOperationError as error:
+        if len(names) < 2:
+            raise
+        first = error
+    partition = Partition(devices, model, options, cache, prepare_step)
+    # The order is part of the plan's scope. The version says that the plan is one of a stage.
+    versions: dict[str, str] = {}
+    for name in names:
+        try:
+            versions[name] = (await devices.get(name, options.priority)).version
+        except DeviceUnavailableError as error:
+            logger.warning("device %r is passed over: %s", name, error)
+    versions[names[0]] += "; first"
+    found = await partition.kept(versions)
+    if found is None:
+        flags = {name: await partition.ask(name, first) for name in versions}
+        own = flags.pop(names[0])
+        if any(map(all, flags.values())):  # or the plan would be that device alone
+            flags = {name: [able and not taken for able, taken in zip(can, own, strict=True)] for name, can in flags.items()}
+        partition.capable = {names[0]: own, **flags}
+        found = await partition.cut(versions)
+    return found

@@ -1,0 +1,119 @@
+"""`StepModel`: one step of a plan as a model of its own. Its graph is made when it is first needed.
+
+A step that comes from a cache needs no graph. Its token is made of the whole model's and of the step, and its operands come from the
+cache entry. A step that is compiled has the whole model read, and its part cut out.
+
+A plan that comes from a cache names the model that was cut. A step of it is never cut out of another model: its graph is made after the
+whole model was digested and compared.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import anyio
+import anyio.to_thread
+
+from aionn.errors import CallerError
+from aionn.graph.steps import Step, step_token
+from aionn.hal import model as hal_model
+from aionn.runtime import model as models
+
+_FIELDS = frozenset({"graph", "inputs", "outputs", "operations", "constants", "pools", "token"})
+
+
+class OtherModelError(CallerError):
+    """The plan that a cache has kept is that of another model."""
+
+
+class StepModel(hal_model.Model):
+    """A step of a model. `inputs` and `outputs` are known once its graph has been made, or a cache entry was loaded.
+
+    Attributes:
+        whole: the model that was cut.
+        step: which part of it this is.
+    """
+
+    whole: hal_model.Model
+    step: Step
+    name = ""
+    _digest = b""
+
+    def __init__(self, whole: hal_model.Model, step: Step, digest: bytes) -> None:
+        """`digest`: token of the model that a plan from a cache names, or empty for a plan that was made of the model at hand."""
+        _set(self, whole=whole, step=step, name=getattr(whole, "name", ""), _digest=digest)
+        if known := digest or whole.known_token:
+            _set(self, token=step_token(known, step))
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> object:
+            # A field is missing until it is needed, so Python calls this.
+            if name not in _FIELDS:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            if name == "token":
+                raise CallerError("the model has not been digested, so the token of its step is not known")
+            self._cut()
+            return self.__dict__[name]
+
+    def __repr__(self) -> str:
+        return f"<StepModel of {self.whole!r}: {len(self.step.operations)} operations on {self.step.device!r}>"
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    async def digest(self) -> bytes:
+        """Have the whole model digested, and return the token of the step.
+
+        Raises:
+            CallerError: the model cannot be digested.
+            OtherModelError: the step is that of another model.
+        """
+        if isinstance(self.whole, models.Model):
+            await self.whole.digest()
+        whole = self.whole.token
+        if self._digest not in (b"", whole):
+            raise OtherModelError("the plan that the cache keeps under this token is that of another model; a token is unique to one model")
+        _set(self, token=step_token(whole, self.step))
+        return self.token
+
+    async def read(self) -> None:
+        """Have the whole model read, and make the step's graph.
+
+        Raises:
+            CallerError, CompilationError: the model cannot be read.
+            OtherModelError: the step is that of another model.
+        """
+        if models.is_read(self):
+            return
+        if self._digest:
+            await self.digest()
+        if isinstance(self.whole, models.Model):
+            await self.whole.read()
+        await anyio.to_thread.run_sync(self._cut)
+
+    def _cut(self) -> None:
+        from aionn.graph.step_models import step_model  # brings `onnx`, which a cache hit does without
+
+        part = step_model(self.whole, self.step, models.digests_of(self.whole) or {})
+        if not models.adopt(self, part.inputs, part.outputs):
+            raise OtherModelError("the cache entry of a step has other inputs or outputs than the step")
+        _set(self, contents=part.contents, operations=part.operations, constants=part.constants, pools=part.pools, graph=part.graph)
+
+    def check_compiled(self, contents: bytes) -> None:
+        """Check that a driver has compiled the weights that the model had before. The first compilation says what they are.
+
+        Raises:
+            CallerError: they are others.
+        """
+        known: dict[tuple[int, ...], bytes] = self.whole.__dict__.setdefault("_compiled_steps", {})
+        before = self.contents or known.setdefault(self.step.operations, contents)
+        if contents != before:
+            raise CallerError(
+                "the weights of the model have changed since it was read; load the model again, and replace files by renaming"
+            )
+
+
+def _set(model: StepModel, **values: object) -> None:
+    for name, value in values.items():
+        object.__setattr__(model, name, value)  # the dataclass is frozen for its users
