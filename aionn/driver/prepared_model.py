@@ -20,10 +20,11 @@ from aionn.driver.threads import trim_arenas
 from aionn.errors import AionnError, CallerError
 from aionn.hal.engine import Executable
 from aionn.hal.interfaces import IBuffer, IBurstCallback, PrepareOptions
-from aionn.hal.types import ExecutionPreference, IMemory, MQDescriptor, Operand, Request, Result
+from aionn.hal.types import Dependency, ExecutionPreference, FencedResult, IMemory, MQDescriptor, Operand, Request, Result
 from aionn.memory import DeviceBuffers, ModelInfo, check_request
 from aionn.memory.requests import Extent
 from aionn.pages import Slot
+from aionn.remote.fences import Waits, execute_fenced_by
 
 LANES = os.environ.get("AIONN_LANES", "1") != "0"
 """Whether bursts are lent to lanes. For tests: without lanes the listener serves every packet, slower and in the same order."""
@@ -89,6 +90,7 @@ class EnginePreparedModel:
             disproved=set(options.open_outputs),
         )
         self._bursts: set[ExecutionBurstServer] = set()
+        self._waits = Waits()
 
     @property
     def info(self) -> ModelInfo:
@@ -106,6 +108,17 @@ class EnginePreparedModel:
             return result_of(error)
         with trace.span("driver.execute", device=self.device.name):
             return await execution.execute(measure_timing, deadline_ns)
+
+    async def execute_fenced(
+        self,
+        request: Request,
+        pools: Sequence[IMemory | IBuffer],
+        after: Sequence[Dependency],
+        fence: int,
+        measure_timing: bool = False,
+        deadline_ns: int | None = None,
+    ) -> FencedResult:
+        return await execute_fenced_by(self, request, pools, after, fence, measure_timing, deadline_ns, self._waits)
 
     def wrong_with(self, request: Request, pool_sizes: Sequence[int]) -> str | None:
         """Return what is wrong with a request over pools of those sizes, or None. Needs no mapped pool. See `check_request`."""
@@ -131,6 +144,7 @@ class EnginePreparedModel:
         return server
 
     async def aclose(self) -> None:
+        self._waits.close()
         for burst in list(self._bursts):
             await burst.aclose()
         await self._lanes.aclose()

@@ -18,6 +18,7 @@ import msgspec
 from aionn.errors import AionnError, CallerError
 from aionn.hal.model import Constant, Operation
 from aionn.hal.types import (
+    NO_TIMING,
     BufferDesc,
     BufferRole,
     CacheFiles,
@@ -31,6 +32,7 @@ from aionn.hal.types import (
     Priority,
     Request,
     Result,
+    Timing,
 )
 
 PROTOCOL = 4
@@ -121,11 +123,20 @@ class PrepareModelFromCache(_Message, frozen=True):
 
 
 class Execute(_Message, frozen=True):
+    """An execution. The descriptors of its memories travel beside the message.
+
+    Attributes:
+        fenced: whether a fence to be signalled is the first descriptor.
+        after: per dependency whether it is a fence of aionn. Their descriptors follow that of the fence.
+    """
+
     prepared: int
     request: Request
     pools: tuple[PoolMessage, ...]
     measure_timing: bool
     deadline_ns: int | None
+    fenced: bool = False
+    after: tuple[bool, ...] = ()
 
 
 class ConfigureExecutionBurst(_Message, frozen=True):
@@ -214,7 +225,11 @@ class Prepared(_Message, frozen=True):
 
 
 class Executed(_Message, frozen=True):
+    """The answer to an execution. `failed` and `since_launch` are those of `hal.FencedResult`."""
+
     result: Result
+    failed: int | None = None
+    since_launch: Timing = NO_TIMING
 
 
 class Configured(_Message, frozen=True):
