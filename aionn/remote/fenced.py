@@ -12,7 +12,7 @@ from aionn.hal.types import Dependency, FencedResult, IMemory, Request
 from aionn.remote.connection import Connection
 from aionn.remote.control import Execute, Executed, Failure, ReplyBody
 from aionn.remote.failures import error_of
-from aionn.remote.fences import signal_fence
+from aionn.remote.fences import check_fence, signal_fence
 from aionn.tasks import Answer
 
 Found = FencedResult | BaseException
@@ -58,6 +58,7 @@ def send_fenced(connection: Connection, body: Execute, fds: Sequence[int], settl
 
 async def fenced_answer(start: Callable[[Callable[[Found], None]], Callable[[], None]], fence: int) -> FencedResult:
     """Start a fenced execution and wait for its answer. Signal a failure where the driver does not answer."""
+    check_fence(fence)
     answer: Answer[Found] = Answer(asyncio.get_running_loop())
     found: Found = CallerError("the execution was cancelled by its caller")
     stop: Callable[[], None] | None = None
