@@ -152,6 +152,7 @@ async def test_a_failure_that_no_task_awaits_is_a_log_line_and_no_noise(
 
 
 async def test_the_event_owns_its_fence(first: aionn.Compilation) -> None:
+    await first.start({"x": X})
     before = fds()
     event = first.start({"x": X})
     await event
@@ -289,7 +290,7 @@ async def test_dependencies_of_a_wrong_kind_are_refused_at_the_start(first: aion
     read, write = os.pipe()
     os.close(read)
     os.close(write)
-    with open(tmp_path / "file", "w+") as file:
+    with open(tmp_path / "file", "w+") as file:  # noqa: ASYNC230
         after: Any = {
             "event alone": done,
             "number alone": 0,
@@ -302,7 +303,7 @@ async def test_dependencies_of_a_wrong_kind_are_refused_at_the_start(first: aion
             "nothing open": (-1,),
         }[wrong]
         before = fds()
-        with pytest.raises(aionn.CallerError, match="after|descriptor"):
+        with pytest.raises(aionn.CallerError, match=r"after|descriptor"):
             first.start({"x": X}, after=after)
     gc.collect()
     assert fds() == before - 1
@@ -495,43 +496,30 @@ async def test_a_plan_waits_in_the_app_and_signals_its_event(fake: FakeDevice, g
 
     class Plan:
         def __init__(self, prepared: Any) -> None:
-            self.execute = prepared.execute
+            self._prepared = prepared
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._prepared, name)
 
     async with aionn.Runtime() as runtime:
         compilation = await runtime.compile(model(), devices=(fake.name,))
         serving = parts_of(compilation).compiled.serving
         assert serving is not None
-        (prepared,) = serving.steps
-        serving.steps = (Plan(prepared),)  # type: ignore[assignment]
-        try:
-            parts_of(compilation).compiled.gate.shut = False
-            type(serving).alive  # noqa: B018
-            event = start_on(compilation, serving, Plan(prepared), gate)
-            dependent = start_on(compilation, serving, Plan(prepared), event)
-            cancelled = start_on(compilation, serving, Plan(prepared), gate)
-            cancelled.cancel()
-            os.eventfd_write(gate, 1)
-            np.testing.assert_array_equal((await dependent)["y"], X)
-            np.testing.assert_array_equal((await event)["y"], X)
-        finally:
-            serving.steps = (prepared,)
-
-
-def start_on(compilation: aionn.Compilation, serving: Any, plan: Any, after: Any) -> aionn.Event:
-    from aionn.runtime.executing.starting import Started
-
-    parts = parts_of(compilation)
-    serving.steps = (parts.renewal.compiled.serving.steps[0],)  # type: ignore[union-attr]
-    transmit = Started._transmit
-
-    def by_plan(self: Any, prepared: Any, fenced: Any, answered: Any) -> Any:
-        return transmit(self, plan, fenced, answered)
-
-    Started._transmit = by_plan  # type: ignore[method-assign]
-    try:
-        return compilation.start({"x": X}, after=(after,))
-    finally:
-        Started._transmit = transmit  # type: ignore[method-assign]
+        serving.steps = (Plan(serving.steps[0]),)  # type: ignore[assignment]
+        event = compilation.start({"x": X}, after=(gate,))
+        dependent = compilation.start({"x": X}, after=(event,))
+        cancelled = compilation.start({"x": X}, after=(gate,))
+        cancelled.cancel()
+        os.eventfd_write(gate, 1)
+        np.testing.assert_array_equal((await dependent)["y"], X)
+        np.testing.assert_array_equal((await event)["y"], X)
+        fake.fail("on purpose")
+        failing = compilation.start({"x": X})
+        after_it = compilation.start({"x": X}, after=(failing,))
+        with pytest.raises(aionn.ExecutionError, match="on purpose"):
+            await failing
+        with pytest.raises(aionn.ExecutionError, match=failing.name):
+            await after_it
 
 
 async def test_device_memory_lost_with_the_driver_is_named(gate: int) -> None:
