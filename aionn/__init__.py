@@ -49,6 +49,7 @@ if _typing.TYPE_CHECKING:
     from aionn.memory import PlaneLayout as PlaneLayout
     from aionn.runtime.compilation import Compilation as Compilation
     from aionn.runtime.executing.device_memory import DeviceMemory as DeviceMemory
+    from aionn.runtime.executing.event import Event as Event
     from aionn.runtime.executing.frame_layout import Outputs as Outputs
     from aionn.runtime.loop import run as run
     from aionn.runtime.model import Model as Model
@@ -73,6 +74,7 @@ else:
         "DriverDiedError DriverHungError ExecutionError MemoryAllocationError OutputInsufficientSizeError StageRejected",
         "aionn.memory": "HardwareBuffer Memory PlaneLayout",
         "aionn.runtime.compilation": "Compilation",
+        "aionn.runtime.executing.event": "Event",
         "aionn.runtime.executing.frame_layout": "Outputs",
         "aionn.runtime.executing.device_memory": "DeviceMemory",
         "aionn.runtime.loop": "run",

@@ -39,6 +39,7 @@ FACE = {
     "DeviceUnavailableError",
     "DriverDiedError",
     "DriverHungError",
+    "Event",
     "ExecutionError",
     "Frame",
     "HardwareBuffer",
@@ -75,6 +76,7 @@ HAL_FACE = {
     "CompileOptions",
     "Constant",
     "DataLocation",
+    "Dependency",
     "DeviceType",
     "Engine",
     "EngineOptions",
@@ -82,6 +84,7 @@ HAL_FACE = {
     "Executable",
     "ExecutionPreference",
     "ExecutionReport",
+    "FencedResult",
     "GrantorDescriptor",
     "IBlobCache",
     "IBuffer",
@@ -216,6 +219,15 @@ def test_a_compilation_computes_and_opens_bursts() -> None:
     }
     assert all(default is not EMPTY for default in parameters_of(aionn.Compilation.burst).values())
     assert {"compute", "burst", "aclose"} <= set(dir(aionn.Compilation))
+    assert not inspect.iscoroutinefunction(aionn.Compilation.start)
+    assert parameters_of(aionn.Compilation.start) == {
+        "inputs": EMPTY,
+        "*after": (),
+        "*outputs": None,
+        "*measure_timing": False,
+        "*timeout_s": None,
+    }
+    assert {"done", "cancelled", "cancel", "result", "exception", "status", "fence", "__await__"} <= set(dir(aionn.Event))
     assert "outcomes:" in (aionn.Compilation.__doc__ or "")  # an attribute of each; the journeys read it
 
 

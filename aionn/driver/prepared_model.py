@@ -22,10 +22,11 @@ from aionn.driver.tuning import Tuning
 from aionn.errors import AionnError, CallerError
 from aionn.hal.engine import Executable
 from aionn.hal.interfaces import IBuffer, IBurstCallback, PrepareOptions
-from aionn.hal.types import ExecutionPreference, IMemory, MQDescriptor, Operand, Request, Result
+from aionn.hal.types import Dependency, ExecutionPreference, FencedResult, IMemory, MQDescriptor, Operand, Request, Result
 from aionn.memory import DeviceBuffers, ModelInfo, check_request
 from aionn.memory.requests import Extent
 from aionn.pages import Slot
+from aionn.remote.fences import Waits, execute_fenced_by
 
 LANES = os.environ.get("AIONN_LANES", "1") != "0"
 """Whether bursts are lent to lanes. For tests: without lanes the listener serves every packet, slower and in the same order."""
@@ -101,6 +102,7 @@ class EnginePreparedModel:
         )
         self._bursts: set[ExecutionBurstServer] = set()
         self._hints = StreamHints(executables, device.behind)
+        self._waits = Waits()
 
     @property
     def info(self) -> ModelInfo:
@@ -127,6 +129,17 @@ class EnginePreparedModel:
 
         with trace.span("driver.execute", device=self.device.name):
             return await run_values(self._lanes, inputs, measure_timing, deadline_ns)
+
+    async def execute_fenced(
+        self,
+        request: Request,
+        pools: Sequence[IMemory | IBuffer],
+        after: Sequence[Dependency],
+        fence: int,
+        measure_timing: bool = False,
+        deadline_ns: int | None = None,
+    ) -> FencedResult:
+        return await execute_fenced_by(self, request, pools, after, fence, measure_timing, deadline_ns, self._waits)
 
     def wrong_with(self, request: Request, pool_sizes: Sequence[int]) -> str | None:
         """Return what is wrong with a request over pools of those sizes, or None. Needs no mapped pool. See `check_request`."""
@@ -157,6 +170,7 @@ class EnginePreparedModel:
         self._hints.ended()
 
     async def aclose(self) -> None:
+        self._waits.close()
         for burst in list(self._bursts):
             await burst.aclose()
         await self._lanes.aclose()

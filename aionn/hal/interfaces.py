@@ -22,8 +22,10 @@ from aionn.hal.types import (
     BufferDesc,
     BufferRole,
     CacheFiles,
+    Dependency,
     DeviceType,
     ExecutionPreference,
+    FencedResult,
     IMemory,
     MQDescriptor,
     Operand,
@@ -159,6 +161,26 @@ class IPreparedModel(Protocol):
 
         The device touches no byte outside the request's arguments, and no byte at all after the return. Cancelling the caller does not
         stop the device. The pools stay mapped, and may be written to, until the device is done.
+        """
+        ...
+
+    async def execute_fenced(
+        self,
+        request: Request,
+        pools: Sequence[IMemory | IBuffer],
+        after: Sequence[Dependency],
+        fence: int,
+        measure_timing: bool = False,
+        deadline_ns: int | None = None,
+    ) -> FencedResult:
+        """Compute `request` when everything in `after` is done, and signal `fence` then (HAL 1.3: executeFenced).
+
+        `fence` is an eventfd (`remote.fences`). The device signals a success or a failure before this returns, also when it raises.
+        It leaves the fence to the caller in two cases: an output did not fit, or has another shape than the request gives.
+        The caller may then send the request again, with more room and the same fence.
+
+        A dependency that has failed ends the wait (GENERAL_FAILURE, `FencedResult.failed`), and so does the deadline (MISSED_DEADLINE_*).
+        The release of the model ends it, too (INVALID_ARGUMENT). Cancelling the caller stops the wait, but no run that has begun.
         """
         ...
 

@@ -256,6 +256,34 @@ class Result:
     message: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Dependency:
+    """What a fenced execution waits for: its descriptor becomes readable.
+
+    Attributes:
+        fd: the descriptor, which the caller keeps owning.
+        is_event: whether it is a fence of aionn, whose counter says whether its execution succeeded.
+    """
+
+    fd: int
+    is_event: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FencedResult:
+    """The answer to one fenced execution.
+
+    Attributes:
+        result: as for any other execution. Its `timing` begins when the dependencies were done.
+        failed: the index of a dependency that has failed, so that the execution did not begin, or None.
+        since_launch: the time in the driver from the arrival of the request on, with the wait.
+    """
+
+    result: Result
+    failed: int | None = None
+    since_launch: Timing = NO_TIMING
+
+
 class ExecutionPreference(enum.IntEnum):
     """What an app prefers: less power, a quick answer, or sustained speed (HAL 1.1, with the same numbers)."""
 

@@ -4,6 +4,8 @@
     failures     exceptions as messages, and back: class and attributes are kept (sans-IO)
     channel      the socket: whole frames and owned descriptors, driven by the loop's callbacks without a task
     connection   calls both ways: each call ends with its answer or with the connection; the answer alone gives back what a call lent
+    fences       eventfds that say that an execution is over, and how one waits for them
+    fenced       the app's end of a fenced execution
     messages     what the app sends, as messages
     device       an `IDevice` as the app sees it
     service      the same device as a driver process offers it; everything that its client made is freed with the client

@@ -119,23 +119,8 @@ class Connection:
             if settled:
                 settled(None)
             raise again(self._ended_by)
-        if trace.active:
-            trace.count("control.call", call=type(body).__name__)
-        self._last_id += 1
-        call_id = self._last_id
         calling = _Calling(Answer(self._loop), cast("type[ReplyBody]", answer_type), settled, unwanted)
-        self._calls[call_id] = calling
-        try:
-            self._channel.post(Call(call_id, body), fds)
-        except OSError as error:
-            self._settle(call_id)
-            raise ExecutionError(
-                f"the {len(fds)} descriptors of a call cannot be sent ({error.strerror}); raise the limit of open files (ulimit -n)",
-                status=ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT,
-            ) from error
-        except BaseException:
-            self._settle(call_id)
-            raise
+        call_id = self._begin(calling, body, fds)
         late = None
         if deadline_ns is not None:
             late = self._loop.call_later(max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9), self._late, call_id)
@@ -156,6 +141,49 @@ class Connection:
             raise error_of(reply)
         assert isinstance(reply, answer_type)  # `_message` has checked it
         return reply, descriptors
+
+    def begin(
+        self, body: CallBody, answer_type: type[ReplyBody], fds: Sequence[int], settled: Callable[[ReplyBody | None], None]
+    ) -> Callable[[], None]:
+        """Ask the peer without waiting. Returns what asks the peer to stop.
+
+        `settled` gets the answer, or None if the connection ended. It must not raise.
+
+        Raises:
+            AionnError: nothing was sent, and `settled` has been called.
+        """
+        if self._ended_by is not None:
+            settled(None)
+            raise again(self._ended_by)
+        calling = _Calling(Answer(self._loop), answer_type, settled, None)
+        calling.answer.abandon()
+        call_id = self._begin(calling, body, fds)
+
+        def stop() -> None:
+            if call_id in self._calls:
+                self._channel.post(Cancel(call_id))
+
+        return stop
+
+    def _begin(self, calling: _Calling, body: CallBody, fds: Sequence[int]) -> int:
+        """Send a call. Returns its number."""
+        if trace.active:
+            trace.count("control.call", call=type(body).__name__)
+        self._last_id += 1
+        call_id = self._last_id
+        self._calls[call_id] = calling
+        try:
+            self._channel.post(Call(call_id, body), fds)
+        except OSError as error:
+            self._settle(call_id)
+            raise ExecutionError(
+                f"the {len(fds)} descriptors of a call cannot be sent ({error.strerror}); raise the limit of open files (ulimit -n)",
+                status=ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT,
+            ) from error
+        except BaseException:
+            self._settle(call_id)
+            raise
+        return call_id
 
     def _late(self, call_id: int) -> None:
         """End the wait for a call at its deadline. A later answer goes to `settled` and `unwanted`."""

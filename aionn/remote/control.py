@@ -18,6 +18,7 @@ import msgspec
 from aionn.errors import AionnError, CallerError
 from aionn.hal.model import Constant, Operation
 from aionn.hal.types import (
+    NO_TIMING,
     BufferDesc,
     BufferRole,
     CacheFiles,
@@ -31,6 +32,7 @@ from aionn.hal.types import (
     Priority,
     Request,
     Result,
+    Timing,
 )
 from aionn.hal.values import Border
 
@@ -128,11 +130,20 @@ class PrepareModelFromCache(_Message, frozen=True):
 
 
 class Execute(_Message, frozen=True):
+    """An execution. The descriptors of its memories travel beside the message.
+
+    Attributes:
+        fenced: whether a fence to be signalled is the first descriptor.
+        after: per dependency whether it is a fence of aionn. Their descriptors follow that of the fence.
+    """
+
     prepared: int
     request: Request
     pools: tuple[PoolMessage, ...]
     measure_timing: bool
     deadline_ns: int | None
+    fenced: bool = False
+    after: tuple[bool, ...] = ()
 
 
 class ExecuteValues(_Message, frozen=True):
@@ -256,7 +267,11 @@ class Prepared(_Message, frozen=True):
 
 
 class Executed(_Message, frozen=True):
+    """The answer to an execution. `failed` and `since_launch` are those of `hal.FencedResult`."""
+
     result: Result
+    failed: int | None = None
+    since_launch: Timing = NO_TIMING
 
 
 class ExecutedValues(_Message, frozen=True):

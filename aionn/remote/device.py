@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -20,6 +21,8 @@ from aionn.hal.types import (
     BufferDesc,
     BufferRole,
     CacheFiles,
+    Dependency,
+    FencedResult,
     IMemory,
     MQDescriptor,
     Operand,
@@ -60,6 +63,7 @@ from aionn.remote.control import (
     ReleasePreparedModel,
     ReplyBody,
 )
+from aionn.remote.fenced import Fenced, fenced_answer, send_fenced
 from aionn.remote.messages import cache_fds, cache_message, model_message, options_message, pool_fds, queue_message
 
 
@@ -265,19 +269,8 @@ class RemotePreparedModel:
                 settled(reply.result if isinstance(reply, Executed) else None)
 
         try:
-            messages, fds = [], []
-            for pool in pools:
-                if isinstance(pool, RemoteBuffer) and pool.device is self.device:
-                    messages.append(PoolMessage(None, pool.token))
-                elif isinstance(pool, IMemory):
-                    messages.append(PoolMessage(pool.description))
-                    fds.append(pool.fileno())
-                else:
-                    raise CallerError(
-                        f"a device memory belongs to another driver process than the present one of device {self.device.name!r}; "
-                        "allocate it again"
-                    )
-            body = Execute(self.number, request, tuple(messages), bool(measure_timing), deadline_ns)
+            messages, fds = self._pools(pools)
+            body = Execute(self.number, request, messages, bool(measure_timing), deadline_ns)
         except BaseException:
             answered(None)
             raise
@@ -317,6 +310,48 @@ class RemotePreparedModel:
             return answer.outcome
         finally:
             close_handles(opened)
+
+    def _pools(self, pools: Sequence[IMemory | IBuffer]) -> tuple[tuple[PoolMessage, ...], list[int]]:
+        """Return the pools of a request as messages, and the descriptors that travel beside them."""
+        messages, fds = [], []
+        for pool in pools:
+            if isinstance(pool, RemoteBuffer) and pool.device is self.device:
+                messages.append(PoolMessage(None, pool.token))
+            elif isinstance(pool, IMemory):
+                messages.append(PoolMessage(pool.description))
+                fds.append(pool.fileno())
+            else:
+                raise CallerError(
+                    f"a device memory belongs to another driver process than the present one of device {self.device.name!r}; "
+                    "allocate it again"
+                )
+        return tuple(messages), fds
+
+    def start_fenced(
+        self,
+        fenced: Fenced,
+        measure_timing: bool,
+        deadline_ns: int | None,
+        settled: Callable[[FencedResult | BaseException], None],
+    ) -> Callable[[], None]:
+        """Send a fenced execution without waiting; see `fenced.send_fenced`."""
+        messages, fds = self._pools(fenced.pools)
+        is_event = tuple(dependency.is_event for dependency in fenced.after)
+        body = Execute(self.number, fenced.request, messages, bool(measure_timing), deadline_ns, True, is_event)
+        return send_fenced(self.device.connection, body, (*fenced.fds, *fds), settled)
+
+    async def execute_fenced(
+        self,
+        request: Request,
+        pools: Sequence[IMemory | IBuffer],
+        after: Sequence[Dependency],
+        fence: int,
+        measure_timing: bool = False,
+        deadline_ns: int | None = None,
+    ) -> FencedResult:
+        """Execute as the HAL says. Where the driver does not answer, this side signals a failure."""
+        start = partial(self.start_fenced, Fenced(request, pools, after, fence), measure_timing, deadline_ns)
+        return await fenced_answer(start, fence)
 
     async def configure_execution_burst(
         self, callback: IBurstCallback, request_channel: MQDescriptor, result_channel: MQDescriptor, anticipate: bool = False

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import logging
 import socket
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
+from functools import partial
 from typing import Protocol, TypeVar
 
 import anyio
@@ -18,7 +21,7 @@ from aionn.burst import result_of
 from aionn.errors import AionnError, CallerError
 from aionn.hal.interfaces import IBuffer, IBurstContext, IDevice, IPreparedModel, PrepareOptions
 from aionn.hal.options import EngineOptions
-from aionn.hal.types import IMemory, MQDescriptor, Performance
+from aionn.hal.types import Dependency, IMemory, MQDescriptor, Performance, Result
 from aionn.hal.values import as_messages
 from aionn.memory import Region, check_request
 from aionn.memory.descriptors import check_description
@@ -59,6 +62,7 @@ from aionn.remote.control import (
     ReleasePreparedModel,
     ReplyBody,
 )
+from aionn.remote.fences import Waits, check_fence, dependency_failed, execute_fenced_by, refusal, settle, since_launch
 from aionn.remote.received import Handles, Received, attached
 
 T = TypeVar("T")
@@ -92,6 +96,7 @@ class DeviceService:
         self._prepared: dict[int, IPreparedModel] = {}
         self._bursts: dict[int, IBurstContext] = {}
         self._buffers: dict[int, IBuffer] = {}
+        self._waits: dict[int, Waits] = {}  # by prepared model
         self._last_number = 0
         self._running: dict[int, anyio.CancelScope] = {}
         self.ended = anyio.Event()
@@ -120,6 +125,8 @@ class DeviceService:
     async def aclose(self) -> None:
         """Free everything that the client made here."""
         self._end(None)
+        for number in list(self._waits):
+            self._end_waits(number)
         for burst in list(self._bursts.values()):
             await burst.aclose()
         for buffer in list(self._buffers.values()):
@@ -159,6 +166,8 @@ class DeviceService:
     async def _answer(self, call_id: int, body: CallBody, descriptors: Descriptors) -> None:
         reply: ReplyBody
         match body:
+            case Execute(fenced=True):
+                reply = await self._execute_fenced(call_id, body, descriptors)
             case Execute():
                 reply = await self._execute(body, descriptors)
             case ExecuteValues():
@@ -184,6 +193,7 @@ class DeviceService:
             case CloseBurst(burst=number):
                 reply = await self._close(self._bursts, number)
             case ReleasePreparedModel(prepared=number):
+                self._end_waits(number)
                 reply = await self._close(self._prepared, number)
             case Allocate(desc=desc, prepared_models=numbers, input_roles=inputs, output_roles=outputs):
                 models = [_known(self._prepared, number, "prepared model") for number in numbers]
@@ -251,6 +261,51 @@ class DeviceService:
         finally:
             if region is not None:
                 region.close()
+
+    async def _execute_fenced(self, call_id: int, body: Execute, descriptors: Descriptors) -> Executed:
+        """Execute when the dependencies are done. The memories are checked and mapped before the wait.
+
+        The wait can be cancelled, the run cannot. So the wait is here, and the device gets no dependencies.
+        """
+        began_ns = time.monotonic_ns()
+        fence, *waited = fds = descriptors.take_many(1 + len(body.after))
+        given: list[Result] = []
+        with closing(Descriptors(fds)), Received() as received:
+            failed = None
+            check_fence(fence)
+            try:
+                prepared = _known(self._prepared, body.prepared, "prepared model")
+                pools = self._pools(prepared, body, received, descriptors)
+                after = [Dependency(fd, is_event) for fd, is_event in zip(waited, body.after, strict=True)]
+                failed = await self._wait(call_id, body, after)
+                _known(self._prepared, body.prepared, "prepared model")
+            except AionnError as error:
+                given.append(refusal(error))
+            if failed is not None:
+                given.append(dependency_failed(failed))
+            if given:
+                settle(fence, body.request, given[0])
+                return Executed(given[0], failed)
+            run = getattr(prepared, "execute_fenced", None) or partial(execute_fenced_by, prepared)  # a device may be older than fences
+            found = await run(body.request, pools, (), fence, body.measure_timing, body.deadline_ns)
+            return Executed(found.result, None, since_launch(found.result, time.monotonic_ns() - began_ns))
+
+    async def _wait(self, call_id: int, body: Execute, after: Sequence[Dependency]) -> int | None:
+        """Wait for the dependencies of an execution. From its return on the call cannot be cancelled."""
+        scope = self._running[call_id]
+        failed = None
+        with scope:
+            failed = await self._waits.setdefault(body.prepared, Waits()).done(after, body.deadline_ns)
+        del self._running[call_id]
+        if scope.cancel_called:
+            raise CallerError("the execution was cancelled by its caller before it began")
+        return failed
+
+    def _end_waits(self, prepared: int) -> None:
+        """End the executions that wait for their dependencies, because their prepared model is released."""
+        waits = self._waits.pop(prepared, None)
+        if waits is not None:
+            waits.close()
 
     def _pools(self, prepared: IPreparedModel, body: Execute, received: Received, descriptors: Descriptors) -> list[IMemory | IBuffer]:
         """Return the pools of a request. Maps them only after everything that can be checked before is right.

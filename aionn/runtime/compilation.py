@@ -6,7 +6,7 @@ the model there again, once, however many callers wait (`preparing.renewal`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from aionn.caching.outcomes import CacheOutcome
@@ -24,6 +24,8 @@ from aionn.runtime.streaming.burst import QUEUE_CAPACITY, Burst
 from aionn.tasks import checked_count, deadline_of, ending_by
 
 if TYPE_CHECKING:
+    from aionn.memory.memory import HasFileno
+    from aionn.runtime.executing.event import Event
     from aionn.runtime.staging.stage import Stage
 
 
@@ -202,6 +204,39 @@ class Compilation:
         NNAPI: ANeuralNetworksExecution_compute.
         """
         return await self._parts.kept.compute(inputs, outputs, measure_timing, timeout_s)
+
+    def start(
+        self,
+        inputs: Mapping[str, Any],
+        *,
+        after: Iterable[Event | int | HasFileno] = (),
+        outputs: Mapping[str, Any] | None = None,
+        measure_timing: bool = False,
+        timeout_s: float | None = None,
+    ) -> Event:
+        """Start an execution that begins when everything in `after` is done. Returns its event at once.
+
+        The driver waits for the dependencies, so a chain of models runs from driver to driver without this loop. Starts are independent of
+        each other, except for `after`. At most 64 may be pending. Arrays are copied now, so the app may change them at once.
+
+        Args:
+            inputs: as for `compute`. Memory that an execution in `after` writes is read when that one is done.
+            after: events of any compilation, and descriptors of the app's (eventfds, pipes, sockets), which must become readable. The
+                descriptors are duplicated. An event that fails makes this execution fail; a descriptor only says "done".
+            outputs: where outputs are to be written instead, by name. An `aionn.Memory` may be an input of the next `start` at once. Its
+                size must be that of the output, and where the model leaves the shape open, give `memory.shaped(shape)`.
+            measure_timing: fill `.timing` of the result, from the end of the dependencies on, and `Event.since_launch`.
+            timeout_s: the event fails with `DeadlineError` after so many seconds, also while it waits.
+
+        Raises:
+            CallerError: an argument does not fit, or 64 executions are pending; nothing was sent.
+            MemoryAllocationError: there is no memory or no file descriptor left for the arguments.
+
+        All other errors are raised by `await event`. They are those of `compute`.
+
+        NNAPI: ANeuralNetworksExecution_startComputeWithDependencies.
+        """
+        return self._parts.starts.start(inputs, after, outputs, measure_timing, timeout_s)
 
 
 async def allocate_for(

@@ -29,7 +29,8 @@ from aionn.runtime.streaming.connection import BurstConnection, Connections
 from aionn.runtime.streaming.kept_burst import KeptBurst
 from aionn.tasks import bounded_shield, deadline_of, seconds_until
 
-if TYPE_CHECKING:  # most apps make no stages
+if TYPE_CHECKING:  # most apps make no stages, and start no executions
+    from aionn.runtime.executing.starting import Starts
     from aionn.runtime.staging.measuring import Inputs, Run
     from aionn.runtime.staging.stage import Stage, StagePolicy
     from aionn.runtime.staging.stages import Staging
@@ -60,8 +61,18 @@ class CompilationParts:
         self.renewal.disproved = lambda: arguments.disproved
         self.bursts = Connections(self.renewal, arguments)
         self.kept = KeptBurst(self.bursts) if in_frames(model) else _kept_values(self.bursts)
+        self._starts: Starts | None = None
         self._trials = Executor(arguments, Frames(_TRIALS), None)
         self._closed = False
+
+    @property
+    def starts(self) -> Starts:
+        """The executions behind `Compilation.start`."""
+        if self._starts is None:
+            from aionn.runtime.executing.starting import IN_FLIGHT, Starts
+
+            self._starts = Starts(self.renewal, self.bursts.executor(IN_FLIGHT))
+        return self._starts
 
     async def wait_for_stage(self, staging: Staging, name: str, timeout_s: float | None) -> None:
         """See `Compilation.wait_for_stage`. A stage is compared with what serves, so a model that was given back is loaded first."""
@@ -94,6 +105,8 @@ class CompilationParts:
         try:
             self.renewal.close()
             self.kept.refuse()
+            if self._starts is not None:
+                self._starts.close()
             if self.staging is not None:
                 await self.staging.stop()
             await self.kept.aclose()
@@ -119,6 +132,8 @@ class CompilationParts:
 
     def _end(self, bursts: Iterable[BurstConnection]) -> None:
         self.kept.end()
+        if self._starts is not None:
+            self._starts.end()
         for burst in bursts:
             burst.end()
         self._trials.frames.close()

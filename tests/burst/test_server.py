@@ -290,6 +290,9 @@ class _NoModel:
         data[16:32] = data[:16] + 1
         return Result(ErrorStatus.NONE)
 
+    async def execute_fenced(self, *_: Any, **__: Any) -> Any:
+        raise AssertionError("not asked for")
+
     async def configure_execution_burst(
         self, callback: Any, request_channel: MQDescriptor, result_channel: MQDescriptor, anticipate: bool = False
     ) -> Any:

@@ -2,6 +2,9 @@
 
 attempt         `Attempt`: one general execution, from its arguments to its outputs
 values          executions with strings, sequences, maps and optionals
+event           `Event`: a started execution and its fence, as an app uses it
+starting        the executions that an app has started; no task waits for them
+dependencies    what a started execution depends on, and what others rely on
 control         the control call as a channel
 link            a burst's queues as a channel: its connection to one driver
 recurrent       the usual step of a stream that keeps its state in the driver

@@ -177,18 +177,22 @@ async def place(
         MemoryAllocationError: the driver cannot have the second buffer of a device memory that is read and written.
     """
     outputs = outputs or {}
-    if not isinstance(outputs, Mapping):
-        raise CallerError(f"outputs: expected a dict of memories by name, got {type(outputs).__name__}")
-    unknown = [name for name in outputs if name not in model.outputs]
-    if unknown:
-        raise CallerError(f"outputs name {unknown}, which the model does not have; its outputs are {list(model.outputs)}")
+    check_outputs(model, outputs)
     reading = {state_of(value) for value in inputs.values() if isinstance(value, DeviceMemory)}
     writing = {state_of(value) for value in outputs.values() if isinstance(value, DeviceMemory)}
     for state in reading | writing:
         await state.ready()
     for state in reading & writing:
         await state.complete()
-    # No await from here until the request is sent: what is checked now is still true then.
+    return place_now(model, believed, prepared, inputs, outputs)
+
+
+def place_now(
+    model: Model, believed: Mapping[str, Operand], prepared: Prepared, inputs: Mapping[str, Any], outputs: Mapping[str, Any]
+) -> tuple[Placement, dict[str, tuple[int, ...]]]:
+    """Place as `place` does, where every device memory is ready. What is checked here is true until the next await."""
+    reading = {state_of(value) for value in inputs.values() if isinstance(value, DeviceMemory)}
+    writing = {state_of(value) for value in outputs.values() if isinstance(value, DeviceMemory)}
     for state in reading | writing:
         state.check_free()
     placement = Placement()
@@ -203,6 +207,15 @@ async def place(
         placement.release()
         raise
     return placement, shapes
+
+
+def check_outputs(model: Model, outputs: Any) -> None:
+    """Raise unless the places for outputs are given by the names of outputs."""
+    if not isinstance(outputs, Mapping):
+        raise CallerError(f"outputs: expected a dict of memories by name, got {type(outputs).__name__}")
+    unknown = [name for name in outputs if name not in model.outputs]
+    if unknown:
+        raise CallerError(f"outputs name {unknown}, which the model does not have; its outputs are {list(model.outputs)}")
 
 
 def _place_inputs(placement: Placement, model: Model, prepared: Prepared, inputs: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

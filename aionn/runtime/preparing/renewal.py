@@ -37,6 +37,7 @@ from aionn.errors import (
 from aionn.graph.steps import Step
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model
+from aionn.remote.device import RemotePreparedModel
 from aionn.runtime.preparing.cached import CacheChoice
 from aionn.runtime.preparing.idling import Idling
 from aionn.runtime.preparing.partition import Found, device_names, plan_of, prepare_again, prepare_on

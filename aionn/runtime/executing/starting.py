@@ -1,0 +1,357 @@
+"""`Starts`: the executions that an app has started (`Compilation.start`). Each is an `Event`, and no task waits for it.
+
+A start checks its arguments, copies the arrays into a frame, and sends the request. With it go the fences that the driver waits for, and
+the one that it signals. All of that happens before `start` returns, if the model is prepared, no swap is under way and no argument is
+device memory. Else a task of the runtime does the rest. The driver's answer settles the event, in the callback of the control connection.
+
+An answer that says that an output did not fit leaves the fence alone. The request is sent again with more room, and those who wait for the
+fence see one execution. Executions after it read outputs in memory in place. So an output in an app's memory needs its full shape before.
+
+Invariants
+    A `Started` is in `_pending` until its event is settled, and its timer is cancelled then.
+    The frame of a request is pinned until the driver has answered or has ended, also where the event was settled before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+from aionn.errors import CallerError, DeadlineError, DriverDiedError
+from aionn.hal.types import ErrorStatus, FencedResult, Result
+from aionn.memory.pool import Frame, FramesInFlightError
+from aionn.pages.app_layout import COMPUTED, COPIED_BYTES, FAILED
+from aionn.remote.device import RemotePreparedModel
+from aionn.remote.fenced import Fenced, Found
+from aionn.remote.fences import Waits, execute_fenced_by
+from aionn.runtime.executing.arguments import check_mapping
+from aionn.runtime.executing.attempt import Executor
+from aionn.runtime.executing.control import control_route
+from aionn.runtime.executing.dependencies import After, Dependencies, check_shapes, give_shapes, kept, shape_of
+from aionn.runtime.executing.device_buffers import lost_with
+from aionn.runtime.executing.device_memory import DeviceMemory, state_of
+from aionn.runtime.executing.event import Event, failed_dependency, fence_of, settle, when_settled
+from aionn.runtime.executing.frame_layout import FrameLayout, Outputs
+from aionn.runtime.executing.frames import fill
+from aionn.runtime.executing.placement import Placement, check_outputs, is_placed, place_now
+from aionn.runtime.preparing.renewal import Renewal
+from aionn.runtime.serving.serving import Serving
+from aionn.tasks import deadline_of, seconds_until
+
+IN_FLIGHT = 64
+"""So many started executions of one compilation may be pending. It bounds their frames and descriptors."""
+
+_CLOSED = "the compilation, or its runtime, was closed before the execution was over"
+
+
+class Starts:
+    """The started executions of one compilation."""
+
+    def __init__(self, renewal: Renewal, executor: Executor) -> None:
+        """`executor`: with frames for `IN_FLIGHT` requests."""
+        self.renewal = renewal
+        self.executor = executor
+        self.route = control_route(renewal)
+        self._pending: set[Started] = set()
+
+    def start(
+        self,
+        inputs: Mapping[str, Any],
+        after: Iterable[Any],
+        outputs: Mapping[str, Any] | None,
+        measure_timing: bool,
+        timeout_s: float | None,
+    ) -> Event:
+        """See `Compilation.start`."""
+        self.renewal.check_usable()
+        check_mapping(inputs)
+        outputs = {} if outputs is None else outputs
+        check_outputs(self.renewal.model, outputs)
+        deadline_ns = deadline_of(timeout_s)
+        if len(self._pending) >= IN_FLIGHT:
+            raise _too_many()
+        with Dependencies(after) as dependencies:
+            started = Started(self, Event(self.renewal.model.label[:12]), dict(inputs), dict(outputs), bool(measure_timing), deadline_ns)
+            started.lay_out()
+            started.after = dependencies.take()
+        self._pending.add(started)
+        started.begin(partial(self._pending.discard, started))
+        return started.event
+
+    def close(self) -> None:
+        """End every execution that is pending. Their fences are signalled as failures."""
+        for started in list(self._pending):
+            settle(started.event, CallerError(_CLOSED))
+
+    def end(self) -> None:
+        """Do the same as `close`, and give the frames back."""
+        self.close()
+        self.executor.frames.close()
+        self.renewal.session.page.free(self.executor.counts)
+
+
+class Started:
+    """One started execution, from its arguments to its event.
+
+    Attributes:
+        event: what the app has.
+        after: what the execution waits for.
+    """
+
+    def __init__(
+        self,
+        starts: Starts,
+        event: Event,
+        inputs: dict[str, Any],
+        outputs: dict[str, Any],
+        measure_timing: bool,
+        deadline_ns: int | None,
+    ) -> None:
+        self.event = event
+        self.after: tuple[After, ...] = ()
+        self._starts = starts
+        self._executor = starts.executor
+        self._inputs = inputs  # emptied when they are in the frame
+        self._outputs = outputs
+        self._measure_timing = measure_timing
+        self._deadline_ns = deadline_ns
+        self._placed: tuple[Placement, FrameLayout, Frame] | None = None
+        self._in_flight = False
+        self._stop: Callable[[], None] | None = None
+        self._result: Result | None = None
+
+    # --- before the request is sent --------------------------------------------------------------------------------------
+
+    def lay_out(self) -> None:
+        """Check the arguments, and copy the arrays. With device memory they are placed when it is known where that lies."""
+        renewal, arguments = self._starts.renewal, self._executor.arguments
+        if not self._states():
+            self._place(renewal.compiled.serving)
+            return
+        placed = {name: shape_of(value) for name, value in self._inputs.items() if is_placed(value)}
+        arguments.shapes_of(self._inputs, placed)
+        self._inputs = {name: kept(value) for name, value in self._inputs.items()}
+        self._outputs = {name: kept(value) for name, value in self._outputs.items()}
+
+    def _states(self) -> set[Any]:
+        return {state_of(value) for value in (*self._inputs.values(), *self._outputs.values()) if isinstance(value, DeviceMemory)}
+
+    def _place(self, serving: Serving | None) -> None:
+        """Place the arguments, and copy the arrays into a frame."""
+        executor, arguments = self._executor, self._executor.arguments
+        model = self._starts.renewal.model if serving is None else serving.model
+        prepared: Any = None if serving is None else serving.prepared  # only device memory belongs to one
+        placement, shapes = place_now(model, arguments.outputs, prepared, self._inputs, self._outputs)
+        try:
+            layout = arguments.layout(arguments.shapes_of(self._inputs, shapes))
+            give_shapes(placement, layout, self._outputs)
+            frame = self._lease(layout)
+            self._placed = placement, layout, frame
+            executor.counts.add(COPIED_BYTES, fill(frame, layout, self._inputs, placement.inputs))
+        except BaseException:
+            placement.release()
+            if self._placed is not None:
+                self._placed[2].settled(None)
+                self._placed = None
+            raise
+        self._inputs = {}
+
+    def _lease(self, layout: FrameLayout) -> Frame:
+        try:
+            return self._executor.frames.pool(layout).lease()
+        except FramesInFlightError:
+            raise _too_many() from None
+
+    def begin(self, over: Callable[[], None]) -> None:
+        """Send the request now if that can be done, else in a task. `over` is called when the event is settled."""
+        session, compiled = self._starts.renewal.session, self._starts.renewal.compiled
+        timer = None
+        if self._deadline_ns is not None:
+            timer = session.loop.call_later(seconds_until(self._deadline_ns), self._late)
+
+        def settled() -> None:
+            if timer is not None:
+                timer.cancel()
+            over()
+            self._give_back()
+
+        when_settled(self.event, settled)
+        serving = compiled.serving
+        if self._placed is None or serving is None or not serving.alive or compiled.gate.shut:
+            session.tasks.start_soon(self._later, name=self.event.name)
+        else:
+            compiled.use.touches += 1
+            self._send_or_fail(serving)
+
+    def _late(self) -> None:
+        settle(self.event, DeadlineError("the execution was not over by the deadline; the driver may still be busy with it"))
+
+    async def _later(self) -> None:
+        """Send the request when a prepared model serves and every device memory is free."""
+        try:
+            serving = (await self._starts.route(self._deadline_ns)).serving
+            if self.event.done():
+                return
+            if self._placed is not None:
+                self._send(serving)
+                return
+            with serving.used():
+                await self._ready()
+                if not self.event.done():
+                    self._place(serving)
+                    self._send(serving)
+        except asyncio.CancelledError:
+            settle(self.event, CallerError(_CLOSED))
+            raise
+        except Exception as error:  # the task belongs to the runtime, which no execution may end
+            settle(self.event, error)
+
+    async def _ready(self) -> None:
+        """Wait until no other execution uses the device memories. Started ones are waited for in the order of their starts."""
+        states = self._states()
+        both = {state_of(value) for value in self._inputs.values() if isinstance(value, DeviceMemory)} & {
+            state_of(value) for value in self._outputs.values() if isinstance(value, DeviceMemory)
+        }
+        while True:
+            for state in states:
+                await state.ready()
+            for state in both:
+                await state.complete()
+            if not any(state.uses.abandoned for state in states):
+                return
+
+    # --- the request -----------------------------------------------------------------------------------------------------
+
+    def _send_or_fail(self, serving: Serving) -> None:
+        try:
+            self._send(serving)
+        except Exception as error:  # the event is the answer, as for every error after the arguments were checked
+            settle(self.event, error)
+
+    def _send(self, serving: Serving) -> None:
+        assert self._placed is not None
+        dependencies = []
+        for number, after in enumerate(self.after):
+            if after.failed:
+                raise failed_dependency(after.event, number)
+            if not after.done:
+                dependencies.append(after.dependency)
+        placement, layout, frame = self._placed
+        sampling = self._starts.renewal.compiled.sampling
+        if sampling is not None and not placement.inputs:
+            sampling.take(layout.inputs_in(frame))
+        fenced = Fenced(placement.request(layout, frame.offset), [frame.region, *placement.pools], dependencies, fence_of(self.event))
+        frame.pins += 1
+        settled = serving.entered(frame.settled, self._deadline_ns)
+        serving.use.count()
+        self._in_flight = True
+        try:
+            self._stop = self._transmit(serving.prepared, fenced, partial(self._answered, serving, settled))
+        except BaseException:
+            self._in_flight = False
+            settled(None)
+            raise
+        for state in placement.used:
+            state.uses.leave()  # the next use of the memory waits for the answer
+
+    def _transmit(self, prepared: Any, fenced: Fenced, answered: Callable[[Found], None]) -> Callable[[], None]:
+        """Send a request. Returns what ends its wait for dependencies. A plan of several steps waits in the app's loop."""
+        if isinstance(prepared, RemotePreparedModel):
+            return prepared.start_fenced(fenced, self._measure_timing, self._deadline_ns, answered)
+        waits = Waits()
+        own = Fenced(
+            fenced.request, fenced.pools, [dataclasses.replace(each, fd=os.dup(each.fd)) for each in fenced.after], os.dup(fenced.fence)
+        )
+
+        async def run() -> None:
+            found: Found = CallerError(_CLOSED)
+            try:
+                found = await execute_fenced_by(prepared, *own, self._measure_timing, self._deadline_ns, waits)
+            except Exception as error:  # any error is the event's
+                found = error
+            finally:
+                for fd in own.fds:
+                    os.close(fd)
+                answered(found)
+
+        self._starts.renewal.session.tasks.start_soon(run, name=self.event.name)
+        return waits.close
+
+    def _answered(self, serving: Serving, settled: Callable[[Result | None], None], found: Found) -> None:
+        self._in_flight, self._stop = False, None
+        result = found.result if isinstance(found, FencedResult) else None
+        settled(result)
+        self._result = result
+        try:
+            if self.event.done():
+                self._give_back()
+            elif isinstance(found, FencedResult):
+                self._take(serving, found)
+            else:
+                settle(self.event, self._lost(found))
+        except Exception as error:  # an error here would end the driver's connection
+            settle(self.event, error)
+
+    def _lost(self, error: BaseException) -> BaseException:
+        """Return what the end of a driver means to this execution."""
+        uses_states = self._placed is not None and self._placed[0].used
+        return lost_with(error.device, error) if uses_states and isinstance(error, DriverDiedError) else error
+
+    def _take(self, serving: Serving, found: FencedResult) -> None:
+        """Settle the event by the driver's answer, or send the request again with more room."""
+        assert self._placed is not None
+        (placement, layout, frame), executor, result = self._placed, self._executor, found.result
+        if found.failed is not None:
+            executor.counts.add(FAILED, 1)
+            waited = [number for number, after in enumerate(self.after) if after.sent]
+            number = waited[found.failed] if found.failed < len(waited) else 0
+            raise failed_dependency(self.after[number].event, number)
+        if result.status is not ErrorStatus.NONE:
+            if executor.arguments.may_retry(layout, result, placement.outputs):
+                self._send_wider(serving, result)
+                return
+            raise executor.failure(serving, result, None if placement.inputs else layout.inputs_in(frame))
+        executor.counts.add(COMPUTED, 1)
+        check_shapes(placement, result, list(serving.model.outputs))
+        if executor.arguments.fit(layout, result.output_shapes) is not layout:
+            executor.frames.outgrown(layout)
+        outputs = Outputs(
+            layout.outputs_in(frame, result.output_shapes, self._outputs), serving.stage, result.timing if self._measure_timing else None
+        )
+        outputs.update(placement.arrays(serving.model, result))
+        if self._measure_timing:
+            self.event.since_launch = found.since_launch
+        settle(self.event, outputs)
+
+    def _send_wider(self, serving: Serving, result: Result) -> None:
+        """Send the request again, with more room for its outputs. It keeps its fence and what it has placed."""
+        assert self._placed is not None
+        placement, before, old = self._placed
+        layout = self._executor.arguments.widen(tuple(shape for _, _, shape, _ in before.inputs), result.output_shapes)
+        frame = self._lease(layout)
+        self._placed = placement, layout, frame
+        fill(frame, layout, before.inputs_in(old), placement.inputs)
+        old.settled(None)
+        self._send(serving)
+
+    def _give_back(self) -> None:
+        """Give back what the execution holds, once its event is settled. What the driver may still touch is given back with its answer."""
+        for after in self.after:
+            after.close()
+        if self._in_flight:
+            stop, self._stop = self._stop, None
+            if stop is not None:
+                stop()
+        elif self._placed is not None:
+            (placement, _, frame), self._placed = self._placed, None
+            frame.settled(None)
+            placement.settled(self._result)
+        self._inputs, self._outputs = {}, {}
+
+
+def _too_many() -> CallerError:
+    return CallerError(f"{IN_FLIGHT} started executions of this compilation are pending; await one of them before the next start")

@@ -1,0 +1,536 @@
+"""`Compilation.start`: events, fences, chains over drivers, and what happens to them when something goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import gc
+import logging
+import os
+import resource
+import select
+import signal
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+
+import aionn
+from aionn.remote.fences import outcome_of
+from aionn.runtime.compilation import parts_of
+from aionn.runtime.executing.starting import IN_FLIGHT
+from aionn.testing import FakeDevice, identity_model
+from aionn.testing.fake_engine import SecondFakeEngine
+from aionn.testing.models import scaled_model
+from tests.leaks import leak_check
+
+pytestmark = pytest.mark.anyio
+
+X = np.arange(16, dtype=np.float32)[None]
+
+
+def model(shape: tuple[int | str, ...] = (1, 16)) -> aionn.Model:
+    return aionn.Model.from_onnx(identity_model({"x": shape}, outputs=["y"]))
+
+
+@pytest.fixture
+async def first(fake: FakeDevice) -> AsyncIterator[aionn.Compilation]:
+    async with aionn.Runtime() as runtime:
+        yield await runtime.compile(model(), devices=(fake.name,))
+
+
+@pytest.fixture
+def gate() -> Any:
+    fd = os.eventfd(0)
+    yield fd
+    os.close(fd)
+
+
+def leaves_nothing(test: Any) -> Any:
+    """Look for leaks when the test's own events and arrays are gone."""
+
+    @functools.wraps(test)
+    async def checked(*args: Any, **named: Any) -> None:
+        async with leak_check():
+            await test(*args, **named)
+
+    return checked
+
+
+def is_readable(fd: int) -> bool:
+    return bool(select.select([fd], [], [], 0)[0])
+
+
+def fds() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+# --- events ------------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_start_returns_at_once_and_its_event_gives_the_outputs(first: aionn.Compilation, gate: int) -> None:
+    event = first.start({"x": X}, after=(gate,))
+    assert (event.done(), event.status, event.cancelled(), event.exception()) == (False, None, False, None)
+    assert "pending" in repr(event)
+    assert event.name in repr(event)
+    with pytest.raises(aionn.CallerError, match="not done"):
+        event.result()
+    os.eventfd_write(gate, 1)
+    outputs = await event
+    assert event.done()
+    assert event.status == 0
+    assert event.result() is outputs is await event
+    assert outputs.device == first.device
+    np.testing.assert_array_equal(outputs["y"], X)
+
+
+async def test_any_number_of_tasks_may_await_an_event(first: aionn.Compilation, gate: int) -> None:
+    event = first.start({"x": X}, after=(gate,))
+    found: list[aionn.Outputs] = []
+
+    async def wait() -> None:
+        found.append(await event)
+
+    async with anyio.create_task_group() as tasks:
+        for _ in range(5):
+            tasks.start_soon(wait)
+        await anyio.lowlevel.checkpoint()
+        os.eventfd_write(gate, 1)
+    assert len(found) == 5
+
+
+async def test_a_task_that_awaits_an_event_and_is_cancelled_leaves_the_execution_alone(first: aionn.Compilation, gate: int) -> None:
+    event = first.start({"x": X}, after=(gate,))
+    waiting = asyncio.ensure_future(event)
+    await anyio.lowlevel.checkpoint()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert not event.done()
+    os.eventfd_write(gate, 1)
+    np.testing.assert_array_equal((await event)["y"], X)
+
+
+async def test_cancel_settles_the_event_and_signals_its_fence_at_once(first: aionn.Compilation, fake: FakeDevice, gate: int) -> None:
+    event = first.start({"x": X}, after=(gate,))
+    dependent = first.start({"x": X}, after=(event,))
+    fence = event.fence()
+    assert event.cancel()
+    assert not event.cancel()
+    assert event.cancelled()
+    assert event.status is None
+    assert is_readable(fence)
+    assert outcome_of(fence) is False
+    with pytest.raises(asyncio.CancelledError):
+        await event
+    with pytest.raises(aionn.ExecutionError, match=event.name):
+        await dependent
+    os.eventfd_write(gate, 1)
+    await first.compute({"x": X})
+    assert parts_of(first).compiled.serving.users == 0  # type: ignore[union-attr]
+
+
+async def test_a_failure_that_no_task_awaits_is_a_log_line_and_no_noise(
+    first: aionn.Compilation, fake: FakeDevice, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake.fail("on purpose")
+    event = first.start({"x": X})
+    name, fence = event.name, event.fence()
+    await anyio.wait_readable(fence)
+    while not event.done():
+        await anyio.lowlevel.checkpoint()
+    with caplog.at_level(logging.WARNING):
+        del event
+        gc.collect()
+    (record,) = (record for record in caplog.records if name in record.getMessage())
+    assert record.name == "aionn.runtime"
+    assert "on purpose" in record.getMessage()
+    assert not any("never retrieved" in record.getMessage() for record in caplog.records)
+
+
+async def test_the_event_owns_its_fence(first: aionn.Compilation) -> None:
+    await first.start({"x": X})
+    before = fds()
+    event = first.start({"x": X})
+    await event
+    assert fds() == before, "a fence that the app has not asked for is closed with the answer"
+    fence = event.fence()
+    assert event.fence() == fence
+    assert outcome_of(fence) is True
+    kept = os.dup(fence)
+    del event
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(fence)
+    assert is_readable(kept)
+    os.close(kept)
+    assert fds() == before
+
+
+async def test_arrays_are_copied_at_the_start(first: aionn.Compilation, gate: int) -> None:
+    mine = X.copy()
+    event = first.start({"x": mine}, after=(gate,))
+    mine[:] = -1
+    os.eventfd_write(gate, 1)
+    np.testing.assert_array_equal((await event)["y"], X)
+
+
+async def test_so_many_may_be_pending_and_no_more(first: aionn.Compilation, gate: int) -> None:
+    events = [first.start({"x": X}, after=(gate,)) for _ in range(IN_FLIGHT)]
+    with pytest.raises(aionn.CallerError, match=f"{IN_FLIGHT} started executions"):
+        first.start({"x": X})
+    os.eventfd_write(gate, 1)
+    for event in events:
+        await event
+    await first.start({"x": X})
+
+
+# --- chains ------------------------------------------------------------------------------------------------------------------
+
+
+@leaves_nothing
+async def test_a_chain_runs_from_driver_to_driver_while_the_app_stands_still() -> None:
+    """Camera, detector, classifier: no model waits for the app's loop."""
+    double = aionn.Model.from_onnx(scaled_model(np.full((1, 16), 2, np.float32)))
+    camera = os.eventfd(0)
+    async with aionn.Runtime() as runtime:
+        stages = [await runtime.compile(double, devices=(name,)) for name in ("onnxruntime", "reference", "onnxruntime")]
+        with aionn.Memory.allocate(64) as one, aionn.Memory.allocate(64) as two:
+            event = stages[0].start({"x": X}, outputs={"y": one}, after=(camera,))
+            event = stages[1].start({"x": one}, outputs={"y": two}, after=(event,))
+            event = stages[2].start({"x": two}, after=(event,))
+            os.eventfd_write(camera, 1)
+            assert select.select([event.fence()], [], [], 10)[0], "the loop has not run"
+            assert not event.done()
+            np.testing.assert_array_equal((await event)["y"], X * 8)
+    os.close(camera)
+
+
+async def test_an_execution_may_depend_on_one_whose_model_is_not_prepared_yet(fake: FakeDevice) -> None:
+    async with aionn.Runtime() as runtime:
+        later = await runtime.compile(model(), devices=(fake.name,), mode="jit")
+        ready = await runtime.compile(model(), devices=("reference",))
+        with aionn.Memory.allocate(64) as between:
+            event = later.start({"x": X}, outputs={"y": between})
+            np.testing.assert_array_equal((await ready.start({"x": between}, after=(event,)))["y"], X)
+        fake.fail(act="compile")
+        broken = await runtime.compile(model((1, 8)), devices=(fake.name,), mode="jit")
+        event = broken.start({"x": X[:, :8].copy()})
+        with pytest.raises(aionn.ExecutionError, match=event.name):
+            await ready.start({"x": X}, after=(event,))
+        with pytest.raises(aionn.CompilationError):
+            await event
+
+
+async def test_a_dependency_that_fails_while_the_model_is_prepared_is_respected(fake: FakeDevice, gate: int) -> None:
+    async with aionn.Runtime() as runtime:
+        ready = await runtime.compile(model(), devices=("reference",))
+        later = await runtime.compile(model(), devices=(fake.name,), mode="jit")
+        fake.hang("compile")
+        bad = ready.start({"x": X}, after=(gate,))
+        event = later.start({"x": X}, after=(bad,))
+        await fake.heard("compile")
+        bad.cancel()
+        fake.behave()
+        with pytest.raises(aionn.ExecutionError, match=bad.name):
+            await event
+
+
+async def test_a_failed_event_fails_those_that_depend_on_it_before_and_after(first: aionn.Compilation, fake: FakeDevice, gate: int) -> None:
+    waiting = first.start({"x": X}, after=(gate,))
+    fake.fail("on purpose")
+    bad = first.start({"x": X})
+    later = first.start({"x": X}, after=(waiting, bad))
+    with pytest.raises(aionn.ExecutionError, match="on purpose"):
+        await bad
+    fake.behave()
+    for event in (later, first.start({"x": X}, after=(bad,))):
+        with pytest.raises(aionn.ExecutionError, match=f"{bad.name}.*depends") as caught:
+            await event
+        assert "on purpose" in str(caught.value.__cause__)
+    os.eventfd_write(gate, 1)
+    await waiting
+    await first.start({"x": X}, after=(waiting,))
+
+
+async def test_a_fence_that_never_comes_ends_with_the_deadline(first: aionn.Compilation, gate: int) -> None:
+    event = first.start({"x": X}, after=(gate,), timeout_s=0.05)
+    fence = event.fence()
+    with pytest.raises(aionn.DeadlineError):
+        await event
+    assert outcome_of(fence) is False
+    await first.compute({"x": X})
+
+
+async def test_a_cycle_over_a_foreign_fence_ends_with_the_deadline(first: aionn.Compilation, gate: int) -> None:
+    """An event exists only after its start, so a cycle needs a fence of the app's, which the app never signals."""
+    one = first.start({"x": X}, after=(gate,), timeout_s=0.05)
+    two = first.start({"x": X}, after=(one,))
+
+    async def signal_gate_after_two() -> None:
+        await two
+        os.eventfd_write(gate, 1)
+
+    with pytest.raises(aionn.ExecutionError, match=one.name):
+        await signal_gate_after_two()
+    with pytest.raises(aionn.DeadlineError):
+        await one
+
+
+# --- wrong arguments ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", ["event alone", "number alone", "string", "none", "closed", "file", "bool", "object", "nothing open"])
+async def test_dependencies_of_a_wrong_kind_are_refused_at_the_start(first: aionn.Compilation, wrong: str, tmp_path: Any) -> None:
+    done = first.start({"x": X})
+    await done
+    read, write = os.pipe()
+    os.close(read)
+    os.close(write)
+    with open(tmp_path / "file", "w+") as file:  # noqa: ASYNC230
+        after: Any = {
+            "event alone": done,
+            "number alone": 0,
+            "string": "fence",
+            "none": (None,),
+            "closed": (read,),
+            "file": (file,),
+            "bool": (True,),
+            "object": (object(),),
+            "nothing open": (-1,),
+        }[wrong]
+        before = fds()
+        with pytest.raises(aionn.CallerError, match=r"after|descriptor"):
+            first.start({"x": X}, after=after)
+    gc.collect()
+    assert fds() == before - 1
+    await first.start({"x": X})
+
+
+@pytest.mark.parametrize("bad", [{}, {"x": X[0]}, {"z": X}, {"x": X.astype(np.float64)}, [X]])
+async def test_inputs_that_do_not_fit_are_refused_at_the_start(first: aionn.Compilation, bad: Any) -> None:
+    before = fds()
+    with pytest.raises(aionn.CallerError):
+        first.start(bad)
+    gc.collect()
+    assert fds() == before
+
+
+async def test_an_output_in_memory_needs_its_full_shape(fake: FakeDevice) -> None:
+    async with aionn.Runtime() as runtime:
+        compilation = await runtime.compile(model(("a", "b")), devices=(fake.name,))
+        compilation_open = await runtime.compile(aionn.Model.from_onnx(_unknown_output()), devices=("reference",))
+        with aionn.Memory.allocate(64) as memory, aionn.Memory.allocate(128) as large:
+            await compilation.start({"x": X}, outputs={"y": memory})
+            with pytest.raises(aionn.CallerError, match=r"takes 64 bytes.*pass a slice of 64"):
+                compilation.start({"x": X}, outputs={"y": large})
+            with pytest.raises(aionn.CallerError, match=r"output 'y'.*memory.shaped"):
+                compilation_open.start({"x": X}, outputs={"y": memory})
+            event = compilation_open.start({"x": X}, outputs={"y": memory.shaped((16, 1))})
+            dependent = compilation.start({"x": X}, after=(event,))
+            np.testing.assert_array_equal((await event)["y"], X.T)
+            await dependent
+            wrong = compilation_open.start({"x": X}, outputs={"y": memory.shaped((2, 8))})
+            dependent = compilation.start({"x": X}, after=(wrong,))
+            with pytest.raises(aionn.ExecutionError, match=r"shape \(16, 1\).*\(2, 8\)"):
+                await wrong
+            with pytest.raises(aionn.ExecutionError, match=wrong.name):
+                await dependent
+
+
+def _unknown_output() -> bytes:
+    """A model whose output has axes of unknown names."""
+    from onnx import TensorProto, helper
+
+    graph = helper.make_graph(
+        [helper.make_node("Transpose", ["x"], ["y"])],
+        "turned",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["a", "b"])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["p", "q"])],
+    )
+    made: bytes = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8).SerializeToString()
+    return made
+
+
+@leaves_nothing
+async def test_memory_that_is_closed_after_the_start_stays_until_the_run_is_over(fake: FakeDevice) -> None:
+    gate = os.eventfd(0)
+    async with aionn.Runtime() as runtime:
+        compilation = await runtime.compile(model(), devices=(fake.name,))
+        memory = aionn.Memory.allocate(64)
+        memory.array(np.float32, (1, 16))[:] = X
+        event = compilation.start({"x": memory}, after=(gate,))
+        memory.close()
+        with pytest.raises(aionn.CallerError, match="closed"):
+            compilation.start({"x": memory})
+        os.eventfd_write(gate, 1)
+        np.testing.assert_array_equal((await event)["y"], X)
+    os.close(gate)
+
+
+async def test_an_event_of_another_runtime_or_a_closed_compilation_is_a_dependency_like_any_other(fake: FakeDevice, gate: int) -> None:
+    async with aionn.Runtime() as one, aionn.Runtime() as two:
+        here = await one.compile(model(), devices=(fake.name,))
+        there = await two.compile(model(), devices=(fake.name,))
+        waiting = there.start({"x": X}, after=(gate,))
+        done = there.start({"x": X})
+        await done
+        dependent = here.start({"x": X}, after=(waiting,))
+        await there.aclose()
+        with pytest.raises(aionn.CallerError, match="closed"):
+            await waiting
+        with pytest.raises(aionn.ExecutionError, match=waiting.name):
+            await dependent
+        np.testing.assert_array_equal((await here.start({"x": X}, after=(done,)))["y"], X)
+        with pytest.raises(aionn.CallerError, match="closed"):
+            there.start({"x": X})
+
+
+# --- ends --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", ["waiting", "running"])
+async def test_the_death_of_a_driver_reaches_those_that_depend_on_it(fake: FakeDevice, gate: int, state: str) -> None:
+    async with aionn.Runtime() as runtime:
+        dying = await runtime.compile(model(), devices=(fake.name,))
+        other = await runtime.compile(model(), devices=("reference",))
+        pid = next(device.pid for device in runtime.devices if device.name == fake.name)
+        if state == "running":
+            fake.hang()
+        event = dying.start({"x": X}, after=(gate,) if state == "waiting" else ())
+        dependent = other.start({"x": X}, after=(event,))
+        fence = event.fence()
+        if state == "running":
+            await fake.heard("run")
+        killed = time.monotonic()
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(aionn.DriverDiedError):
+            await event
+        with pytest.raises(aionn.ExecutionError, match=event.name):
+            await dependent
+        assert time.monotonic() - killed < 5  # 100 ms on a machine that is not busy
+        assert outcome_of(fence) is False
+        fake.behave()
+        np.testing.assert_array_equal((await dying.start({"x": X}))["y"], X)
+
+
+@leaves_nothing
+async def test_closing_settles_every_event(fake: FakeDevice) -> None:
+    for closes in ("compilation", "runtime"):
+        gate = os.eventfd(0)
+        runtime = aionn.Runtime()
+        await runtime.open()
+        compilation = await runtime.compile(model(), devices=(fake.name,))
+        later = await runtime.compile(model(), devices=(fake.name,), mode="jit")
+        events = [compilation.start({"x": X}, after=(gate,)) for _ in range(3)]
+        events.append(compilation.start({"x": X}, after=(events[0],)))
+        fences = [os.dup(event.fence()) for event in events]
+        fake.hang("compile")
+        unprepared = later.start({"x": X})
+        if closes == "compilation":
+            await compilation.aclose()
+            await later.aclose()
+            fake.behave()
+        fake.behave()
+        await runtime.aclose()
+        for event in events:
+            with pytest.raises(aionn.AionnError):
+                await event
+        if closes == "compilation":
+            with pytest.raises(aionn.CallerError, match="closed"):
+                await unprepared
+        else:
+            assert unprepared.done()
+            unprepared.exception()
+        for fence in fences:
+            assert outcome_of(fence) is False
+            os.close(fence)
+        os.close(gate)
+
+
+async def test_without_descriptors_a_start_fails_and_later_ones_work(first: aionn.Compilation, gate: int) -> None:
+    await first.start({"x": X})
+    before = fds()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken: list[int] = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before + 8, hard))
+        while True:
+            try:
+                taken.append(os.dup(gate))
+            except OSError:
+                break
+        for after in ((), (gate,)):
+            with pytest.raises((aionn.MemoryAllocationError, aionn.CallerError)):
+                first.start({"x": X}, after=after)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in taken:
+            os.close(fd)
+    gc.collect()
+    assert fds() == before
+    np.testing.assert_array_equal((await first.start({"x": X}))["y"], X)
+
+
+async def test_a_started_execution_waits_for_a_swap_and_counts_as_use(fake: FakeDevice) -> None:
+    async with aionn.Runtime() as runtime:
+        compilation = await runtime.compile(model(), devices=(fake.name,))
+        compiled = parts_of(compilation).compiled
+        used = compiled.use.executions
+        compiled.gate.close()
+        event = compilation.start({"x": X})
+        for _ in range(5):
+            await anyio.lowlevel.checkpoint()
+        assert not event.done()
+        compiled.gate.open()
+        np.testing.assert_array_equal((await event)["y"], X)
+        assert compiled.use.executions == used + 1
+
+
+async def test_a_plan_waits_in_the_app_and_signals_its_event(fake: FakeDevice, gate: int) -> None:
+    """What is prepared without fenced executions of its own: here a step that hides them."""
+
+    class Plan:
+        def __init__(self, prepared: Any) -> None:
+            self._prepared = prepared
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._prepared, name)
+
+    async with aionn.Runtime() as runtime:
+        compilation = await runtime.compile(model(), devices=(fake.name,))
+        serving = parts_of(compilation).compiled.serving
+        assert serving is not None
+        serving.steps = (Plan(serving.steps[0]),)  # type: ignore[assignment]
+        event = compilation.start({"x": X}, after=(gate,))
+        dependent = compilation.start({"x": X}, after=(event,))
+        cancelled = compilation.start({"x": X}, after=(gate,))
+        cancelled.cancel()
+        os.eventfd_write(gate, 1)
+        np.testing.assert_array_equal((await dependent)["y"], X)
+        np.testing.assert_array_equal((await event)["y"], X)
+        fake.fail("on purpose")
+        failing = compilation.start({"x": X})
+        after_it = compilation.start({"x": X}, after=(failing,))
+        with pytest.raises(aionn.ExecutionError, match="on purpose"):
+            await failing
+        with pytest.raises(aionn.ExecutionError, match=failing.name):
+            await after_it
+
+
+async def test_device_memory_lost_with_the_driver_is_named(gate: int) -> None:
+    with FakeDevice(SecondFakeEngine) as second:
+        async with aionn.Runtime() as runtime:
+            compilation = await runtime.compile(model(), devices=(second.name,))
+            state = await compilation.allocate(inputs=("x",), outputs=("y",))
+            await state.copy_from(X)
+            second.hang()
+            event = compilation.start({"x": state}, outputs={"y": state})
+            pid = await second.heard("run")
+            os.kill(pid, signal.SIGKILL)
+            with pytest.raises(aionn.DeviceMemoryLostError):
+                await event
