@@ -33,7 +33,7 @@ class OptionEngine(FakeEngine):
             raise DeviceUnavailableError(cls.name, f"there is no provider {provider!r}, only {PROVIDERS}")
         return cls(provider.lower())
 
-    def supported_operations(self, model: Model, options: Mapping[str, OptionValue] = {}) -> Sequence[bool]:  # noqa: B006 -- read only
+    def supported_operations(self, model: Model, options: Mapping[str, OptionValue] = {}) -> Sequence[bool]:
         return [options.get("level") != -1] * len(model.operations)
 
     def compile(self, model: Model, options: CompileOptions) -> FakeExecutable:

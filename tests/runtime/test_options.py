@@ -21,6 +21,11 @@ MODEL = aionn.Model.from_onnx(identity_model({"x": SHAPE}, outputs=["y"]))
 FRAME = {"x": np.zeros(SHAPE, np.float32)}
 
 
+@pytest.fixture
+def anyio_backend() -> Any:
+    return ("asyncio", {"use_uvloop": True})
+
+
 def named(engine: type, provider: str = "") -> str:
     return f"{engine.__module__}:{engine.__name__}{provider and ':'}{provider}"
 
@@ -163,7 +168,7 @@ async def test_a_model_that_is_prepared_again_keeps_its_options() -> None:
 async def test_a_stage_made_by_a_worker_has_the_options_of_its_device(cached: bool, tmp_path: Path) -> None:
     options = {FIRST: {"level": 1}, SECOND: {"level": 2, "fast": True}}
     async with aionn.Runtime(start=()) as runtime:
-        runtime.stage_policy = aionn.StagePolicy(executions=1, min_gain=-1e9, tolerance=aionn.Tolerance(1e9, 1e9))
+        runtime.stage_policy = aionn.StagePolicy(executions=1, min_gain=None, tolerances={"float32": aionn.Tolerance(1e9, 1e9)})
         cache = tmp_path / "cache" if cached else None
         compilation = await runtime.compile(MODEL, mode="staged", stages=(FIRST, SECOND), options=options, cache_dir=cache)
         assert await reached(compilation) == [1, 0, 0, 0, -1]
@@ -192,7 +197,8 @@ async def test_a_provider_that_is_not_there_is_one_sentence() -> None:
         with pytest.raises(aionn.DeviceUnavailableError, match=r"there is no provider 'middle', only \('left', 'right'\)"):
             await runtime.compile(MODEL, devices=(named(OptionEngine, "middle"),))
         with pytest.raises(
-            aionn.DeviceUnavailableError, match="device 'reference:left' is not there, because 'reference' has no providers; use 'reference'"
+            aionn.DeviceUnavailableError,
+            match="device 'reference:left' is not there, because 'reference' has no providers; use 'reference'",
         ):
             await runtime.compile(MODEL, devices=("reference:left",))
 
