@@ -36,7 +36,7 @@ def library(tmp_path: Path) -> Path:
     if found is None or found.origin is None:
         pytest.skip("the package onnxruntime-extensions is not installed, which carries a library of operators")
     (built,) = Path(found.origin).parent.glob("*.so")
-    return shutil.copy(built, tmp_path / "operators.so")
+    return Path(shutil.copy(built, tmp_path / "operators.so"))
 
 
 def split() -> aionn.Model:
@@ -49,6 +49,12 @@ def split() -> aionn.Model:
 
 def named(library: Path) -> dict[str, dict[str, Any]]:
     return {"onnxruntime": {"custom_ops": str(library)}}
+
+
+def mapped_libraries(pid: int) -> set[str]:
+    """The inodes of the copies that a driver has mapped."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return {line.split()[4] for line in lines if "memfd:aionn-option" in line}
 
 
 async def check(compilation: aionn.Compilation) -> None:
@@ -84,8 +90,8 @@ async def test_two_versions_of_a_library_at_one_path_are_two_entries_in_one_driv
         await check(first)
         await check(second)
         (device,) = [device for device in runtime.devices if device.pid]
-        loaded = {line.split()[4] for line in Path(f"/proc/{device.pid}/maps").read_text().splitlines() if "memfd:aionn-option" in line}
-        assert len(loaded) == 2, "the driver has mapped both versions"
+        assert device.pid is not None
+        assert len(mapped_libraries(device.pid)) == 2
 
 
 async def test_a_library_that_is_missing_or_broken_is_one_sentence(tmp_path: Path) -> None:
@@ -93,15 +99,11 @@ async def test_a_library_that_is_missing_or_broken_is_one_sentence(tmp_path: Pat
     broken = tmp_path / "broken.so"
     broken.write_bytes(b"not a library")
     async with aionn.Runtime(start=()) as runtime:
-        with pytest.raises(
-            aionn.CallerError, match=r"^option 'custom_ops': the file '.*missing\.so' cannot be read \(No such file or direct"
-        ):
+        with pytest.raises(aionn.CallerError, match=r"^option 'custom_ops': the file '.*missing\.so' cannot be read \(No such"):
             await runtime.compile(model, devices=("onnxruntime",), options=named(tmp_path / "missing.so"))
         with pytest.raises(aionn.CallerError, match=r"ONNX Runtime cannot use the library \(file too short\); give one that exports Reg"):
             await runtime.compile(model, devices=("onnxruntime",), options=named(broken))
-        with pytest.raises(
-            aionn.CallerError, match="option 'custom_ops' of device 'onnxruntime' is 3 .int.; it must be the path of a file"
-        ):
+        with pytest.raises(aionn.CallerError, match=r"option 'custom_ops' of device 'onnxruntime' is 3 \(int\); it must be the path of"):
             await runtime.compile(model, devices=("onnxruntime",), options={"onnxruntime": {"custom_ops": 3}})
 
 
