@@ -129,7 +129,7 @@ async def test_the_cpu_by_name_caches_like_the_engine_without_a_provider(tmp_pat
 @pytest.mark.parametrize("level", ["disabled", "basic", "extended", "all"])
 def test_a_level_of_optimisation_reaches_the_session(level: str) -> None:
     engine = OnnxRuntimeEngine()
-    options = {"graph_optimization_level": level, "denormals_as_zero": False, "allow_spinning": True}
+    options: dict[str, Any] = {"graph_optimization_level": level, "denormals_as_zero": False, "allow_spinning": True}
     compiled: Any = engine.compile(product(), CompileOptions(options=options, threads=2))
     settings = compiled._session.get_session_options()
     name = "ORT_DISABLE_ALL" if level == "disabled" else f"ORT_ENABLE_{level.upper()}"

@@ -67,4 +67,4 @@ class OptionExecutable(FakeExecutable):
 class WrongOptionsEngine(FakeEngine):
     """Says of its options what no engine may say."""
 
-    options = {"level": complex}
+    options: Mapping[str, Any] = {"level": complex}

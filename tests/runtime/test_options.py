@@ -78,7 +78,7 @@ async def test_an_engine_without_options_says_so() -> None:
 
 
 async def test_each_device_gets_its_own_options() -> None:
-    options = {FIRST: {"level": 3, "rate": 0.5, "fast": True}, SECOND: {"level": 4}}
+    options: dict[str, dict[str, Any]] = {FIRST: {"level": 3, "rate": 0.5, "fast": True}, SECOND: {"level": 4}}
     async with aionn.Runtime(start=()) as runtime:
         first = await runtime.compile(MODEL, devices=(FIRST, SECOND), options=options)
         second = await runtime.compile(MODEL, devices=(SECOND, FIRST), options=options)
@@ -152,7 +152,7 @@ async def test_a_file_that_changes_before_a_driver_is_started_anew_is_one_senten
         assert (await reached(compilation))[3] == 1
         device = next(device for device in runtime.devices if device.name == FIRST)
         await device.restart()
-        with pytest.raises(aionn.CallerError, match="'.*library' has changed since the model was compiled; compile the model again"):
+        with pytest.raises(aionn.CallerError, match=r"'.*library' has changed since the model was compiled; compile the model again"):
             await compilation.compute(FRAME)
 
 
@@ -198,14 +198,14 @@ async def test_a_provider_that_is_not_there_is_one_sentence() -> None:
             await runtime.compile(MODEL, devices=(named(OptionEngine, "middle"),))
         with pytest.raises(
             aionn.DeviceUnavailableError,
-            match="device 'reference:left' is not there, because 'reference' has no providers; use 'reference'",
+            match="'reference:left' is not there, because 'reference' has no providers; use 'reference'",
         ):
             await runtime.compile(MODEL, devices=("reference:left",))
 
 
 async def test_an_engine_whose_options_are_no_types_is_one_sentence() -> None:
     async with aionn.Runtime(start=()) as runtime:
-        with pytest.raises(aionn.DeviceUnavailableError, match="WrongOptionsEngine.options is .*; it must be a mapping from names to"):
+        with pytest.raises(aionn.DeviceUnavailableError, match=r"WrongOptionsEngine\.options is .*; it must be a mapping from names to"):
             await runtime.compile(MODEL, devices=(named(WrongOptionsEngine),))
 
 
