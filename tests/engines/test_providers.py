@@ -123,6 +123,24 @@ async def test_the_cpu_by_name_caches_like_the_engine_without_a_provider(tmp_pat
                 np.testing.assert_allclose((await compilation.compute({"x": X}))["y"], await expected(), atol=1e-6)
 
 
+async def test_without_onnxruntime_the_sentence_names_the_extra_and_another_engine_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As after `pip install aionn`, which brings the reference engine alone."""
+    for package in ("onnxruntime", "openvino"):
+        (tmp_path / "none" / package).mkdir(parents=True)
+        (tmp_path / "none" / package / "__init__.py").write_text(f"raise ImportError('No module named {package}')\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'none'}{os.pathsep}{ROOT}")
+    async with aionn.Runtime(start=()) as runtime:
+        for name in ("onnxruntime", "onnxruntime:cuda", "openvino:GPU"):
+            extra = name.partition(":")[0]
+            with pytest.raises(aionn.DeviceUnavailableError, match=rf"needs the package {extra}, .*; pip install aionn\[{extra}\]$"):
+                await runtime.compile(product(), devices=(name,))
+        compilation = await runtime.compile(product())
+        assert compilation.device == "reference"
+    assert "device 'onnxruntime' is passed over: device 'onnxruntime' needs the package onnxruntime" in caplog.text
+
+
 # --- options of ONNX Runtime's CPU ----------------------------------------------------------------------------------------
 
 
