@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
+import tomllib
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -100,6 +101,19 @@ def test_every_python_block_is_run_here() -> None:
     python = [block.section for block in blocks() if block.language == "python"]
     assert len(python) == len(set(python))
     assert set(python) == WORLDS
+
+
+def test_the_engines_are_extras_and_the_commands_name_the_first() -> None:
+    """`onnxruntime` and `onnxruntime-gpu` are one Python module, so aionn must not ask for either by itself."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert not [one for one in project["dependencies"] if one.startswith(("onnxruntime", "openvino"))]
+    extras = project["optional-dependencies"]
+    assert {name: [one.partition(">")[0] for one in extras[name]] for name in ("onnxruntime", "onnxruntime-gpu", "openvino")} == {
+        name: [name] for name in ("onnxruntime", "onnxruntime-gpu", "openvino")
+    }
+    commands = [block.text for block in blocks() if block.page.name == "README.md" and "pip install -e" in block.text]
+    assert len(commands) == 3
+    assert all("pip install -e '.[onnxruntime" in command for command in commands)
 
 
 def test_the_ten_lines_that_matter(tmp_path: Path) -> None:
