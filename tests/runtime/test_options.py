@@ -12,7 +12,7 @@ import pytest
 
 import aionn
 from aionn.testing import identity_model
-from tests.runtime.option_engine import OptionEngine, SecondOptionEngine, WrongOptionsEngine
+from tests.runtime.option_engine import OptionEngine, SecondOptionEngine, UnaskedEngine, WrongOptionsEngine
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("surroundings")]
 
@@ -207,6 +207,8 @@ async def test_an_engine_whose_options_are_no_types_is_one_sentence() -> None:
     async with aionn.Runtime(start=()) as runtime:
         with pytest.raises(aionn.DeviceUnavailableError, match=r"WrongOptionsEngine\.options is .*; it must be a mapping from names to"):
             await runtime.compile(MODEL, devices=(named(WrongOptionsEngine),))
+        with pytest.raises(aionn.DeviceUnavailableError, match="UnaskedEngine has options, but its supported_operations takes none; give"):
+            await runtime.compile(MODEL, devices=(named(UnaskedEngine),))
 
 
 async def test_the_case_of_a_provider_does_not_matter() -> None:
