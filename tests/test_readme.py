@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import os
 import re
 import shlex
@@ -14,6 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
+import tomllib
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -27,6 +29,7 @@ import aionn
 from aionn.cli import main
 from aionn.runtime.preparing.idling import Idling
 from aionn.testing import FakeDevice
+from tests.engines.provider_shim import install_shim
 from tests.leaks import leak_check
 
 ROOT = Path(__file__).parent.parent
@@ -88,6 +91,7 @@ WORLDS = {
     "How many threads, and how many runs at once",
     "A bound for the machine",
     "Priority",
+    "Providers and options of devices",
     "How long a driver process and its memory live",
     "Testing your app",
 }
@@ -97,6 +101,19 @@ def test_every_python_block_is_run_here() -> None:
     python = [block.section for block in blocks() if block.language == "python"]
     assert len(python) == len(set(python))
     assert set(python) == WORLDS
+
+
+def test_the_engines_are_extras_and_the_commands_name_the_first() -> None:
+    """`onnxruntime` and `onnxruntime-gpu` are one Python module, so aionn must not ask for either by itself."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert not [one for one in project["dependencies"] if one.startswith(("onnxruntime", "openvino"))]
+    extras = project["optional-dependencies"]
+    assert {name: [one.partition(">")[0] for one in extras[name]] for name in ("onnxruntime", "onnxruntime-gpu", "openvino")} == {
+        name: [name] for name in ("onnxruntime", "onnxruntime-gpu", "openvino")
+    }
+    commands = [block.text for block in blocks() if block.page.name == "README.md" and "pip install -e" in block.text]
+    assert len(commands) == 3
+    assert all("pip install -e '.[onnxruntime" in command for command in commands)
 
 
 def test_the_ten_lines_that_matter(tmp_path: Path) -> None:
@@ -328,6 +345,19 @@ async def test_a_call_on_a_driver_that_dies_is_repeated_as_the_readme_says(siler
             kill_driver(runtime)
     np.testing.assert_allclose(world["outputs"]["output"], expected, atol=1e-6)
     assert log.lines == ["the driver process of device 'onnxruntime' ended by signal 9; the next use starts a new one"]
+
+
+@pytest.mark.anyio
+async def test_a_provider_gets_its_options_and_is_shown(
+    orientation_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = install_shim(tmp_path / "shim", "part")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "shim"))
+    async with aionn.Runtime(start=()) as runtime:
+        world: dict[str, Any] = {"runtime": runtime, "model": aionn.Model.from_onnx(orientation_path)}
+        await run_block("Providers and options of devices", world)
+    assert re.fullmatch(r"CUDAExecutionProvider \(1 node\), CPUExecutionProvider \(\d+ nodes\)\n", capsys.readouterr().out)
+    assert json.loads(written.read_text()) == {"device_id": "1"}
 
 
 @pytest.mark.anyio

@@ -14,7 +14,7 @@ inputs to one encoding.
      4   device version, UTF-8
      5   execution preference i32
      6   priority i32; absent unless the device says that it matters
-     7   options: per item, sorted by name: name length u64, name UTF-8, value length u64, value
+     7   options: per item, sorted by name: name length u64, name UTF-8, value length u64, value as `hal.options` encodes it
     All integers little-endian on every machine.
 
 The key is BLAKE3 of the encoding. The *content* of a model belongs into the manifest, not into the key. The app's token is a claim about

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -133,10 +134,22 @@ def _check_optional(name: str, engine: object) -> None:
         fault = f"{wrong}.providers is {providers!r}; it must be a sequence of names"
     elif not isinstance(options, Mapping) or not all(_is_option(option, kinds) for option, kinds in options.items()):
         fault = f"{wrong}.options is {options!r}; it must be a mapping from names to str, int, float, bool or Path"
+    elif options and not _takes_options(engine):
+        fault = f"{wrong} has options, but its supported_operations takes none; give it a second parameter with a default"
     elif not isinstance(getattr(engine, "runs_on", ""), str):
         fault = f"{wrong}.runs_on is {getattr(engine, 'runs_on', '')!r}; it must be a text"
     if fault:
         raise DeviceUnavailableError(name, fault)
+
+
+def _takes_options(engine: object) -> bool:
+    signature = inspect.signature(engine.supported_operations)  # type: ignore[attr-defined]  # `_check` has found it
+    try:
+        signature.bind(None, {})
+        signature.bind(None)
+    except TypeError:
+        return False
+    return True
 
 
 def _is_option(name: object, kinds: object) -> bool:

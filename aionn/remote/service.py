@@ -176,7 +176,9 @@ class DeviceService:
             case GetSupportedOperations(model=message, options=asked, files=files):
                 with Received() as received:
                     model = received.model(message, descriptors)
-                    reply = Flags(tuple(await self._device.get_supported_operations(model, options=EngineOptions(asked, files))))
+                    # A device that is written by hand need not know of options that no app gives.
+                    more = {"options": EngineOptions(asked, files)} if asked else {}
+                    reply = Flags(tuple(await self._device.get_supported_operations(model, **more)))
             case PrepareModel(model=message, options=options, cache=cache):
                 reply = await self._prepare(message, options, cache, descriptors)
             case PrepareModelFromCache(options=options, cache=cache):

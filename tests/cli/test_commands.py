@@ -137,6 +137,10 @@ def test_devices_lists_what_is_installed_and_whether_it_works(terminal: Terminal
     assert found["onnxruntime"]["available"]
     assert found["onnxruntime"]["cache_files"] == {"model": 1, "data": 1}
     assert found["reference"]["type"] == "cpu"
+    assert "cpu" in found["onnxruntime"]["providers"]
+    assert found["onnxruntime"]["runs_on"] == "CPUExecutionProvider"
+    assert {"CPU", "AUTO"} <= set(found["openvino"]["providers"])
+    assert (found["reference"]["providers"], found["reference"]["runs_on"]) == ([], None)
 
 
 def test_run_computes_what_it_is_given(terminal: Terminal) -> None:

@@ -18,9 +18,10 @@ from onnx import TensorProto, helper, numpy_helper
 import aionn
 from aionn.driver.device import EngineDevice
 from aionn.driver.prepared_model import EnginePreparedModel
+from aionn.driver.sharing import identity_of
 from aionn.engines.onnxruntime import OnnxRuntimeEngine
 from aionn.engines.openvino import OpenVINOEngine
-from aionn.hal import CacheHandles, ExecutionPreference, Model, PrepareOptions, Priority
+from aionn.hal import CacheHandles, EngineOptions, ExecutionPreference, Model, PrepareOptions, Priority
 from aionn.hal.model import may_change
 from aionn.testing.fake_engine import FakeEngine
 from tests.engines.onnx_graphs import model_of, value
@@ -313,3 +314,20 @@ async def test_a_driver_keeps_the_weights_once(tmp_path: Path, cached: bool) -> 
         for compilation in compilations:
             outputs = await compilation.compute({"x": np.ones((1, side), np.float32)})
             np.testing.assert_allclose(outputs["y3"], 6, rtol=1e-3)
+
+
+def test_options_of_equal_values_and_other_types_are_two_models() -> None:
+    """Python calls 1, 1.0 and True equal, and a shared executable would be the other one's."""
+    model = aionn.Model.from_onnx(product().SerializeToString())
+    values: list[Any] = [1, 1.0, True, "1", 0, 0.0, -0.0, False]
+    identities = {identity_of(model, b"", PrepareOptions(options=(("a", EngineOptions({"x": value}, {})),))) for value in values}
+    assert len(identities) == len(values)
+    again = identity_of(model, b"", PrepareOptions(options=(("a", EngineOptions({"x": 1.0}, {})),)))
+    assert again in identities
+
+
+def test_files_of_equal_contents_are_one_option_wherever_they_lie() -> None:
+    here, there = EngineOptions({"x": "/here"}, {"x": bytes(32)}), EngineOptions({"x": "/there"}, {"x": bytes(32)})
+    assert here == there
+    assert here != EngineOptions({"x": "/here"}, {"x": bytes([1] * 32)})
+    assert here != EngineOptions({"x": "/here"}, {})

@@ -130,7 +130,9 @@ def messages() -> list[tuple[Message, int]]:
     constant = Constant("c", operand, DataLocation(0, 0, 64))
     border = (("x", operand),), (("y", operand),)
     model = control.ModelMessage(b"graph", *border, (Operation("a", "Add", ""),), (constant,), (memory,), bytes(32), b"")
-    options = control.OptionsMessage(ExecutionPreference.FAST_SINGLE_ANSWER, Priority.MEDIUM, None, 1)
+    options = control.OptionsMessage(
+        ExecutionPreference.FAST_SINGLE_ANSWER, Priority.MEDIUM, None, 1, options={"level": 1, "file": "/x"}, files={"file": bytes(32)}
+    )
     queue = control.MQMessage((GrantorDescriptor(0, 0, 8), GrantorDescriptor(0, 64, 8)), 24, MQFlavor.SYNCHRONIZED, 3)
     argument = RequestArgument(DataLocation(0, 0, 64), (1, 16))
     pools = (control.PoolMessage(memory), control.PoolMessage(None, 3))

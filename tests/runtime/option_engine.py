@@ -64,7 +64,13 @@ class OptionExecutable(FakeExecutable):
         return report
 
 
+class UnaskedEngine(FakeEngine):
+    """Has options, and judges models without them."""
+
+    options: Mapping[str, Any] = {"level": int}
+
+
 class WrongOptionsEngine(FakeEngine):
     """Says of its options what no engine may say."""
 
-    options = {"level": complex}
+    options: Mapping[str, Any] = {"level": complex}

@@ -12,13 +12,18 @@ import pytest
 
 import aionn
 from aionn.testing import identity_model
-from tests.runtime.option_engine import OptionEngine, SecondOptionEngine, WrongOptionsEngine
+from tests.runtime.option_engine import OptionEngine, SecondOptionEngine, UnaskedEngine, WrongOptionsEngine
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("surroundings")]
 
 SHAPE = (1, 16)
 MODEL = aionn.Model.from_onnx(identity_model({"x": SHAPE}, outputs=["y"]))
 FRAME = {"x": np.zeros(SHAPE, np.float32)}
+
+
+@pytest.fixture
+def anyio_backend() -> Any:
+    return ("asyncio", {"use_uvloop": True})
 
 
 def named(engine: type, provider: str = "") -> str:
@@ -73,7 +78,7 @@ async def test_an_engine_without_options_says_so() -> None:
 
 
 async def test_each_device_gets_its_own_options() -> None:
-    options = {FIRST: {"level": 3, "rate": 0.5, "fast": True}, SECOND: {"level": 4}}
+    options: dict[str, dict[str, Any]] = {FIRST: {"level": 3, "rate": 0.5, "fast": True}, SECOND: {"level": 4}}
     async with aionn.Runtime(start=()) as runtime:
         first = await runtime.compile(MODEL, devices=(FIRST, SECOND), options=options)
         second = await runtime.compile(MODEL, devices=(SECOND, FIRST), options=options)
@@ -147,7 +152,7 @@ async def test_a_file_that_changes_before_a_driver_is_started_anew_is_one_senten
         assert (await reached(compilation))[3] == 1
         device = next(device for device in runtime.devices if device.name == FIRST)
         await device.restart()
-        with pytest.raises(aionn.CallerError, match="'.*library' has changed since the model was compiled; compile the model again"):
+        with pytest.raises(aionn.CallerError, match=r"'.*library' has changed since the model was compiled; compile the model again"):
             await compilation.compute(FRAME)
 
 
@@ -163,7 +168,7 @@ async def test_a_model_that_is_prepared_again_keeps_its_options() -> None:
 async def test_a_stage_made_by_a_worker_has_the_options_of_its_device(cached: bool, tmp_path: Path) -> None:
     options = {FIRST: {"level": 1}, SECOND: {"level": 2, "fast": True}}
     async with aionn.Runtime(start=()) as runtime:
-        runtime.stage_policy = aionn.StagePolicy(executions=1, min_gain=-1e9, tolerance=aionn.Tolerance(1e9, 1e9))
+        runtime.stage_policy = aionn.StagePolicy(executions=1, min_gain=None, tolerances={"float32": aionn.Tolerance(1e9, 1e9)})
         cache = tmp_path / "cache" if cached else None
         compilation = await runtime.compile(MODEL, mode="staged", stages=(FIRST, SECOND), options=options, cache_dir=cache)
         assert await reached(compilation) == [1, 0, 0, 0, -1]
@@ -193,15 +198,17 @@ async def test_a_provider_that_is_not_there_is_one_sentence() -> None:
             await runtime.compile(MODEL, devices=(named(OptionEngine, "middle"),))
         with pytest.raises(
             aionn.DeviceUnavailableError,
-            match="device 'reference:left' is not there, because 'reference' has no providers; use 'reference'",
+            match="'reference:left' is not there, because 'reference' has no providers; use 'reference'",
         ):
             await runtime.compile(MODEL, devices=("reference:left",))
 
 
 async def test_an_engine_whose_options_are_no_types_is_one_sentence() -> None:
     async with aionn.Runtime(start=()) as runtime:
-        with pytest.raises(aionn.DeviceUnavailableError, match="WrongOptionsEngine.options is .*; it must be a mapping from names to"):
+        with pytest.raises(aionn.DeviceUnavailableError, match=r"WrongOptionsEngine\.options is .*; it must be a mapping from names to"):
             await runtime.compile(MODEL, devices=(named(WrongOptionsEngine),))
+        with pytest.raises(aionn.DeviceUnavailableError, match="UnaskedEngine has options, but its supported_operations takes none; give"):
+            await runtime.compile(MODEL, devices=(named(UnaskedEngine),))
 
 
 async def test_the_case_of_a_provider_does_not_matter() -> None:
