@@ -75,6 +75,7 @@ HAL_FACE = {
     "CompileOptions",
     "Constant",
     "DataLocation",
+    "Default",
     "DeviceType",
     "Engine",
     "ErrorStatus",
