@@ -77,6 +77,7 @@ HAL_FACE = {
     "Constant",
     "DataLocation",
     "Dependency",
+    "Default",
     "DeviceType",
     "Engine",
     "EngineOptions",

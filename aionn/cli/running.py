@@ -102,6 +102,8 @@ def _completed(given: Arrays, model: aionn.Model) -> Arrays:
         if name in given:
             inputs[name] = given[name]
             continue
+        if operand.default is not None:
+            continue
         if operand.dimensions is None:
             raise UsageError(f"input {name!r} has no shape in the model, so none can be made up; give --input {name}=FILE.npy")
         shape = tuple(extent or 1 for extent in operand.dimensions)

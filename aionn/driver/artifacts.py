@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Operands = Mapping[str, Operand]
 
-FORMAT = 1
+FORMAT = 2
 _LENGTH = struct.Struct("<Q")
 
 

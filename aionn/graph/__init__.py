@@ -29,6 +29,7 @@ What changes in the graph, and nothing else does
     Large constants that nothing reads are gone.
     A node without a name gets one ("Conv_3"), so every engine's complaint can name it.
     Initializers are left out of the graph's inputs, and the IR version is at least 4, so a constant has one fixed value.
+    An initializer that an app may override (`defaults`) is an input instead, and the app's side knows its default.
     Constants whose element type NumPy lacks (int4, bfloat16, string) stay inline.
     Every tensor that stays carries its own bytes, also where a file held them: functions, attributes, sparse initializers. So an
     engine never looks for a file.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import onnx
@@ -15,12 +15,13 @@ from aionn.errors import CallerError
 from aionn.file_ranges import digest_of
 from aionn.graph.checking import border, check_names, check_text, name_nodes
 from aionn.graph.constants import Payload, Taken, bring_in, take_out
+from aionn.graph.defaults import take_defaults
 from aionn.graph.digest import Digested, Place, digest_model, not_a_model, surveyed
 from aionn.graph.files import Beside, Content, GivenBytes, Home, OpenFile, changed, open_model
 from aionn.graph.unchanged import contents_of
 from aionn.graph.wire import Excision, Survey, excise
 from aionn.hal.model import Constant, Operation, may_change
-from aionn.hal.types import DataLocation, IMemory, Operand
+from aionn.hal.types import DataLocation, Default, IMemory, Operand
 from aionn.trace import span
 
 CONSTANT_ALIGNMENT_BYTES = 64
@@ -135,11 +136,12 @@ def read_content(
 def _read(payloads: _Payloads, kept: tuple[bytes, ...], allocate: Callable[[int], IMemory], attach: Attach | None) -> ReadGraph:
     model = _parse(payloads.excision, payloads.content.where)
     check_text(model.graph)
+    defaults = take_defaults(model, payloads)
     taken = take_out(model.graph, payloads)
     name_nodes(model.graph)
     check_names(model.graph)
     bring_in(model, taken, payloads)
-    inputs, outputs = _borders(model)
+    inputs, outputs = _borders(model, defaults)
     constants, pools = _place(taken, allocate, attach)
     changeable = [
         (made.name, constant.fill.place)
@@ -204,11 +206,13 @@ def _found(constant: Taken, attach: Attach | None) -> _InFile | _InMemory | None
     return None
 
 
-def _borders(model: ModelProto) -> tuple[dict[str, Operand], dict[str, Operand]]:
-    """Inputs and outputs; initializers are struck off the graph's inputs."""
+def _borders(model: ModelProto, defaults: Mapping[str, Default]) -> tuple[dict[str, Operand], dict[str, Operand]]:
+    """Inputs and outputs; initializers are struck off the graph's inputs. Inputs with defaults come last."""
     initializers = {tensor.name for tensor in model.graph.initializer}
     values = [value for value in model.graph.input if value.name not in initializers]
+    values.sort(key=lambda value: value.name in defaults)
     inputs, outputs = border(values, "input"), border(model.graph.output, "output")
+    inputs = {name: replace(operand, default=defaults.get(name)) for name, operand in inputs.items()}
     kept = [onnx.ValueInfoProto.FromString(value.SerializeToString()) for value in values]
     del model.graph.input[:]
     model.graph.input.extend(kept)

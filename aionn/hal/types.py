@@ -129,6 +129,14 @@ _ELEMENT_BYTES |= {OperandType.BFLOAT16: 2, OperandType.STRING: 0}
 
 
 @dataclass(frozen=True, slots=True)
+class Default:
+    """What an input holds where an app gives nothing for it: a tensor's shape, and its bytes in C order."""
+
+    shape: tuple[int, ...]
+    content: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Operand:
     """One tensor at a model's border: its element type and its shape.
 
@@ -138,11 +146,13 @@ class Operand:
             () is a scalar.
         symbols: per axis ONNX's name of an open dimension ("N", "height"), or None. Empty where the model gives no names.
             Two axes of one model with the same symbol have the same extent in one execution.
+        default: what the input holds where an app leaves it out. None: it must be given.
     """
 
     type: OperandType
     dimensions: tuple[int, ...] | None
     symbols: tuple[str | None, ...] = ()
+    default: Default | None = None
 
     def __post_init__(self) -> None:
         if self.dimensions is not None and any(d < 0 for d in self.dimensions):

@@ -31,7 +31,7 @@ from aionn.caching.outcomes import CacheOutcomeKind, MissReason
 from aionn.errors import AionnError, CallerError
 from aionn.file_ranges import FileRange, StoppedError, digest_ranges
 from aionn.graph import changeable_contents, constant_arrays, digest, files, wire
-from aionn.graph.checking import TYPES
+from aionn.graph.checking import CONSTANT_TYPES
 from aionn.graph.files import Beside, GivenBytes
 from aionn.graph.wire import Survey, survey
 from aionn.hal.model import may_change
@@ -155,8 +155,8 @@ def test_a_walk_enters_every_field_that_leads_to_a_tensor() -> None:
         assert wire._SINGLE.get(kind, frozenset()) == single
 
 
-def test_the_sizes_of_elements_are_those_of_the_types_that_can_cross() -> None:
-    assert {number: kind.element_bytes for number, kind in TYPES.items()} == files._ELEMENT_BYTES
+def test_the_sizes_of_elements_are_those_of_the_types_that_may_lie_in_pools() -> None:
+    assert {number: kind.element_bytes for number, kind in CONSTANT_TYPES.items()} == files._ELEMENT_BYTES
 
 
 def test_a_tensor_is_seen_wherever_it_stands() -> None:

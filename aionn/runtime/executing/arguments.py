@@ -31,6 +31,7 @@ class Arguments:
 
     Attributes:
         names: of the model's inputs, in its order.
+        defaults: by name what an input holds where an app leaves it out.
         outputs: operands of the model's outputs by name. One that came out in another shape than the model declares has no
             dimensions: files do declare wrong shapes.
     """
@@ -41,12 +42,23 @@ class Arguments:
         self.names = tuple(model.inputs)
         self._operands = tuple(model.inputs.items())
         self._checks = tuple((name, operand, operand.type.dtype) for name, operand in self._operands)
+        self.defaults = {
+            name: np.frombuffer(operand.default.content, np.uint8).view(operand.type.dtype).reshape(operand.default.shape)
+            for name, operand in self._operands
+            if operand.default is not None
+        }
         self._layouts: Memo[Shapes, FrameLayout] = Memo(_REMEMBERED)
 
     @property
     def disproved(self) -> tuple[str, ...]:
         """Names of outputs that came out in another shape than the model declares."""
         return tuple(name for name, operand in self._model.outputs.items() if self.outputs[name].dimensions != operand.dimensions)
+
+    def complete(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the inputs with the defaults of those that are left out."""
+        if len(inputs) == len(self.names) or not self.defaults:
+            return inputs
+        return {**{name: array for name, array in self.defaults.items() if name not in inputs}, **inputs}
 
     def shapes_of(self, inputs: Mapping[str, Any], placed: Mapping[str, tuple[int, ...]] | None = None) -> Shapes:
         """Check names, dtypes and shapes. Returns the shapes, in the model's order. `placed`: shapes of inputs that are not arrays.
@@ -87,6 +99,9 @@ class Arguments:
             raise CallerError(f"shapes name {sorted(unknown)}, which the model does not have; its inputs are {list(self.names)}")
         chosen = []
         for name, operand in self._operands:
+            if name in self.defaults and name not in shapes:
+                chosen.append(self.defaults[name].shape)
+                continue
             shape = extents_of(shapes.get(name, operand.dimensions or ()))
             if name not in shapes and (operand.dimensions is None or 0 in operand.dimensions):
                 raise CallerError(
@@ -99,7 +114,7 @@ class Arguments:
     def _refuse_names(self, inputs: Mapping[str, Any]) -> None:
         given, wanted = set(inputs), set(self.names)
         problems = []
-        if missing := sorted(wanted - given):
+        if missing := sorted(wanted - given - self.defaults.keys()):
             problems.append(f"without {missing}")
         if unknown := sorted(map(str, given - wanted)):
             problems.append(f"with {unknown}, which the model does not have")

@@ -131,6 +131,10 @@ class Call(NamedTuple):
         """Return what the app gave for an input."""
         return self.placed[name] if name in self.placed else self.inputs[name]
 
+    def completed(self, arguments: Arguments) -> Call:
+        """Return the same with the defaults of inputs that were left out."""
+        return self._replace(inputs=arguments.complete(self.inputs), placed=arguments.complete(self.placed))
+
     @property
     def placing(self) -> bool:
         """Whether some arguments do not lie in the frame."""
@@ -156,7 +160,8 @@ class Attempt:
     def __init__(self, executor: Executor, route: Route, call: Call) -> None:
         self._executor = executor
         self._route = route
-        self._call = call
+        defaults = executor.arguments.defaults and call.own is None
+        self._call = call.completed(executor.arguments) if defaults else call
         self._wider: FrameLayout | None = None
 
     def run(self) -> Coroutine[Any, Any, Outputs]:

@@ -7,7 +7,7 @@ asks for the memory behind a slot when it first sees the slot.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from aionn import trace
 from aionn.burst import DATUM_BYTES, ExecutionBurstController
 from aionn.errors import AionnError, CallerError
 from aionn.fmq import SOON, MessageQueue
-from aionn.hal.types import Operand, Result
+from aionn.hal.types import Result
 from aionn.memory.pool import Frame
 from aionn.pages import BurstSlot
 from aionn.remote.device import RemoteBurstContext, RemotePreparedModel
@@ -26,9 +26,6 @@ from aionn.runtime.executing.placement import Placement
 from aionn.runtime.serving.compiled_model import CompiledModel
 from aionn.runtime.serving.serving import Serving
 from aionn.tasks import bounded_shield, call_soon_from_anywhere
-
-_WIDEST = 16
-"""An argument whose rank is not known counts with so many dimensions when the queues are made."""
 
 CLOSE_S = 2.0
 """The driver is given this long to free what it holds for a burst; its process frees the rest when it ends."""
@@ -168,10 +165,3 @@ async def open_queues(
     for queue in (requests, results):
         queue.forget_descriptor()
     return controller, context
-
-
-def needed_capacity(inputs: Mapping[str, Operand], outputs: Mapping[str, Operand]) -> int:
-    """Return datums for queues that hold two of a model's requests at least, whatever its number of arguments."""
-    operands = (*inputs.values(), *outputs.values())
-    widths = (_WIDEST if operand.dimensions is None else len(operand.dimensions) for operand in operands)
-    return 2 * (4 + sum(2 + width for width in widths))

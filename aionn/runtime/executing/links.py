@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from aionn.burst import ExecutionBurstController, PoolReference, encode_request_body
+from aionn.burst.packets import enough_datums
 from aionn.errors import AionnError, CallerError
 from aionn.fmq import SOON
 from aionn.hal.types import Request, Result
@@ -27,7 +28,7 @@ from aionn.remote.device import RemoteBuffer, RemoteBurstContext, RemotePrepared
 from aionn.runtime.executing.bodies import keep
 from aionn.runtime.executing.frame_layout import FrameLayout
 from aionn.runtime.executing.frames import Frames
-from aionn.runtime.executing.link import Link, LinkOptions, close_context, needed_capacity, open_queues
+from aionn.runtime.executing.link import Link, LinkOptions, close_context, open_queues
 from aionn.runtime.executing.placement import Placement
 from aionn.runtime.serving.compiled_model import CompiledModel
 from aionn.runtime.serving.planned_execution import PlannedExecution
@@ -253,7 +254,7 @@ async def open_link(serving: Serving, compiled: CompiledModel, frames: Frames, o
     try:
         for planned in prepared.steps:
             step = planned.prepared
-            capacity = needed_capacity(step.inputs, step.outputs)
+            capacity = enough_datums((*step.inputs.values(), *step.outputs.values()))
             own = private_counts() if parts else counts  # a request counts once
             parts.append(_Part(step, *await open_queues(step, frames, options, own, capacity)))
     except BaseException:

@@ -90,6 +90,8 @@ def made_up_inputs(model: Model) -> Iterator[Inputs]:
         random = np.random.default_rng(0)
         inputs = {}
         for name, operand in model.inputs.items():
+            if operand.default is not None:
+                continue
             extents = operand.dimensions if operand.dimensions is not None else (0,)
             shape = [extent or (guess[axis] if axis < len(guess) else 1) for axis, extent in enumerate(extents)]
             dtype = operand.type.dtype

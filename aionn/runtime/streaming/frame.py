@@ -66,7 +66,7 @@ class Frame(Mapping[str, NDArray[Any]]):
 
     `frame["input"]` is a writable view with the input's dtype and shape; `burst.compute(frame)` sends it as it is. After
     the `async with` block, and after a stream's source has yielded it, it is another request's: using it then is a `CallerError`.
-    It holds zeros, or what a request before has left there: write all of each input.
+    It holds zeros, or what a request before has left there: write all of each input. An input with a default holds that.
     """
 
     _lease: tuple[FrameLayout, memory_pool.Frame] | None = None
@@ -103,6 +103,9 @@ class Frame(Mapping[str, NDArray[Any]]):
             self._beginning = False
         frame.lent = True
         self._hold(layout, frame)
+        for name, default in self._connection.executor.arguments.defaults.items():
+            if self._views[name].shape == default.shape:
+                np.copyto(self._views[name], default)
         if self._leases is not None:
             self._leases.add(self)
         return self
