@@ -104,6 +104,8 @@ HAL_FACE = {
     "RequestArgument",
     "Result",
     "Timing",
+    "ValueKind",
+    "ValueType",
 }
 
 ERROR_TREE: dict[str, Any] = {

@@ -105,7 +105,7 @@ class BoundExecution:
         except MemoryError as error:
             return Result(ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT, message=f"the engine ran out of memory: {error}")
         except (Exception, SystemExit) as error:  # every error of an engine fails this execution and nothing else
-            return Result(ErrorStatus.GENERAL_FAILURE, message=_sentence_of(error))
+            return Result(ErrorStatus.GENERAL_FAILURE, message=sentence_of(error))
         if insufficient:
             return Result(ErrorStatus.OUTPUT_INSUFFICIENT_SIZE, shapes, message=insufficient)
         if not measure_timing:
@@ -289,7 +289,7 @@ class BoundModel:
     disproved: set[str] = field(default_factory=set)
 
 
-def _sentence_of(error: BaseException) -> str:
+def sentence_of(error: BaseException) -> str:
     """Return what an engine says of a run that failed. The names of its exceptions are not an app's business."""
     text = " ".join(str(error).split())
     if text and not isinstance(error, _BUGS):

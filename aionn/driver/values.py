@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from aionn.burst import result_of
+from aionn.driver.execution import sentence_of
 from aionn.driver.lanes import Lane, Lanes
 from aionn.errors import AionnError
 from aionn.hal.types import ErrorStatus, Result, Timing
@@ -29,7 +30,7 @@ async def run_values(
         except MemoryError as error:
             return Result(ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT, message=f"the engine ran out of memory: {error}"), {}
         except (Exception, SystemExit) as error:  # every error of an engine fails this execution and nothing else
-            return Result(ErrorStatus.GENERAL_FAILURE, message=f"{type(error).__name__}: {' '.join(str(error).split())}"), {}
+            return Result(ErrorStatus.GENERAL_FAILURE, message=sentence_of(error)), {}
         if not measure_timing:
             return Result(ErrorStatus.NONE), outputs
         return Result(ErrorStatus.NONE, timing=Timing(in_driver_us=(time.monotonic_ns() - began_ns) // 1000)), outputs
