@@ -106,6 +106,7 @@ HAL_FACE = {
     "Timing",
     "ValueKind",
     "ValueType",
+    "ValuesResult",
 }
 
 ERROR_TREE: dict[str, Any] = {

@@ -40,7 +40,7 @@ from aionn.hal.types import (
     Result,
     Timing,
 )
-from aionn.hal.values import ValueKind, ValueType
+from aionn.hal.values import ValueKind, ValuesResult, ValueType
 
 __all__ = [
     "CACHE_TOKEN_BYTES",
@@ -88,4 +88,5 @@ __all__ = [
     "Timing",
     "ValueKind",
     "ValueType",
+    "ValuesResult",
 ]
