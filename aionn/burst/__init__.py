@@ -25,6 +25,7 @@ from aionn.burst.packets import (
     encode_request,
     encode_request_body,
     encode_result,
+    enough_datums,
 )
 from aionn.burst.server import CLOSE_S, ExecutionBurstServer
 
@@ -46,5 +47,6 @@ __all__ = [
     "encode_request",
     "encode_request_body",
     "encode_result",
+    "enough_datums",
     "result_of",
 ]

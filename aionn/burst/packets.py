@@ -21,7 +21,7 @@ The peer is not trusted to be correct. Each count is checked against the packet 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from struct import Struct
 from typing import NamedTuple
@@ -31,6 +31,7 @@ from aionn.hal.types import (
     NO_TIMING,
     DataLocation,
     ErrorStatus,
+    Operand,
     OutputShape,
     Request,
     RequestArgument,
@@ -41,6 +42,12 @@ from aionn.hal.types import (
 DATUM_BYTES = 24
 MESSAGE_BYTES = 16 * 64
 """An error's text is cut to this many bytes of UTF-8."""
+
+QUEUE_CAPACITY = 1024
+"""Datums per queue, as NNAPI's bursts have: about a hundred requests of a small model."""
+
+_WIDEST = 16
+"""An argument whose rank is not known counts with so many dimensions when a queue is sized."""
 
 _INFORMATION = Struct("<B3x4I4x")
 _OPERAND = Struct("<B3xB3x4I")
@@ -94,6 +101,12 @@ class ResultPacket:
     result: Result
     identity: int | None = None
     service_ns: int = 0
+
+
+def enough_datums(operands: Iterable[Operand]) -> int:
+    """Return the capacity of queues that hold two requests at least, whatever the number of arguments. `operands`: all of the model's."""
+    widths = (_WIDEST if operand.dimensions is None else len(operand.dimensions) for operand in operands)
+    return max(QUEUE_CAPACITY, 2 * (4 + sum(2 + width for width in widths)))
 
 
 def identity_datum(identity: int, deadline_ns: int | None) -> bytes:

@@ -17,7 +17,7 @@ from aionn.runtime.executing.device_memory import DeviceMemory
 from aionn.runtime.executing.device_roles import DeviceRoles
 from aionn.runtime.executing.frame_layout import Outputs
 from aionn.runtime.parts import CompilationParts
-from aionn.runtime.streaming.burst import QUEUE_CAPACITY, Burst
+from aionn.runtime.streaming.burst import Burst
 from aionn.tasks import checked_count, deadline_of, ending_by
 
 if TYPE_CHECKING:
@@ -126,12 +126,13 @@ class Compilation:
         with ending_by(deadline_ns, "the device memory was not allocated"):
             return await self._parts.allocate(roles, deadline_ns)
 
-    def burst(self, *, depth: int = 8, queue_capacity: int = QUEUE_CAPACITY, anticipate: bool = False) -> Burst:
+    def burst(self, *, depth: int = 8, queue_capacity: int | None = None, anticipate: bool = False) -> Burst:
         """Return a stream of executions to the driver: `async with compilation.burst() as burst`.
 
         Args:
             depth: the most requests that may be in flight at once. Further callers wait, in order.
-            queue_capacity: datums of 24 bytes per queue; a request needs about 4, and 1 per argument and dimension.
+            queue_capacity: datums of 24 bytes per queue; a request needs about 4, and 1 per argument and dimension. None: 1024, or
+                enough for two requests of the model.
             anticipate: let the driver run the model once shortly before it expects a request, so that the request finds warm caches and
                 an awake CPU. For streams of short runs with a rhythm. It takes some per cent of a core, and results are the same. Where it
                 cannot help, it does nothing: see docs/bursts.md.
@@ -142,7 +143,8 @@ class Compilation:
         """
         self._parts.check_frames("a burst")
         depth = checked_count("burst: depth", depth, 1)
-        return Burst(self._parts.bursts.new(depth, checked_count("burst: queue_capacity", queue_capacity, 8), bool(anticipate)))
+        capacity = None if queue_capacity is None else checked_count("burst: queue_capacity", queue_capacity, 8)
+        return Burst(self._parts.bursts.new(depth, capacity, bool(anticipate)))
 
     async def compute(
         self,

@@ -46,9 +46,6 @@ _STATISTICS = {
     "driver_busy_ns": DRIVER_BUSY_NS,
 }
 
-QUEUE_CAPACITY = 1024
-"""Datums per queue, as NNAPI's bursts have: about a hundred requests of a small model."""
-
 
 class Burst:
     """A stream of executions. Made by `Compilation.burst()`, used in `async with`."""

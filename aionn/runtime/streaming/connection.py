@@ -20,6 +20,7 @@ from typing import Any
 import anyio
 
 from aionn import trace
+from aionn.burst import enough_datums
 from aionn.errors import AionnError, CallerError, DeadlineError, again
 from aionn.fmq import SOON
 from aionn.hal.types import ExecutionPreference
@@ -265,8 +266,11 @@ class Connections:
         counts = self.renewal.session.page.slot(Kind.BURST, parent=self._slot)
         return Executor(self.arguments, Frames(in_flight), self.renewal.compiled, counts)
 
-    def new(self, depth: int, queue_capacity: int, anticipate: bool = False) -> BurstConnection:
-        """Return the connection of a new burst, not yet open."""
+    def new(self, depth: int, queue_capacity: int | None = None, anticipate: bool = False) -> BurstConnection:
+        """Return the connection of a new burst, not yet open. Without `queue_capacity` its queues suit the model."""
+        if queue_capacity is None:
+            model = self.renewal.model
+            queue_capacity = enough_datums((*model.inputs.values(), *model.outputs.values()))
         low_power = self.renewal.options.preference is ExecutionPreference.LOW_POWER
         options = LinkOptions(depth, queue_capacity, low_power, anticipate)
         connection = BurstConnection(self.renewal, self.executor(depth + 1), options)
