@@ -113,6 +113,9 @@ HAL_FACE = {
     "Result",
     "Timing",
     "model_bytes",
+    "ValueKind",
+    "ValueType",
+    "ValuesResult",
 }
 
 ERROR_TREE: dict[str, Any] = {

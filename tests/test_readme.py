@@ -31,6 +31,7 @@ from aionn.runtime.preparing.idling import Idling
 from aionn.testing import FakeDevice
 from tests.engines.provider_shim import install_shim
 from tests.leaks import leak_check
+from tests.runtime.values_models import linear_classifier
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -86,6 +87,7 @@ WORLDS = {
     "State that stays in the driver",
     "Streams",
     "Cameras",
+    "Texts, lists and dicts",
     "First frame at once, faster frames later",
     "When a driver dies",
     "How many threads, and how many runs at once",
@@ -152,6 +154,16 @@ async def test_a_frame_without_a_copy(orientation_path: Path) -> None:
             assert burst.statistics()["copied_bytes"] == 0
         (expected,) = (await compilation.compute({"x": Camera.picture})).values()
     np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+@pytest.mark.anyio
+async def test_texts_lists_and_dicts_come_out_as_the_page_says() -> None:
+    async with aionn.Runtime(start=()) as runtime:
+        compilation = await runtime.compile(linear_classifier(["cat", "dog"]), devices=("onnxruntime",))
+        world: dict[str, Any] = {"compilation": compilation, "rows": np.array([[1, 0], [0, 1]], np.float32)}
+        await run_block("Texts, lists and dicts", world)
+    assert world["outputs"]["label"].tolist() == ["cat", "dog"]
+    assert [sorted(row) for row in world["outputs"]["probabilities"]] == [["cat", "dog"]] * 2
 
 
 @pytest.mark.anyio

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -23,6 +24,9 @@ from aionn.errors import ExecutionError
 __all__ = ["RunOptions", "run_model"]
 
 Arrays = dict[str, NDArray[Any]]
+
+_MOST_VALUES = 16
+"""Outputs with up to so many elements are printed whole, as JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +108,9 @@ def _completed(given: Arrays, model: aionn.Model) -> Arrays:
             continue
         if operand.default is not None:
             continue
+        if not operand.in_frames:
+            way = f"give --input {name}=FILE.npy with an array of texts" if operand.type.value == operand.word else "run it from Python"
+            raise UsageError(f"input {name!r} is of type {operand.word}, and only numbers are made up; {way}")
         if operand.dimensions is None:
             raise UsageError(f"input {name!r} has no shape in the model, so none can be made up; give --input {name}=FILE.npy")
         shape = tuple(extent or 1 for extent in operand.dimensions)
@@ -162,10 +169,12 @@ async def _repeat(runner: Any, inputs: Arrays, repeat: int) -> tuple[Arrays, lis
         began = time.perf_counter()
         outputs = await runner.compute(inputs)
         times_s.append(time.perf_counter() - began)
-    return {name: np.array(array) for name, array in outputs.items()}, times_s
+    return {name: np.array(array) if isinstance(array, np.ndarray) else array for name, array in outputs.items()}, times_s
 
 
-def _summary(array: NDArray[Any]) -> dict[str, Any]:
+def _summary(array: Any) -> dict[str, Any]:
+    if not isinstance(array, np.ndarray) or array.dtype == object:
+        return _summary_of_values(array)
     numbers = np.abs(array) if array.dtype.kind == "c" else array.astype(np.float64)
     numbers = numbers if array.size else np.zeros(1)
     finite = bool(np.isfinite(numbers).all())
@@ -177,8 +186,29 @@ def _summary(array: NDArray[Any]) -> dict[str, Any]:
         "max": float(numbers.max()) if finite else None,
         "mean": float(numbers.mean()) if finite else None,
         "finite": finite,
-        "values": (array if array.dtype.kind in "biuf" else numbers).ravel().tolist() if array.size <= 16 and finite else None,
+        "values": (array if array.dtype.kind in "biuf" else numbers).ravel().tolist() if array.size <= _MOST_VALUES and finite else None,
     }
+
+
+def _summary_of_values(value: Any) -> dict[str, Any]:
+    """Summarize an output that is not a tensor of numbers, in the same fields."""
+    kind: str = "optional"
+    shape: tuple[int, ...] = ()
+    if isinstance(value, np.ndarray):
+        kind, shape = "string", value.shape
+    elif isinstance(value, list | dict):
+        kind, shape = "sequence" if isinstance(value, list) else "map", (len(value),)
+    numbers = {"min": None, "max": None, "mean": None, "finite": True}
+    return {"dtype": kind, "shape": list(shape), **numbers, "values": _json(value) if prod(shape) <= _MOST_VALUES else None}
+
+
+def _json(value: Any) -> Any:
+    """Return a value as JSON has it."""
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, list):
+        return [_json(item) for item in value]
+    return {str(key): _json(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def _print(report: dict[str, Any]) -> None:
@@ -187,7 +217,8 @@ def _print(report: dict[str, Any]) -> None:
     print(f"{Path(report['model']).name} on {report['device']}: prepared in {duration(report['prepared_s'])}{how}")
     rows = []
     for name, output in report["outputs"].items():
-        numbers = [f"{output[kind]:.6g}" if output["finite"] else "not finite" for kind in ("min", "mean", "max")]
+        found = [output[kind] for kind in ("min", "mean", "max")]
+        numbers = ["not finite" if not output["finite"] else "" if number is None else f"{number:.6g}" for number in found]
         rows.append((name, output["dtype"], "x".join(map(str, output["shape"])) or "scalar", *numbers))
     print_table("", ["output", "type", "shape", "min>", "mean>", "max>"], rows)
     if report["runs"] > 1:

@@ -109,7 +109,7 @@ class BoundExecution:
             return Result(ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT, message=f"the engine ran out of memory: {error}")
         except (Exception, SystemExit) as error:  # every error of an engine fails this execution and nothing else
             place = report_bug(error, self._model.device, "run")
-            return Result(ErrorStatus.GENERAL_FAILURE, message=noted(_sentence_of(error), place))
+            return Result(ErrorStatus.GENERAL_FAILURE, message=noted(sentence_of(error), place))
         finally:
             if begun:
                 _end_use(begun)
@@ -298,7 +298,7 @@ class BoundModel:
     device: str = ""
 
 
-def _sentence_of(error: BaseException) -> str:
+def sentence_of(error: BaseException) -> str:
     """Return what an engine says of a run that failed. The names of its exceptions are not an app's business."""
     text = " ".join(str(error).split())
     if text and not isinstance(error, _BUGS):

@@ -23,6 +23,7 @@ from aionn.errors import AionnError, CallerError
 from aionn.hal.engine import Executable
 from aionn.hal.interfaces import IBuffer, IBurstCallback, PrepareOptions
 from aionn.hal.types import Dependency, ExecutionPreference, FencedResult, IMemory, MQDescriptor, Operand, Request, Result
+from aionn.hal.values import ValuesResult
 from aionn.memory import DeviceBuffers, ModelInfo, check_request
 from aionn.memory.requests import Extent
 from aionn.pages import Slot
@@ -121,10 +122,8 @@ class EnginePreparedModel:
         with trace.span("driver.execute", device=self.device.name):
             return await execution.execute(measure_timing, deadline_ns)
 
-    async def execute_values(
-        self, inputs: Mapping[str, Any], measure_timing: bool = False, deadline_ns: int | None = None
-    ) -> tuple[Result, Mapping[str, Any]]:
-        """Execute with values of the model's types; see `hal.values`. Returns the outputs as the engine gives them."""
+    async def execute_values(self, inputs: Mapping[str, Any], measure_timing: bool = False, deadline_ns: int | None = None) -> ValuesResult:
+        """Execute with values of the model's types. Returns the outputs as the engine gives them."""
         from aionn.driver.values import run_values  # few models have such values
 
         with trace.span("driver.execute", device=self.device.name):

@@ -7,31 +7,31 @@ from collections.abc import Mapping
 from typing import Any
 
 from aionn.burst import result_of
+from aionn.driver.execution import sentence_of
 from aionn.driver.lanes import Lane, Lanes
 from aionn.errors import AionnError
 from aionn.hal.types import ErrorStatus, Result, Timing
+from aionn.hal.values import ValuesResult
 
 
-async def run_values(
-    lanes: Lanes, inputs: Mapping[str, Any], measure_timing: bool, deadline_ns: int | None
-) -> tuple[Result, Mapping[str, Any]]:
-    """Run once with values of the model's types. Returns the result, and the outputs as the engine gives them."""
+async def run_values(lanes: Lanes, inputs: Mapping[str, Any], measure_timing: bool, deadline_ns: int | None) -> ValuesResult:
+    """Run once with values of the model's types. Returns the outputs as the engine gives them."""
 
-    def job(lane: Lane) -> tuple[Result, Mapping[str, Any]]:
+    def job(lane: Lane) -> ValuesResult:
         began_ns = time.monotonic_ns()
         if deadline_ns is not None and began_ns >= deadline_ns:
             late = "the deadline had passed before the device began the execution"
-            return Result(ErrorStatus.MISSED_DEADLINE_TRANSIENT, message=late), {}
+            return ValuesResult(Result(ErrorStatus.MISSED_DEADLINE_TRANSIENT, message=late), {})
         try:
             outputs = lane.executable.run_values(inputs)  # type: ignore[attr-defined]  # an optional method, see `Executable`
         except AionnError as error:
-            return result_of(error), {}
+            return ValuesResult(result_of(error), {})
         except MemoryError as error:
-            return Result(ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT, message=f"the engine ran out of memory: {error}"), {}
+            return ValuesResult(Result(ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT, message=f"the engine ran out of memory: {error}"), {})
         except (Exception, SystemExit) as error:  # every error of an engine fails this execution and nothing else
-            return Result(ErrorStatus.GENERAL_FAILURE, message=f"{type(error).__name__}: {' '.join(str(error).split())}"), {}
+            return ValuesResult(Result(ErrorStatus.GENERAL_FAILURE, message=sentence_of(error)), {})
         if not measure_timing:
-            return Result(ErrorStatus.NONE), outputs
-        return Result(ErrorStatus.NONE, timing=Timing(in_driver_us=(time.monotonic_ns() - began_ns) // 1000)), outputs
+            return ValuesResult(Result(ErrorStatus.NONE), outputs)
+        return ValuesResult(Result(ErrorStatus.NONE, timing=Timing(in_driver_us=(time.monotonic_ns() - began_ns) // 1000)), outputs)
 
     return await lanes.run(job)

@@ -101,8 +101,13 @@ class OnnxRuntimeExecutable:
 
     def run_values(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         """Run with values that no binding takes: strings, sequences, maps, optionals."""
-        with self._flushing:
-            return dict(zip(self._outputs, self._session.run(self._outputs, dict(inputs)), strict=True))
+        try:
+            with self._flushing:
+                return dict(zip(self._outputs, self._session.run(self._outputs, dict(inputs)), strict=True))
+        except MemoryError:
+            raise
+        except Exception as error:
+            raise onnxruntime_failure(error) from error
 
     def _run_apart(
         self, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]], timing: bool, failure: Exception

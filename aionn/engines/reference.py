@@ -128,10 +128,7 @@ class ReferenceExecutable:
     def run(self, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]], timing: bool) -> ExecutionReport:
         """Compute the outputs, and copy each into the array given for it if the shapes are the same."""
         started_ns = time.monotonic_ns()
-        try:
-            results = self._evaluator.run(list(self._dtypes), dict(inputs))
-        except (IndexError, RuntimeError, TypeError, ValueError) as error:  # what NumPy makes of numbers that do not fit
-            raise reference_failure(error) from error
+        results = self._evaluated(inputs)
         took_ns = time.monotonic_ns() - started_ns
         made: dict[str, NDArray[Any]] = {}
         for (name, dtype), result in zip(self._dtypes.items(), results, strict=True):
@@ -141,9 +138,16 @@ class ReferenceExecutable:
         deliver(made, outputs)
         return ExecutionReport(made, took_ns if timing else None)
 
+    def _evaluated(self, inputs: Mapping[str, Any]) -> Sequence[Any]:
+        try:
+            results: Sequence[Any] = self._evaluator.run(list(self._dtypes), dict(inputs))
+        except (IndexError, RuntimeError, TypeError, ValueError) as error:  # what NumPy makes of numbers that do not fit
+            raise reference_failure(error) from error
+        return results
+
     def run_values(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         """Run with values that are not all tensors of numbers. Where onnx makes no array of a tensor, this makes one."""
-        results = self._evaluator.run(list(self._dtypes), dict(inputs))
+        results = self._evaluated(inputs)
         return {name: _as_declared(result, dtype) for (name, dtype), result in zip(self._dtypes.items(), results, strict=True)}
 
 

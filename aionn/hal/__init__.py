@@ -47,7 +47,7 @@ from aionn.hal.types import (
     Result,
     Timing,
 )
-from aionn.hal.values import ValueKind, ValueType
+from aionn.hal.values import ValueKind, ValuesResult, ValueType
 
 __all__ = [
     "CACHE_TOKEN_BYTES",
@@ -102,5 +102,6 @@ __all__ = [
     "Timing",
     "ValueKind",
     "ValueType",
+    "ValuesResult",
     "model_bytes",
 ]

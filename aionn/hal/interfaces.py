@@ -135,8 +135,7 @@ class IPreparedModel(Protocol):
     """A model prepared by one device (HAL 1.2/1.3: IPreparedModel). Executions may overlap, and the device orders them.
 
     A device that runs models with strings, sequences, maps or optionals has one more method. `async def execute_values(inputs:
-    Mapping[str, Any], measure_timing: bool = False, deadline_ns: int | None = None)` returns the `Result` and the outputs by name, as
-    values (`hal.values`).
+    Mapping[str, Any], measure_timing: bool = False, deadline_ns: int | None = None)` returns a `ValuesResult`; see `hal.values`.
     """
 
     @property

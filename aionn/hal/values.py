@@ -10,13 +10,14 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import msgspec
 
 from aionn.errors import CallerError
-from aionn.hal.types import Operand, OperandType
+from aionn.hal.types import Operand, OperandType, Result
 
-__all__ = ["Border", "TypeMessage", "ValueKind", "ValueType", "as_messages", "from_messages"]
+__all__ = ["Border", "TypeMessage", "ValueKind", "ValueType", "ValuesResult", "as_messages", "from_messages"]
 
 MAX_DEPTH = 8
 """A type has at most so many sequences, maps and optionals inside each other."""
@@ -89,6 +90,19 @@ class ValueType(Operand):
     def accepts(self, shape: tuple[int, ...]) -> bool:
         """Return False, because no tensor fits."""
         return False
+
+
+class ValuesResult(NamedTuple):
+    """The answer to one execution with values.
+
+    Attributes:
+        outputs: by name; empty unless the result's status is NONE.
+        copied_bytes: so many bytes of tensors were copied on their way to the device and back.
+    """
+
+    result: Result
+    outputs: Mapping[str, Any]
+    copied_bytes: int = 0
 
 
 class TypeMessage(msgspec.Struct, frozen=True, array_like=True):

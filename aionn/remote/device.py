@@ -29,7 +29,7 @@ from aionn.hal.types import (
     Request,
     Result,
 )
-from aionn.hal.values import from_messages
+from aionn.hal.values import ValuesResult, from_messages
 from aionn.memory.memory import Memory
 from aionn.remote.channel import Descriptors
 from aionn.remote.connection import Connection
@@ -283,8 +283,8 @@ class RemotePreparedModel:
         measure_timing: bool = False,
         deadline_ns: int | None = None,
         settled: Callable[[Result | None], None] | None = None,
-    ) -> tuple[Result, Mapping[str, Any], int]:
-        """Execute with values of the model's types. Returns also the bytes copied. `settled` is as for `execute`.
+    ) -> ValuesResult:
+        """Execute with values of the model's types. `settled` is as for `execute`.
 
         Raises:
             CallerError: a name or a value does not fit; nothing was sent.

@@ -15,6 +15,7 @@ import numpy as np
 from aionn.errors import AionnError, CallerError, ExecutionError
 from aionn.hal.interfaces import IPreparedModel
 from aionn.hal.types import ErrorStatus, MemoryDescription, Operand, Result
+from aionn.hal.values import ValuesResult
 from aionn.memory.region import Region
 from aionn.remote.channel import Descriptors
 from aionn.remote.connection import Connection
@@ -87,8 +88,8 @@ async def call_values(
     measure_timing: bool,
     deadline_ns: int | None,
     settled: Callable[[Result | None], None] | None = None,
-) -> tuple[Result, dict[str, Any], int]:
-    """Execute a model in its driver. Returns the result, the outputs by name, and the bytes of data in both directions.
+) -> ValuesResult:
+    """Execute a model in its driver.
 
     `operands`: of the model's inputs and outputs. The other arguments are as for `RemotePreparedModel.execute`.
     """
@@ -116,11 +117,11 @@ async def call_values(
             region.close()
     try:
         if executed.result.status is not ErrorStatus.NONE:
-            return executed.result, {}, encoded.size_bytes
+            return ValuesResult(executed.result, {}, encoded.size_bytes)
         with _Data(executed.data, executed.memory, descriptors) as data:
             large = len(executed.tree) + len(data) > _IN_LOOP_BYTES
             outputs = await _aside(large, lambda: decoded(operands[1], executed.tree, data, "output", owned=True))
-            return executed.result, outputs, encoded.size_bytes + len(data)
+            return ValuesResult(executed.result, outputs, encoded.size_bytes + len(data))
     except CallerError as error:
         wrong = f"the driver's answer contradicts the model: {error}"
         raise ExecutionError(wrong, status=ErrorStatus.GENERAL_FAILURE) from error
@@ -139,7 +140,7 @@ async def serve_values(prepared: IPreparedModel, body: ExecuteValues, descriptor
         with _Data(body.data, body.memory, descriptors) as data:
             large = len(body.tree) + len(data) > _IN_LOOP_BYTES
             inputs = await _aside(large, lambda: decoded(prepared.inputs, body.tree, data, "input", owned=False))
-            result, outputs = await execute(inputs, body.measure_timing, body.deadline_ns)
+            result, outputs, _ = await execute(inputs, body.measure_timing, body.deadline_ns)
             if result.status is not ErrorStatus.NONE:
                 return ExecutedValues(result), None
             try:

@@ -15,12 +15,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from onnx import TensorProto, helper
 
 from aionn.cli import main
 from aionn.cli.printing import ago, duration, size
 from aionn.testing import FakeDevice, identity_model
 from aionn.testing.models import scaled_model
 from tests.leaks import driver_pids, wait_for_end
+from tests.runtime.values_models import linear_classifier, passing
 
 FAKE = FakeDevice.name
 SINGLE = "tests.runtime.asked_engine:SingleEngine"
@@ -156,6 +158,26 @@ def test_run_computes_what_it_is_given(terminal: Terminal) -> None:
     out, err = terminal.run("run", "model.onnx", "--device", "onnxruntime", "--repeat", "3")
     assert "input 'x': random float32 of shape (64,)" in err
     assert "3 runs (single executions)" in out
+
+
+def test_run_prints_texts_and_lists_and_takes_texts_from_a_file(terminal: Terminal) -> None:
+    (terminal.directory / "classifier.onnx").write_bytes(linear_classifier(["cat", "dog"]).graph)
+    np.save(terminal.directory / "two.npy", np.array([[1, 0], [0, 1]], np.float32))
+    given = ("run", "classifier.onnx", "--device", "onnxruntime", "--input", "x=two.npy")
+    outputs = terminal.json(*given)["outputs"]
+    assert (outputs["label"]["dtype"], outputs["label"]["values"]) == ("string", ["cat", "dog"])
+    assert (outputs["probabilities"]["dtype"], outputs["probabilities"]["shape"]) == ("sequence", [2])
+    assert [sorted(row) for row in outputs["probabilities"]["values"]] == [["cat", "dog"]] * 2
+    out, _ = terminal.run(*given)
+    assert "string" in out
+
+    texts = helper.make_tensor_type_proto(TensorProto.STRING, [None])
+    (terminal.directory / "texts.onnx").write_bytes(passing(texts).graph)
+    np.save(terminal.directory / "words.npy", np.array(["a", "é"]))
+    outputs = terminal.json("run", "texts.onnx", "--device", "onnxruntime", "--input", "x=words.npy")["outputs"]
+    assert outputs["y"]["values"] == ["a", "é"]
+    _, err = terminal.run("run", "texts.onnx", "--device", "onnxruntime", code=2)
+    assert "input 'x' is of type string, and only numbers are made up; give --input x=FILE.npy with an array of texts" in err
 
 
 def test_compile_and_run_keep_their_records_in_the_state_folder_they_are_given(terminal: Terminal) -> None:

@@ -50,6 +50,7 @@ from aionn.hal.types import (
     Result,
     Timing,
 )
+from aionn.hal.values import TypeMessage, ValueKind
 from aionn.memory.requests import check_request
 from aionn.remote import control
 from aionn.remote.channel import Channel, Descriptors
@@ -128,6 +129,7 @@ def messages() -> list[tuple[Message, int]]:
     operand = Operand(OperandType.FLOAT32, (0, 16), ("N", None))
     memory = MemoryDescription(MemoryKind.ASHMEM, 4096)
     constant = Constant("c", operand, DataLocation(0, 0, 64))
+    rows = TypeMessage(ValueKind.SEQUENCE, TypeMessage(ValueKind.MAP, operand, OperandType.STRING))
     border = (("x", operand),), (("y", operand),)
     model = control.ModelMessage(b"graph", *border, (Operation("a", "Add", ""),), (constant,), (memory,), bytes(32), b"")
     options = control.OptionsMessage(
@@ -142,6 +144,7 @@ def messages() -> list[tuple[Message, int]]:
         (control.PrepareModelFromCache(options, control.CacheMessage(1, 0, bytes(32))), 1),
         (control.Execute(1, Request((argument,), (argument,)), pools, True, 10**15), 1),
         (control.ConfigureExecutionBurst(1, queue, queue), 6),
+        (control.ExecuteValues(1, b"\x91\x92\x90\x00", b"data", memory, True, 10**15), 1),
         (control.FreeMemory(1, 2), 0),
         (control.Allocate(BufferDesc((1, 2)), (1,), (BufferRole(0, 0, 0.5),), ()), 0),
         (control.CopyFrom(1, memory, (1, 2)), 1),
@@ -152,6 +155,8 @@ def messages() -> list[tuple[Message, int]]:
         control.Flags((True, False)),
         control.Prepared(1, (("x", operand),), (("y", operand),), "declined"),
         control.Executed(Result(ErrorStatus.NONE, (OutputShape((1,)),), Timing(1, 2), "")),
+        control.Prepared(1, (("x", rows),), (("y", rows),), ""),
+        control.ExecutedValues(Result(ErrorStatus.NONE), b"\x91\xc0", b"data"),
         failure_of(CompilationError("no", node="a", reason="b")),
         control.Done(),
     ]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import numpy as np
 import onnxruntime
 import pytest
@@ -396,6 +397,28 @@ async def test_closing_settles_calls_that_wait(fake: FakeDevice) -> None:
         assert {type(call.exception()) for call in calls} <= {CallerError, DriverDiedError}
         with pytest.raises(CallerError):
             await compilation.compute({"x": texts("a")})
+
+
+@pytest.mark.parametrize("answered", [True, False])
+async def test_closing_a_compilation_gives_calls_time_and_then_settles_them(
+    fake: FakeDevice, answered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aionn.runtime.streaming.kept_values.CLOSE_S", 20.0 if answered else 0.1)
+    async with leak_check(), aionn.Runtime() as runtime:
+        compilation = await runtime.compile(passing(TEXTS), devices=(fake.name,))
+        fake.hang("run")
+        call = asyncio.ensure_future(compilation.compute({"x": texts("a")}))
+        await fake.heard("run")
+        closing = asyncio.ensure_future(compilation.aclose())
+        if answered:
+            await anyio.lowlevel.checkpoint()
+            fake.behave()
+            assert (await call)["y"].tolist() == ["a"]
+        else:
+            with pytest.raises(CallerError, match="was closed while this call waited"):
+                await call
+            fake.behave()
+        await closing
 
 
 async def test_a_swap_takes_over_between_two_executions_and_refuses_other_types() -> None:

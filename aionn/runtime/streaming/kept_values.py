@@ -1,22 +1,35 @@
-"""`KeptValues`: what `Compilation.compute` uses for a model with strings, sequences, maps or optionals."""
+"""`KeptValues`: what `Compilation.compute` uses for a model with strings, sequences, maps or optionals.
+
+Invariant
+    `_calls` holds each call that is with the driver. `end` ends their waits, so that closing settles every caller.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+import anyio
+
 from aionn.errors import CallerError
 from aionn.runtime.executing.arguments import check_mapping
 from aionn.runtime.executing.attempt import Call
 from aionn.runtime.executing.control import control_route
 from aionn.runtime.executing.frame_layout import Outputs
+from aionn.runtime.executing.link import CLOSE_S
 from aionn.runtime.executing.values import compute_values
+from aionn.runtime.streaming.connection import Connections
 from aionn.runtime.streaming.kept_burst import CLOSED, KeptBurst
-from aionn.tasks import deadline_of
+from aionn.tasks import bounded_shield, deadline_of
 
 
 class KeptValues(KeptBurst):
     """Runs each call over the control socket, without a burst, and orders calls as `KeptBurst` does."""
+
+    def __init__(self, connections: Connections) -> None:
+        super().__init__(connections)
+        self._calls: set[anyio.CancelScope] = set()
+        self._settled = anyio.Event()
 
     async def compute(
         self, inputs: Mapping[str, Any], outputs: Mapping[str, Any] | None, measure_timing: bool, timeout_s: float | None
@@ -30,15 +43,43 @@ class KeptValues(KeptBurst):
         else:
             await self._turn(call.deadline_ns)
         try:
-            executor = self._without_burst()
-            found = await compute_values(executor, control_route(self._renewal), call)
-            if self.last_inputs is None:
-                self._renewal.session.page.rename(executor.counts, "", self._renewal.device, found.stage)
-            self.last_inputs = call.inputs
-            return found
+            return await self._run(call)
         except CallerError:
             if self._closed:
                 raise CallerError(CLOSED) from None
             raise
         finally:
             self._leave()
+
+    async def _run(self, call: Call) -> Outputs:
+        executor = self._without_burst()
+        with anyio.CancelScope() as scope:
+            self._calls.add(scope)
+            try:
+                found = await compute_values(executor, control_route(self._renewal), call)
+            finally:
+                self._calls.discard(scope)
+                if not self._calls:
+                    self._settled.set()
+            if self.last_inputs is None:
+                self._renewal.session.page.rename(executor.counts, "", self._renewal.device, found.stage)
+            self.last_inputs = call.inputs
+            return found
+        raise CallerError(CLOSED)
+
+    async def aclose(self) -> None:
+        """Close for good. Calls that wait end with `CallerError`. Those under way are given `CLOSE_S` to be answered."""
+        self.refuse()
+        try:
+            with bounded_shield(CLOSE_S):
+                while self._calls:
+                    self._settled = anyio.Event()
+                    await self._settled.wait()
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """Close for good, without waiting."""
+        for scope in self._calls:
+            scope.cancel()
+        super().end()

@@ -1,0 +1,100 @@
+"""Calls with values over a socket: what a hostile app sends is answered, and what a hostile driver answers is an error."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from onnx import TensorProto, helper
+
+from aionn.driver import find_engine
+from aionn.errors import AionnError, CallerError, ExecutionError
+from aionn.hal import ErrorStatus, MemoryDescription, MemoryKind, PrepareOptions, Result
+from aionn.memory import Region
+from aionn.remote import value_calls
+from aionn.remote.control import ExecutedValues, ExecuteValues
+from tests.remote.pair import remote_device
+from tests.runtime.values_models import passing
+
+pytestmark = pytest.mark.anyio
+
+FLOATS = helper.make_sequence_type_proto(helper.make_tensor_type_proto(TensorProto.FLOAT, [None]))
+GIVEN = {"x": [np.arange(3, dtype=np.float32), np.zeros(0, np.float32)]}
+MEMORY = MemoryDescription(MemoryKind.ASHMEM, 4096)
+
+
+async def test_whatever_an_app_sends_is_answered_and_the_next_call_works() -> None:
+    async with remote_device(find_engine("onnxruntime")) as device:
+        prepared = await device.prepare_model(passing(FLOATS), PrepareOptions())
+        tree = msgspec.msgpack.encode([[[[3], 0]]])
+        before = len(os.listdir("/proc/self/fd"))
+        wrong: list[tuple[ExecuteValues, int]] = [
+            (ExecuteValues(prepared.number, b"", b"", None, False, None), 0),
+            (ExecuteValues(prepared.number, tree, b"short", None, False, None), 0),
+            (ExecuteValues(prepared.number, b"\x91" * 100_000, b"", None, False, None), 0),
+            (ExecuteValues(prepared.number, tree, b"", MemoryDescription(MemoryKind.ASHMEM, 0), False, None), 1),
+            (ExecuteValues(prepared.number, tree, b"", MEMORY, False, None), 1),  # a file of another size
+        ]
+        for body, fds in wrong:
+            file = os.memfd_create("hostile")
+            try:
+                executed, _ = await device.connection.call(body, ExecutedValues, [file] * fds)
+                assert executed.result.status in (ErrorStatus.INVALID_ARGUMENT, ErrorStatus.GENERAL_FAILURE)
+                assert executed.result.message
+            finally:
+                os.close(file)
+        with pytest.raises(CallerError, match="prepared model 999 does not exist"):
+            await device.connection.call(ExecuteValues(999, tree, b"", None, False, None), ExecutedValues)
+        result, outputs, _ = await prepared.execute_values(GIVEN, True)
+        assert result.status is ErrorStatus.NONE
+        assert result.timing.in_driver_us < 10**7
+        assert [array.tolist() for array in outputs["y"]] == [[0, 1, 2], []]
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+async def test_a_memory_that_the_app_can_still_change_or_shrink_is_refused() -> None:
+    async with remote_device(find_engine("onnxruntime")) as device:
+        prepared = await device.prepare_model(passing(FLOATS), PrepareOptions())
+        file = os.memfd_create("unsealed")
+        os.ftruncate(file, 4096)
+        body = ExecuteValues(prepared.number, msgspec.msgpack.encode([[[[3], 0]]]), b"", MEMORY, False, None)
+        executed, _ = await device.connection.call(body, ExecutedValues, [file])
+        os.close(file)
+        assert executed.result.status is not ErrorStatus.NONE
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        ExecutedValues(Result(ErrorStatus.NONE)),
+        ExecutedValues(Result(ErrorStatus.NONE), msgspec.msgpack.encode([[[[3], 0]]]), b""),
+        ExecutedValues(Result(ErrorStatus.NONE), msgspec.msgpack.encode([{"a": 1}]), b""),
+    ],
+)
+async def test_an_answer_that_does_not_fit_the_model_is_an_execution_error(answer: ExecutedValues, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def lie(*_: Any) -> tuple[ExecutedValues, Region | None]:
+        return answer, None
+
+    async with remote_device(find_engine("onnxruntime")) as device:
+        prepared = await device.prepare_model(passing(FLOATS), PrepareOptions())
+        monkeypatch.setattr(value_calls, "serve_values", lie)
+        with pytest.raises(ExecutionError, match="the driver's answer contradicts the model"):
+            await prepared.execute_values(GIVEN)
+
+
+async def test_every_call_is_settled_once_also_one_that_is_refused_here() -> None:
+    settled: list[object] = []
+    async with remote_device(find_engine("onnxruntime")) as device:
+        prepared = await device.prepare_model(passing(FLOATS), PrepareOptions())
+        with pytest.raises(CallerError, match="input 'x': expected a list"):
+            await prepared.execute_values({"x": 1}, settled=settled.append)
+        assert settled == [None]
+        await prepared.execute_values(GIVEN, settled=settled.append)
+        assert [type(each) for each in settled] == [type(None), Result]
+        await prepared.aclose()
+        with pytest.raises(AionnError):
+            await prepared.execute_values(GIVEN, settled=settled.append)
+        assert len(settled) == 3
