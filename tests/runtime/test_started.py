@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import gc
 import logging
@@ -21,7 +22,7 @@ import pytest
 import aionn
 from aionn.remote.fences import outcome_of
 from aionn.runtime.compilation import parts_of
-from aionn.runtime.executing.starting import IN_FLIGHT
+from aionn.runtime.executing.starting import IN_FLIGHT, Started
 from aionn.testing import FakeDevice, identity_model
 from aionn.testing.fake_engine import SecondFakeEngine
 from aionn.testing.models import scaled_model
@@ -353,12 +354,12 @@ async def test_an_output_in_memory_needs_its_full_shape(fake: FakeDevice) -> Non
                 await dependent
 
 
-def _unknown_output() -> bytes:
-    """A model whose output has axes of unknown names."""
+def _unknown_output(copies: int = 1) -> bytes:
+    """A model whose output has axes of unknown names: its input turned, so many times."""
     from onnx import TensorProto, helper
 
     graph = helper.make_graph(
-        [helper.make_node("Transpose", ["x"], ["y"])],
+        [helper.make_node("Transpose", ["x"], ["turned"]), helper.make_node("Concat", ["turned"] * copies, ["y"], axis=0)],
         "turned",
         [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["a", "b"])],
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["p", "q"])],
@@ -546,3 +547,37 @@ async def test_device_memory_lost_with_the_driver_is_named(gate: int) -> None:
             os.kill(pid, signal.SIGKILL)
             with pytest.raises(aionn.DeviceMemoryLostError):
                 await event
+
+
+async def test_a_retry_with_more_room_does_not_wait_for_its_dependencies_again(gate: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fence of the app's that was signalled once may be taken by then."""
+    retries: list[int] = []
+    send_wider = Started._send_wider
+
+    def taken_before(started: Started, *arguments: Any) -> None:
+        retries.append(os.eventfd_read(gate) if not retries else 0)
+        send_wider(started, *arguments)
+
+    monkeypatch.setattr(Started, "_send_wider", taken_before)
+    async with aionn.Runtime() as runtime:
+        compilation = await runtime.compile(aionn.Model.from_onnx(_unknown_output(copies=8)), devices=("reference",))
+        x = np.ones((100, 100), np.float32)
+        event = compilation.start({"x": x}, after=(gate,), timeout_s=30)
+        dependent = compilation.start({"x": x}, after=(event,))
+        os.eventfd_write(gate, 1)
+        np.testing.assert_array_equal((await event)["y"], np.concatenate([x] * 8))
+        assert retries[0] == 1
+        await dependent
+
+
+async def test_a_hostile_answer_about_dependencies_fails_the_event_alone(first: aionn.Compilation, monkeypatch: pytest.MonkeyPatch) -> None:
+    take = Started._take
+
+    def lied_to(started: Started, serving: Any, found: Any) -> None:
+        take(started, serving, dataclasses.replace(found, failed=12345))
+
+    monkeypatch.setattr(Started, "_take", lied_to)
+    with pytest.raises(aionn.ExecutionError, match="dependency 12345"):
+        await first.start({"x": X})
+    monkeypatch.undo()
+    np.testing.assert_array_equal((await first.start({"x": X}))["y"], X)
