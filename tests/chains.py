@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 import aionn
@@ -20,7 +22,7 @@ def preprocessing() -> aionn.Model:
     from onnx import TensorProto, helper, numpy_helper
 
     mean, deviation = np.array([0.485, 0.456, 0.406], np.float32), np.array([0.229, 0.224, 0.225], np.float32)
-    constants = {
+    constants: dict[str, np.ndarray[Any, Any]] = {
         "quarters": np.array([1, SIDE, 2, SIDE, 2, 3], np.int64),
         "scale": (1 / (255 * deviation)).reshape(1, 3, 1, 1).astype(np.float32),
         "offset": (mean / deviation).reshape(1, 3, 1, 1).astype(np.float32),

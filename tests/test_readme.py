@@ -29,6 +29,7 @@ import aionn
 from aionn.cli import main
 from aionn.runtime.preparing.idling import Idling
 from aionn.testing import FakeDevice
+from aionn.testing.models import scaled_model
 from tests.engines.provider_shim import install_shim
 from tests.leaks import leak_check
 from tests.runtime.values_models import linear_classifier
@@ -83,6 +84,8 @@ async def run_block(section: str, world: dict[str, Any]) -> None:
 WORLDS = {
     "aionn",
     "A frame without a copy",
+    "A chain of models",
+    "Fences of the app",
     "A cache that can be trusted",
     "State that stays in the driver",
     "Streams",
@@ -135,6 +138,27 @@ def voice(number: int = 0) -> dict[str, np.ndarray[Any, Any]]:
 def anyio_backend() -> Any:
     """One loop is enough to show that README tells the truth; the journeys have both."""
     return ("asyncio", {"use_uvloop": True})
+
+
+@pytest.mark.anyio
+async def test_a_chain_of_models_and_a_fence_of_the_app() -> None:
+    double = aionn.Model.from_onnx(scaled_model(np.full((1, 16), 2, np.float32)))
+    x = np.arange(16, dtype=np.float32)[None]
+    async with aionn.Runtime() as runtime:
+        detector = await runtime.compile(double, devices=("reference",))
+        classifier = await runtime.compile(double, devices=("onnxruntime",))
+        world: dict[str, Any] = {"aionn": aionn, "detector": detector, "classifier": classifier, "x": x, "os": os}
+        await run_block("A chain of models", world)
+        np.testing.assert_array_equal(world["outputs"]["y"], x * 4)
+        camera = os.eventfd(0)
+        frame = aionn.Memory.allocate(x.nbytes)
+        frame.array(np.float32, x.shape)[:] = x
+        os.eventfd_write(camera, 1)
+        world |= {"camera": camera, "frame": frame}
+        await run_block("Fences of the app", world)
+        np.testing.assert_array_equal(world["outputs"]["y"], x * 2)
+        frame.close()
+        os.close(camera)
 
 
 @pytest.mark.anyio

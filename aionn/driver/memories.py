@@ -90,7 +90,7 @@ def bound_pool(pool: IMemory | IBuffer, buffers: DeviceBuffers) -> BoundPool:
     """Return a pool of a request: its bytes in place with shape (size_bytes,), or the token of one of `buffers`."""
     if isinstance(pool, EngineBuffer) and pool.of(buffers):
         return BoundPool(None, pool.token)
-    if not isinstance(pool, IMemory):
+    if not isinstance(pool, Region | IMemory):  # a check against the protocol alone takes long
         raise CallerError("a device memory of another device was given; allocate one from a compilation on this device")
     return BoundPool(np.frombuffer(pool.view(), np.uint8), None, _file_of(pool), _home_of(pool))
 

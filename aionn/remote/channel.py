@@ -123,13 +123,13 @@ class Channel:
         if self._closed:
             return
         if self._outgoing:
-            self._outgoing.append((frame, _duplicates(fds)))
+            self._outgoing.append((frame, duplicates(fds)))
             return
         sent = self._send(frame, fds)
         if sent is None or sent == len(frame):
             return
         # The descriptors have left with the first byte, if any byte has left.
-        kept = _duplicates(fds) if sent == 0 else ()
+        kept = duplicates(fds) if sent == 0 else ()
         self._outgoing.append((frame[sent:], kept))
         self._loop.add_writer(self._fd, self._writable)
 
@@ -254,7 +254,7 @@ class Channel:
         self._received.clear()
 
 
-def _duplicates(fds: Sequence[int]) -> tuple[int, ...]:
+def duplicates(fds: Sequence[int]) -> tuple[int, ...]:
     """Duplicate all descriptors. If one cannot be duplicated, close the duplicates and raise."""
     made: list[int] = []
     try:

@@ -31,6 +31,7 @@ from aionn.hal.types import (
 )
 from aionn.hal.values import ValuesResult, from_messages
 from aionn.memory.memory import Memory
+from aionn.memory.region import Region
 from aionn.remote.channel import Descriptors
 from aionn.remote.connection import Connection
 from aionn.remote.control import (
@@ -317,7 +318,7 @@ class RemotePreparedModel:
         for pool in pools:
             if isinstance(pool, RemoteBuffer) and pool.device is self.device:
                 messages.append(PoolMessage(None, pool.token))
-            elif isinstance(pool, IMemory):
+            elif isinstance(pool, Region | IMemory):  # a check against the protocol alone takes long
                 messages.append(PoolMessage(pool.description))
                 fds.append(pool.fileno())
             else:

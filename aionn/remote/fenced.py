@@ -16,7 +16,7 @@ from aionn.remote.fences import check_fence, signal_fence
 from aionn.tasks import Answer
 
 Found = FencedResult | BaseException
-"""The driver's answer, or why there is none."""
+"""The driver's answer, or the error that came in its place."""
 
 
 class Fenced(NamedTuple):

@@ -113,9 +113,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--frames", type=int, default=30)
     options = parser.parse_args(argv)
-    print(
-        f"{platform.processor() or platform.machine()}, Python {platform.python_version()}; ms per frame, medians of {options.rounds} rounds"
-    )
+    print(f"{platform.processor() or platform.machine()}, Python {platform.python_version()}; ms per frame, medians of {options.rounds}")
     print(f"{'':8}{'fences':>10}{'loop':>10}{'ratio':>8}")
     for case, ways in aionn.run(measure, options.rounds, options.frames).items():
         print(f"{case:8}{ways['fences']:10.2f}{ways['loop']:10.2f}{ways['fences'] / ways['loop']:8.2f}")

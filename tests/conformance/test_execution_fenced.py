@@ -32,6 +32,7 @@ from aionn.hal.types import (
 )
 from aionn.memory.region import Region
 from aionn.remote.fences import FAILURE, make_fence, outcome_of, signal_fence
+from aionn.testing import FakeDevice
 from aionn.testing.models import identity_model, scaled_model
 from tests.conformance.devices import ENGINES, HOLDERS
 from tests.leaks import leak_check
@@ -292,7 +293,7 @@ async def test_descriptors_that_are_no_fences_are_refused(holder: Any, engine: s
         assert (await it.compute()).status is ErrorStatus.NONE
 
 
-async def test_the_end_of_the_driver_signals_a_failure(fake: aionn.testing.FakeDevice) -> None:
+async def test_the_end_of_the_driver_signals_a_failure(fake: FakeDevice) -> None:
     model = aionn.Model.from_onnx(identity_model({"x": (64,)}))
     async with HOLDERS["in_a_driver"](fake.name) as device, prepared_on(device, model) as it:  # type: ignore[attr-defined]
         with fences(2) as (never, fence):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import gc
 import logging
@@ -21,7 +22,7 @@ import pytest
 import aionn
 from aionn.remote.fences import outcome_of
 from aionn.runtime.compilation import parts_of
-from aionn.runtime.executing.starting import IN_FLIGHT
+from aionn.runtime.executing.starting import IN_FLIGHT, Started
 from aionn.testing import FakeDevice, identity_model
 from aionn.testing.fake_engine import SecondFakeEngine
 from aionn.testing.models import scaled_model
@@ -283,40 +284,52 @@ async def test_a_cycle_over_a_foreign_fence_ends_with_the_deadline(first: aionn.
 # --- wrong arguments ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wrong", ["event alone", "number alone", "string", "none", "closed", "file", "bool", "object", "nothing open"])
-async def test_dependencies_of_a_wrong_kind_are_refused_at_the_start(first: aionn.Compilation, wrong: str, tmp_path: Any) -> None:
+async def test_dependencies_of_a_wrong_kind_are_refused_at_the_start(first: aionn.Compilation, tmp_path: Any) -> None:
     done = first.start({"x": X})
     await done
     read, write = os.pipe()
     os.close(read)
     os.close(write)
+    before = fds()
     with open(tmp_path / "file", "w+") as file:  # noqa: ASYNC230
-        after: Any = {
-            "event alone": done,
-            "number alone": 0,
-            "string": "fence",
-            "none": (None,),
-            "closed": (read,),
-            "file": (file,),
-            "bool": (True,),
-            "object": (object(),),
-            "nothing open": (-1,),
-        }[wrong]
-        before = fds()
-        with pytest.raises(aionn.CallerError, match=r"after|descriptor"):
-            first.start({"x": X}, after=after)
+        wrong: tuple[Any, ...] = (
+            done,
+            0,
+            "fence",
+            None,
+            (None,),
+            (read,),
+            (file,),
+            (True,),
+            (object(),),
+            (-1,),
+            (done, 2**40),
+            (file.fileno(),),
+        )
+        for after in wrong:
+            with pytest.raises(aionn.CallerError, match=r"after|descriptor"):
+                first.start({"x": X}, after=after)
+    with pytest.raises(aionn.CallerError, match=r"after"):
+        first.start({"x": X}, after=(file,))
     gc.collect()
-    assert fds() == before - 1
+    assert fds() == before
     await first.start({"x": X})
 
 
-@pytest.mark.parametrize("bad", [{}, {"x": X[0]}, {"z": X}, {"x": X.astype(np.float64)}, [X]])
-async def test_inputs_that_do_not_fit_are_refused_at_the_start(first: aionn.Compilation, bad: Any) -> None:
+async def test_inputs_that_do_not_fit_are_refused_at_the_start(first: aionn.Compilation) -> None:
+    await first.start({"x": X})
     before = fds()
-    with pytest.raises(aionn.CallerError):
-        first.start(bad)
+    bad: tuple[Any, ...] = ({}, {"x": X[0]}, {"z": X}, {"x": X.astype(np.float64)}, [X], {"x": None})
+    for inputs in bad:
+        with pytest.raises(aionn.CallerError):
+            first.start(inputs)
+    with pytest.raises(aionn.CallerError, match="outputs"):
+        first.start({"x": X}, outputs={"nothing": 1})
+    with pytest.raises(aionn.CallerError, match="timeout_s"):
+        first.start({"x": X}, timeout_s=-1)
     gc.collect()
     assert fds() == before
+    await first.start({"x": X})
 
 
 async def test_an_output_in_memory_needs_its_full_shape(fake: FakeDevice) -> None:
@@ -341,12 +354,12 @@ async def test_an_output_in_memory_needs_its_full_shape(fake: FakeDevice) -> Non
                 await dependent
 
 
-def _unknown_output() -> bytes:
-    """A model whose output has axes of unknown names."""
+def _unknown_output(copies: int = 1) -> bytes:
+    """A model whose output has axes of unknown names: its input turned, so many times."""
     from onnx import TensorProto, helper
 
     graph = helper.make_graph(
-        [helper.make_node("Transpose", ["x"], ["y"])],
+        [helper.make_node("Transpose", ["x"], ["turned"]), helper.make_node("Concat", ["turned"] * copies, ["y"], axis=0)],
         "turned",
         [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["a", "b"])],
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["p", "q"])],
@@ -534,3 +547,37 @@ async def test_device_memory_lost_with_the_driver_is_named(gate: int) -> None:
             os.kill(pid, signal.SIGKILL)
             with pytest.raises(aionn.DeviceMemoryLostError):
                 await event
+
+
+async def test_a_retry_with_more_room_does_not_wait_for_its_dependencies_again(gate: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fence of the app's that was signalled once may be taken by then."""
+    retries: list[int] = []
+    send_wider = Started._send_wider
+
+    def taken_before(started: Started, *arguments: Any) -> None:
+        retries.append(os.eventfd_read(gate) if not retries else 0)
+        send_wider(started, *arguments)
+
+    monkeypatch.setattr(Started, "_send_wider", taken_before)
+    async with aionn.Runtime() as runtime:
+        compilation = await runtime.compile(aionn.Model.from_onnx(_unknown_output(copies=8)), devices=("reference",))
+        x = np.ones((100, 100), np.float32)
+        event = compilation.start({"x": x}, after=(gate,), timeout_s=30)
+        dependent = compilation.start({"x": x}, after=(event,))
+        os.eventfd_write(gate, 1)
+        np.testing.assert_array_equal((await event)["y"], np.concatenate([x] * 8))
+        assert retries[0] == 1
+        await dependent
+
+
+async def test_a_hostile_answer_about_dependencies_fails_the_event_alone(first: aionn.Compilation, monkeypatch: pytest.MonkeyPatch) -> None:
+    take = Started._take
+
+    def lied_to(started: Started, serving: Any, found: Any) -> None:
+        take(started, serving, dataclasses.replace(found, failed=12345))
+
+    monkeypatch.setattr(Started, "_take", lied_to)
+    with pytest.raises(aionn.ExecutionError, match="dependency 12345"):
+        await first.start({"x": X})
+    monkeypatch.undo()
+    np.testing.assert_array_equal((await first.start({"x": X}))["y"], X)

@@ -31,7 +31,7 @@ _numbers = itertools.count(1)
 class Event:
     """An execution that was started. Made by `Compilation.start`.
 
-    `await event` returns its `Outputs`, or raises why there are none. Any number of tasks may await it, and it need not be awaited.
+    `await event` returns its `Outputs`, or raises the error of the execution. Any number of tasks may await it, and it need not be awaited.
     The outputs are views of shared memory, which keep their values as long as the app holds them.
 
     Attributes:

@@ -25,6 +25,7 @@ from aionn.errors import CallerError, DeadlineError, DriverDiedError
 from aionn.hal.types import ErrorStatus, FencedResult, Result
 from aionn.memory.pool import Frame, FramesInFlightError
 from aionn.pages.app_layout import COMPUTED, COPIED_BYTES, FAILED
+from aionn.remote.channel import duplicates
 from aionn.remote.device import RemotePreparedModel
 from aionn.remote.fenced import Fenced, Found
 from aionn.remote.fences import Waits, execute_fenced_by
@@ -263,9 +264,9 @@ class Started:
         if isinstance(prepared, RemotePreparedModel):
             return prepared.start_fenced(fenced, self._measure_timing, self._deadline_ns, answered)
         waits = Waits()
-        own = Fenced(
-            fenced.request, fenced.pools, [dataclasses.replace(each, fd=os.dup(each.fd)) for each in fenced.after], os.dup(fenced.fence)
-        )
+        fence, *waited = duplicates(fenced.fds)  # the event's may be closed before the wait is over
+        after = [dataclasses.replace(each, fd=fd) for each, fd in zip(fenced.after, waited, strict=True)]
+        own = Fenced(fenced.request, fenced.pools, after, fence)
 
         async def run() -> None:
             found: Found = CallerError(_CLOSED)
@@ -278,7 +279,12 @@ class Started:
                     os.close(fd)
                 answered(found)
 
-        self._starts.renewal.session.tasks.start_soon(run, name=self.event.name)
+        try:
+            self._starts.renewal.session.tasks.start_soon(run, name=self.event.name)
+        except BaseException:
+            for fd in own.fds:
+                os.close(fd)
+            raise
         return waits.close
 
     def _answered(self, serving: Serving, settled: Callable[[Result | None], None], found: Found) -> None:
@@ -307,9 +313,9 @@ class Started:
         (placement, layout, frame), executor, result = self._placed, self._executor, found.result
         if found.failed is not None:
             executor.counts.add(FAILED, 1)
-            waited = [number for number, after in enumerate(self.after) if after.sent]
-            number = waited[found.failed] if found.failed < len(waited) else 0
-            raise failed_dependency(self.after[number].event, number)
+            waited = [(number, after.event) for number, after in enumerate(self.after) if after.sent]
+            number, event = waited[found.failed] if 0 <= found.failed < len(waited) else (found.failed, None)
+            raise failed_dependency(event, number)
         if result.status is not ErrorStatus.NONE:
             if executor.arguments.may_retry(layout, result, placement.outputs):
                 self._send_wider(serving, result)
@@ -336,6 +342,9 @@ class Started:
         self._placed = placement, layout, frame
         fill(frame, layout, before.inputs_in(old), placement.inputs)
         old.settled(None)
+        for after in self.after:
+            after.close()
+        self.after = ()  # all are done, or the request would not have run
         self._send(serving)
 
     def _give_back(self) -> None:
