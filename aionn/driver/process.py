@@ -109,8 +109,10 @@ async def serve(name: str, home: str, sock: socket.socket, state_directory: str 
     async with anyio.create_task_group() as tasks:
         service = DeviceService(EngineDevice(engine, tasks, state_directory, page), sock, tasks, page.fd)
         await service.start()
-        logging.getLogger("aionn").addHandler(LogLines(service.log))
+        lines = LogLines(service.log)
+        logging.getLogger("aionn").addHandler(lines)
         await service.ended.wait()
+        logging.getLogger("aionn").removeHandler(lines)
         with anyio.move_on_after(CLEAN_UP_S, shield=True):
             await service.aclose()
         tasks.cancel_scope.cancel()
