@@ -5,6 +5,7 @@ What the driver answers over a burst is compared with ONNX Runtime called direct
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import pty
@@ -349,6 +350,30 @@ def test_cameras_refuses_what_cannot_be(arguments: tuple[str, str]) -> None:
     ran = example("cameras.py", *arguments)
     assert (ran.returncode, ran.stdout) == (2, "")
     assert arguments[0] in ran.stderr
+
+
+# --- a driver for another format -------------------------------------------------------------------------------------
+
+
+def test_litert_answers_cached_in_a_burst_and_staged(tmp_path: Path) -> None:
+    if importlib.util.find_spec("ai_edge_litert") is None:
+        pytest.skip("this test needs the package ai-edge-litert; run pip install -e '.[litert]'")
+    with leak_check():
+        ran = example("litert_driver.py", "--frames", "30", "--json")
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout)
+    assert found["outcomes"] == ["MISS", "HIT"]
+    assert found["frames"] == 30
+    assert found["stages"] == ["litert_driver:LiteRTPlainEngine", "litert_driver:LiteRTEngine"]
+    assert found["worst"] < 1e-5
+
+
+def test_litert_without_its_package_is_one_sentence_and_exit_code_2(tmp_path: Path) -> None:
+    (tmp_path / "ai_edge_litert.py").write_text("raise ImportError('it is not here')\n", encoding="utf-8")
+    command = [sys.executable, str(EXAMPLES / "litert_driver.py")]
+    ran = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)}, stdin=subprocess.DEVNULL)
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert "needs the package ai-edge-litert, which cannot be imported (it is not here); pip install ai-edge-litert" in ran.stderr
 
 
 # --- the carriers ----------------------------------------------------------------------------------------------------

@@ -99,6 +99,8 @@ WORLDS = {
     "Providers and options of devices",
     "How long a driver process and its memory live",
     "Testing your app",
+    "Checking an engine",
+    "Formats other than ONNX",
 }
 
 
@@ -465,3 +467,23 @@ def test_the_tree_of_errors_is_the_one_that_is_raised() -> None:
     assert told.keys() == {
         name for name in aionn.__all__ if isinstance(getattr(aionn, name), type) and issubclass(getattr(aionn, name), Exception)
     }
+
+
+@pytest.mark.anyio
+async def test_checking_an_engine() -> None:
+    from aionn.testing.engine_cases import CASES
+
+    world: dict[str, Any] = {}
+    await run_block("Checking an engine", world)
+    (mark,) = world["test_my_engine"].pytestmark
+    assert mark.kwargs["ids"] == [case.__name__ for case in CASES]
+    page = (ROOT / "docs" / "drivers.md").read_text(encoding="utf-8")
+    assert [name for name in mark.kwargs["ids"] if f"`{name}`" not in page] == []
+
+
+@pytest.mark.anyio
+async def test_formats_other_than_onnx() -> None:
+    world: dict[str, Any] = {"aionn": aionn, "content": b"bytes of a model"}
+    await run_block("Formats other than ONNX", world)
+    model = world["model"]
+    assert (model.format, bytes(aionn.hal.model_bytes(model, "tflite"))) == ("tflite", b"bytes of a model")

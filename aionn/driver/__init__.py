@@ -18,6 +18,8 @@
     threads    the threads for compiling and loading
     artifacts  stores what was compiled, and loads it verified
     blobs      the blob cache that a device hands to its engine
+    bugs       what is a bug in an engine, where it lies, and its traceback in the log
+    log_lines  sends the log of this process to the app's log
     schedule   when a driver process gets CPU time
     process    what `python -m aionn.driver NAME` does: bind its life to its parent's, greet, serve
     __main__   makes settings that must come before the imports, and calls `process`

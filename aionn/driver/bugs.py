@@ -1,7 +1,7 @@
 """A bug in an engine, as opposed to an error that it raises on purpose: its traceback for the app's log, its place for the error.
 
 A bug is an exception of a type that Python itself raises for wrong code (`TypeError`, `KeyError`, `ZeroDivisionError`). Libraries raise
-other types for models and inputs that they refuse, and so do engines. These are no bugs, and their texts say enough.
+other types for models and inputs that they refuse, and so do engines. The texts of such errors say enough.
 
 Each place is logged once in a driver process, so an engine that fails in every frame fills no log.
 """

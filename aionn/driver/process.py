@@ -121,8 +121,10 @@ async def serve(name: str, home: str, sock: socket.socket, state_directory: str 
 async def _serve_until_gone(device: IDevice, sock: socket.socket, tasks: TaskGroup, page: DriverPage) -> None:
     service = DeviceService(device, sock, tasks, page.fd)
     await service.start()
-    logging.getLogger("aionn").addHandler(LogLines(service.log))
+    lines = LogLines(service.log)
+    logging.getLogger("aionn").addHandler(lines)
     await service.ended.wait()
+    logging.getLogger("aionn").removeHandler(lines)
     with anyio.move_on_after(CLEAN_UP_S, shield=True):
         await service.aclose()
 

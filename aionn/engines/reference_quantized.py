@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
+from onnx import TensorProto
 from onnx.helper import tensor_dtype_to_np_dtype
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
@@ -41,7 +42,11 @@ class QuantizeLinear(_Quantize):  # type: ignore[misc]
     op_domain = ""
 
     def _run(self, x: Array, scale: Array, zero_point: Array | None = None, **given: Any) -> tuple[Array, ...]:
-        kind = zero_point.dtype if zero_point is not None else np.dtype(tensor_dtype_to_np_dtype(given.get("output_dtype") or 2))
+        kind = (
+            zero_point.dtype
+            if zero_point is not None
+            else np.dtype(tensor_dtype_to_np_dtype(given.get("output_dtype") or TensorProto.UINT8))
+        )
         if kind not in _SMALL_INTEGERS:
             return super()._run(x, scale, zero_point, **given)  # type: ignore[no-any-return]
         axis, block = given.get("axis", 1), given.get("block_size") or 0

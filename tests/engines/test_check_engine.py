@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -55,6 +56,26 @@ def test_a_fault_is_found_by_a_named_case(engine: type[Right]) -> None:
         case(EngineCheck(engine))
     assert not isinstance(found.value, Inapplicable)
     assert str(found.value)
+
+
+@pytest.mark.parametrize(
+    "engine", [Right, Right(), lambda: Right(), f"{Right.__module__}:Right"], ids=["class", "engine", "function", "name"]
+)
+def test_an_engine_is_given_in_any_form(engine: Any) -> None:
+    check = EngineCheck(engine)
+    assert check.make().name == "right"
+    assert check.name == ("" if getattr(engine, "__name__", "") == "<lambda>" else f"{Right.__module__}:Right")
+    CASES[0](check)
+
+
+def test_an_engine_that_can_run_none_of_the_models_is_told_to_bring_its_own() -> None:
+    with pytest.raises(AssertionError, match="give models that the engine can run"):
+        CASES[2](EngineCheck(Refusing))
+
+
+class Refusing(Right):
+    def supported_operations(self, model: aionn.hal.Model) -> Sequence[bool]:
+        return [False] * len(model.operations)
 
 
 def test_every_case_finds_a_fault() -> None:

@@ -130,3 +130,21 @@ async def test_it_runs_in_bursts_and_is_swapped(fake: FakeDevice) -> None:
                 np.testing.assert_array_equal((await burst.compute({"x": frame(value)}))["y"], frame(value))
             await runtime.swap(compilation, opaque(CONTENT[::-1]))
             np.testing.assert_array_equal((await burst.compute({"x": frame(9)}))["y"], frame(9))
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("mode", ["jit", "staged"])
+async def test_it_is_compiled_later_and_in_stages(mode: Any, quick: FakeDevice, best: FakeDevice, tmp_path: Path) -> None:
+    names = (quick.name, best.name)
+    async with aionn.Runtime() as runtime:
+        runtime.stage_policy = aionn.StagePolicy(min_gain=None)
+        which: dict[str, Any] = {"stages": names} if mode == "staged" else {"devices": names[:1]}
+        compilation = await runtime.compile(opaque(), mode=mode, cache_dir=tmp_path, **which)
+        answer = await compilation.compute({"x": frame(2)})
+        np.testing.assert_array_equal(answer["y"], frame(2))
+        assert answer.device == quick.name
+        if mode == "staged":
+            await compilation.wait_for_stage(best.name)
+            answer = await compilation.compute({"x": frame(5)})
+            assert answer.device == best.name
+            np.testing.assert_array_equal(answer["y"], frame(5))
