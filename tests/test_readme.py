@@ -27,6 +27,7 @@ import aionn
 from aionn.cli import main
 from aionn.runtime.preparing.idling import Idling
 from aionn.testing import FakeDevice
+from aionn.testing.models import identity_model
 from tests.leaks import leak_check
 
 ROOT = Path(__file__).parent.parent
@@ -81,6 +82,7 @@ WORLDS = {
     "A frame without a copy",
     "A cache that can be trusted",
     "State that stays in the driver",
+    "Memory between two models",
     "Streams",
     "Cameras",
     "First frame at once, faster frames later",
@@ -188,6 +190,19 @@ async def test_state_that_stays_in_the_driver_is_saved_restored_and_lost_with_it
             state = await compilation.allocate(inputs=("state",), outputs=("stateN",))
             await state.copy_from(kept)
             assert await step() == pytest.approx(after, abs=1e-6)
+
+
+@pytest.mark.anyio
+async def test_memory_between_two_models_carries_what_one_wrote_to_the_other() -> None:
+    text = np.arange(4, dtype=np.float32)
+    async with aionn.Runtime() as runtime:
+        world: dict[str, Any] = {"runtime": runtime, "text": text}
+        for name, source, target in (("encoder", "text", "hidden"), ("decoder", "hidden", "words")):
+            model = aionn.Model.from_onnx(identity_model({source: (4,)}, outputs=(target,)))
+            world[name] = await runtime.compile(model, devices=("onnxruntime",))
+        await run_block("Memory between two models", world)
+        np.testing.assert_array_equal(world["outputs"]["words"], text)
+        np.testing.assert_array_equal(await world["hidden"].snapshot(), text)
 
 
 @pytest.mark.anyio
