@@ -29,7 +29,7 @@ import aionn
 from aionn.cli import main
 from aionn.runtime.preparing.idling import Idling
 from aionn.testing import FakeDevice
-from aionn.testing.models import scaled_model
+from aionn.testing.models import identity_model, scaled_model
 from tests.engines.provider_shim import install_shim
 from tests.leaks import leak_check
 from tests.runtime.values_models import linear_classifier
@@ -88,6 +88,7 @@ WORLDS = {
     "Fences of the app",
     "A cache that can be trusted",
     "State that stays in the driver",
+    "Memory between two models",
     "Streams",
     "Cameras",
     "Texts, lists and dicts",
@@ -243,6 +244,19 @@ async def test_state_that_stays_in_the_driver_is_saved_restored_and_lost_with_it
             state = await compilation.allocate(inputs=("state",), outputs=("stateN",))
             await state.copy_from(kept)
             assert await step() == pytest.approx(after, abs=1e-6)
+
+
+@pytest.mark.anyio
+async def test_memory_between_two_models_carries_what_one_wrote_to_the_other() -> None:
+    text = np.arange(4, dtype=np.float32)
+    async with aionn.Runtime() as runtime:
+        world: dict[str, Any] = {"runtime": runtime, "text": text}
+        for name, source, target in (("encoder", "text", "hidden"), ("decoder", "hidden", "words")):
+            model = aionn.Model.from_onnx(identity_model({source: (4,)}, outputs=(target,)))
+            world[name] = await runtime.compile(model, devices=("onnxruntime",))
+        await run_block("Memory between two models", world)
+        np.testing.assert_array_equal(world["outputs"]["words"], text)
+        np.testing.assert_array_equal(await world["hidden"].snapshot(), text)
 
 
 @pytest.mark.anyio
