@@ -21,7 +21,7 @@ def plain_body(layout: FrameLayout, frame: Frame, measure_timing: bool) -> bytes
     body: bytes | None = frame.bindings.get((layout, measure_timing))
     if body is None:
         body = encode_request_body(layout.request(frame.offset), (PoolReference(frame.slot),), measure_timing, framed=True)
-        _keep(frame, (layout, measure_timing), body)
+        keep(frame, (layout, measure_timing), body)
     return body
 
 
@@ -41,11 +41,12 @@ def placed_body(layout: FrameLayout, frame: Frame, frames: Frames, placement: Pl
 def remember(frame: Frame, key: Any, request: Request, references: tuple[PoolReference, ...], measure_timing: bool) -> bytes:
     """Encode a request whose pools are the frame's and `references`, and keep it with the frame."""
     body = encode_request_body(request, (PoolReference(frame.slot), *references), measure_timing, framed=True)
-    _keep(frame, key, body)
+    keep(frame, key, body)
     return body
 
 
-def _keep(frame: Frame, key: Any, body: bytes) -> None:
+def keep(frame: Frame, key: Any, body: bytes) -> None:
+    """Remember an encoded request with its frame."""
     if len(frame.bindings) >= _REMEMBERED:
         frame.bindings.clear()
     frame.bindings[key] = body

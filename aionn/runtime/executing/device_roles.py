@@ -70,7 +70,8 @@ class DeviceRoles:
             AionnError: the driver cannot have it.
         """
         models: list[RemotePreparedModel] = []
-        inputs, outputs = [], []
+        inputs: list[BufferRole] = []
+        outputs: list[BufferRole] = []
         for _, is_input, index in self._roles:
             for role in prepared.step_roles(is_input, index):
                 if role.prepared not in models:

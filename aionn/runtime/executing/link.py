@@ -7,19 +7,18 @@ asks for the memory behind a slot when it first sees the slot.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from aionn import trace
 from aionn.burst import DATUM_BYTES, ExecutionBurstController
 from aionn.errors import AionnError, CallerError
-from aionn.fmq import MessageQueue
-from aionn.hal.types import Result
+from aionn.fmq import SOON, MessageQueue
+from aionn.hal.types import Operand, Result
 from aionn.memory.pool import Frame
 from aionn.pages import BurstSlot
-from aionn.remote.device import RemoteBurstContext
+from aionn.remote.device import RemoteBurstContext, RemotePreparedModel
 from aionn.runtime.executing.bodies import placed_body, plain_body
 from aionn.runtime.executing.frame_layout import FrameLayout
 from aionn.runtime.executing.frames import Frames
@@ -27,6 +26,9 @@ from aionn.runtime.executing.placement import Placement
 from aionn.runtime.serving.compiled_model import CompiledModel
 from aionn.runtime.serving.serving import Serving
 from aionn.tasks import bounded_shield, call_soon_from_anywhere
+
+_WIDEST = 16
+"""An argument whose rank is not known counts with so many dimensions when the queues are made."""
 
 CLOSE_S = 2.0
 """The driver is given this long to free what it holds for a burst; its process frees the rest when it ends."""
@@ -50,20 +52,21 @@ class LinkOptions:
 
 
 class Link:
-    """One connection. Made by `open_link`; closed by `aclose`. An `Attempt` sends over it (`Channel`)."""
+    """One connection. Made by `links.open_link`; closed by `aclose`. An `Attempt` sends over it (`Channel`)."""
 
     __slots__ = ("_compiled", "_frames", "_loop", "context", "controller", "device", "prepared", "serving")
 
     def __init__(
         self,
         serving: Serving,
+        prepared: RemotePreparedModel,
         controller: ExecutionBurstController,
         context: RemoteBurstContext,
         compiled: CompiledModel,
         frames: Frames,
     ) -> None:
         self.serving = serving
-        self.prepared = serving.prepared
+        self.prepared = prepared
         self.device = serving.stage
         self.controller = controller
         self.context = context
@@ -74,6 +77,19 @@ class Link:
     @property
     def alive(self) -> bool:
         return self.controller.ended_by is None
+
+    @property
+    def in_flight(self) -> int:
+        """How many requests have been sent and are not answered."""
+        return self.controller.in_flight
+
+    async def wait_idle(self) -> None:
+        """Return when all requests that have been sent, or wait for their turn, are settled."""
+        await self.controller.wait_idle()
+
+    def nudge(self) -> None:
+        """Announce a request."""
+        self.controller.caller.nudge(SOON)
 
     def send(
         self,
@@ -102,12 +118,7 @@ class Link:
     async def aclose(self, error: AionnError) -> None:
         """Free queues and the driver's part. Calls that still wait get `error`."""
         self._end(error)
-        # Bounded: a driver that hangs must not hold up the app. It loses the client's memory by the closed queues all the same.
-        try:
-            with bounded_shield(CLOSE_S):
-                await self.context.aclose()
-        except AionnError as gone:
-            trace.count("burst.close_failed", reason=str(gone))
+        await close_context(self.context)
 
     def release(self, error: AionnError) -> None:
         """Close without waiting; see `aclose`."""
@@ -123,40 +134,44 @@ class Link:
         call_soon_from_anywhere(self._loop, self.context.forget_memory, slot)
 
 
-async def open_link(serving: Serving, compiled: CompiledModel, frames: Frames, options: LinkOptions, counts: BurstSlot) -> Link:
-    """Connect to the driver of `serving`. `counts`: what the burst's requests are counted in.
+async def close_context(context: RemoteBurstContext) -> None:
+    """Let the driver free its part of a burst."""
+    # Bounded: a driver that hangs must not hold up the app. It loses the client's memory by the closed queues all the same.
+    try:
+        with bounded_shield(CLOSE_S):
+            await context.aclose()
+    except AionnError as gone:
+        trace.count("burst.close_failed", reason=str(gone))
+
+
+async def open_queues(
+    prepared: RemotePreparedModel, frames: Frames, options: LinkOptions, counts: BurstSlot, capacity: int = 0
+) -> tuple[ExecutionBurstController, RemoteBurstContext]:
+    """Connect to the driver of a prepared model. `capacity`: datums per queue at least.
 
     Raises:
         AionnError: the driver is gone, or cannot open a burst; nothing is left.
     """
-    requests = MessageQueue.create(DATUM_BYTES, options.queue_capacity)
+    capacity = max(options.queue_capacity, capacity)
+    requests = MessageQueue.create(DATUM_BYTES, capacity)
     try:
-        results = MessageQueue.create(DATUM_BYTES, options.queue_capacity)
+        results = MessageQueue.create(DATUM_BYTES, capacity)
     except BaseException:
         requests.close()
         raise
     controller = ExecutionBurstController(requests, results, depth=options.depth, low_power=options.low_power, counts=counts)
     try:
-        context = await serving.prepared.configure_execution_burst(frames, requests.descriptor(), results.descriptor(), options.anticipate)
+        context = await prepared.configure_execution_burst(frames, requests.descriptor(), results.descriptor(), options.anticipate)
     except BaseException:
         controller.end(CallerError("the burst could not be opened"))
         raise
     for queue in (requests, results):
         queue.forget_descriptor()
-    serving.prepared.device.connection.when_ended(controller, partial(_driver_ended, serving, controller))
-    return Link(serving, controller, context, compiled, frames)
+    return controller, context
 
 
-def _driver_ended(serving: Serving, controller: ExecutionBurstController, error: BaseException) -> None:
-    """End a link with its driver. Its usual requests are counted by the controller alone."""
-    controller.end(error)
-    if controller.lost:
-        serving.lost = True
-
-
-def release(frames: Frames, held: list[Link]) -> None:
-    """Free the queues, the frames and the driver's part of a burst that is over, or has been collected."""
-    for link in held:
-        link.release(CallerError("the burst was closed while this call waited"))
-    held.clear()
-    frames.close()
+def needed_capacity(inputs: Mapping[str, Operand], outputs: Mapping[str, Operand]) -> int:
+    """Return datums for queues that hold two of a model's requests at least, whatever its number of arguments."""
+    operands = (*inputs.values(), *outputs.values())
+    widths = (_WIDEST if operand.dimensions is None else len(operand.dimensions) for operand in operands)
+    return 2 * (4 + sum(2 + width for width in widths))

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from math import prod
 
 from aionn.graph import resolve_shapes
+from aionn.graph.steps import lay_out
 from aionn.memo import Memo
-from aionn.memory.pool import ALIGNMENT_BYTES, aligned
 from aionn.memory.region import PAGE_BYTES, Region
 from aionn.runtime.serving.wiring import Boundary, Wiring
 
@@ -62,28 +62,9 @@ class BoundaryLayout:
         for boundary in boundaries:
             shape = shapes[boundary.name]
             sizes[boundary.name] = room[boundary.name] if shape is None else prod(shape) * boundary.element_bytes
-        offsets, size_bytes = _shared([(sizes[b.name], b.made, b.read) for b in boundaries])
-        places = {b.name: (offset, sizes[b.name]) for b, offset in zip(boundaries, offsets, strict=True)}
-        return cls(places, dict(shapes), answered, size_bytes)
-
-
-def _shared(tensors: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
-    """Return offsets for tensors of (bytes, made, read), and the bytes of all. Two share bytes only if no step needs both.
-
-    The largest are placed first, each at the first gap between those that live at the same time.
-    """
-    offsets = [0] * len(tensors)
-    placed: list[tuple[int, int, int, int]] = []
-    for index in sorted(range(len(tensors)), key=lambda i: -tensors[i][0]):
-        size, made, read = tensors[index]
-        size, at = aligned(max(size, 1)), 0
-        for begin, end, _, _ in sorted(other for other in placed if other[2] <= read and made <= other[3]):
-            if begin - at >= size:
-                break
-            at = max(at, end)
-        offsets[index] = at
-        placed.append((at, at + size, made, read))
-    return offsets, max((end for _, end, _, _ in placed), default=ALIGNMENT_BYTES)
+        layout = lay_out(sizes, {boundary.name: (boundary.made, boundary.read) for boundary in boundaries})
+        places = {name: (offset, sizes[name]) for name, offset in layout.offsets.items()}
+        return cls(places, dict(shapes), answered, layout.size_bytes)
 
 
 class BoundaryLayouts:

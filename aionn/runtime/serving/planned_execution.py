@@ -96,7 +96,7 @@ class PlannedExecution:
         self._shapes: dict[str, Shape | None] = {}  # of the tensors made so far
         self._answered: set[str] = set()  # those whose shapes a driver has said
         self._timings: list[Timing] = []
-        self._in_flight = self._left = self._over = False  # a step is; the caller has; `settled` was called
+        self._sent = self._in_flight = self._left = self._over = False  # a step was; one is; the caller has; `settled` was called
         self._last: tuple[int, Result | None] = (0, None)
 
     # --- running -------------------------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ class PlannedExecution:
         while True:
             if number and self.deadline_ns is not None and time.monotonic_ns() >= self.deadline_ns:
                 return self._failure(number, ErrorStatus.MISSED_DEADLINE_TRANSIENT, "the deadline had passed before the step began")
-            self._in_flight = True
+            self._in_flight = self._sent = True
             with trace.span("plan.step", device=device, step=number):
                 result = await send(self, number, lambda answer: self._step_settled(number, answer))
             if result.status is ErrorStatus.NONE:
@@ -162,10 +162,15 @@ class PlannedExecution:
         if self._over:
             return
         self._over = True
-        memory, leased = self._planned.memory, self._leased
-        self._leased = []
+        leased, self._leased = self._leased, []
+        number, last = self._last
+        # A burst that is closed ends its requests, and the driver may still be busy with one. Its memory is not used again then.
+        written = last is None and self._sent and self.prepared(number).device.connection.ended_by is None
         for region in leased:
-            memory.give_back(region)
+            if written:
+                region.close()
+            else:
+                self._planned.memory.give_back(region)
         if self._settled is not None:
             self._settled(result)
 

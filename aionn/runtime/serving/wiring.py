@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from aionn.errors import CompilationError
-from aionn.graph.steps import Step
+from aionn.graph.steps import Step, check_steps, lifetimes
 from aionn.hal.types import Operand, Request, RequestArgument
 from aionn.remote.device import RemotePreparedModel
 
@@ -59,22 +59,14 @@ class Wiring:
         self.input_operands, self.output_operands = inputs, outputs
         self.inputs = {name: number for number, name in enumerate(inputs)}
         self.outputs = {name: number for number, name in enumerate(outputs)}
-        makers: dict[str, int] = {}
-        readers: dict[str, int] = {}
-        for number, planned in enumerate(self.steps):
-            for name in planned.prepared.inputs:
-                if name in makers:
-                    readers[name] = number
-                elif name not in self.inputs:
-                    raise CompilationError(f"step {number} of the plan reads {name!r}, which no step before it makes; compile again")
-            for name in planned.prepared.outputs:
-                makers[name] = number
-        missing = [name for name in self.outputs if name not in makers]
-        if missing:
-            raise CompilationError(f"no step of the plan makes the outputs {missing}; compile the model again")
+        parts = [planned.step for planned in self.steps]
+        wrong = check_steps(parts, self.inputs, self.outputs)
+        if wrong is not None:
+            raise CompilationError(f"the steps of the plan do not fit together: {wrong}; compile the model again")
         self.made = {
-            name: Boundary(name, self.steps[makers[name]].prepared.outputs[name].type.element_bytes, makers[name], read)
-            for name, read in readers.items()
+            name: Boundary(name, self.steps[made].prepared.outputs[name].type.element_bytes, made, read)
+            for name, (made, read) in lifetimes(parts, ()).items()
+            if read > made
         }
 
     def boundaries(self, omitted: frozenset[str]) -> list[Boundary]:

@@ -285,7 +285,7 @@ class Burst:
             holds.
         """
         link = self._connection.link
-        in_flight = link.controller.in_flight if link is not None else 0
+        in_flight = link.in_flight if link is not None else 0
         counts = {name: self._counts.get(counter) for name, counter in _STATISTICS.items()}
         return {**counts, "in_flight": in_flight, **self._executor.frames.count()}
 

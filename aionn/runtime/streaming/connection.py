@@ -21,7 +21,6 @@ import anyio
 
 from aionn import trace
 from aionn.errors import AionnError, CallerError, DeadlineError, again
-from aionn.fmq import SOON
 from aionn.hal.types import ExecutionPreference
 from aionn.memory.pool import Frame, FramePool
 from aionn.pages import Kind
@@ -30,7 +29,8 @@ from aionn.runtime.executing.arguments import Arguments
 from aionn.runtime.executing.attempt import Executor, FallsBack
 from aionn.runtime.executing.frame_layout import FrameLayout, Shapes
 from aionn.runtime.executing.frames import Frames
-from aionn.runtime.executing.link import Link, LinkOptions, open_link, release
+from aionn.runtime.executing.link import Link, LinkOptions
+from aionn.runtime.executing.links import AnyLink, open_link, release
 from aionn.runtime.preparing.renewal import Renewal
 from aionn.runtime.serving.members import Rest
 from aionn.runtime.serving.serving import Serving
@@ -61,14 +61,14 @@ class BurstConnection:
         self._link_to = partial(open_link, compiled=renewal.compiled, frames=executor.frames, options=options, counts=executor.counts)
         self.session = renewal.session
         self.executor = executor
-        self.link: Link | None = None
+        self.link: AnyLink | None = None
         self.usual: tuple[FrameLayout, FramePool, Link] | tuple[None, None, None] = _NOTHING
         self.when_closed: set[Callable[[], None]] = set()
         self._open = False
         self._connecting = anyio.Lock()
         self._failures = 0
         self._failure: AionnError | None = None
-        self._held: list[Link] = []
+        self._held: list[AnyLink] = []
         self._finalizer = weakref.finalize(self, call_soon_from_anywhere, self.session.loop, release, executor.frames, self._held)
         self._finalizer.atexit = False
 
@@ -146,10 +146,10 @@ class BurstConnection:
         layout = self.executor.arguments.layout(shapes)
         frame = await self.executor.frames.lease(layout)
         if self._options.anticipate and self.link is not None:
-            self.link.controller.caller.nudge(SOON)  # a request over this frame mostly follows
+            self.link.nudge()  # a request over this frame mostly follows
         return layout, frame
 
-    async def route(self, deadline_ns: int | None) -> Link:
+    async def route(self, deadline_ns: int | None) -> AnyLink:
         """Return the link to send over. It is the right one until the next await."""
         gate = self._compiled.gate
         while True:
@@ -163,9 +163,9 @@ class BurstConnection:
                 return link
 
     def plain_link(self) -> Link | None:
-        """Return the link if a request may be sent now without being counted, sampled or held back."""
+        """Return the link if a request may be sent now without being counted, sampled or held back. Plans have no short way."""
         link, compiled = self.link, self._compiled
-        if link is None or not link.alive or compiled.watched or compiled.sampling is not None or compiled.gate.shut:
+        if not isinstance(link, Link) or not link.alive or compiled.watched or compiled.sampling is not None or compiled.gate.shut:
             return None
         return link
 
@@ -174,7 +174,7 @@ class BurstConnection:
         if link is self.link and not self._compiled.watched and not self._compiled.gate.shut:
             self.usual = layout, self.executor.frames.pool(layout), link
 
-    async def _connect(self, deadline_ns: int | None) -> Link:
+    async def _connect(self, deadline_ns: int | None) -> AnyLink:
         """Return the live link. Make one first if the burst has no live link.
 
         One task connects at a time. The tasks that wait for it share its failure, so a driver that cannot connect is tried once.
@@ -191,7 +191,7 @@ class BurstConnection:
                 self._failures, self._failure = self._failures + 1, again(error)
                 raise
 
-    async def _connect_alone(self, deadline_ns: int | None) -> Link:
+    async def _connect_alone(self, deadline_ns: int | None) -> AnyLink:
         while True:
             if not self._open:
                 raise CallerError(_NOT_OPEN)
@@ -203,7 +203,9 @@ class BurstConnection:
                 with trace.span("burst.connect", device=serving.device):
                     link = await self._link_to(serving)
                 if serving is self._compiled.serving and self._open:
-                    self.install(link)
+                    before = self.install(link)
+                    if before is not None:  # a plan of which one driver is dead; the others free their parts
+                        self.session.tasks.start_soon(_close, before, name="a dead link")
                     return link
             await link.aclose(CallerError("another stage has been swapped in"))
 
@@ -213,7 +215,7 @@ class BurstConnection:
         """Make a second link, while executions go on over the first."""
         return BurstChange(self, await self._link_to(better))
 
-    def install(self, link: Link) -> Link | None:
+    def install(self, link: AnyLink) -> AnyLink | None:
         """Use `link` from now on. Returns the link that is to be closed: the one before, or `link` itself if the burst was closed."""
         if not self._open:
             return link
@@ -227,13 +229,13 @@ class BurstConnection:
     def rest(self) -> Rest | None:
         """Return None while a frame is leased or a request is in flight. An open burst that is silent rests."""
         link = self.link
-        if self.executor.frames.count()["pinned_frames"] or (link is not None and link.controller.in_flight):
+        if self.executor.frames.count()["pinned_frames"] or (link is not None and link.in_flight):
             return None
         return Rest(self.executor.counts.get(SENT), partial(_disconnect, self))
 
     async def wait_idle(self) -> None:
         if self.link is not None:
-            await self.link.controller.wait_idle()
+            await self.link.wait_idle()
 
     def count_from_now(self) -> None:
         """Leave the short way, which counts nothing."""
@@ -283,10 +285,10 @@ class Connections:
 class BurstChange:
     """A second link, not yet in use."""
 
-    def __init__(self, connection: BurstConnection, link: Link) -> None:
+    def __init__(self, connection: BurstConnection, link: AnyLink) -> None:
         self._connection = connection
         self._link = link
-        self._before: Link | None = None
+        self._before: AnyLink | None = None
 
     def check(self) -> None:
         """Return: a link cannot be outdated."""
@@ -312,6 +314,6 @@ def _disconnect(connection: BurstConnection) -> None:
         link.release(CallerError("the burst was given back while it was not used"))
 
 
-async def _close(link: Link) -> None:
-    await link.controller.wait_idle()
+async def _close(link: AnyLink) -> None:
+    await link.wait_idle()
     await link.aclose(CallerError("this stage has been replaced"))

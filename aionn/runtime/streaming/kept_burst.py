@@ -31,7 +31,7 @@ from aionn.runtime.executing.arguments import check_mapping
 from aionn.runtime.executing.attempt import Attempt, Call, Executor
 from aionn.runtime.executing.control import control_route
 from aionn.runtime.executing.frame_layout import Outputs
-from aionn.runtime.executing.link import CLOSE_S
+from aionn.runtime.executing.link import CLOSE_S, needed_capacity
 from aionn.runtime.streaming.burst import QUEUE_CAPACITY, Burst
 from aionn.runtime.streaming.connection import BurstConnection, Connections
 from aionn.tasks import bounded_shield, deadline_of, ending_by, seconds_until
@@ -41,9 +41,6 @@ DEPTH = 16
 
 IDLE_S = 10.0
 """The burst is closed after 10 to 20 s without a call. To open one takes about 5 ms, so a call a second never pays for it."""
-
-_WIDEST = 16
-"""An argument whose rank is not known counts with so many dimensions when the queues are made."""
 
 _LATE = "the call did not begin by the deadline, because too many calls wait for the driver; call again later"
 _CLOSED = "the compilation, or its runtime, was closed while this call waited"
@@ -153,7 +150,7 @@ class KeptBurst:
         connection = self.connection
         if connection is None or self._renewal.session.inherited:
             return
-        if self._used or self._places < DEPTH or (connection.link is not None and connection.link.controller.in_flight):
+        if self._used or self._places < DEPTH or (connection.link is not None and connection.link.in_flight):
             self._used = False
             self._timer = self._loop.call_later(IDLE_S, _look, weakref.ref(self))
             return
@@ -215,6 +212,4 @@ def _look(kept: weakref.ref[KeptBurst]) -> None:
 
 def _capacity(model: Model) -> int:
     """Return datums for queues that hold two of the model's requests at least, whatever its number of arguments."""
-    operands = (*model.inputs.values(), *model.outputs.values())
-    widths = (_WIDEST if operand.dimensions is None else len(operand.dimensions) for operand in operands)
-    return max(QUEUE_CAPACITY, 2 * (4 + sum(2 + width for width in widths)))
+    return max(QUEUE_CAPACITY, needed_capacity(model.inputs, model.outputs))
