@@ -16,10 +16,11 @@ import anyio
 
 from aionn import trace
 from aionn.caching import CacheOutcome
-from aionn.errors import AionnError, DeviceUnavailableError
+from aionn.errors import AionnError, CompilationError, DeviceUnavailableError
 from aionn.graph.steps import Step
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model
+from aionn.hal.types import Operand
 from aionn.remote.device import RemotePreparedModel
 from aionn.runtime.model import adopt
 from aionn.runtime.preparing.cached import CacheChoice
@@ -84,10 +85,8 @@ class Partition:
         if plan is None:
             return None
         try:
-            if not adopt(self._model, dict(plan.inputs), dict(plan.outputs)):
-                raise OtherModelError("the plan that the cache keeps under this token has other inputs or outputs than the model")
-            return await self.prepare(plan.steps, plan.model_digest)
-        except (OtherModelError, UnsupportedOperationError) as error:
+            return await self.prepare(plan.steps, plan)
+        except (OtherModelError, CompilationError) as error:  # of the plan's fault, or the same comes of the plan that is made now
             logger.warning("the plan that the cache keeps is not used, and the model is cut again: %s", str(error))
             trace.count("plan.refused", reason=str(error))
             return None
@@ -146,11 +145,11 @@ class Partition:
 
         await self._in_time(keep)
 
-    async def prepare(self, steps: Sequence[Step], digest: bytes = b"") -> Found:
+    async def prepare(self, steps: Sequence[Step], kept: KeptPlan | None = None) -> Found:
         """Prepare each step on its device.
 
         Args:
-            digest: token of the model that a plan from a cache names. Empty for a plan that was made of the model at hand.
+            kept: the plan from a cache that the steps belong to. None for a plan that was made of the model at hand.
 
         Raises:
             OtherModelError: the steps are those of another model.
@@ -159,6 +158,7 @@ class Partition:
         """
         made: dict[int, tuple[RemotePreparedModel, CacheOutcome]] = {}
         self.step_failed = None
+        model, digest = self._model, b"" if kept is None else kept.model_digest
 
         async def on_device(name: str) -> None:
             for number, step in enumerate(steps):
@@ -171,8 +171,11 @@ class Partition:
                     for name in dict.fromkeys(step.device for step in steps):
                         tasks.start_soon(on_device, name)
             planned = tuple(PlannedStep(step, made[number][0]) for number, step in enumerate(steps))
-            _check_borders(self._model, planned)
-            return PlannedModel(self._model, planned), tuple(made[number][1] for number in range(len(steps)))
+            inputs, outputs = (model.inputs, model.outputs) if kept is None else (dict(kept.inputs), dict(kept.outputs))
+            _check_borders(inputs, outputs, planned)
+            if not adopt(model, inputs, outputs):
+                raise OtherModelError("the plan that the cache keeps under this token has other inputs or outputs than the model")
+            return PlannedModel(model, planned), tuple(made[number][1] for number in range(len(steps)))
         except BaseException as error:
             for prepared, _ in made.values():
                 prepared.release()
@@ -204,13 +207,13 @@ def _first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
     return first
 
 
-def _check_borders(model: Model, steps: Sequence[PlannedStep]) -> None:
-    """Compare the operands of each step with those of the steps before, and of the model.
+def _check_borders(inputs: Mapping[str, Operand], outputs: Mapping[str, Operand], steps: Sequence[PlannedStep]) -> None:
+    """Compare the operands of each step with those of the steps before, and of the model, as it is known or as a plan says.
 
     Raises:
         OtherModelError: they do not fit together.
     """
-    known = dict(model.inputs)
+    known = dict(inputs)
     for planned in steps:
         step, prepared = planned.step, planned.prepared
         if tuple(prepared.inputs) != step.inputs or tuple(prepared.outputs) != step.outputs:
@@ -219,7 +222,7 @@ def _check_borders(model: Model, steps: Sequence[PlannedStep]) -> None:
             if name not in known or known[name].type is not operand.type:
                 raise OtherModelError(f"the step on device {step.device!r} reads {name!r} as {operand.type.value}, and no step makes that")
         for name, operand in prepared.outputs.items():
-            if name in model.outputs and model.outputs[name].type is not operand.type:
+            if name in outputs and outputs[name].type is not operand.type:
                 raise OtherModelError(f"the step on device {step.device!r} makes the output {name!r} as {operand.type.value}")
             known[name] = operand
 
