@@ -208,7 +208,7 @@ def swapped(scope: bytes, body: bytes) -> bytes:
     """A plan whose digest is right and whose first and last step claim each other's operations."""
     plan = msgspec.msgpack.decode(body[32:], type=KeptPlan)
     first, middle, last = plan.steps
-    steps = (Step(first.device, last.operations, last.nodes, first.inputs, first.outputs), middle)
+    steps: tuple[Step, ...] = (Step(first.device, last.operations, last.nodes, first.inputs, first.outputs), middle)
     steps += (Step(last.device, first.operations, first.nodes, last.inputs, last.outputs),)
     return encoded(msgspec.structs.replace(plan, steps=steps), scope)
 
@@ -279,7 +279,7 @@ async def test_a_step_that_cannot_be_prepared_leaves_nothing_of_the_others(both:
         for device in both:
             remote = await runtime._devices.get(device.name)
             with anyio.fail_after(20):  # a step that was being compiled is released when its driver has answered
-                while not remote.unused:
+                while not remote.unused:  # noqa: ASYNC110
                     await anyio.sleep(0.01)
         muls.behave()
         await check(await runtime.compile(aionn.Model.from_onnx(three_step_model()), devices=(adds.name, muls.name)))
@@ -289,14 +289,13 @@ async def test_steps_of_different_devices_are_prepared_side_by_side(both: list[F
     adds, muls = both
     adds.hang("compile")
     muls.hang("compile")
-    async with aionn.Runtime(start=()) as runtime:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(lambda: runtime.compile(aionn.Model.from_onnx(three_step_model()), devices=(adds.name, muls.name)))
-            with anyio.fail_after(20):
-                await adds.heard("compile")
-                await muls.heard("compile")
-            adds.behave()
-            muls.behave()
+    async with aionn.Runtime(start=()) as runtime, anyio.create_task_group() as tasks:
+        tasks.start_soon(lambda: runtime.compile(aionn.Model.from_onnx(three_step_model()), devices=(adds.name, muls.name)))
+        with anyio.fail_after(20):
+            await adds.heard("compile")
+            await muls.heard("compile")
+        adds.behave()
+        muls.behave()
 
 
 async def test_without_names_a_device_that_cannot_prepare_its_step_is_passed_over(
@@ -359,7 +358,7 @@ async def test_a_plan_that_was_given_back_for_idleness_is_loaded_again(both: lis
         compilation = await runtime.compile(model, devices=names(both), cache_dir=tmp_path / "cache", idle_s=0.02)
         await check(compilation)
         with anyio.fail_after(20):
-            while any(device.pid is not None for device in runtime.devices if device.name in names(both)):
+            while any(device.pid is not None for device in runtime.devices if device.name in names(both)):  # noqa: ASYNC110
                 await anyio.sleep(0.01)
         await check(compilation)
         assert kinds(compilation) == [HIT] * 3
@@ -377,7 +376,7 @@ async def test_plans_have_the_priority_of_their_compilation(both: list[FakeDevic
 
 
 async def test_a_deadline_ends_the_preparation_of_steps_and_leaves_nothing(both: list[FakeDevice]) -> None:
-    adds, muls = both
+    muls = both[1]
     async with aionn.Runtime(start=()) as runtime:
         model = aionn.Model.from_onnx(three_step_model())
         await runtime.compile(model, devices=names(both))
@@ -393,8 +392,8 @@ async def test_a_changed_file_is_found_when_a_step_of_a_kept_plan_must_be_compil
 ) -> None:
     async with aionn.Runtime(start=()) as runtime:
         await runtime.compile(await aionn.Model.load(path), devices=names(both), cache_dir=tmp_path / "cache", token=bytes(32))
-    path.unlink()
-    path.write_bytes(three_step_model(("Sub", "Mul", "Add")))
+    await anyio.Path(path).unlink()
+    await anyio.Path(path).write_bytes(three_step_model(("Sub", "Mul", "Add")))
     both[1].tell(version="2")
     async with aionn.Runtime(start=()) as runtime:
         compilation = await runtime.compile(
