@@ -1,4 +1,4 @@
-"""A model is cut over several devices, and each step is prepared like a model of its own.
+"""Cut a model over several devices, and prepare each step as any model is prepared.
 
 A step has its own cache entry, whose key has its operations, and its own outcome. Steps of different devices are prepared side by side.
 If one fails, those that are prepared are released. The plan itself is kept with the cache (`kept_plan`), so that a hit needs no graph.
@@ -27,7 +27,7 @@ from aionn.runtime.preparing.cached import CacheChoice
 from aionn.runtime.preparing.compiling import UnsupportedOperationError, supported_by
 from aionn.runtime.preparing.in_time import in_time
 from aionn.runtime.preparing.kept_plan import KeptPlan, decoded, encoded, scope_of
-from aionn.runtime.preparing.preparation import prepare
+from aionn.runtime.preparing.preparation import Found, prepare
 from aionn.runtime.preparing.reading import digested
 from aionn.runtime.preparing.step_model import OtherModelError, StepModel
 from aionn.runtime.processes.devices import Devices
@@ -37,9 +37,6 @@ from aionn.tasks import seconds_until, ungrouped
 logger = logging.getLogger("aionn.runtime")
 
 T = TypeVar("T")
-Found = tuple[Prepared, tuple[CacheOutcome, ...]]
-"""What was prepared, and the outcome of each step."""
-
 PrepareStep = Callable[[str, Model, PrepareOptions, CacheChoice | None], Awaitable[tuple[RemotePreparedModel, CacheOutcome]]]
 """Prepares a model on the device of that name, for these options, through that cache."""
 
@@ -79,7 +76,7 @@ class Partition:
         if cache is None:
             return None
         scope = scope_of(cache.token, versions, self._options)
-        body = await self._in_time(lambda: cache.store.plan(scope))
+        body = await self._in_time(lambda: cache.store.plans.get(scope))
         plan = None if body is None else decoded(body, scope, list(versions), self._model.known_token)
         trace.count("plan.kept", found=plan is not None)
         if plan is None:
@@ -140,7 +137,7 @@ class Partition:
 
         async def keep() -> bool:
             with cache.store.in_use():
-                await cache.store.keep_plan(scope, encoded(plan, scope))
+                await cache.store.plans.keep(scope, encoded(plan, scope))
             return True
 
         await self._in_time(keep)
@@ -275,7 +272,7 @@ async def prepare_on(
     except UnsupportedOperationError as error:
         if len(names) < 2:
             raise
-        first = error
+        own = error.supported  # not the error, whose traceback refers to this call
     partition = Partition(devices, model, options, cache, prepare_step)
     # The order is part of the plan's scope. The version says that the plan is one of a stage.
     versions: dict[str, str] = {}
@@ -287,8 +284,8 @@ async def prepare_on(
     versions[names[0]] += "; first"
     found = await partition.kept(versions)
     if found is None:
-        flags = {name: await partition.ask(name, first) for name in versions}
-        own = flags.pop(names[0])
+        own = own or await partition.ask(names[0])
+        flags = {name: await partition.ask(name) for name in versions if name != names[0]}
         if any(map(all, flags.values())):  # or the plan would be that device alone
             flags = {name: [able and not taken for able, taken in zip(can, own, strict=True)] for name, can in flags.items()}
         partition.capable = {names[0]: own, **flags}

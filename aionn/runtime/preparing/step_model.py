@@ -1,4 +1,4 @@
-"""`StepModel`: one step of a plan as a model of its own. Its graph is made when it is first needed.
+"""`StepModel`: one step of a plan as a model. Its graph is made when it is first needed.
 
 A step that comes from a cache needs no graph. Its token is made of the whole model's and of the step, and its operands come from the
 cache entry. A step that is compiled has the whole model read, and its part cut out.
