@@ -18,6 +18,7 @@ from aionn.runtime.executing.control import fixed_route
 from aionn.runtime.executing.device_buffers import BufferPair
 from aionn.runtime.executing.device_memory import DeviceMemory
 from aionn.runtime.executing.device_roles import DeviceRoles
+from aionn.runtime.executing.fallback import Fallback
 from aionn.runtime.executing.frame_layout import Outputs
 from aionn.runtime.executing.frames import Frames
 from aionn.runtime.executing.link import CLOSE_S
@@ -60,9 +61,10 @@ class CompilationParts:
         self.staging: Staging | None = None
         self.arguments = arguments = Arguments(model)
         self.renewal.disproved = lambda: arguments.disproved
-        self.bursts = Connections(self.renewal, arguments)
-        self.kept = KeptBurst(self.bursts)
         self._trials = Executor(arguments, Frames(_TRIALS), None)
+        # Devices that the app has named forbid any fallback.
+        self.bursts = Connections(self.renewal, arguments, Fallback(self.renewal, self._trials) if order.candidates is None else None)
+        self.kept = KeptBurst(self.bursts)
         self._closed = False
 
     async def allocate(self, roles: DeviceRoles, deadline_ns: int | None) -> DeviceMemory:
