@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from aionn.runtime.serving.planned_model import PlannedModel
 from aionn.testing import FakeDevice
 from tests.leaks import leak_check
 from tests.runtime.partial_engines import LeftFake, RightFake
-from tests.runtime.planned_models import LEFT, ORT, REF, RIGHT, chain, compiled, filtering, numbers, woven, woven_outputs
+from tests.runtime.planned_models import LEFT, ORT, REF, RIGHT, UNTIMED, chain, compiled, filtering, numbers, woven, woven_outputs
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("surroundings")]
 
@@ -90,7 +91,7 @@ async def test_a_boundary_tensor_of_unknown_shape_gets_more_room_when_it_needs_i
                 for _ in range(3):
                     same(await path({"x": many}), {"end": -2 * many})
                     same(await path({"x": few}), {"end": -2 * few[:3]})
-            widened = [dict(event.attributes) for event in recording.events if event.name == "plan.widened"]
+            widened = [dict(event.attributes) for event in recording.counters if event.name == "plan.widened"]
             assert widened == [{"device": REF, "tensors": ["kept"]}, {"device": ORT, "tensors": ["twice"]}], "it was learned"
 
 
@@ -98,7 +99,7 @@ async def test_a_main_output_without_room_ends_the_execution_at_once_with_the_sh
     async with compiled(woven(("N", 5)), REF, ORT) as (_, compilation):
         plan = plan_of(compilation)
         x = numbers((3, 5))
-        with Region.allocate(4096) as region:
+        with closing(Region.allocate(4096)) as region:
             np.frombuffer(region.view(), np.float32, 30).reshape(2, 15)[:] = x.reshape(-1)
             places = [RequestArgument(DataLocation(0, offset, 60), (3, 5)) for offset in (0, 64)]
             short = RequestArgument(DataLocation(0, 128, 40), ())
@@ -110,14 +111,14 @@ async def test_a_main_output_without_room_ends_the_execution_at_once_with_the_sh
         assert result.output_shapes == (OutputShape((3, 5), False), OutputShape((3, 5), True))
         assert result.message.startswith(f"step 2 of 4, on device {ORT!r}: ")
         assert settled == [result]
-        assert [event.attributes["step"] for event in recording.events if event.name == "plan.step"] == [0, 1], "later steps do not run"
+        assert [event.attributes["step"] for event in recording.spans if event.name == "plan.step"] == [0, 1], "later steps do not run"
 
 
 async def test_an_output_that_the_request_omits_is_made_for_the_steps_that_read_it() -> None:
     async with compiled(woven((3, 5)), REF, ORT) as (_, compilation):
         plan = plan_of(compilation)
         x, y = numbers((3, 5), 1), numbers((3, 5), 2)
-        with Region.allocate(4096) as region:
+        with closing(Region.allocate(4096)) as region:
             for offset, array in ((0, x), (64, y)):
                 np.frombuffer(region.view(), np.float32, 15, offset)[:] = array.reshape(-1)
             places = tuple(RequestArgument(DataLocation(0, offset, 60), (3, 5)) for offset in (0, 64, 128))
@@ -142,8 +143,7 @@ async def test_the_time_of_a_plan_is_the_sum_of_its_steps_and_unknown_where_one_
         for path in (compilation.compute, lambda inputs, measure_timing: over_control_calls(compilation, inputs, measure_timing=True)):
             found = await path({"x": x, "y": x}, measure_timing=True)
             assert found.timing is not None
-            assert found.timing.on_device_us == UNKNOWN_TIME_US, "the reference cannot say its time on the device"
-            assert 4 <= found.timing.in_driver_us < 10**7
+            assert 4 <= found.timing.on_device_us <= found.timing.in_driver_us < 10**7
             assert found.device == found.stage == f"{REF}+{ORT}"
     with FakeDevice(LeftFake), FakeDevice(RightFake) as right:
         right.delay(0.02, "run")
@@ -151,6 +151,12 @@ async def test_the_time_of_a_plan_is_the_sum_of_its_steps_and_unknown_where_one_
             timing = (await compilation.compute({"input": numbers((1, 16))}, measure_timing=True)).timing
             assert timing is not None
             assert 40_000 <= timing.on_device_us <= timing.in_driver_us < 10**7, "both steps that were slow"
+    with FakeDevice(LeftFake), FakeDevice(RightFake):
+        async with compiled(chain(("left", "right")), LEFT, UNTIMED) as (_, compilation):
+            timing = (await compilation.compute({"input": numbers((1, 16))}, measure_timing=True)).timing
+            assert timing is not None
+            assert timing.on_device_us == UNKNOWN_TIME_US
+            assert timing.in_driver_us < 10**7
 
 
 async def test_a_deadline_that_passes_in_one_step_ends_the_execution_and_later_steps_do_not_run() -> None:
@@ -193,7 +199,7 @@ async def test_a_driver_that_dies_in_a_step_ends_the_call_with_its_name_and_the_
         async with leak_check(), compiled(chain(homes), LEFT, RIGHT) as (_, compilation), compilation.burst() as burst:
             compute = burst.compute if path == "burst" else partial(over_control_calls, compilation)
             await compute({"input": x})
-            fake.crash("run", after=3 if step == 2 else 1 if name == LEFT else 1)
+            fake.crash("run", after=(2, 1, 3)[step])
             began_s = time.monotonic()
             with pytest.raises(aionn.DriverDiedError) as died:
                 while True:
