@@ -122,6 +122,8 @@ class CompilationParts:
     def end(self) -> None:
         """Give the memory back: the runtime has closed, and every driver has ended."""
         self._end(self.bursts)
+        if self.compiled.serving is not None:
+            self.compiled.serving.release()
 
     def _end(self, bursts: Iterable[BurstConnection]) -> None:
         self.kept.end()

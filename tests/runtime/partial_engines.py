@@ -5,12 +5,15 @@ Ask for one as "tests.runtime.partial_engines:OrtPart" (the tests' root must be 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from numpy.typing import NDArray
 
 from aionn.engines.onnxruntime import OnnxRuntimeEngine
 from aionn.engines.reference import ReferenceEngine
-from aionn.hal import Model
-from aionn.testing.fake_engine import VARIABLE, FakeEngine
+from aionn.hal import CompileOptions, ExecutionReport, Model
+from aionn.testing.fake_engine import VARIABLE, FakeEngine, FakeExecutable
 
 HERE = "tests.runtime.partial_engines"
 
@@ -35,6 +38,20 @@ class RightFake(FakeEngine):
     def supported_operations(self, model: Model) -> Sequence[bool]:
         self.act("supported")
         return _own("right", model)
+
+
+class UntimedFake(RightFake):
+    """It cannot say how long a run took on its device."""
+
+    name = "untimed"
+
+    def compile(self, model: Model, options: CompileOptions) -> FakeExecutable:
+        return _Untimed(self, super().compile(model, options).operands, b"")
+
+
+class _Untimed(FakeExecutable):
+    def run(self, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]], timing: bool) -> ExecutionReport:
+        return super().run(inputs, outputs, False)
 
 
 class RefPart(ReferenceEngine):

@@ -14,6 +14,7 @@ import aionn
 from tests.runtime.partial_engines import HERE
 
 REF, ORT, LEFT, RIGHT = f"{HERE}:RefPart", f"{HERE}:OrtPart", f"{HERE}:LeftFake", f"{HERE}:RightFake"
+UNTIMED = f"{HERE}:UntimedFake"
 
 Outputs = Mapping[str, NDArray[Any]]
 

@@ -25,6 +25,7 @@ import anyio
 from aionn import trace
 from aionn.caching.outcomes import CacheOutcome
 from aionn.errors import (
+    AionnError,
     CallerError,
     CompilationError,
     DeadlineError,
@@ -180,8 +181,10 @@ class Renewal:
             else:
                 prepared.remember(self.model)
                 preparing.serving = compiled.serving = Serving((prepared,), self.model, compiled.use, stage)
-                if dead is not None and compiled.replaced is not None:
-                    compiled.replaced(dead, preparing.serving)
+                if dead is not None:
+                    self.session.tasks.start_soon(_retire, dead, name="a dead plan")
+                    if compiled.replaced is not None:
+                        compiled.replaced(dead, preparing.serving)
         except Exception as failed:  # every caller gets it
             error = failed
         finally:
@@ -210,6 +213,13 @@ class Renewal:
 def stage_devices(name: str, stages: Sequence[str] | None) -> tuple[str, ...]:
     """Return the devices that a stage may be cut over: its own first, then those of the other stages."""
     return (name, *(other for other in stages or () if other != name))
+
+
+async def _retire(dead: Serving) -> None:
+    """Let the drivers that still live free their steps of a plan of which one driver is dead."""
+    await dead.wait_idle()
+    with suppress(AionnError):
+        await dead.aclose()
 
 
 class _Preparing:

@@ -281,6 +281,7 @@ class PlannedExecution:
         for name, shape in short.items():
             if name not in self._layout.places or self._fits(name, self._output(name), shape):
                 return False
+        trace.count("plan.widened", device=planned.prepared.device.name, tensors=list(short))
         self._planned.layouts.learn(self._known, self._omitted, short)
         for name, shape in short.items():
             length = prod(shape) * self._wiring.made[name].element_bytes
