@@ -29,7 +29,7 @@ from aionn.runtime.preparing.in_time import in_time
 from aionn.runtime.preparing.kept_plan import KeptPlan, decoded, encoded, scope_of
 from aionn.runtime.preparing.preparation import Found, prepare
 from aionn.runtime.preparing.reading import digested
-from aionn.runtime.preparing.step_model import OtherModelError, StepModel
+from aionn.runtime.preparing.step_model import OtherModelError, Parts, StepModel
 from aionn.runtime.processes.devices import Devices
 from aionn.runtime.serving.planned_model import PlannedModel, PlannedStep, Prepared
 from aionn.tasks import seconds_until, ungrouped
@@ -110,7 +110,9 @@ class Partition:
         remotes = [await self._devices.get(name, options.priority) for name in self.capable]
         performance = {remote.name: remote.performance for remote in remotes}
         with trace.span("plan.cut", devices="+".join(self.capable)):
-            steps = await anyio.to_thread.run_sync(lambda: cut(model, self.capable, performance, options.preference))
+            steps = await anyio.to_thread.run_sync(
+                lambda: cut(model, self.capable, performance, options.preference), abandon_on_cancel=True
+            )
         logger.info("the model is cut into %d steps over the devices %s", len(steps), "+".join(dict.fromkeys(s.device for s in steps)))
         trace.count("plan.cut", steps=len(steps), devices="+".join(self.capable))
         found = await self.prepare(steps)
@@ -156,11 +158,12 @@ class Partition:
         made: dict[int, tuple[RemotePreparedModel, CacheOutcome]] = {}
         self.step_failed = None
         model, digest = self._model, b"" if kept is None else kept.model_digest
+        parts = Parts(model, steps)
 
         async def on_device(name: str) -> None:
             for number, step in enumerate(steps):
                 if step.device == name:
-                    made[number] = await self._one(step, digest)
+                    made[number] = await self._one(StepModel(parts, number, digest))
 
         try:
             with ungrouped():
@@ -180,12 +183,13 @@ class Partition:
                 raise _first_of(error) from None
             raise
 
-    async def _one(self, step: Step, digest: bytes) -> tuple[RemotePreparedModel, CacheOutcome]:
+    async def _one(self, model: StepModel) -> tuple[RemotePreparedModel, CacheOutcome]:
+        step = model.step
         cache = None if self._cache is None else dataclasses.replace(self._cache, operations=step.operations)
         open_outputs = tuple(name for name in self._options.open_outputs if name in step.outputs)
         options = dataclasses.replace(self._options, open_outputs=open_outputs)
         try:
-            return await self._prepare_step(step.device, StepModel(self._model, step, digest), options, cache)
+            return await self._prepare_step(step.device, model, options, cache)
         except AionnError:
             self.step_failed = self.step_failed or step.device
             raise
