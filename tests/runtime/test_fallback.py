@@ -248,6 +248,31 @@ async def test_the_fallback_writes_where_the_app_wants_its_outputs(pair: list[Fa
             del outputs
 
 
+async def test_an_apps_frame_that_fails_is_computed_elsewhere(pair: list[FakeDevice]) -> None:
+    first, cpu = pair
+    first.fail("broken", "run")
+    async with aionn.Runtime(start=()) as runtime:
+        compilation = await runtime.compile(aionn.Model.from_onnx(three_step_model()))
+        async with compilation.burst() as burst, burst.frame() as frame:
+            frame["x"][...] = X
+            outputs = await burst.compute(frame)
+            assert (right(outputs), outputs.device) == (True, cpu.name)
+
+
+async def test_a_usual_frame_that_fails_late_is_computed_elsewhere(pair: list[FakeDevice]) -> None:
+    first, cpu = pair
+    first.fail("broken", "run", after=4)
+    async with aionn.Runtime(start=()) as runtime:
+        compilation = await runtime.compile(aionn.Model.from_onnx(three_step_model()))
+        async with compilation.burst() as burst:
+            devices = []
+            for turn in range(8):
+                outputs = await burst.compute({"x": X * turn}, timeout_s=30)
+                assert right(outputs, X * turn)
+                devices.append(outputs.device)
+        assert devices == [first.name] * 4 + [cpu.name] * 4
+
+
 async def test_only_the_failing_step_of_a_plan_moves_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     with drivers(AddEngine, MulEngine, CpuMulEngine) as (adds, muls, cpu):
         monkeypatch.setattr(Devices, "installed", property(lambda _: [adds.name, muls.name, cpu.name]))
