@@ -13,7 +13,7 @@ import pytest
 
 import aionn
 from aionn.runtime.executing.link import Link
-from aionn.runtime.executing.links import PlannedLink
+from aionn.runtime.executing.planned_link import PlannedLink
 from aionn.testing import FakeDevice
 from tests.leaks import driver_pids, leak_check
 from tests.runtime.partial_engines import LeftFake, RightFake
@@ -111,8 +111,7 @@ async def test_a_burst_follows_swaps_from_a_plan_to_a_simple_model_and_back() ->
         others = [await runtime.compile(model, devices=devices) for devices in (("onnxruntime",), (REF, ORT))]
         kinds = []
         for other in (*others, None):
-            found = await burst.compute({"x": x, "y": y})
-            np.testing.assert_array_equal(found["end"], woven_outputs(x, y)["end"])
+            np.testing.assert_array_equal((await burst.compute({"x": x, "y": y}))["end"], woven_outputs(x, y)["end"])
             kinds.append(type(burst._connection.link))
             if other is not None:
                 await compilation._parts.compiled.swap(other._parts.compiled.serving)
