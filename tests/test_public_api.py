@@ -98,6 +98,8 @@ HAL_FACE = {
     "OperandType",
     "Operation",
     "OutputShape",
+    "Performance",
+    "PerformanceInfo",
     "PrepareOptions",
     "Priority",
     "Request",

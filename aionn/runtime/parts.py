@@ -18,12 +18,11 @@ from aionn.runtime.executing.control import fixed_route
 from aionn.runtime.executing.device_buffers import BufferPair
 from aionn.runtime.executing.device_memory import DeviceMemory
 from aionn.runtime.executing.device_roles import DeviceRoles
-from aionn.runtime.executing.fallback import Fallback
 from aionn.runtime.executing.frame_layout import Outputs
 from aionn.runtime.executing.frames import Frames
 from aionn.runtime.executing.link import CLOSE_S
-from aionn.runtime.preparing.partition import Found
 from aionn.runtime.preparing.plan import prepare_on_best
+from aionn.runtime.preparing.preparation import Found
 from aionn.runtime.preparing.reading import digested, read
 from aionn.runtime.preparing.renewal import Order, Renewal
 from aionn.runtime.serving.serving import Serving
@@ -62,8 +61,12 @@ class CompilationParts:
         self.arguments = arguments = Arguments(model)
         self.renewal.disproved = lambda: arguments.disproved
         self._trials = Executor(arguments, Frames(_TRIALS), None)
-        # Devices that the app has named forbid any fallback.
-        self.bursts = Connections(self.renewal, arguments, Fallback(self.renewal, self._trials) if order.candidates is None else None)
+        fallback = None
+        if order.candidates is None:  # devices that the app has named forbid any fallback
+            from aionn.runtime.executing.fallback import Fallback
+
+            fallback = Fallback(self.renewal, self._trials)
+        self.bursts = Connections(self.renewal, arguments, fallback)
         self.kept = KeptBurst(self.bursts)
         self._closed = False
 

@@ -12,6 +12,7 @@ device_memory   `DeviceMemory`: a tensor that lives in the driver, as an app use
 device_state    what uses a device memory now, and how the memory moves to another driver at a swap
 device_buffers  the two buffers of a device memory
 device_roles    which inputs and outputs a device memory may stand for
+fallback        an execution that failed, run once more on a CPU device
 frames          the frames of a burst, by size: allocated as needed, waited for in order, given back when superfluous
 arguments       shapes and types checked
 frame_layout    the layout of a frame for one set of shapes, and the outputs in it

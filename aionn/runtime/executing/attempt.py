@@ -65,9 +65,9 @@ Route = Callable[[int | None], Awaitable[Channel]]
 
 
 class FallsBack(Protocol):
-    """Runs a call that failed on `serving` once more elsewhere, or raises `error`."""
+    """Runs a call that failed on `serving` once more elsewhere. Returns None if the caller gets `error`."""
 
-    async def __call__(self, serving: Serving, error: ExecutionError, result: Result, call: Call) -> Outputs: ...
+    async def __call__(self, serving: Serving, error: ExecutionError, result: Result, call: Call) -> Outputs | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,17 +196,19 @@ class Attempt:
                 while (found := await self._run_in_frame()) is None:
                     pass
         except ExecutionError as error:
-            return await self._fall_back(error)
+            found = await self._fall_back(error)
+            if found is None:
+                raise
         return found
 
-    async def _fall_back(self, error: ExecutionError) -> Outputs:
-        """Run the call elsewhere after an answer that is an error, where that is allowed. Otherwise raise `error`."""
+    async def _fall_back(self, error: ExecutionError) -> Outputs | None:
+        """Run the call elsewhere after an answer that is an error, where that is allowed. Returns None if it is not, or fails too."""
         executor, result = self._executor, self._failed
         if executor.fallback is None or result is None or isinstance(error, OutputInsufficientSizeError):
-            raise error
+            return None
         with ending_by(self._call.deadline_ns, NO_ANSWER):
             outputs = await executor.fallback(self.channel.serving, error, result, self._call)
-        executor.counts.add(FELL_BACK, 1)
+        executor.counts.add(FELL_BACK, outputs is not None)
         return outputs
 
     async def resume(self, channel: Channel, layout: FrameLayout, result: Result) -> Outputs:
@@ -215,7 +217,10 @@ class Attempt:
         try:
             self._widen_or_raise(channel, layout, None, result)
         except ExecutionError as error:
-            return await self._fall_back(error)
+            found = await self._fall_back(error)
+            if found is None:
+                raise
+            return found
         return await self.run()
 
     async def _run_in_frame(self) -> Outputs | None:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import weakref
-from typing import NoReturn
 
 import anyio
 
@@ -34,8 +33,8 @@ from aionn.runtime.executing.attempt import Attempt, Call, Executor
 from aionn.runtime.executing.control import fixed_route
 from aionn.runtime.executing.device_memory import DeviceMemory
 from aionn.runtime.executing.frame_layout import Outputs
-from aionn.runtime.preparing.partition import Found, Partition
-from aionn.runtime.preparing.preparation import prepare
+from aionn.runtime.preparing.partition import Partition
+from aionn.runtime.preparing.preparation import Found, prepare
 from aionn.runtime.preparing.renewal import Renewal
 from aionn.runtime.serving.compiled_model import CompiledModel
 from aionn.runtime.serving.members import NotNowError
@@ -76,11 +75,13 @@ class Fallback:
         if base is not None:
             base.release()
 
-    async def __call__(self, serving: Serving, error: ExecutionError, result: Result, call: Call) -> Outputs:
+    async def __call__(self, serving: Serving, error: ExecutionError, result: Result, call: Call) -> Outputs | None:
         """Run a call that failed on `serving` with `error` once more. `result` is the answer.
 
+        Returns:
+            None if there is no fallback, or if it fails, too. Then `error` has a note.
+
         Raises:
-            ExecutionError: `error`, if there is no fallback, or if it fails, too.
             DeadlineError: the call's deadline has come.
         """
         renewal = self._renewal()
@@ -90,17 +91,18 @@ class Fallback:
             self._hopeless.clear()
             self._taken_over.clear()
         if renewal is None or _in_driver(call) or serving.device in self._taken_over:
-            raise error
+            return None
         base = await self._fallback_of(renewal, serving, getattr(result, "step", None))
         if base is None:
-            raise error
+            return None
         again = Call(dict(call.inputs), call.outputs, call.measure_timing, call.deadline_ns, dict(call.placed))
         try:
             outputs = await Attempt(self._trials, fixed_route(base), again).run()
         except DeadlineError:
             raise
         except AionnError as second:
-            _raise_first(error, base, second)
+            error.add_note(f"device {base.device!r} was tried, too, and failed: {second}")
+            return None
         trace.count("execution.fell_back", device=serving.device, to=base.device, reason=str(error))
         logger.warning("device %r failed, and device %r computed in its place: %s", serving.device, base.device, str(error))
         if renewal.compiled.serving is serving:
@@ -205,8 +207,3 @@ async def _prepared(renewal: Renewal, serving: Serving, step: int | None) -> Fou
 def _in_driver(call: Call) -> bool:
     """Return whether some argument lies in a driver."""
     return any(isinstance(value, DeviceMemory | RemoteBuffer) for value in (*call.placed.values(), *call.outputs.values()))
-
-
-def _raise_first(error: ExecutionError, base: Serving, second: AionnError) -> NoReturn:
-    error.add_note(f"device {base.device!r} was tried, too, and failed: {second}")
-    raise error from None

@@ -40,8 +40,8 @@ from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model
 from aionn.runtime.preparing.cached import CacheChoice
 from aionn.runtime.preparing.idling import Idling
-from aionn.runtime.preparing.partition import Found, device_names, plan_of, prepare_again, prepare_on
 from aionn.runtime.preparing.plan import prepare_on_best
+from aionn.runtime.preparing.preparation import Found
 from aionn.runtime.serving.compiled_model import CompiledModel
 from aionn.runtime.serving.serving import Serving
 from aionn.runtime.session import Session
@@ -111,11 +111,15 @@ class Renewal:
     @property
     def plan(self) -> tuple[Step, ...]:
         """The steps of the model that serves, or nothing while nothing is prepared yet."""
+        from aionn.runtime.preparing.partition import plan_of  # most apps do not ask
+
         serving = self.compiled.serving
         return () if serving is None else plan_of(serving.prepared, serving.model)
 
     def devices_of(self, serving: Serving) -> tuple[str, ...]:
         """Return the devices that a new model may be cut over, if the first cannot run it whole: those that serve, then the others."""
+        from aionn.runtime.preparing.partition import device_names
+
         candidates = self.session.devices.installed if self._candidates is None else self._candidates
         return tuple(dict.fromkeys((*device_names(serving.prepared), *candidates)))
 
@@ -195,6 +199,8 @@ class Renewal:
         options = dataclasses.replace(self.options, deadline_ns=None, open_outputs=self.disproved())
         if serving is None:
             return None, await prepare_on_best(devices, model, self._candidates, options, cache)
+        from aionn.runtime.preparing.partition import prepare_again, prepare_on
+
         if self.compiled.devices_for is None:
             return None, await prepare_again(devices, serving.prepared, model, options, cache)
         names = self.compiled.devices_for(serving)

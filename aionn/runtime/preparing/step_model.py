@@ -1,4 +1,4 @@
-"""`StepModel`: one step of a plan as a model of its own. Its graph is made when it is first needed.
+"""`StepModel`: one step of a plan as a model. Its graph is made when it is first needed.
 
 A step that comes from a cache needs no graph. Its token is made of the whole model's and of the step, and its operands come from the
 cache entry. A step that is compiled has the whole model read, and its part cut out.
@@ -95,10 +95,28 @@ class StepModel(hal_model.Model):
     def _cut(self) -> None:
         from aionn.graph.step_models import step_model  # brings `onnx`, which a cache hit does without
 
+        if self._digest:
+            self._check_kept()
         part = step_model(self.whole, self.step, models.digests_of(self.whole) or {})
         if not models.adopt(self, part.inputs, part.outputs):
             raise OtherModelError("the cache entry of a step has other inputs or outputs than the step")
         _set(self, contents=part.contents, operations=part.operations, constants=part.constants, pools=part.pools, graph=part.graph)
+
+    def _check_kept(self) -> None:
+        """Compare a step of a plan from a cache with the graph.
+
+        Raises:
+            OtherModelError: the model has no such step.
+        """
+        from aionn.graph.flow import Flow
+
+        step, operations = self.step, self.whole.operations
+        if step.operations[-1] >= len(operations) or any(operations[i].name != n for i, n in zip(step.operations, step.nodes, strict=True)):
+            raise OtherModelError("the plan that the cache keeps names operations that the model does not have")
+        flow = Flow(self.whole)
+        there = {*step.inputs, *flow.constants, *(name for index in step.operations for name in flow.makes[index])}
+        if not there.issuperset(name for index in step.operations for name in flow.reads[index]) or not there.issuperset(step.outputs):
+            raise OtherModelError("a step of the plan that the cache keeps has other inputs or outputs than its operations")
 
     def check_compiled(self, contents: bytes) -> None:
         """Check that a driver has compiled the weights that the model had before. The first compilation says what they are.
