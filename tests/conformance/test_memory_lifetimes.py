@@ -30,6 +30,7 @@ from aionn.errors import AionnError, CallerError
 from aionn.hal.types import DataLocation, ErrorStatus, MemoryDescription, MemoryKind, Request, RequestArgument
 from aionn.memory import Region
 from aionn.remote.control import CopyFrom, Done, Execute, Executed, PoolMessage
+from aionn.remote.device import RemotePreparedModel
 from aionn.testing import FakeDevice
 from aionn.testing.models import identity_model
 from tests.leaks import Inventory, driver_pids, ended, leak_check

@@ -17,6 +17,7 @@ import pytest
 import aionn
 from aionn.fmq import QueueClosedError
 from aionn.hal import ErrorStatus
+from aionn.runtime.executing.link import Link
 from aionn.runtime.processes import process
 from aionn.testing import FakeDevice, identity_model
 from tests.leaks import leak_check, wait_for_end
