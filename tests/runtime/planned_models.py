@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from onnx import NodeProto, TensorProto, helper
 
 import aionn
+from aionn.runtime.serving.planned_model import PlannedModel
+from aionn.runtime.serving.serving import Serving
 from tests.runtime.partial_engines import HERE
 
 REF, ORT, LEFT, RIGHT = f"{HERE}:RefPart", f"{HERE}:OrtPart", f"{HERE}:LeftFake", f"{HERE}:RightFake"
@@ -94,3 +96,17 @@ async def compiled(model: bytes, *devices: str, **options: Any) -> AsyncIterator
         compilation = await runtime.compile(aionn.Model.from_onnx(model), devices=devices, **options)
         assert compilation.device == "+".join(devices) or set(compilation.device.split("+")) == set(devices)
         yield runtime, compilation
+
+
+def serving_of(compilation: aionn.Compilation) -> Serving:
+    """Return what the compilation serves from."""
+    serving = compilation._parts.compiled.serving
+    assert serving is not None
+    return serving
+
+
+def plan_of(compilation: aionn.Compilation) -> PlannedModel:
+    """Return the plan that the compilation serves from."""
+    prepared = serving_of(compilation).prepared
+    assert isinstance(prepared, PlannedModel)
+    return prepared

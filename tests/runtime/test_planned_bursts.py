@@ -13,11 +13,25 @@ import pytest
 
 import aionn
 from aionn.runtime.executing.link import Link
-from aionn.runtime.executing.links import PlannedLink
+from aionn.runtime.executing.planned_link import PlannedLink
 from aionn.testing import FakeDevice
 from tests.leaks import driver_pids, leak_check
 from tests.runtime.partial_engines import LeftFake, RightFake
-from tests.runtime.planned_models import LEFT, ORT, REF, RIGHT, chain, compiled, made, node, numbers, woven, woven_outputs
+from tests.runtime.planned_models import (
+    LEFT,
+    ORT,
+    REF,
+    RIGHT,
+    chain,
+    compiled,
+    made,
+    node,
+    numbers,
+    plan_of,
+    serving_of,
+    woven,
+    woven_outputs,
+)
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("surroundings")]
 
@@ -48,7 +62,7 @@ async def test_the_requests_of_a_burst_run_in_order_and_several_are_in_different
                 ended.append(number)
 
             right.hang("run")
-            left.tell(after={}), right.tell(after={})
+            left.behave()
             async with anyio.create_task_group() as tasks:
                 for number in range(8):
                     tasks.start_soon(one, number)
@@ -111,11 +125,10 @@ async def test_a_burst_follows_swaps_from_a_plan_to_a_simple_model_and_back() ->
         others = [await runtime.compile(model, devices=devices) for devices in (("onnxruntime",), (REF, ORT))]
         kinds = []
         for other in (*others, None):
-            found = await burst.compute({"x": x, "y": y})
-            np.testing.assert_array_equal(found["end"], woven_outputs(x, y)["end"])
+            np.testing.assert_array_equal((await burst.compute({"x": x, "y": y}))["end"], woven_outputs(x, y)["end"])
             kinds.append(type(burst._connection.link))
             if other is not None:
-                await compilation._parts.compiled.swap(other._parts.compiled.serving)
+                await compilation._parts.compiled.swap(serving_of(other))
         assert kinds == [PlannedLink, Link, PlannedLink]
 
 
@@ -138,12 +151,12 @@ async def test_a_state_that_lives_in_the_steps_of_one_device_stays_there() -> No
 
 async def test_device_memory_for_roles_in_several_drivers_is_refused_with_their_names_and_the_way_out() -> None:
     async with compiled(woven((3, 5)), REF, ORT) as (_, compilation):
-        for roles, found in (
-            ({"inputs": ("x",)}, f"input 'x' is used on '{REF}' and '{ORT}'"),
-            ({"outputs": ("mid",)}, f"output 'mid' is used on '{ORT}' and '{REF}'"),
+        for inputs, outputs, found in (
+            (("x",), (), f"input 'x' is used on '{REF}' and '{ORT}'"),
+            ((), ("mid",), f"output 'mid' is used on '{ORT}' and '{REF}'"),
         ):
             with pytest.raises(aionn.CallerError) as refused:
-                await compilation.allocate(**roles)
+                await compilation.allocate(inputs=inputs, outputs=outputs)
             assert found in str(refused.value)
             assert "aionn.Memory" in str(refused.value)
         async with await compilation.allocate(inputs=("y",), outputs=("end",)) as memory:
@@ -181,7 +194,7 @@ async def test_a_burst_that_is_closed_with_requests_in_flight_leaves_their_bound
     x = numbers((1, 16))
     with FakeDevice(LeftFake), FakeDevice(RightFake) as right:
         async with leak_check(), compiled(chain(("left", "right")), LEFT, RIGHT) as (_, compilation):
-            memory = compilation._parts.compiled.serving.prepared.planned.memory
+            memory = plan_of(compilation).planned.memory
             burst = compilation.burst()
             await burst.__aenter__()
             await burst.compute({"input": x})
@@ -208,7 +221,7 @@ async def test_a_plan_that_one_dead_driver_ended_is_given_back_in_the_others() -
     with FakeDevice(LeftFake), FakeDevice(RightFake) as right:
         async with compiled(chain(("left", "right")), LEFT, RIGHT) as (_, compilation), compilation.burst() as burst:
             await burst.compute({"input": x})
-            before = compilation._parts.compiled.serving.prepared
+            before = plan_of(compilation)
             survivor = before.steps[0].prepared.device
             right.crash("run")
             with pytest.raises(aionn.DriverDiedError):

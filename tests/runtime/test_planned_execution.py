@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Any
@@ -18,11 +18,24 @@ from aionn.hal import UNKNOWN_TIME_US, DataLocation, ErrorStatus, OutputShape, R
 from aionn.memory.region import Region
 from aionn.runtime.executing.attempt import Call
 from aionn.runtime.executing.frame_layout import Outputs
-from aionn.runtime.serving.planned_model import PlannedModel
 from aionn.testing import FakeDevice
 from tests.leaks import leak_check
 from tests.runtime.partial_engines import LeftFake, RightFake
-from tests.runtime.planned_models import LEFT, ORT, REF, RIGHT, UNTIMED, chain, compiled, filtering, numbers, woven, woven_outputs
+from tests.runtime.planned_models import (
+    LEFT,
+    ORT,
+    REF,
+    RIGHT,
+    UNTIMED,
+    chain,
+    compiled,
+    filtering,
+    numbers,
+    plan_of,
+    serving_of,
+    woven,
+    woven_outputs,
+)
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("surroundings")]
 
@@ -38,12 +51,6 @@ async def over_control_calls(compilation: aionn.Compilation, inputs: dict[str, A
     call = Call(inputs, options.pop("outputs", {}), options.pop("measure_timing", False), options.pop("deadline_ns", None), inputs)
     assert not options
     return await compilation._parts.kept._without_packets(call)
-
-
-def plan_of(compilation: aionn.Compilation) -> PlannedModel:
-    prepared = compilation._parts.compiled.serving.prepared
-    assert isinstance(prepared, PlannedModel)
-    return prepared
 
 
 @pytest.mark.parametrize("shape", [(3, 5), ("N", 5)], ids=["static", "open"])
@@ -172,7 +179,7 @@ async def test_a_deadline_that_passes_in_one_step_ends_the_execution_and_later_s
                 left.behave()
                 right.behave()
                 np.testing.assert_array_equal((await path({"input": x}))["output"], x)
-            compilation._parts.compiled.serving.check_alive()
+            serving_of(compilation).check_alive()
 
 
 async def test_a_failure_names_the_step_and_its_device() -> None:
@@ -216,7 +223,11 @@ async def test_a_caller_that_is_cancelled_in_a_step_leaves_no_memory_behind_and_
     first, second = numbers((1, 16), 1), numbers((1, 16), 2)
     with FakeDevice(LeftFake) as left, FakeDevice(RightFake) as right:
         async with compiled(chain(("left", "right", "left")), LEFT, RIGHT) as (_, compilation), compilation.burst() as burst:
-            computes = {"burst": burst.compute, "compute": compilation.compute, "control": partial(over_control_calls, compilation)}
+            computes: dict[str, Callable[..., Any]] = {
+                "burst": burst.compute,
+                "compute": compilation.compute,
+                "control": partial(over_control_calls, compilation),
+            }
             compute = computes[path]
             memory = plan_of(compilation).planned.memory
             await compute({"input": first})
@@ -232,8 +243,7 @@ async def test_a_caller_that_is_cancelled_in_a_step_leaves_no_memory_behind_and_
                 for _ in range(3):
                     np.testing.assert_array_equal((await compute({"input": second}))["output"], second)
                 assert len(memory._free) in (free, free + 1)
-                serving = compilation._parts.compiled.serving
-                await serving.wait_idle()
+                await serving_of(compilation).wait_idle()
 
 
 async def test_a_hundred_concurrent_calls_with_cancelled_ones_among_them_give_their_own_results() -> None:
@@ -252,10 +262,10 @@ async def test_a_hundred_concurrent_calls_with_cancelled_ones_among_them_give_th
                 for number in range(100):
                     tasks.start_soon(one, number)
             assert len(done) >= 80
-        await burst._connection.link.wait_idle()
+        await burst._connection.wait_idle()
         memory = plan_of(compilation).planned.memory
         with anyio.fail_after(5):
-            await compilation._parts.compiled.serving.wait_idle()
+            await serving_of(compilation).wait_idle()
         assert 1 <= len(memory._free) <= 16
         free = list(memory._free)
         assert len({id(region) for region in free}) == len(free)

@@ -2,6 +2,8 @@
 
 attempt         `Attempt`: one general execution, from its arguments to its outputs
 control         the control call as a channel
+links           a burst's connection to all that serves: `open_link`
+planned_link    `PlannedLink`: the queues to the drivers of a plan as a channel
 link            a burst's queues as a channel: its connection to one driver
 recurrent       the usual step of a stream that keeps its state in the driver
 bodies          encoded requests, remembered with each frame; `fmq.Caller` sends them

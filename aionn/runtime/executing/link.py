@@ -175,3 +175,10 @@ def needed_capacity(inputs: Mapping[str, Operand], outputs: Mapping[str, Operand
     operands = (*inputs.values(), *outputs.values())
     widths = (_WIDEST if operand.dimensions is None else len(operand.dimensions) for operand in operands)
     return 2 * (4 + sum(2 + width for width in widths))
+
+
+def driver_ended(serving: Serving, controller: ExecutionBurstController, error: BaseException) -> None:
+    """End the queues to a driver with it. Its usual requests are counted by the controller alone."""
+    controller.end(error)
+    if controller.lost:
+        serving.lost = True

@@ -12,6 +12,7 @@ a new driver compiles the model.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 from aionn import trace
 from aionn.caching import CacheOutcome, CacheOutcomeKind, Refusal
@@ -33,10 +34,12 @@ from aionn.runtime.preparing.cached import (
 )
 from aionn.runtime.preparing.compiling import compile_and_publish, compile_model, raise_if_unsupported
 from aionn.runtime.processes.devices import Devices
-from aionn.runtime.serving.planned_model import Prepared
 from aionn.tasks import seconds_until
 
-Found = tuple[Prepared, tuple[CacheOutcome, ...]]
+if TYPE_CHECKING:
+    from aionn.runtime.serving.planned_model import Prepared
+
+Found = tuple["Prepared", tuple[CacheOutcome, ...]]
 """What was prepared, and the outcome of each step."""
 
 

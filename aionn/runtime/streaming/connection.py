@@ -15,7 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
@@ -30,11 +30,14 @@ from aionn.runtime.executing.attempt import Executor, FallsBack
 from aionn.runtime.executing.frame_layout import FrameLayout, Shapes
 from aionn.runtime.executing.frames import Frames
 from aionn.runtime.executing.link import Link, LinkOptions
-from aionn.runtime.executing.links import AnyLink, open_link, release
+from aionn.runtime.executing.links import open_link, release
 from aionn.runtime.preparing.renewal import Renewal
 from aionn.runtime.serving.members import Rest
 from aionn.runtime.serving.serving import Serving
 from aionn.tasks import call_soon_from_anywhere
+
+if TYPE_CHECKING:
+    from aionn.runtime.executing.links import AnyLink
 
 _NOT_OPEN = "the burst is not open; use it inside `async with compilation.burst() as burst`"
 
