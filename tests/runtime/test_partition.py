@@ -35,6 +35,12 @@ X = np.linspace(-1, 1, 64, dtype=np.float32).reshape(1, 64)
 
 
 @pytest.fixture
+def anyio_backend() -> str:
+    """One loop is enough: what these tests are about does not depend on it."""
+    return "asyncio"
+
+
+@pytest.fixture
 def both() -> Iterator[list[FakeDevice]]:
     with drivers(AddEngine, MulEngine) as found:
         yield found

@@ -21,6 +21,12 @@ POLICY = aionn.StagePolicy(executions=0, min_gain=None)
 
 
 @pytest.fixture
+def anyio_backend() -> str:
+    """One loop is enough: what these tests are about does not depend on it."""
+    return "asyncio"
+
+
+@pytest.fixture
 def three() -> Iterator[list[FakeDevice]]:
     with drivers(WholeEngine, AddEngine, MulEngine) as found:
         yield found
