@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
+import weakref
 
 import anyio
 import anyio.lowlevel
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 
 import aionn
+from aionn import trace
 from aionn.runtime.executing.link import Link
 from aionn.runtime.executing.planned_link import PlannedLink
 from aionn.testing import FakeDevice
@@ -233,3 +236,42 @@ async def test_a_plan_that_one_dead_driver_ended_is_given_back_in_the_others() -
                     await anyio.lowlevel.checkpoint()
             assert len(survivor._models) == 1
             assert len(survivor._bursts) == 1
+
+
+async def test_an_unused_plan_is_given_back_in_all_its_drivers_and_its_next_use_works() -> None:
+    x, y = numbers((3, 5), 1), numbers((3, 5), 2)
+    async with compiled(woven((3, 5)), REF, ORT, idle_s=0.2) as (_, compilation), compilation.burst() as burst:
+        rested = anyio.Event()
+
+        def hear(event: trace.Span | trace.Counter) -> None:
+            if event.name == "compilation.idle":
+                rested.set()
+
+        await burst.compute({"x": x, "y": y})
+        plan = plan_of(compilation)
+        assert len(plan.planned.memory._free) == 1
+        with trace.listen(hear), anyio.fail_after(10):
+            await rested.wait()
+            assert serving_of(compilation).asleep
+            while plan.planned.memory._free:  # when all drivers have answered
+                await anyio.sleep(0)
+        assert burst._connection.link is None
+        for _ in range(3):
+            np.testing.assert_array_equal((await burst.compute({"x": x, "y": y}))["end"], woven_outputs(x, y)["end"])
+        assert plan_of(compilation) is not plan
+
+
+async def test_a_burst_over_a_plan_that_is_dropped_is_freed_in_all_its_drivers() -> None:
+    x, y = numbers((3, 5), 1), numbers((3, 5), 2)
+    async with compiled(woven((3, 5)), REF, ORT) as (_, compilation):
+        devices = {id(planned.prepared.device): planned.prepared.device for planned in plan_of(compilation).steps}.values()
+        burst = await compilation.burst().__aenter__()
+        await burst.compute({"x": x, "y": y})
+        assert [len(device._bursts) for device in devices] == [2, 2], "one per step"
+        dropped = weakref.ref(burst._connection)
+        del burst
+        gc.collect()
+        assert dropped() is None
+        with anyio.fail_after(5):
+            while any(device._bursts for device in devices):
+                await anyio.lowlevel.checkpoint()
