@@ -12,6 +12,7 @@ import anyio
 import anyio.lowlevel
 import numpy as np
 import pytest
+from anyio.lowlevel import checkpoint
 
 import aionn
 from aionn import trace
@@ -253,8 +254,8 @@ async def test_an_unused_plan_is_given_back_in_all_its_drivers_and_its_next_use_
         with trace.listen(hear), anyio.fail_after(10):
             await rested.wait()
             assert serving_of(compilation).asleep
-            while plan.planned.memory._free:  # when all drivers have answered
-                await anyio.sleep(0)
+            while plan.planned.memory._free:
+                await checkpoint()
         assert burst._connection.link is None
         for _ in range(3):
             np.testing.assert_array_equal((await burst.compute({"x": x, "y": y}))["end"], woven_outputs(x, y)["end"])
