@@ -155,8 +155,8 @@ async def _compile(path: str, options: CompileOptions) -> list[dict[str, Any]]:
                     model, devices=None if name is None else (name,), cache_dir=cache_dir, **options.of_engine
                 )
             took_s = time.monotonic() - began
-            (outcome,) = compilation.outcomes
-            done.append({"device": compilation.device, "took_s": took_s, **describe(outcome), **await _stored(cache_dir, outcome)})
+            for outcome in compilation.outcomes:  # of a model that was cut, one for each step
+                done.append({"device": outcome.device, "took_s": took_s, **describe(outcome), **await _stored(cache_dir, outcome)})
             await compilation.aclose()
         if options.staged and devices:
             for one, stage in zip(done, await _stages(runtime, model, path, options, devices), strict=True):

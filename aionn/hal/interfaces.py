@@ -180,6 +180,8 @@ class IPreparedModel(Protocol):
 
         A dependency that has failed ends the wait (GENERAL_FAILURE, `FencedResult.failed`), and so does the deadline (MISSED_DEADLINE_*).
         The release of the model ends it, too (INVALID_ARGUMENT). Cancelling the caller stops the wait, but no run that has begun.
+
+        A device that is written by hand may leave this method out. Its driver process then waits, calls `execute` and signals.
         """
         ...
 

@@ -19,8 +19,8 @@ from aionn.runtime.executing.device_roles import Part, part_of
 from aionn.runtime.executing.frame_layout import Outputs
 from aionn.runtime.executing.frames import Frames
 from aionn.runtime.executing.link import CLOSE_S
-from aionn.runtime.preparing.partition import Found
 from aionn.runtime.preparing.plan import prepare_on_best
+from aionn.runtime.preparing.preparation import Found
 from aionn.runtime.preparing.reading import digested, read
 from aionn.runtime.preparing.renewal import Order, Renewal
 from aionn.runtime.serving.serving import Serving
@@ -59,10 +59,15 @@ class CompilationParts:
         self.staging: Staging | None = None
         self.arguments = arguments = Arguments(model)
         self.renewal.disproved = lambda: arguments.disproved
-        self.bursts = Connections(self.renewal, arguments)
+        self._trials = Executor(arguments, Frames(_TRIALS), None)
+        fallback = None
+        if order.candidates is None:  # devices that the app has named forbid any fallback
+            from aionn.runtime.executing.fallback import Fallback
+
+            fallback = Fallback(self.renewal, self._trials)
+        self.bursts = Connections(self.renewal, arguments, fallback)
         self.kept = KeptBurst(self.bursts) if in_frames(model) else _kept_values(self.bursts)
         self._starts: Starts | None = None
-        self._trials = Executor(arguments, Frames(_TRIALS), None)
         self._closed = False
 
     @property
@@ -129,6 +134,8 @@ class CompilationParts:
     def end(self) -> None:
         """Give the memory back: the runtime has closed, and every driver has ended."""
         self._end(self.bursts)
+        if self.compiled.serving is not None:
+            self.compiled.serving.release()
 
     def _end(self, bursts: Iterable[BurstConnection]) -> None:
         self.kept.end()

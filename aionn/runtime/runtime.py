@@ -236,10 +236,11 @@ class Runtime:
 
         Args:
             model: from `runtime.load`, `Model.load` or `Model.from_onnx`.
-            devices: names of the devices that may be used, best first, or None for every installed device. With None, the next device
-                is tried if one fails to prepare the model, with a warning in the log. `compilation.device` is the one that it became.
-                Explicit devices forbid any fallback. "package.module:Class" names an engine that is not installed as an entry point,
-                and "onnxruntime:cuda" a provider of an engine.
+            devices: names of the devices that may be used, best first, or None for every installed device. A model that no device can
+                run whole is cut over several: see docs/drivers.md. With None, the next device is tried if one fails to prepare the model,
+                and a CPU device if an execution fails, with a warning in the log. Explicit devices forbid any fallback.
+                "package.module:Class" names an engine that is not installed as an entry point, and "onnxruntime:cuda" a provider of an
+                engine.
             preference: "sustained_speed" for streams, "low_power" never stays awake waiting.
             priority: "high" goes before the others in the same driver. "low" lives in another driver process, which gets only CPU time
                 that no other process wants.

@@ -113,7 +113,7 @@ async def test_a_use_after_a_cancelled_copy_waits_for_the_driver() -> None:
                     tasks.start_soon(use)
                     await anyio.wait_all_tasks_blocked()
                     assert device.statistics()["calls_in_flight"] == 1
-                    assert connection.link.controller.in_flight == 0, "it did not wait for the copy"
+                    assert connection.link.in_flight == 0, "it did not wait for the copy"
                     os.kill(pid, signal.SIGCONT)
                 np.testing.assert_array_equal(found[0], np.full(4, 2, np.float32))
 

@@ -30,6 +30,7 @@ from aionn.errors import AionnError, CallerError
 from aionn.hal.types import DataLocation, ErrorStatus, MemoryDescription, MemoryKind, Request, RequestArgument
 from aionn.memory import Region
 from aionn.remote.control import CopyFrom, Done, Execute, Executed, PoolMessage
+from aionn.remote.device import RemotePreparedModel
 from aionn.testing import FakeDevice
 from aionn.testing.models import identity_model
 from tests.leaks import Inventory, driver_pids, ended, leak_check
@@ -321,6 +322,7 @@ async def test_100_drivers_killed_at_random_leave_nothing() -> None:
 APP = """
 import sys, numpy as np, aionn
 from aionn.testing.models import identity_model
+from aionn.remote.device import RemotePreparedModel
 async def main():
     async with aionn.Runtime() as runtime:
         compilation = await runtime.compile(aionn.Model.from_onnx(identity_model({"x": (4096,)}, outputs=["y"])), devices=(sys.argv[1],))
@@ -421,11 +423,12 @@ async def test_lies_about_memory_are_refused_one_by_one_and_hurt_nobody() -> Non
         driver = psutil.Process(pid)
         filled = await compilation.allocate(inputs=("x",))
         prepared, token = state._state.buffers.prepared[0], filled._state.buffers.front.token
-        connection = prepared.device.connection
+        assert isinstance(prepared, RemotePreparedModel)
+        connection, number = prepared.device.connection, prepared.number
         x, y = RequestArgument(DataLocation(0, 0, 256), (64,)), RequestArgument(DataLocation(0, 512, 256), (64,))
 
         async def execute(description: MemoryDescription, fd: int, request: Request) -> ErrorStatus:
-            body = Execute(prepared.number, request, (PoolMessage(description),), False, None)
+            body = Execute(number, request, (PoolMessage(description),), False, None)
             answer, _ = await connection.call(body, Executed, [fd])
             return answer.result.status
 

@@ -105,7 +105,8 @@ class DoublingModel:
     async def configure_execution_burst(
         self, callback: IBurstCallback, request_channel: MQDescriptor, result_channel: MQDescriptor, anticipate: bool = False
     ) -> DoublingBurst:
-        return DoublingBurst(self, ExecutionBurstServer.create(callback, request_channel, result_channel, self))
+        server = ExecutionBurstServer.create(callback, request_channel, result_channel, self)  # type: ignore[arg-type]  # no fences
+        return DoublingBurst(self, server)
 
     async def aclose(self) -> None:
         note("released")

@@ -69,6 +69,7 @@ async def test_a_compilation_whose_closing_is_cancelled_anywhere_leaves_no_model
             assert kept is not None
             serving = compilation._parts.compiled.serving
             assert serving is not None
+            assert isinstance(serving.prepared, RemotePreparedModel)
             cancelled.append(await cancelled_after(turns, compilation.aclose()))
             assert await is_released(serving.prepared, compilation)
             with pytest.raises(aionn.CallerError):
@@ -87,6 +88,7 @@ async def test_a_staged_compilation_whose_closing_is_cancelled_leaves_no_model_a
     worker = await best.heard("compile")
     serving = compilation._parts.compiled.serving
     assert serving is not None
+    assert isinstance(serving.prepared, RemotePreparedModel)
     assert worker in runtime._devices.worker_pids
     assert await cancelled_after(1, compilation.aclose())
     assert await is_released(serving.prepared, compilation)

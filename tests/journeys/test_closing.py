@@ -17,6 +17,7 @@ import pytest
 import aionn
 from aionn.fmq import QueueClosedError
 from aionn.hal import ErrorStatus
+from aionn.runtime.executing.link import Link
 from aionn.runtime.processes import process
 from aionn.testing import FakeDevice, identity_model
 from tests.leaks import leak_check, wait_for_end
@@ -216,7 +217,7 @@ async def test_no_error_of_a_queue_reaches_an_app_when_a_driver_ends_a_burst(fak
         compilation = await runtime.compile(MODEL, devices=(fake.name,))
         async with compilation.burst() as burst:
             await burst.compute(INPUTS)
-            assert burst._connection.link is not None
+            assert isinstance(burst._connection.link, Link)
             controller = burst._connection.link.controller
             if at == "in flight":
                 fake.hang()
@@ -240,6 +241,7 @@ import asyncio, atexit, sys
 import anyio, numpy as np, uvloop
 import aionn
 from aionn.testing import FakeDevice, identity_model
+from aionn.runtime.executing.link import Link
 
 fake = FakeDevice().__enter__()
 runtime = aionn.Runtime()

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import aionn
+from aionn.remote.device import RemotePreparedModel
 from aionn.testing import FakeDevice, identity_model
 from tests.leaks import Inventory, leak_check
 
@@ -63,7 +64,9 @@ async def test_a_burst_that_is_dropped_is_collected_and_leaves_nothing_here_or_i
         while held_by_the_driver(compilation) != there:
             await compilation.compute(INPUTS)
     assert compilation._parts.compiled.serving is not None
-    assert compilation._parts.compiled.serving.prepared.device._bursts == {}
+    prepared = compilation._parts.compiled.serving.prepared
+    assert isinstance(prepared, RemotePreparedModel)
+    assert prepared.device._bursts == {}
 
 
 async def test_a_burst_that_is_kept_is_freed_with_its_runtime(fake: FakeDevice) -> None:

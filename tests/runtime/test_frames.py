@@ -16,6 +16,7 @@ from aionn.errors import CallerError
 from aionn.runtime.executing import frames
 from aionn.runtime.executing.arguments import Arguments
 from aionn.runtime.executing.frames import Frames, fill_large
+from aionn.runtime.executing.link import Link
 from aionn.runtime.model import Model
 from aionn.runtime.streaming.burst import Burst
 from aionn.testing import FakeDevice
@@ -126,7 +127,7 @@ async def test_a_usual_frame_in_flight_stays_pinned_when_its_caller_leaves(monke
 
 def answers(burst: Burst) -> int:
     """How many requests of this burst's link were answered, at once or by a look."""
-    assert burst._connection.link is not None
+    assert isinstance(burst._connection.link, Link)
     caller = burst._connection.link.controller.caller
     return caller.answers + caller.answers_at_once
 

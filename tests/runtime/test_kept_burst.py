@@ -23,6 +23,7 @@ import aionn
 from aionn import trace
 from aionn.burst import packets
 from aionn.pages.app_layout import CONNECTIONS
+from aionn.runtime.executing.link import Link
 from aionn.runtime.streaming import kept_burst
 from aionn.runtime.streaming.connection import BurstConnection
 from aionn.runtime.streaming.kept_burst import DEPTH, KeptBurst
@@ -58,7 +59,7 @@ def connection_of(compilation: aionn.Compilation) -> BurstConnection:
 
 def in_flight(compilation: aionn.Compilation) -> int:
     link = connection_of(compilation).link
-    return 0 if link is None else link.controller.in_flight
+    return 0 if link is None else link.in_flight
 
 
 def at_rest(compilation: aionn.Compilation) -> bool:
@@ -213,7 +214,7 @@ async def test_a_low_power_compilation_never_stays_awake(fake: FakeDevice) -> No
             compilation = await runtime.compile(MODEL, devices=(fake.name,), preference=preference)  # type: ignore[arg-type]
             await compilation.compute({"x": x(1)})
             link = connection_of(compilation).link
-            assert link is not None
+            assert isinstance(link, Link)
             assert link.controller.caller.brisk is allowed
 
 

@@ -12,7 +12,8 @@
     housekeeping  finds or makes the directory, tidies it, keeps it within its budget
     listing, verifying, pruning    what `aionn cache` asks for
     index         which entry is evicted first
-    history       stage measurements and use counts, in the index's file
+    plans         how models were cut over several devices
+    history       stage measurements, use counts and plans, in the index's file
     index_database    the index's file
     directory     where everything lies, how entries are found
     writing       how entries are made, switched and removed

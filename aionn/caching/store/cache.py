@@ -22,6 +22,7 @@ from aionn.caching.store.housekeeping import Housekeeping
 from aionn.caching.store.index import Index
 from aionn.caching.store.listing import EntryInfo, list_entries
 from aionn.caching.store.opening import Opener
+from aionn.caching.store.plans import Plans
 from aionn.caching.store.pruning import PruneReport, prune
 from aionn.caching.store.threads import run_in_thread
 from aionn.caching.store.verifying import BadEntry, verify
@@ -34,7 +35,11 @@ DEFAULT_MAX_BYTES = 4 << 30
 
 
 class CacheStore:
-    """The app's side of one cache directory. Any number of stores, in any number of processes, may share a directory."""
+    """The app's side of one cache directory. Any number of stores, in any number of processes, may share a directory.
+
+    Attributes:
+        plans: how models were cut over several devices.
+    """
 
     def __init__(
         self,
@@ -60,6 +65,7 @@ class CacheStore:
         self.wait_s = wait_s
         self._house = Housekeeping(path, max_bytes, old_versions_kept_s)
         self._background = BackgroundWork()
+        self.plans = Plans(self._background, self._with_index)
         self._opener = Opener(self._house, self._background, wait_s)
 
     async def aclose(self) -> None:
@@ -167,14 +173,6 @@ class CacheStore:
     def remember_later(self, scope: bytes, measurement: StageMeasurement) -> None:
         """Keep a stage measurement as `remember` does, without waiting for the disk."""
         self._background.run_later(partial(self._with_index, lambda index: index.history.remember(scope, measurement)))
-
-    async def plan(self, scope: bytes) -> bytes | None:
-        """Return the plan that `keep_plan` has kept under that scope, or None. Its maker checks it."""
-        return await self._background.ask(self._with_index, lambda index: index.history.plan(scope))
-
-    async def keep_plan(self, scope: bytes, body: bytes) -> None:
-        """Keep a plan, if the directory can be written to."""
-        await run_in_thread(self._with_index, lambda index: index.history.keep_plan(scope, body))
 
     async def use(self, model_digest: bytes, within_s: float) -> int:
         """Return how many executions of the model `count_use` has counted within that time."""

@@ -6,6 +6,8 @@ event           `Event`: a started execution and its fence, as an app uses it
 starting        the executions that an app has started; no task waits for them
 dependencies    what a started execution depends on, and what others rely on
 control         the control call as a channel
+links           a burst's connection to all that serves: `open_link`
+planned_link    `PlannedLink`: the queues to the drivers of a plan as a channel
 link            a burst's queues as a channel: its connection to one driver
 recurrent       the usual step of a stream that keeps its state in the driver
 bodies          encoded requests, remembered with each frame; `fmq.Caller` sends them
@@ -15,6 +17,7 @@ allocating      allocates device memory for one compilation or for several
 device_state    what uses a device memory now, and how the memory moves to another driver at a swap
 device_buffers  the two buffers of a device memory
 device_roles    which inputs and outputs a device memory may stand for
+fallback        an execution that failed, run once more on a CPU device
 frames          the frames of a burst, by size: allocated as needed, waited for in order, given back when superfluous
 arguments       shapes and types checked
 frame_layout    the layout of a frame for one set of shapes, and the outputs in it

@@ -22,11 +22,11 @@ from weakref import WeakSet
 import numpy as np
 
 from aionn import trace
-from aionn.errors import AionnError, ExecutionError
+from aionn.errors import AionnError, ExecutionError, OutputInsufficientSizeError
 from aionn.hal.types import ErrorStatus, Result
 from aionn.memory.pool import Frame, FramesInFlightError
 from aionn.pages import BurstSlot, private_counts
-from aionn.pages.app_layout import COMPUTED, COPIED_BYTES, FAILED
+from aionn.pages.app_layout import COMPUTED, COPIED_BYTES, FAILED, FELL_BACK
 from aionn.runtime.executing.arguments import Arguments, failure_of
 from aionn.runtime.executing.frame_layout import FrameLayout, Outputs
 from aionn.runtime.executing.frames import Frames, Spare, fill
@@ -64,6 +64,12 @@ Route = Callable[[int | None], Awaitable[Channel]]
 """Returns the channel to send over, by a deadline. It is the right one until the next await."""
 
 
+class FallsBack(Protocol):
+    """Runs a call that failed on `serving` once more elsewhere. Returns None if the caller gets `error`."""
+
+    async def __call__(self, serving: Serving, error: ExecutionError, result: Result, call: Call) -> Outputs | None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Executor:
     """What the executions over one burst have in common, or the trials of one compilation.
@@ -73,6 +79,7 @@ class Executor:
         compiled: what the app's executions are reported to, or None for trials.
         counts: a slot of the app's statistics page; see `Burst.statistics`.
         failures: errors that are counted as `failed`, as long as they live.
+        fallback: gets calls that a driver has answered with an error, or None (`executing.fallback`).
     """
 
     arguments: Arguments
@@ -80,6 +87,7 @@ class Executor:
     compiled: CompiledModel | None
     counts: BurstSlot = field(default_factory=private_counts)
     failures: WeakSet[BaseException] = field(default_factory=WeakSet)
+    fallback: FallsBack | None = None
 
     def failure(self, serving: Serving, result: Result, inputs: Mapping[str, Any] | None) -> AionnError:
         """Count an answer that is an error, and report it. Returns what it means to the caller."""
@@ -151,7 +159,7 @@ class Attempt:
             frame. All are known after `run`.
     """
 
-    __slots__ = ("_call", "_executor", "_route", "_wider", "channel", "layout", "placing")
+    __slots__ = ("_call", "_executor", "_failed", "_route", "_wider", "channel", "layout", "placing")
 
     layout: FrameLayout
     channel: Channel
@@ -163,6 +171,7 @@ class Attempt:
         defaults = executor.arguments.defaults and call.own is None
         self._call = call.completed(executor.arguments) if defaults else call
         self._wider: FrameLayout | None = None
+        self._failed: Result | None = None
 
     def run(self) -> Coroutine[Any, Any, Outputs]:
         """Return the outputs, once they are there.
@@ -183,18 +192,40 @@ class Attempt:
     async def _run(self) -> Outputs:
         call = self._call
         self.placing = call.placing
-        if self.placing:
-            with Spare(self._executor.frames, call.deadline_ns) as spare:
-                while (found := await self._run_placed(spare)) is None:
+        try:
+            if self.placing:
+                with Spare(self._executor.frames, call.deadline_ns) as spare:
+                    while (found := await self._run_placed(spare)) is None:
+                        pass
+            else:
+                while (found := await self._run_in_frame()) is None:
                     pass
-        else:
-            while (found := await self._run_in_frame()) is None:
-                pass
+        except ExecutionError as error:
+            found = await self._fall_back(error)
+            if found is None:
+                raise
         return found
+
+    async def _fall_back(self, error: ExecutionError) -> Outputs | None:
+        """Run the call elsewhere after an answer that is an error, where that is allowed. Returns None if it is not, or fails too."""
+        executor, result = self._executor, self._failed
+        if executor.fallback is None or result is None or isinstance(error, OutputInsufficientSizeError):
+            return None
+        with ending_by(self._call.deadline_ns, NO_ANSWER):
+            outputs = await executor.fallback(self.channel.serving, error, result, self._call)
+        executor.counts.add(FELL_BACK, outputs is not None)
+        return outputs
 
     async def resume(self, channel: Channel, layout: FrameLayout, result: Result) -> Outputs:
         """Return the outputs after a first answer without any: try again with more room, or raise."""
-        self._widen_or_raise(channel, layout, None, result)
+        self.channel, self.layout, self.placing = channel, layout, False
+        try:
+            self._widen_or_raise(channel, layout, None, result)
+        except ExecutionError as error:
+            found = await self._fall_back(error)
+            if found is None:
+                raise
+            return found
         return await self.run()
 
     async def _run_in_frame(self) -> Outputs | None:
@@ -263,6 +294,7 @@ class Attempt:
         result, _ = await channel.send(layout, frame, placement, call.measure_timing, call.deadline_ns, settled)
         if result.status is not ErrorStatus.NONE:
             if placement is not None and not self._may_retry(layout, placement, result):
+                self._failed = result
                 raise await executor.placed_failure(channel.serving, result, call)
             self._widen_or_raise(channel, layout, placement, result)
             return None
@@ -282,6 +314,7 @@ class Attempt:
     def _widen_or_raise(self, channel: Channel, layout: FrameLayout, placement: Placement | None, result: Result) -> None:
         """Use a layout with more room for the next try, after an answer without outputs; or raise what the answer means."""
         if not self._may_retry(layout, placement, result):
+            self._failed = result
             raise self._executor.failure(channel.serving, result, self._call.inputs)
         self._wider = self._executor.arguments.widen(tuple(shape for _, _, shape, _ in layout.inputs), result.output_shapes)
 

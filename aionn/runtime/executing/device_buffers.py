@@ -11,13 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import anyio
 
 from aionn.errors import DeviceMemoryLostError, DriverDiedError, DriverHungError
 from aionn.remote.device import RemoteBuffer
 from aionn.runtime.executing.device_roles import DeviceRoles
-from aionn.runtime.serving.planned_model import Prepared
+
+if TYPE_CHECKING:
+    from aionn.runtime.serving.planned_model import Prepared
 
 
 class BufferPair:

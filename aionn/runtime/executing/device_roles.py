@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from aionn.errors import CallerError
 from aionn.hal.model import Model
@@ -11,7 +11,9 @@ from aionn.hal.types import BufferDesc, BufferRole, Operand
 from aionn.memory.domain import Dimensions, combine_dimensions, full_shape, given
 from aionn.memory.memory import extents_of
 from aionn.remote.device import RemoteBuffer, RemotePreparedModel
-from aionn.runtime.serving.planned_model import Prepared
+
+if TYPE_CHECKING:
+    from aionn.runtime.serving.planned_model import Prepared
 
 
 class Part(NamedTuple):

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
+from typing import TYPE_CHECKING
 
 from aionn.errors import CallerError, ExecutionError, again
 from aionn.hal.types import ErrorStatus
@@ -25,10 +26,12 @@ from aionn.remote.control import Done
 from aionn.remote.device import RemoteBuffer
 from aionn.runtime.executing.device_buffers import BufferPair, losing, lost_with
 from aionn.runtime.serving.members import NotNowError, Rest
-from aionn.runtime.serving.planned_model import Prepared
 from aionn.runtime.serving.serving import Serving
 from aionn.runtime.session import Session
 from aionn.tasks import call_soon_from_anywhere
+
+if TYPE_CHECKING:
+    from aionn.runtime.serving.planned_model import Prepared
 
 
 class Uses:

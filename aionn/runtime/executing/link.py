@@ -165,3 +165,10 @@ async def open_queues(
     for queue in (requests, results):
         queue.forget_descriptor()
     return controller, context
+
+
+def driver_ended(serving: Serving, controller: ExecutionBurstController, error: BaseException) -> None:
+    """End the queues to a driver with it. Its usual requests are counted by the controller alone."""
+    controller.end(error)
+    if controller.lost:
+        serving.lost = True

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +35,9 @@ from aionn.runtime.executing.device_buffers import lost_with
 from aionn.runtime.executing.device_memory import DeviceMemory, state_of
 from aionn.runtime.executing.device_state import DeviceState
 from aionn.runtime.executing.frame_layout import FrameLayout, as_array, false_shapes
-from aionn.runtime.serving.planned_model import Prepared
+
+if TYPE_CHECKING:
+    from aionn.runtime.serving.planned_model import Prepared
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,9 @@
 """A model gets ready on a device: from the cache if it can, compiled if it must.
 
-plan         which device prepares the model
+plan         which device prepares the model, or which devices
+partition    cut a model over several devices, and prepare each step
+kept_plan    a plan as a cache keeps it
+step_model   one step of a plan as a model
 renewal      keep the model of a compilation prepared: at the first use, and anew when its driver has died
 idling       give the driver's memory back while the app does not use a compilation
 tuning       store the better artifact that an engine offers while it runs

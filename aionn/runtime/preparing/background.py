@@ -178,7 +178,7 @@ class _Making:
                         log_refusal(cache.store, serving, refused[1], error)
                         continue
                 if isinstance(found, Declined):
-                    raise_if_unsupported(serving, found)
+                    raise_if_unsupported(serving, self._model, found)
                     self._phase("compiling")
                     prepared = await compile_model(self._devices.tasks, serving, self._model, self._options)
                     return prepared, "driver"

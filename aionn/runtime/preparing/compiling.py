@@ -19,7 +19,7 @@ from aionn.errors import CallerError, CompilationError
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import OPAQUE, Model, Operation
 from aionn.remote.device import RemoteDevice, RemotePreparedModel
-from aionn.runtime.model import check_compiled
+from aionn.runtime.model import check_compiled, is_read
 from aionn.runtime.preparing.cached import bound, refusal_from
 from aionn.runtime.preparing.in_time import in_time
 from aionn.runtime.preparing.reading import digested, read
@@ -69,18 +69,16 @@ async def check_supported(tasks: Tasks, remote: RemoteDevice, model: Model, opti
             raise UnsupportedOperationError(remote.name, f"{_UNSUPPORTED}{_described(operation)}", node=operation.name, supported=supported)
 
 
-def raise_if_unsupported(remote: RemoteDevice, declined: Declined) -> None:
-    """Raise `UnsupportedOperationError` if the cache remembers that the device cannot run the model. Its `.node` is not known."""
+def raise_if_unsupported(remote: RemoteDevice, model: Model, declined: Declined) -> None:
+    """Raise `UnsupportedOperationError` if the cache remembers that the device cannot run the model. A model that is not read stays so."""
     what = declined.outcome.detail
     if what.startswith(_UNSUPPORTED):
-        raise UnsupportedOperationError(remote.name, what)
+        raise UnsupportedOperationError(remote.name, what, node=node_of(model, what) if is_read(model) else None)
 
 
-def node_of(model: Model, error: UnsupportedOperationError) -> str | None:
-    """Return the node that a device cannot run. The model is read."""
-    if error.node is not None:
-        return error.node
-    return next((operation.name for operation in model.operations if error.reason == f"{_UNSUPPORTED}{_described(operation)}"), None)
+def node_of(model: Model, reason: str) -> str | None:
+    """Return the node that the reason of an `UnsupportedOperationError` is about. The model is read."""
+    return next((operation.name for operation in model.operations if reason == f"{_UNSUPPORTED}{_described(operation)}"), None)
 
 
 def _described(operation: Operation) -> str:

@@ -23,7 +23,6 @@ import anyio
 from aionn import trace
 from aionn.errors import AionnError
 from aionn.hal.types import Priority
-from aionn.runtime.preparing.partition import device_names
 from aionn.runtime.serving.compiled_model import CompiledModel
 from aionn.runtime.serving.members import Rest
 from aionn.runtime.serving.serving import Serving
@@ -63,6 +62,8 @@ class Idling:
         if serving is None or not (serving.asleep or self._fell_asleep(serving)):
             return
         await self._release(serving)
+        from aionn.runtime.preparing.partition import device_names
+
         for name in {*device_names(serving.prepared), *self._names}:
             self._session.devices.end_unused(name, self._priority)
 

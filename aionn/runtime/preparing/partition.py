@@ -1,4 +1,4 @@
-"""A model is cut over several devices, and each step is prepared like a model of its own.
+"""Cut a model over several devices, and prepare each step as any model is prepared.
 
 A step has its own cache entry, whose key has its operations, and its own outcome. Steps of different devices are prepared side by side.
 If one fails, those that are prepared are released. The plan itself is kept with the cache (`kept_plan`), so that a hit needs no graph.
@@ -20,15 +20,16 @@ from aionn.errors import AionnError, CompilationError, DeviceUnavailableError
 from aionn.graph.steps import Step
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model
+from aionn.hal.types import Operand
 from aionn.remote.device import RemotePreparedModel
 from aionn.runtime.model import adopt
 from aionn.runtime.preparing.cached import CacheChoice
 from aionn.runtime.preparing.compiling import UnsupportedOperationError, supported_by
 from aionn.runtime.preparing.in_time import in_time
 from aionn.runtime.preparing.kept_plan import KeptPlan, decoded, encoded, scope_of
-from aionn.runtime.preparing.preparation import prepare
+from aionn.runtime.preparing.preparation import Found, prepare
 from aionn.runtime.preparing.reading import digested
-from aionn.runtime.preparing.step_model import OtherModelError, StepModel
+from aionn.runtime.preparing.step_model import OtherModelError, Parts, StepModel
 from aionn.runtime.processes.devices import Devices
 from aionn.runtime.serving.planned_model import PlannedModel, PlannedStep, Prepared
 from aionn.tasks import seconds_until, ungrouped
@@ -36,9 +37,6 @@ from aionn.tasks import seconds_until, ungrouped
 logger = logging.getLogger("aionn.runtime")
 
 T = TypeVar("T")
-Found = tuple[Prepared, tuple[CacheOutcome, ...]]
-"""What was prepared, and the outcome of each step."""
-
 PrepareStep = Callable[[str, Model, PrepareOptions, CacheChoice | None], Awaitable[tuple[RemotePreparedModel, CacheOutcome]]]
 """Prepares a model on the device of that name, for these options, through that cache."""
 
@@ -78,16 +76,14 @@ class Partition:
         if cache is None:
             return None
         scope = scope_of(cache.token, versions, self._options)
-        body = await self._in_time(lambda: cache.store.plan(scope))
+        body = await self._in_time(lambda: cache.store.plans.get(scope))
         plan = None if body is None else decoded(body, scope, list(versions), self._model.known_token)
         trace.count("plan.kept", found=plan is not None)
         if plan is None:
             return None
         try:
-            if not adopt(self._model, dict(plan.inputs), dict(plan.outputs)):
-                raise OtherModelError("the plan that the cache keeps under this token has other inputs or outputs than the model")
-            return await self.prepare(plan.steps, plan.model_digest)
-        except (OtherModelError, UnsupportedOperationError) as error:
+            return await self.prepare(plan.steps, plan)
+        except (OtherModelError, CompilationError) as error:  # of the plan's fault, or the same comes of the plan that is made now
             logger.warning("the plan that the cache keeps is not used, and the model is cut again: %s", str(error))
             trace.count("plan.refused", reason=str(error))
             return None
@@ -117,7 +113,9 @@ class Partition:
         remotes = [await self._devices.get(name, options.priority) for name in self.capable]
         performance = {remote.name: remote.performance for remote in remotes}
         with trace.span("plan.cut", devices="+".join(self.capable)):
-            steps = await anyio.to_thread.run_sync(lambda: cut(model, self.capable, performance, options.preference))
+            steps = await anyio.to_thread.run_sync(
+                lambda: cut(model, self.capable, performance, options.preference), abandon_on_cancel=True
+            )
         logger.info("the model is cut into %d steps over the devices %s", len(steps), "+".join(dict.fromkeys(s.device for s in steps)))
         trace.count("plan.cut", steps=len(steps), devices="+".join(self.capable))
         found = await self.prepare(steps)
@@ -144,16 +142,16 @@ class Partition:
 
         async def keep() -> bool:
             with cache.store.in_use():
-                await cache.store.keep_plan(scope, encoded(plan, scope))
+                await cache.store.plans.keep(scope, encoded(plan, scope))
             return True
 
         await self._in_time(keep)
 
-    async def prepare(self, steps: Sequence[Step], digest: bytes = b"") -> Found:
+    async def prepare(self, steps: Sequence[Step], kept: KeptPlan | None = None) -> Found:
         """Prepare each step on its device.
 
         Args:
-            digest: token of the model that a plan from a cache names. Empty for a plan that was made of the model at hand.
+            kept: the plan from a cache that the steps belong to. None for a plan that was made of the model at hand.
 
         Raises:
             OtherModelError: the steps are those of another model.
@@ -162,11 +160,13 @@ class Partition:
         """
         made: dict[int, tuple[RemotePreparedModel, CacheOutcome]] = {}
         self.step_failed = None
+        model, digest = self._model, b"" if kept is None else kept.model_digest
+        parts = Parts(model, steps)
 
         async def on_device(name: str) -> None:
             for number, step in enumerate(steps):
                 if step.device == name:
-                    made[number] = await self._one(step, digest)
+                    made[number] = await self._one(StepModel(parts, number, digest))
 
         try:
             with ungrouped():
@@ -174,8 +174,11 @@ class Partition:
                     for name in dict.fromkeys(step.device for step in steps):
                         tasks.start_soon(on_device, name)
             planned = tuple(PlannedStep(step, made[number][0]) for number, step in enumerate(steps))
-            _check_borders(self._model, planned)
-            return PlannedModel(self._model, planned), tuple(made[number][1] for number in range(len(steps)))
+            inputs, outputs = (model.inputs, model.outputs) if kept is None else (dict(kept.inputs), dict(kept.outputs))
+            _check_borders(inputs, outputs, planned)
+            if not adopt(model, inputs, outputs):
+                raise OtherModelError("the plan that the cache keeps under this token has other inputs or outputs than the model")
+            return PlannedModel(model, planned), tuple(made[number][1] for number in range(len(steps)))
         except BaseException as error:
             for prepared, _ in made.values():
                 prepared.release()
@@ -183,12 +186,13 @@ class Partition:
                 raise _first_of(error) from None
             raise
 
-    async def _one(self, step: Step, digest: bytes) -> tuple[RemotePreparedModel, CacheOutcome]:
+    async def _one(self, model: StepModel) -> tuple[RemotePreparedModel, CacheOutcome]:
+        step = model.step
         cache = None if self._cache is None else dataclasses.replace(self._cache, operations=step.operations)
         open_outputs = tuple(name for name in self._options.open_outputs if name in step.outputs)
         options = dataclasses.replace(self._options, open_outputs=open_outputs)
         try:
-            return await self._prepare_step(step.device, StepModel(self._model, step, digest), options, cache)
+            return await self._prepare_step(step.device, model, options, cache)
         except AionnError:
             self.step_failed = self.step_failed or step.device
             raise
@@ -207,13 +211,13 @@ def _first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
     return first
 
 
-def _check_borders(model: Model, steps: Sequence[PlannedStep]) -> None:
-    """Compare the operands of each step with those of the steps before, and of the model.
+def _check_borders(inputs: Mapping[str, Operand], outputs: Mapping[str, Operand], steps: Sequence[PlannedStep]) -> None:
+    """Compare the operands of each step with those of the steps before, and of the model, as it is known or as a plan says.
 
     Raises:
         OtherModelError: they do not fit together.
     """
-    known = dict(model.inputs)
+    known = dict(inputs)
     for planned in steps:
         step, prepared = planned.step, planned.prepared
         if tuple(prepared.inputs) != step.inputs or tuple(prepared.outputs) != step.outputs:
@@ -222,7 +226,7 @@ def _check_borders(model: Model, steps: Sequence[PlannedStep]) -> None:
             if name not in known or known[name].type is not operand.type:
                 raise OtherModelError(f"the step on device {step.device!r} reads {name!r} as {operand.type.value}, and no step makes that")
         for name, operand in prepared.outputs.items():
-            if name in model.outputs and model.outputs[name].type is not operand.type:
+            if name in outputs and outputs[name].type is not operand.type:
                 raise OtherModelError(f"the step on device {step.device!r} makes the output {name!r} as {operand.type.value}")
             known[name] = operand
 
@@ -275,7 +279,7 @@ async def prepare_on(
     except UnsupportedOperationError as error:
         if len(names) < 2:
             raise
-        first = error
+        own = error.supported  # not the error, whose traceback refers to this call
     partition = Partition(devices, model, options, cache, prepare_step)
     # The order is part of the plan's scope. The version says that the plan is one of a stage.
     versions: dict[str, str] = {}
@@ -287,8 +291,8 @@ async def prepare_on(
     versions[names[0]] += "; first"
     found = await partition.kept(versions)
     if found is None:
-        flags = {name: await partition.ask(name, first) for name in versions}
-        own = flags.pop(names[0])
+        own = own or await partition.ask(names[0])
+        flags = {name: await partition.ask(name) for name in versions if name != names[0]}
         if any(map(all, flags.values())):  # or the plan would be that device alone
             flags = {name: [able and not taken for able, taken in zip(can, own, strict=True)] for name, can in flags.items()}
         partition.capable = {names[0]: own, **flags}

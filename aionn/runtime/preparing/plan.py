@@ -1,4 +1,4 @@
-"""Which device runs a model: the first, best first, that can run every node of it. If there is none, the model is cut over several.
+"""Which device runs a model: the first, best first, that can run every node of it. Otherwise several devices share the model.
 
 If a device that the app named is not installed, or fails, that is an error, never a silent fallback. Without names every installed
 device is a candidate. A candidate is passed over if its package is missing, or if it cannot prepare the model, or if it dies
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from aionn import trace
 from aionn.errors import (
@@ -27,9 +28,11 @@ from aionn.hal.model import Model
 from aionn.runtime.model import is_read
 from aionn.runtime.preparing.cached import CacheChoice, wants_lanes
 from aionn.runtime.preparing.compiling import UnsupportedOperationError, node_of
-from aionn.runtime.preparing.partition import Found, Partition
-from aionn.runtime.preparing.preparation import prepare
+from aionn.runtime.preparing.preparation import Found, prepare
 from aionn.runtime.processes.devices import Devices
+
+if TYPE_CHECKING:
+    from aionn.runtime.preparing.partition import Partition
 
 logger = logging.getLogger("aionn.runtime")
 
@@ -54,7 +57,7 @@ def checked_names(devices: Devices, names: Iterable[str] | None) -> Sequence[str
 async def prepare_on_best(
     devices: Devices, model: Model, names: Sequence[str] | None, options: PrepareOptions, cache: CacheChoice | None
 ) -> Found:
-    """Prepare the model on the first device that can run it whole. If there is none, cut it over the devices.
+    """Prepare the model on the first device that can run it whole. Otherwise cut it over the devices.
 
     Args:
         names: as `checked_names` returns them.
@@ -84,7 +87,7 @@ class _Search:
         self._candidates = list(dict.fromkeys(devices.installed if names is None else names))
         self._options = options
         self._cache = cache
-        self._partition = Partition(devices, model, options, cache)
+        self._made: Partition | None = None
         self._looked = False
         self._shortfalls: list[UnsupportedOperationError] = []
         self._unavailable: dict[str, DeviceUnavailableError] = {}
@@ -95,6 +98,14 @@ class _Search:
         self._shortfalls.clear()
         self._unavailable.clear()
         self._failures.clear()
+
+    @property
+    def _partition(self) -> Partition:
+        from aionn.runtime.preparing.partition import Partition  # most models need none
+
+        if self._made is None:
+            self._made = Partition(self._devices, self._model, self._options, self._cache)
+        return self._made
 
     async def run(self) -> Found:
         """See `prepare_on_best`."""
@@ -109,35 +120,42 @@ class _Search:
 
     async def _on(self, name: str) -> Found | None:
         """Prepare the whole model on one device. Returns None if another device is to be tried."""
+        if self._shortfalls and not await self._caches(name) and (found := await self._kept()) is not None:
+            return found  # to ask a device that does not cache needs the graph, which a plan from the cache does without
         try:
-            remote = await self._devices.get(name, self._options.priority)
-            # To ask a device that does not cache needs the graph, which a plan from the cache does without.
-            if self._shortfalls and not remote.cache_files.supported and (found := await self._kept()) is not None:
-                return found
             prepared, outcome = await prepare(self._devices, name, self._model, self._options, self._cache)
             return prepared, (outcome,)
         except UnsupportedOperationError as error:
             self._shortfalls.append(error)
             trace.count("plan.device_cannot", device=name)
         except AionnError as error:
-            self._pass_over(name, error, "the model")
+            if not self._passes_over(name, error, "the model"):
+                raise
         return None
 
-    def _pass_over(self, name: str, error: AionnError, what: str) -> None:
-        """Note why a device is not used. Raises the error if the next device must not be tried."""
+    async def _caches(self, name: str) -> bool:
+        """Return whether a device caches. One that is not there counts as one that does."""
+        try:
+            return (await self._devices.get(name, self._options.priority)).cache_files.supported
+        except AionnError:
+            return True  # preparing will say what is wrong
+
+    def _passes_over(self, name: str, error: AionnError, what: str) -> bool:
+        """Note why a device is not used. Returns False if the next device must not be tried."""
         if not isinstance(error, _FAILURES) or self._named or self._devices.closed:
-            raise error
+            return False
         if isinstance(error, DeviceUnavailableError):
             self._unavailable[name] = error
             logger.warning("device %r is passed over: %s", name, error)
             trace.count("plan.device_unavailable", device=name)
-            return
+            return True
         if not is_read(self._model) and not wants_lanes(error):
-            raise error  # with a model that is not read, the fault lies in its graph, and no device can help
+            return False  # with a model that is not read, the fault lies in its graph, and no device can help
         self._failures.append(error)
         # The text alone: a log record with the error would keep its traceback, and with the traceback the model.
         logger.warning("device %r failed to prepare %s and is passed over: %s", name, what, str(error))
         trace.count("plan.device_failed", device=name, error=type(error).__name__)
+        return True
 
     async def _versions(self) -> dict[str, str]:
         """Return the versions of the candidates that are there. Their drivers are started."""
@@ -158,7 +176,13 @@ class _Search:
         if self._looked or self._cache is None:
             return None
         self._looked = True
-        return await self._partition.kept(await self._versions())
+        try:
+            return await self._partition.kept(await self._versions())
+        except _FAILURES as error:
+            if self._named or self._devices.closed:
+                raise
+            logger.warning("the plan that the cache keeps is not used: %s", str(error))
+            return None
 
     async def _cut(self) -> Found:
         """Cut the model over the devices that can run a part of it. Without names, a device that cannot prepare its step is left out."""
@@ -174,7 +198,8 @@ class _Search:
                     if not isinstance(error, CompilationError):
                         raise
                     raise self._why_none(error) from None
-                self._pass_over(name, error, "its step of the model")
+                if not self._passes_over(name, error, "its step of the model"):
+                    raise
                 partition.capable.pop(name, None)
                 if not partition.capable:
                     raise self._why_none() from None
@@ -195,4 +220,6 @@ class _Search:
             return uncut
         first = shortfalls[0]
         each = "; ".join(map(str, shortfalls))
-        return CompilationError(f"no device can run every node of the model: {each}", node=node_of(self._model, first), reason=first.reason)
+        return CompilationError(
+            f"no device can run every node of the model: {each}", node=first.node or node_of(self._model, first.reason), reason=first.reason
+        )

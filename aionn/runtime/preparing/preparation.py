@@ -12,6 +12,7 @@ a new driver compiles the model.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 from aionn import trace
 from aionn.caching import CacheOutcome, CacheOutcomeKind, Refusal
@@ -34,6 +35,12 @@ from aionn.runtime.preparing.cached import (
 from aionn.runtime.preparing.compiling import compile_and_publish, compile_model, raise_if_unsupported
 from aionn.runtime.processes.devices import Devices
 from aionn.tasks import seconds_until
+
+if TYPE_CHECKING:
+    from aionn.runtime.serving.planned_model import Prepared
+
+Found = tuple["Prepared", tuple[CacheOutcome, ...]]
+"""What was prepared, and the outcome of each step."""
 
 
 async def prepare(
@@ -74,7 +81,7 @@ async def _prepare(
             if isinstance(found, Miss):
                 prepared, outcome = await compile_and_publish(devices.tasks, remote, model, options, found, cache.store)
             elif isinstance(found, Declined):
-                raise_if_unsupported(remote, found)
+                raise_if_unsupported(remote, model, found)
                 prepared = await compile_model(devices.tasks, remote, model, options)
             else:
                 try:

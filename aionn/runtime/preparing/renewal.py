@@ -25,6 +25,7 @@ import anyio
 from aionn import trace
 from aionn.caching.outcomes import CacheOutcome
 from aionn.errors import (
+    AionnError,
     CallerError,
     CompilationError,
     DeadlineError,
@@ -40,8 +41,8 @@ from aionn.hal.model import Model
 from aionn.remote.device import RemotePreparedModel
 from aionn.runtime.preparing.cached import CacheChoice
 from aionn.runtime.preparing.idling import Idling
-from aionn.runtime.preparing.partition import Found, device_names, plan_of, prepare_again, prepare_on
 from aionn.runtime.preparing.plan import prepare_on_best
+from aionn.runtime.preparing.preparation import Found
 from aionn.runtime.serving.compiled_model import CompiledModel
 from aionn.runtime.serving.serving import Serving
 from aionn.runtime.session import Session
@@ -112,11 +113,15 @@ class Renewal:
     @property
     def plan(self) -> tuple[Step, ...]:
         """The steps of the model that serves, or nothing while nothing is prepared yet."""
+        from aionn.runtime.preparing.partition import plan_of  # most apps do not ask
+
         serving = self.compiled.serving
         return () if serving is None else plan_of(serving.prepared, serving.model)
 
     def devices_of(self, serving: Serving) -> tuple[str, ...]:
         """Return the devices that a new model may be cut over, if the first cannot run it whole: those that serve, then the others."""
+        from aionn.runtime.preparing.partition import device_names
+
         candidates = self.session.devices.installed if self._candidates is None else self._candidates
         return tuple(dict.fromkeys((*device_names(serving.prepared), *candidates)))
 
@@ -191,8 +196,10 @@ class Renewal:
             else:
                 prepared.remember(self.model)
                 preparing.serving = compiled.serving = Serving((prepared,), self.model, compiled.use, stage)
-                if dead is not None and compiled.replaced is not None:
-                    compiled.replaced(dead, preparing.serving)
+                if dead is not None:
+                    self.session.tasks.start_soon(_retire, dead, name="a dead plan")
+                    if compiled.replaced is not None:
+                        compiled.replaced(dead, preparing.serving)
         except Exception as failed:  # every caller gets it
             error = failed
         finally:
@@ -207,6 +214,8 @@ class Renewal:
         options = dataclasses.replace(self.options, deadline_ns=None, open_outputs=self.disproved())
         if serving is None:
             return None, await prepare_on_best(devices, model, self._candidates, options, cache)
+        from aionn.runtime.preparing.partition import prepare_again, prepare_on
+
         if self.compiled.devices_for is None:
             return None, await prepare_again(devices, serving.prepared, model, options, cache)
         names = self.compiled.devices_for(serving)
@@ -219,6 +228,13 @@ class Renewal:
 def stage_devices(name: str, stages: Sequence[str] | None) -> tuple[str, ...]:
     """Return the devices that a stage may be cut over: its own first, then those of the other stages."""
     return (name, *(other for other in stages or () if other != name))
+
+
+async def _retire(dead: Serving) -> None:
+    """Let the drivers that still live free their steps of a plan of which one driver is dead."""
+    await dead.wait_idle()
+    with suppress(AionnError):
+        await dead.aclose()
 
 
 class _Preparing:

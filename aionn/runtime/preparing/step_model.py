@@ -1,4 +1,4 @@
-"""`StepModel`: one step of a plan as a model of its own. Its graph is made when it is first needed.
+"""`StepModel`: one step of a plan as a model. Its graph is made when it is first needed.
 
 A step that comes from a cache needs no graph. Its token is made of the whole model's and of the step, and its operands come from the
 cache entry. A step that is compiled has the whole model read, and its part cut out.
@@ -9,6 +9,8 @@ whole model was digested and compared.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import anyio
@@ -26,6 +28,25 @@ class OtherModelError(CallerError):
     """The plan that a cache has kept is that of another model."""
 
 
+class Parts:
+    """The models of all steps of a plan. They are made together at the first use, because the whole graph is walked for them."""
+
+    def __init__(self, whole: hal_model.Model, steps: Sequence[Step]) -> None:
+        self.whole = whole
+        self.steps = tuple(steps)
+        self._made: tuple[hal_model.Model, ...] = ()
+        self._lock = threading.Lock()
+
+    def part(self, number: int) -> hal_model.Model:
+        """Return the model of a step. The whole model has been read. Blocks."""
+        from aionn.graph.step_models import step_models  # brings `onnx`, which a cache hit does without
+
+        with self._lock:
+            if not self._made:
+                self._made = step_models(self.whole, self.steps, models.digests_of(self.whole) or {})
+        return self._made[number]
+
+
 class StepModel(hal_model.Model):
     """A step of a model. `inputs` and `outputs` are known once its graph has been made, or a cache entry was loaded.
 
@@ -37,11 +58,19 @@ class StepModel(hal_model.Model):
     whole: hal_model.Model
     step: Step
     name = ""
+    _parts: Parts
+    _number = 0
     _digest = b""
 
-    def __init__(self, whole: hal_model.Model, step: Step, digest: bytes) -> None:
-        """`digest`: token of the model that a plan from a cache names, or empty for a plan that was made of the model at hand."""
-        _set(self, whole=whole, step=step, name=getattr(whole, "name", ""), _digest=digest)
+    def __init__(self, parts: Parts, number: int, digest: bytes) -> None:
+        """Make the model of a step.
+
+        Args:
+            parts: the plan. number: of the step in it.
+            digest: token of the model that a plan from a cache names. Empty for a plan that was made of the model at hand.
+        """
+        whole, step = parts.whole, parts.steps[number]
+        _set(self, whole=whole, step=step, name=getattr(whole, "name", ""), _parts=parts, _number=number, _digest=digest)
         if known := digest or whole.known_token:
             _set(self, token=step_token(known, step))
 
@@ -90,15 +119,31 @@ class StepModel(hal_model.Model):
             await self.digest()
         if isinstance(self.whole, models.Model):
             await self.whole.read()
-        await anyio.to_thread.run_sync(self._cut)
+        await anyio.to_thread.run_sync(self._cut, abandon_on_cancel=True)
 
     def _cut(self) -> None:
-        from aionn.graph.step_models import step_model  # brings `onnx`, which a cache hit does without
-
-        part = step_model(self.whole, self.step, models.digests_of(self.whole) or {})
+        if self._digest:
+            self._check_kept()
+        part = self._parts.part(self._number)
         if not models.adopt(self, part.inputs, part.outputs):
             raise OtherModelError("the cache entry of a step has other inputs or outputs than the step")
         _set(self, contents=part.contents, operations=part.operations, constants=part.constants, pools=part.pools, graph=part.graph)
+
+    def _check_kept(self) -> None:
+        """Compare a step of a plan from a cache with the graph.
+
+        Raises:
+            OtherModelError: the model has no such step.
+        """
+        from aionn.graph.flow import Flow
+
+        step, operations = self.step, self.whole.operations
+        if step.operations[-1] >= len(operations) or any(operations[i].name != n for i, n in zip(step.operations, step.nodes, strict=True)):
+            raise OtherModelError("the plan that the cache keeps names operations that the model does not have")
+        flow = Flow(self.whole)
+        there = {*step.inputs, *flow.constants, *(name for index in step.operations for name in flow.makes[index])}
+        if not there.issuperset(name for index in step.operations for name in flow.reads[index]) or not there.issuperset(step.outputs):
+            raise OtherModelError("a step of the plan that the cache keeps has other inputs or outputs than its operations")
 
     def check_compiled(self, contents: bytes) -> None:
         """Check that a driver has compiled the weights that the model had before. The first compilation says what they are.

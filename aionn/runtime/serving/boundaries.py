@@ -6,7 +6,8 @@
 
 Invariants
     A piece that is leased is not leased again before it has been given back.
-    At most `_KEPT` pieces are free at once. So the memory follows the executions in flight, which their frames bound.
+    At most `_KEPT` pieces are free at once, and `_KEPT_LARGE` of large ones. So the memory follows the executions in flight, which their
+    frames bound.
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ from aionn.runtime.serving.wiring import Boundary, Wiring
 
 _KEPT = 16
 """As many as a compilation's own burst has requests in flight. A stream mostly uses one again and again."""
+
+_KEPT_LARGE = 4
+_KEPT_BYTES = 2**26
+"""More than `_KEPT_LARGE` free pieces have this together at most."""
 
 _REMEMBERED = 64
 _FIRST_GUESS_BYTES = 4096
@@ -148,10 +153,12 @@ class BoundaryMemory:
         return Region.allocate(_whole_pages(size_bytes))
 
     def give_back(self, region: Region) -> None:
-        if self._closed or len(self._free) >= _KEPT:
-            region.close()
+        free = self._free
+        small = sum(other.size_bytes for other in free) + region.size_bytes <= _KEPT_BYTES
+        if not self._closed and (len(free) < _KEPT_LARGE or (small and len(free) < _KEPT)):
+            free.append(region)
         else:
-            self._free.append(region)
+            region.close()
 
     def close(self) -> None:
         """Free what is not leased now. The rest goes when it is given back."""

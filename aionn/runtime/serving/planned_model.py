@@ -114,7 +114,7 @@ class PlannedModel:
         """
         try:
             execution = PlannedExecution(self.planned, request, pools, measure_timing, deadline_ns, settled)
-            refusal = execution.refusal()
+            refusal = execution.requests.refusal()
         except BaseException:
             if settled is not None:
                 settled(None)
@@ -122,7 +122,16 @@ class PlannedModel:
         if refusal is not None:
             execution.end(refusal)
             return refusal
-        return await execution.run(_execute)
+        return await execution.run(self._execute)
+
+    async def _execute(self, execution: PlannedExecution, number: int, settled: Callable[[Result | None], None]) -> Result:
+        """Send a step as a control call."""
+        try:
+            request, pools = execution.requests.split(number)
+        except BaseException:
+            settled(None)
+            raise
+        return await self.steps[number].prepared.execute(request, pools, execution.measure_timing, execution.deadline_ns, settled)
 
     def step_roles(self, is_input: bool, index: int) -> list[StepRole]:
         """Return what an input or output of the whole model is in the steps. An output may be an input of later steps, too."""
@@ -149,17 +158,6 @@ class PlannedModel:
         self.planned.memory.close()
         for planned in self.steps:
             planned.prepared.release()
-
-
-async def _execute(execution: PlannedExecution, number: int, settled: Callable[[Result | None], None]) -> Result:
-    """Send a step as a control call."""
-    try:
-        request, pools = execution.split(number)
-        prepared = execution.prepared(number)
-    except BaseException:
-        settled(None)
-        raise
-    return await prepared.execute(request, pools, execution.measure_timing, execution.deadline_ns, settled)
 
 
 Prepared = RemotePreparedModel | PlannedModel

@@ -13,13 +13,16 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
 import anyio
 
 from aionn.errors import again
 from aionn.hal.model import Model
 from aionn.hal.types import Result
-from aionn.runtime.serving.planned_model import Prepared
+
+if TYPE_CHECKING:
+    from aionn.runtime.serving.planned_model import Prepared
 
 _IDLES = 15
 """A stream's rhythm is judged by so many pauses between executions."""

@@ -18,7 +18,8 @@ from aionn.hal.model import Model
 from aionn.runtime.preparing.background import version_of
 from aionn.runtime.preparing.cached import CacheChoice, load, wanted_of
 from aionn.runtime.preparing.in_time import in_time
-from aionn.runtime.preparing.partition import Found, prepare_on
+from aionn.runtime.preparing.partition import prepare_on
+from aionn.runtime.preparing.preparation import Found
 from aionn.runtime.preparing.renewal import stage_devices
 from aionn.runtime.processes.devices import Devices
 from aionn.runtime.staging import verdicts

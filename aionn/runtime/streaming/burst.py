@@ -22,7 +22,7 @@ from aionn.errors import CallerError, MemoryAllocationError
 from aionn.hal.types import ErrorStatus
 from aionn.memory.pool import Frame as MemoryFrame
 from aionn.memory.pool import FramesInFlightError
-from aionn.pages.app_layout import COMPUTED, CONNECTIONS, COPIED_BYTES, DRIVER_BUSY_NS, DROPPED, FAILED
+from aionn.pages.app_layout import COMPUTED, CONNECTIONS, COPIED_BYTES, DRIVER_BUSY_NS, DROPPED, FAILED, FELL_BACK
 from aionn.runtime.executing.arguments import check_mapping
 from aionn.runtime.executing.attempt import Attempt, Call
 from aionn.runtime.executing.bodies import plain_body
@@ -40,6 +40,7 @@ _NONE = ErrorStatus.NONE  # each look into an enumeration costs as much as a sma
 _STATISTICS = {
     "computed": COMPUTED,
     "failed": FAILED,
+    "fell_back": FELL_BACK,
     "connections": CONNECTIONS,
     "dropped": DROPPED,
     "copied_bytes": COPIED_BYTES,
@@ -269,6 +270,7 @@ class Burst:
         """Return counts since the burst was made.
 
         computed, failed: executions answered well, or with an error.
+        fell_back: those of the failed that another device has computed (see docs/drivers.md).
         connections: drivers that this burst has had.
         dropped: frames that a stream's source has yielded and that were never answered: replaced by a newer one, late, rejected, refused,
             lost with the driver, or in hand when the stream ended.

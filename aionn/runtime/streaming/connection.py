@@ -15,7 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
@@ -27,15 +27,18 @@ from aionn.memory.pool import Frame, FramePool
 from aionn.pages import Kind
 from aionn.pages.app_layout import CONNECTIONS, SENT
 from aionn.runtime.executing.arguments import Arguments
-from aionn.runtime.executing.attempt import Executor
+from aionn.runtime.executing.attempt import Executor, FallsBack
 from aionn.runtime.executing.frame_layout import FrameLayout, Shapes
 from aionn.runtime.executing.frames import Frames
 from aionn.runtime.executing.link import Link, LinkOptions
-from aionn.runtime.executing.links import AnyLink, open_link, release
+from aionn.runtime.executing.links import open_link, release
 from aionn.runtime.preparing.renewal import Renewal
 from aionn.runtime.serving.members import Rest
 from aionn.runtime.serving.serving import Serving
 from aionn.tasks import call_soon_from_anywhere
+
+if TYPE_CHECKING:
+    from aionn.runtime.executing.links import AnyLink
 
 _NOT_OPEN = "the burst is not open; use it inside `async with compilation.burst() as burst`"
 
@@ -254,8 +257,10 @@ class Connections:
         static: whether all shapes of the model are known, so that its frames have one size.
     """
 
-    def __init__(self, renewal: Renewal, arguments: Arguments) -> None:
+    def __init__(self, renewal: Renewal, arguments: Arguments, fallback: FallsBack | None = None) -> None:
+        """`fallback`: of the app's executions, or None."""
         self.renewal = renewal
+        self._fallback = fallback
         self.arguments = arguments
         model = renewal.model
         self.static = all(operand.size_bytes is not None for operand in (*model.inputs.values(), *model.outputs.values()))
@@ -268,7 +273,7 @@ class Connections:
     def executor(self, in_flight: int) -> Executor:
         """Return what the app's executions over one burst have in common. `in_flight`: so many frames of each size may be pinned."""
         counts = self.renewal.session.page.slot(Kind.BURST, parent=self._slot)
-        return Executor(self.arguments, Frames(in_flight), self.renewal.compiled, counts)
+        return Executor(self.arguments, Frames(in_flight), self.renewal.compiled, counts, fallback=self._fallback)
 
     def new(self, depth: int, queue_capacity: int | None = None, anticipate: bool = False) -> BurstConnection:
         """Return the connection of a new burst, not yet open. Without `queue_capacity` its queues suit the model."""

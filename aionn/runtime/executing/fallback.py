@@ -1,0 +1,209 @@
+"""`Fallback`: an execution that a driver answered with an error is run once more on a CPU device, if the app named no devices.
+
+    whole model     prepared on the next CPU device that can run it
+    step of a plan  the same plan, with the failing step on the next CPU device that can run it
+
+The fallback is first tried on the inputs that failed. If it computes them, it takes over the compilation by a swap, so later executions
+go there at once. The log warns, the trace counts "execution.fell_back", the page counts `fell_back`, and `Outputs.device` names the device.
+If it fails, too, the inputs are at fault. The caller gets the first error, with a note, and the device before goes on serving.
+
+Nothing falls back after a driver's death, a hang, a deadline or a wrong call, because these are not the answer of an engine. What uses
+device memory does not fall back either, because its contents lie in the driver that failed.
+
+Invariants
+    A device that has taken over has no fallback again, so nothing goes round in a circle.
+    A fallback that did not help is kept, and one that cannot be prepared is remembered. So inputs that always fail prepare nothing again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import weakref
+
+import anyio
+
+from aionn import trace
+from aionn.caching.outcomes import CacheOutcome
+from aionn.errors import AionnError, DeadlineError, ExecutionError
+from aionn.hal.model import Model
+from aionn.hal.types import DeviceType, Result
+from aionn.remote.device import RemoteBuffer
+from aionn.runtime.executing.attempt import Attempt, Call, Executor
+from aionn.runtime.executing.control import fixed_route
+from aionn.runtime.executing.device_memory import DeviceMemory
+from aionn.runtime.executing.frame_layout import Outputs
+from aionn.runtime.preparing.partition import Partition
+from aionn.runtime.preparing.preparation import Found, prepare
+from aionn.runtime.preparing.renewal import Renewal
+from aionn.runtime.serving.compiled_model import CompiledModel
+from aionn.runtime.serving.members import NotNowError
+from aionn.runtime.serving.planned_model import PlannedModel
+from aionn.runtime.serving.serving import Serving
+from aionn.tasks import seconds_until
+
+logger = logging.getLogger("aionn.runtime")
+
+_TRIES = 5
+"""How often a swap is tried that comes at a wrong moment."""
+
+
+class Fallback:
+    """The fallback of one compilation. It knows the `Renewal` weakly, so a compilation that the app no longer holds is collected.
+
+    `_hopeless` has the devices, and steps, for which no fallback can be prepared, and `_taken_over` the devices of fallbacks that serve or
+    have served. Both are of `_model`.
+    """
+
+    def __init__(self, renewal: Renewal, trials: Executor) -> None:
+        """`trials`: runs what the fallback is tried on."""
+        self._renewal = weakref.ref(renewal)
+        self._tasks = renewal.session.tasks
+        self._trials = trials
+        self._base: Serving | None = None
+        self._outcomes: tuple[CacheOutcome, ...] = ()
+        self._key: object = None
+        self._model: Model | None = None
+        self._hopeless: set[object] = set()
+        self._taken_over: set[str] = set()
+        self._busy: anyio.Event | None = None
+        renewal.compiled.abandoned = self.close
+
+    def close(self) -> None:
+        """Free a fallback that does not serve, without waiting."""
+        base, self._base = self._base, None
+        if base is not None:
+            base.release()
+
+    async def __call__(self, serving: Serving, error: ExecutionError, result: Result, call: Call) -> Outputs | None:
+        """Run a call that failed on `serving` with `error` once more. `result` is the answer.
+
+        Returns:
+            None if there is no fallback, or if it fails, too. Then `error` has a note.
+
+        Raises:
+            DeadlineError: the call's deadline has come.
+        """
+        renewal = self._renewal()
+        if serving.model is not self._model:  # the app has swapped in another one
+            self.close()
+            self._model = serving.model
+            self._hopeless.clear()
+            self._taken_over.clear()
+        if renewal is None or _in_driver(call) or serving.device in self._taken_over:
+            return None
+        base = await self._fallback_of(renewal, serving, getattr(result, "step", None))
+        if base is None:
+            return None
+        again = Call(dict(call.inputs), call.outputs, call.measure_timing, call.deadline_ns, dict(call.placed))
+        try:
+            outputs = await Attempt(self._trials, fixed_route(base), again).run()
+        except DeadlineError:
+            raise
+        except AionnError as second:
+            error.add_note(f"device {base.device!r} was tried, too, and failed: {second}")
+            return None
+        trace.count("execution.fell_back", device=serving.device, to=base.device, reason=str(error))
+        logger.warning("device %r failed, and device %r computed in its place: %s", serving.device, base.device, str(error))
+        if renewal.compiled.serving is serving:
+            await self._wait_for(renewal, base, call.deadline_ns)
+        return outputs
+
+    async def _fallback_of(self, renewal: Renewal, serving: Serving, step: int | None) -> Serving | None:
+        """Return what is prepared to take the place of `serving`. Returns None if no device can. One preparation runs at a time."""
+        compiled = renewal.compiled
+        key = serving.device, step
+        while True:
+            now = compiled.serving
+            if now is not None and now is not serving and now.alive and now.model is serving.model and now.device in self._taken_over:
+                return now  # another call has fallen back meanwhile
+            if self._busy is not None:
+                await self._busy.wait()
+            elif self._key == key and self._base is not None and self._base.alive:
+                return self._base
+            elif key in self._hopeless or compiled.closed:
+                return None
+            else:
+                self.close()
+                self._busy = anyio.Event()
+                self._tasks.start_soon(self._prepare, renewal, serving, step, self._busy, name="fallback")
+
+    async def _prepare(self, renewal: Renewal, serving: Serving, step: int | None, over: anyio.Event) -> None:
+        key = serving.device, step
+        try:
+            found = await _prepared(renewal, serving, step)
+            if found is None:
+                self._hopeless.add(key)
+                return
+            found[0].remember(serving.model)
+            self._base, self._outcomes, self._key = Serving((found[0],), serving.model, renewal.compiled.use), found[1], key
+            if renewal.compiled.closed:
+                self.close()
+        except Exception:  # a defect here must not end the app's runtime
+            self._hopeless.add(key)
+            logger.exception("the fallback of device %r cannot be prepared", serving.device)
+        finally:
+            self._busy = None
+            over.set()
+
+    async def _wait_for(self, renewal: Renewal, base: Serving, deadline_ns: int | None) -> None:
+        """Let the fallback take over. The outputs are there, so the call does not wait beyond its deadline."""
+        if self._busy is None and self._base is base:
+            self._busy = anyio.Event()
+            self._tasks.start_soon(self._take_over, renewal, base, self._busy, name="fallback takes over")
+        if self._busy is not None:
+            with anyio.move_on_after(seconds_until(deadline_ns)):
+                await self._busy.wait()
+
+    async def _take_over(self, renewal: Renewal, base: Serving, over: anyio.Event) -> None:
+        try:
+            with renewal.compiled.use.hold():
+                await _swap(renewal.compiled, base)
+            self._taken_over.add(base.device)
+            self._base, renewal.outcomes = None, self._outcomes
+        except AionnError as error:
+            logger.warning("device %r cannot take over, and is tried again at the next failure: %s", base.device, error)
+        except Exception:  # a defect here must not end the app's runtime
+            logger.exception("device %r cannot take over", base.device)
+        finally:
+            self._busy = None
+            over.set()
+
+
+async def _swap(compiled: CompiledModel, base: Serving) -> None:
+    for attempt in range(_TRIES):
+        try:
+            await compiled.swap(base)
+            return
+        except NotNowError:
+            if attempt == _TRIES - 1:
+                raise
+
+
+async def _prepared(renewal: Renewal, serving: Serving, step: int | None) -> Found | None:
+    """Prepare the model on the next CPU device, or a plan with the failing step there. Returns None if no device can do so."""
+    devices, model, cache = renewal.session.devices, serving.model, renewal.cache
+    options = dataclasses.replace(renewal.options, deadline_ns=None, open_outputs=renewal.disproved())
+    planned = serving.prepared if isinstance(serving.prepared, PlannedModel) and step is not None else None
+    steps = [] if planned is None else [one.step for one in planned.steps]
+    failing = serving.device if planned is None or step is None else steps[step].device
+    for name in devices.installed:
+        if name == failing:
+            continue
+        try:
+            if (await devices.get(name, options.priority)).type is not DeviceType.CPU:
+                continue
+            if planned is None or step is None:
+                prepared, outcome = await prepare(devices, name, model, options, cache)
+                return prepared, (outcome,)
+            moved = [dataclasses.replace(one, device=name) if number == step else one for number, one in enumerate(steps)]
+            return await Partition(devices, model, options, cache).prepare(moved)
+        except AionnError as error:
+            logger.info("device %r cannot take the place of device %r: %s", name, failing, error)
+    trace.count("execution.no_fallback", device=failing)
+    return None
+
+
+def _in_driver(call: Call) -> bool:
+    """Return whether some argument lies in a driver."""
+    return any(isinstance(value, DeviceMemory | RemoteBuffer) for value in (*call.placed.values(), *call.outputs.values()))
