@@ -1,6 +1,6 @@
 """What a driver process logs, on its way to the app's log.
 
-Lines below WARNING stay here. A text is cut, and so many lines are sent in a second; one more line says how many were left out.
+Lines below ERROR stay here. A text is cut, and so many lines are sent in a second; one more line says how many were left out.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class LogLines(logging.Handler):
     """
 
     def __init__(self, send: Callable[[int, str, str], None]) -> None:
-        super().__init__(logging.WARNING)
+        super().__init__(logging.ERROR)  # what is milder, the app finds in its outcomes
         self._send = send
         self._loop = asyncio.get_running_loop()
         self._second, self._lines = 0, 0
