@@ -27,17 +27,7 @@ from struct import Struct
 from typing import NamedTuple
 
 from aionn.errors import AionnError
-from aionn.hal.types import (
-    NO_TIMING,
-    DataLocation,
-    ErrorStatus,
-    Operand,
-    OutputShape,
-    Request,
-    RequestArgument,
-    Result,
-    Timing,
-)
+from aionn.hal.types import NO_TIMING, DataLocation, ErrorStatus, Operand, OutputShape, Request, RequestArgument, Result, Timing
 
 DATUM_BYTES = 24
 MESSAGE_BYTES = 16 * 64

@@ -54,7 +54,8 @@ from aionn.burst.spin_policy import DRIVER_WINDOW_NS, YIELD_NS, may_stay_awake
 from aionn.errors import AionnError, CallerError, ExecutionError
 from aionn.fmq import LONGEST_KNOWN, Listener, MessageQueue
 from aionn.hal.interfaces import IBurstCallback, IPreparedModel
-from aionn.hal.types import ErrorStatus, MQDescriptor, MQFlavor, Result
+from aionn.hal.queues import MQDescriptor, MQFlavor
+from aionn.hal.types import ErrorStatus, Result
 
 logger = logging.getLogger("aionn.driver")
 

@@ -36,13 +36,7 @@ from aionn.hal.engine import CancelFlag, CompileOptions, Engine, Executable
 from aionn.hal.interfaces import CacheHandles, IPreparedModel, PrepareOptions
 from aionn.hal.model import Model
 from aionn.hal.options import NO_OPTIONS, EngineOptions
-from aionn.hal.types import (
-    BufferDesc,
-    BufferRole,
-    CacheFiles,
-    DeviceType,
-    Performance,
-)
+from aionn.hal.types import BufferDesc, BufferRole, CacheFiles, DeviceType
 from aionn.hal.values import from_messages
 from aionn.memory import DeviceBuffers, reserve
 from aionn.memory.region import give_back
@@ -89,7 +83,6 @@ class EngineDevice:
         self.version = engine.version
         self.type: DeviceType = getattr(engine, "device_type", DeviceType.CPU)
         self.priority_matters: bool = getattr(engine, "priority_matters", False)
-        self.performance: Performance = getattr(engine, "performance", Performance())
 
     async def get_supported_operations(self, model: Model, *, options: EngineOptions = NO_OPTIONS) -> Sequence[bool]:
         supported = await self._threads.run(lambda: self._shown(lambda: self._judge(model, options)))

@@ -18,6 +18,7 @@ from blake3 import blake3
 from aionn.errors import CallerError
 from aionn.hal.engine import Engine, Executable
 from aionn.hal.options import EngineOptions, OptionValue
+from aionn.hal.performance import Performance
 
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
@@ -28,12 +29,13 @@ class OptionalFacts:
     """The facts that an engine may leave out (see `hal.Engine`).
 
     Attributes:
-        providers, runs_on: as the engine says, or empty.
+        providers, runs_on: as the engine says, or empty. performance: as it says, or that of a CPU.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.providers: tuple[str, ...] = tuple(getattr(engine, "providers", ()))
         self.runs_on: str = getattr(engine, "runs_on", "")
+        self.performance: Performance = getattr(engine, "performance", Performance())
         self._name = engine.name
         self._kinds: Mapping[str, type | tuple[type, ...]] = getattr(engine, "options", {})
         self._lock = threading.Lock()

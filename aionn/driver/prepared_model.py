@@ -22,7 +22,8 @@ from aionn.driver.tuning import Tuning
 from aionn.errors import AionnError, CallerError
 from aionn.hal.engine import Executable
 from aionn.hal.interfaces import IBuffer, IBurstCallback, PrepareOptions
-from aionn.hal.types import Dependency, ExecutionPreference, FencedResult, IMemory, MQDescriptor, Operand, Request, Result
+from aionn.hal.queues import MQDescriptor
+from aionn.hal.types import Dependency, ExecutionPreference, FencedResult, IMemory, Operand, Request, Result
 from aionn.hal.values import ValuesResult
 from aionn.memory import DeviceBuffers, ModelInfo, check_request
 from aionn.memory.requests import Extent

@@ -19,7 +19,8 @@ from aionn.engines.installed import BUILT_IN, installed_engines
 from aionn.errors import CallerError, DeviceUnavailableError
 from aionn.hal.engine import Engine
 from aionn.hal.interfaces import IDevice
-from aionn.hal.types import CacheFiles, Performance
+from aionn.hal.performance import Performance
+from aionn.hal.types import CacheFiles
 
 
 def find_engine(name: str, home: str = "") -> Engine:

@@ -22,7 +22,8 @@ from aionn.engines.outputs import deliver
 from aionn.errors import CompilationError, DeviceUnavailableError
 from aionn.hal.engine import Artifact, CompileOptions, Executable, ExecutionReport
 from aionn.hal.model import Model
-from aionn.hal.types import CacheFiles, Performance, PerformanceInfo
+from aionn.hal.performance import Performance, PerformanceInfo
+from aionn.hal.types import CacheFiles
 
 __all__ = ["ReferenceEngine", "ReferenceExecutable"]
 

@@ -38,7 +38,7 @@ from aionn.fmq.errors import QueueClosedError, QueueCorruptedError
 from aionn.fmq.event_flag import EventFlag
 from aionn.fmq.layout import NOT_EMPTY, NOT_FULL
 from aionn.fmq.message_queue import MessageQueue
-from aionn.hal.types import MQDescriptor, MQFlavor
+from aionn.hal.queues import MQDescriptor, MQFlavor
 
 __all__ = [
     "LONGEST_KNOWN",

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from aionn.errors import CallerError
-from aionn.hal.types import GrantorDescriptor, MQDescriptor, MQFlavor
+from aionn.hal.queues import GrantorDescriptor, MQDescriptor, MQFlavor
 
 LINE_BYTES = 64
 """A cache line. Two cores that store to the same line wait for each other."""

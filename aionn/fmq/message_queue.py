@@ -35,7 +35,8 @@ from aionn.fmq.errors import QueueClosedError, QueueCorruptedError
 from aionn.fmq.event_flag import EventFlag, deadline_after
 from aionn.fmq.layout import Element
 from aionn.fmq.waiting import WaitingRoom
-from aionn.hal.types import MemoryDescription, MemoryKind, MQDescriptor, MQFlavor
+from aionn.hal.queues import MQDescriptor, MQFlavor
+from aionn.hal.types import MemoryDescription, MemoryKind
 from aionn.memory.region import Region
 
 if TYPE_CHECKING:

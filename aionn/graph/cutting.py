@@ -23,11 +23,12 @@ from aionn.errors import CompilationError
 from aionn.graph.flow import Flow
 from aionn.graph.steps import Step
 from aionn.hal.model import Model
-from aionn.hal.types import ExecutionPreference, Performance
+from aionn.hal.performance import Performance
+from aionn.hal.types import ExecutionPreference
 
 __all__ = ["HAND_OVER_US", "cut"]
 
-HAND_OVER_US = 150.0
+HAND_OVER_US = 30.0
 """What one more step costs, in microseconds of a CPU: a call to another process, its wake, and its answer."""
 
 _UNDECLARED: Mapping[str, Performance] = MappingProxyType({})

@@ -1,5 +1,7 @@
 """The contract between an app's process and a driver's: types, the model, interfaces. No I/O lives here.
 
+    performance  how quick a device says it is
+    queues      the description of a message queue
     types       the HAL's values (NNAPI 1.2/1.3, with the same numbers)
     values      types of inputs and outputs that are not tensors: sequences, maps, optionals
     model       the ONNX graph with its large constants taken out
@@ -14,6 +16,8 @@ from aionn.hal.engine import Artifact, CancelFlag, CompileOptions, Engine, Execu
 from aionn.hal.interfaces import CacheHandles, IBuffer, IBurstCallback, IBurstContext, IDevice, IPreparedModel, PrepareOptions
 from aionn.hal.model import Constant, Model, Operation, model_bytes
 from aionn.hal.options import EngineOptions, OptionValue
+from aionn.hal.performance import Performance, PerformanceInfo
+from aionn.hal.queues import GrantorDescriptor, MQDescriptor, MQFlavor
 from aionn.hal.types import (
     CACHE_TOKEN_BYTES,
     CONSTANT_COPY_BYTES,
@@ -30,17 +34,12 @@ from aionn.hal.types import (
     ErrorStatus,
     ExecutionPreference,
     FencedResult,
-    GrantorDescriptor,
     IMemory,
     MemoryDescription,
     MemoryKind,
-    MQDescriptor,
-    MQFlavor,
     Operand,
     OperandType,
     OutputShape,
-    Performance,
-    PerformanceInfo,
     Priority,
     Request,
     RequestArgument,

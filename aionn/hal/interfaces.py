@@ -16,6 +16,7 @@ from typing import Protocol
 from aionn.errors import CallerError
 from aionn.hal.model import Model
 from aionn.hal.options import NO_OPTIONS, EngineOptions
+from aionn.hal.queues import MQDescriptor
 from aionn.hal.types import (
     MAX_INSTANCES,
     MAX_THREADS,
@@ -27,7 +28,6 @@ from aionn.hal.types import (
     ExecutionPreference,
     FencedResult,
     IMemory,
-    MQDescriptor,
     Operand,
     Priority,
     Request,

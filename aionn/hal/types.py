@@ -10,9 +10,8 @@ of an input in a request and the `OutputShape` of a finished execution are true 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from math import inf, prod
+from dataclasses import dataclass
+from math import prod
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -333,47 +332,6 @@ class CacheFiles:
         return (self.model > 0 or self.data > 0) and 0 <= self.model <= MAX_CACHE_FILES and 0 <= self.data <= MAX_CACHE_FILES
 
 
-@dataclass(frozen=True, slots=True)
-class PerformanceInfo:
-    """How long a device takes, and how much power it uses, where a CPU has 1.0 (HAL 1.0: PerformanceInfo). Less is better."""
-
-    execution_time: float = 1.0
-    power_usage: float = 1.0
-
-    def __post_init__(self) -> None:
-        for name in ("execution_time", "power_usage"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
-                raise CallerError(f"a performance has {name}={value!r}, but it is a positive number relative to a CPU, which has 1.0")
-
-
-@dataclass(frozen=True, slots=True)
-class Performance:
-    """What a device declares of its speed, for the plan that cuts a model over several devices (HAL 1.2: Capabilities).
-
-    Attributes:
-        default: for every element type that `by_type` lacks.
-        by_type: by the element type of an operation's first input.
-    """
-
-    default: PerformanceInfo = PerformanceInfo()
-    by_type: Mapping[OperandType, PerformanceInfo] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.default, PerformanceInfo):
-            raise CallerError(f"a performance has default={self.default!r}, but it must be a PerformanceInfo")
-        if not isinstance(self.by_type, Mapping):
-            raise CallerError(f"a performance has by_type={self.by_type!r}, but it must be a mapping from OperandType to PerformanceInfo")
-        for kind, info in self.by_type.items():
-            if not isinstance(kind, OperandType) or not isinstance(info, PerformanceInfo):
-                raise CallerError(f"a performance has by_type[{kind!r}]={info!r}, but it must map OperandType to PerformanceInfo")
-
-    def cost(self, kind: OperandType | None, preference: ExecutionPreference) -> float:
-        """Return what an operation costs here relative to a CPU: power for LOW_POWER, else time. `kind`: type of its first input."""
-        info = self.default if kind is None else self.by_type.get(kind, self.default)
-        return info.power_usage if preference is ExecutionPreference.LOW_POWER else info.execution_time
-
-
 class MemoryKind(enum.Enum):
     """The kinds of memory pools, by name (HAL: `hidl_memory.name`)."""
 
@@ -433,38 +391,3 @@ class BufferDesc:
     """Extents for `IDevice.allocate`, to combine with those of the roles. 0 is an open extent, () gives no extents."""
 
     dimensions: tuple[int, ...] = ()
-
-
-class MQFlavor(enum.IntEnum):
-    """The flavours of a message queue (libfmq's, with the same numbers). UNSYNCHRONIZED is there for parity with libfmq."""
-
-    SYNCHRONIZED = 1
-    UNSYNCHRONIZED = 2
-
-
-@dataclass(frozen=True, slots=True)
-class GrantorDescriptor:
-    """One piece of a queue's shared region (libfmq: GrantorDescriptor, flags always 0)."""
-
-    fd_index: int
-    offset: int
-    extent: int
-
-
-@dataclass(frozen=True, slots=True)
-class MQDescriptor:
-    """Everything that another process needs to attach to a queue. The descriptors travel beside it.
-
-    Grantors 0 to 3 are libfmq's: read counter, write counter, data, event flag word. The others are aionn's.
-
-    Attributes:
-        grantors: where each part lies.
-        quantum: bytes of one element.
-        flavor: synchronized or unsynchronized.
-        fds: the descriptors of memory, which `fd_index` of a grantor counts, then those of aionn's eventfds.
-    """
-
-    grantors: tuple[GrantorDescriptor, ...]
-    quantum: int
-    flavor: MQFlavor
-    fds: tuple[int, ...] = field(default=(), compare=False)

@@ -20,18 +20,7 @@ from aionn import trace
 from aionn.errors import AionnError, CallerError, DeadlineError, ExecutionError, again
 from aionn.hal.types import ErrorStatus
 from aionn.remote.channel import Channel, Descriptors
-from aionn.remote.control import (
-    Call,
-    CallBody,
-    Cancel,
-    ControlError,
-    Failure,
-    Message,
-    Ready,
-    Refused,
-    Reply,
-    ReplyBody,
-)
+from aionn.remote.control import Call, CallBody, Cancel, ControlError, Failure, Message, Ready, Refused, Reply, ReplyBody
 from aionn.remote.failures import error_of, failure_of
 from aionn.tasks import Answer, leave_in_child
 

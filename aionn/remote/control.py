@@ -16,7 +16,7 @@ from struct import Struct
 import msgspec
 
 from aionn.errors import AionnError, CallerError
-from aionn.hal.model import Constant, Operation
+from aionn.hal.performance import Performance
 from aionn.hal.types import (
     NO_TIMING,
     BufferDesc,
@@ -24,17 +24,13 @@ from aionn.hal.types import (
     CacheFiles,
     DeviceType,
     ErrorStatus,
-    ExecutionPreference,
-    GrantorDescriptor,
     MemoryDescription,
-    MQFlavor,
-    Performance,
-    Priority,
     Request,
     Result,
     Timing,
 )
 from aionn.hal.values import Border
+from aionn.remote.parts import CacheMessage, ControlMessage, ModelMessage, MQMessage, OptionsMessage, PoolMessage
 
 PROTOCOL = 5
 """Grows with every change of a message. Two ends with different numbers refuse each other at once."""
@@ -52,84 +48,29 @@ class ControlError(AionnError):
     """The peer has sent a frame or a message that the protocol does not allow."""
 
 
-class _Message(msgspec.Struct, frozen=True, tag=True, tag_field="verb", forbid_unknown_fields=True, array_like=True):
-    pass
-
-
-class MQMessage(_Message, frozen=True):
-    """An `MQDescriptor`. `fds` counts its descriptors, which travel beside the message."""
-
-    grantors: tuple[GrantorDescriptor, ...]
-    quantum: int
-    flavor: MQFlavor
-    fds: int
-
-
-class ModelMessage(_Message, frozen=True):
-    """A `hal.Model`. One descriptor per pool travels beside the message."""
-
-    graph: bytes
-    inputs: tuple[tuple[str, Border], ...]
-    outputs: tuple[tuple[str, Border], ...]
-    operations: tuple[Operation, ...]
-    constants: tuple[Constant, ...]
-    pools: tuple[MemoryDescription, ...]
-    token: bytes
-    contents: bytes
-
-
-class CacheMessage(_Message, frozen=True):
-    """`CacheHandles`, as numbers of files. Their descriptors travel beside the message, model files first."""
-
-    model: int
-    data: int
-    token: bytes
-
-
-class OptionsMessage(_Message, frozen=True):
-    """`PrepareOptions`, with the options and files of `EngineOptions` for this one device."""
-
-    preference: ExecutionPreference
-    priority: Priority
-    deadline_ns: int | None
-    threads: int
-    open_outputs: tuple[str, ...] = ()
-    at_most: bool = False
-    instances: int = 1
-    options: dict[str, str | int | float | bool] = {}
-    files: dict[str, bytes] = {}
-
-
-class PoolMessage(_Message, frozen=True):
-    """A pool of an execution: a memory whose descriptor travels beside the message, or a buffer of the driver by token."""
-
-    memory: MemoryDescription | None
-    token: int = 0
-
-
 # --- calls: the app asks the driver ------------------------------------------------------------------------------------
 
 
-class GetSupportedOperations(_Message, frozen=True):
+class GetSupportedOperations(ControlMessage, frozen=True):
     """Attributes: `options` and `files` are as in `OptionsMessage`."""
 
     model: ModelMessage
-    options: dict[str, str | int | float | bool] = {}
-    files: dict[str, bytes] = {}
+    options: dict[str, str | int | float | bool] = msgspec.field(default_factory=dict)
+    files: dict[str, bytes] = msgspec.field(default_factory=dict)
 
 
-class PrepareModel(_Message, frozen=True):
+class PrepareModel(ControlMessage, frozen=True):
     model: ModelMessage
     options: OptionsMessage
     cache: CacheMessage | None
 
 
-class PrepareModelFromCache(_Message, frozen=True):
+class PrepareModelFromCache(ControlMessage, frozen=True):
     options: OptionsMessage
     cache: CacheMessage
 
 
-class Execute(_Message, frozen=True):
+class Execute(ControlMessage, frozen=True):
     """An execution. The descriptors of its memories travel beside the message.
 
     Attributes:
@@ -146,7 +87,7 @@ class Execute(_Message, frozen=True):
     after: tuple[bool, ...] = ()
 
 
-class ExecuteValues(_Message, frozen=True):
+class ExecuteValues(ControlMessage, frozen=True):
     """Execute with strings, sequences, maps or optionals; see `remote.values`.
 
     Attributes:
@@ -162,41 +103,41 @@ class ExecuteValues(_Message, frozen=True):
     deadline_ns: int | None
 
 
-class ConfigureExecutionBurst(_Message, frozen=True):
+class ConfigureExecutionBurst(ControlMessage, frozen=True):
     prepared: int
     request_channel: MQMessage
     result_channel: MQMessage
     anticipate: bool = False
 
 
-class ExportAgain(_Message, frozen=True):
+class ExportAgain(ControlMessage, frozen=True):
     """Ask for a better artifact of a prepared model, or store it in the cache files that come with the call."""
 
     prepared: int
     cache: CacheMessage | None
 
 
-class FreeMemory(_Message, frozen=True):
+class FreeMemory(ControlMessage, frozen=True):
     burst: int
     slot: int
 
 
-class CloseBurst(_Message, frozen=True):
+class CloseBurst(ControlMessage, frozen=True):
     burst: int
 
 
-class ReleasePreparedModel(_Message, frozen=True):
+class ReleasePreparedModel(ControlMessage, frozen=True):
     prepared: int
 
 
-class Allocate(_Message, frozen=True):
+class Allocate(ControlMessage, frozen=True):
     desc: BufferDesc
     prepared_models: tuple[int, ...]
     input_roles: tuple[BufferRole, ...]
     output_roles: tuple[BufferRole, ...]
 
 
-class CopyFrom(_Message, frozen=True):
+class CopyFrom(ControlMessage, frozen=True):
     """Copy a part of a memory into a buffer.
 
     Attributes:
@@ -211,7 +152,7 @@ class CopyFrom(_Message, frozen=True):
     length: int | None = None
 
 
-class CopyTo(_Message, frozen=True):
+class CopyTo(ControlMessage, frozen=True):
     """Copy a buffer into a part of a memory. `offset` and `length` are as in `CopyFrom`."""
 
     token: int
@@ -220,19 +161,19 @@ class CopyTo(_Message, frozen=True):
     length: int | None = None
 
 
-class FreeBuffer(_Message, frozen=True):
+class FreeBuffer(ControlMessage, frozen=True):
     token: int
 
 
 # --- calls: the driver asks the app ------------------------------------------------------------------------------------
 
 
-class GetMemories(_Message, frozen=True):
+class GetMemories(ControlMessage, frozen=True):
     burst: int
     slots: tuple[int, ...]
 
 
-class LogLine(_Message, frozen=True):
+class LogLine(ControlMessage, frozen=True):
     """A line of the driver's log. Level and logger are as in `logging`."""
 
     level: int
@@ -243,11 +184,11 @@ class LogLine(_Message, frozen=True):
 # --- answers and events --------------------------------------------------------------------------------------------------
 
 
-class Flags(_Message, frozen=True):
+class Flags(ControlMessage, frozen=True):
     supported: tuple[bool, ...]
 
 
-class Prepared(_Message, frozen=True):
+class Prepared(ControlMessage, frozen=True):
     """A prepared model, with its operands for an app that has loaded the model from a cache.
 
     Attributes:
@@ -266,7 +207,7 @@ class Prepared(_Message, frozen=True):
     tunes: bool = False
 
 
-class Executed(_Message, frozen=True):
+class Executed(ControlMessage, frozen=True):
     """The answer to an execution. `failed` and `since_launch` are those of `hal.FencedResult`."""
 
     result: Result
@@ -274,7 +215,7 @@ class Executed(_Message, frozen=True):
     since_launch: Timing = NO_TIMING
 
 
-class ExecutedValues(_Message, frozen=True):
+class ExecutedValues(ControlMessage, frozen=True):
     """The result, and if it is a success the outputs, as the inputs in `ExecuteValues`."""
 
     result: Result
@@ -283,29 +224,29 @@ class ExecutedValues(_Message, frozen=True):
     memory: MemoryDescription | None = None
 
 
-class ExportedAgain(_Message, frozen=True):
+class ExportedAgain(ControlMessage, frozen=True):
     outcome: str
 
 
-class Configured(_Message, frozen=True):
+class Configured(ControlMessage, frozen=True):
     burst: int
 
 
-class Allocated(_Message, frozen=True):
+class Allocated(ControlMessage, frozen=True):
     token: int
 
 
-class Memories(_Message, frozen=True):
+class Memories(ControlMessage, frozen=True):
     """Memories of a burst. One descriptor per memory travels beside the message."""
 
     memories: tuple[MemoryDescription, ...]
 
 
-class Done(_Message, frozen=True):
+class Done(ControlMessage, frozen=True):
     pass
 
 
-class Failure(_Message, frozen=True):
+class Failure(ControlMessage, frozen=True):
     """An exception of `aionn.errors` by name, with its attributes. Any other exception travels as an `ExecutionError`."""
 
     kind: str
@@ -313,7 +254,7 @@ class Failure(_Message, frozen=True):
     node: str | None = None
     reason: str | None = None
     status: int = int(ErrorStatus.GENERAL_FAILURE)
-    shapes: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = msgspec.field(default_factory=dict)
     transient: bool = True
     device: str = ""
     needed_bytes: int = 0
@@ -321,7 +262,7 @@ class Failure(_Message, frozen=True):
     notes: tuple[str, ...] = ()
 
 
-class Ready(_Message, frozen=True):
+class Ready(ControlMessage, frozen=True):
     """The first frame of a driver, with the facts of its device. The descriptor of its statistics page travels beside it."""
 
     protocol: int
@@ -335,7 +276,7 @@ class Ready(_Message, frozen=True):
     runs_on: str = ""
 
 
-class Refused(_Message, frozen=True):
+class Refused(ControlMessage, frozen=True):
     """The first frame of a driver that cannot serve."""
 
     failure: Failure
@@ -362,17 +303,17 @@ CallBody = (
 ReplyBody = Flags | Prepared | Executed | ExecutedValues | ExportedAgain | Configured | Allocated | Memories | Done | Failure
 
 
-class Call(_Message, frozen=True):
+class Call(ControlMessage, frozen=True):
     id: int
     body: CallBody
 
 
-class Reply(_Message, frozen=True):
+class Reply(ControlMessage, frozen=True):
     id: int
     body: ReplyBody
 
 
-class Cancel(_Message, frozen=True):
+class Cancel(ControlMessage, frozen=True):
     """The caller of call `id` has stopped waiting. The peer still answers the call."""
 
     id: int

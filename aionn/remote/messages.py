@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from aionn.hal.interfaces import CacheHandles, PrepareOptions
 from aionn.hal.model import Model
-from aionn.hal.types import MQDescriptor
+from aionn.hal.queues import MQDescriptor
 from aionn.hal.values import as_messages
-from aionn.remote.control import CacheMessage, ModelMessage, MQMessage, OptionsMessage
+from aionn.remote.parts import CacheMessage, ModelMessage, MQMessage, OptionsMessage
 
 
 def model_message(model: Model) -> ModelMessage:

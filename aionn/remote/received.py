@@ -12,7 +12,7 @@ from aionn.hal.values import from_messages
 from aionn.memory import Access, MappingError, Memory, Region
 from aionn.memory.descriptors import check_description, check_descriptor
 from aionn.remote.channel import Descriptors
-from aionn.remote.control import CacheMessage, ModelMessage
+from aionn.remote.parts import CacheMessage, ModelMessage
 
 
 class Received:

@@ -21,17 +21,19 @@ from aionn.burst import result_of
 from aionn.errors import AionnError, CallerError
 from aionn.hal.interfaces import IBuffer, IBurstContext, IDevice, IPreparedModel, PrepareOptions
 from aionn.hal.options import EngineOptions
-from aionn.hal.types import Dependency, IMemory, MQDescriptor, Performance, Result
+from aionn.hal.performance import Performance
+from aionn.hal.queues import MQDescriptor
+from aionn.hal.types import Dependency, IMemory, Result
 from aionn.hal.values import as_messages
-from aionn.memory import Region, check_request
+from aionn.memory import check_request
 from aionn.memory.descriptors import check_description
+from aionn.remote.callback import RemoteBurstCallback
 from aionn.remote.channel import Descriptors
 from aionn.remote.connection import Connection
 from aionn.remote.control import (
     PROTOCOL,
     Allocate,
     Allocated,
-    CacheMessage,
     CallBody,
     CloseBurst,
     Configured,
@@ -48,13 +50,8 @@ from aionn.remote.control import (
     Flags,
     FreeBuffer,
     FreeMemory,
-    GetMemories,
     GetSupportedOperations,
     LogLine,
-    Memories,
-    ModelMessage,
-    MQMessage,
-    OptionsMessage,
     Prepared,
     PrepareModel,
     PrepareModelFromCache,
@@ -63,7 +60,8 @@ from aionn.remote.control import (
     ReplyBody,
 )
 from aionn.remote.fences import Waits, check_fence, dependency_failed, execute_fenced_by, refusal, settle, since_launch
-from aionn.remote.received import Handles, Received, attached
+from aionn.remote.parts import CacheMessage, ModelMessage, MQMessage, OptionsMessage
+from aionn.remote.received import Handles, Received
 
 T = TypeVar("T")
 logger = logging.getLogger("aionn.driver")
@@ -107,9 +105,9 @@ class DeviceService:
         cache_files = await self._device.get_number_of_cache_files_needed()
         device = self._device
         facts = device.name, device.version, device.type, cache_files, device.priority_matters
-        optional = getattr(device, "optional", None)
-        performance = getattr(device, "performance", Performance())  # an optional fact of a device
-        ready = Ready(PROTOCOL, *facts, performance, getattr(optional, "providers", ()), getattr(optional, "runs_on", ""))
+        optional = getattr(device, "optional", device)  # of its engine, or of a device that is written by hand
+        said = getattr(optional, "performance", Performance()), getattr(optional, "providers", ()), getattr(optional, "runs_on", "")
+        ready = Ready(PROTOCOL, *facts, *said)
         self._connection.greet(ready, self._page_fds)
 
     def log(self, level: int, name: str, text: str) -> None:
@@ -343,7 +341,7 @@ class DeviceService:
             raise
         self._last_number += 1
         number = self._last_number
-        callback = _RemoteBurstCallback(self._connection, number)
+        callback = RemoteBurstCallback(self._connection, number)
         self._bursts[number] = await prepared.configure_execution_burst(callback, requests, results, body.anticipate)
         return Configured(number)
 
@@ -361,30 +359,6 @@ class DeviceService:
         if closable is not None:
             await closable.aclose()
         return Done()
-
-
-class _RemoteBurstCallback:
-    """Asks the app for the memories of slots. Satisfies `IBurstCallback`."""
-
-    def __init__(self, connection: Connection, burst: int) -> None:
-        self._connection = connection
-        self._burst = burst
-
-    async def get_memories(self, slots: Sequence[int]) -> Sequence[IMemory]:
-        memories, descriptors = await self._connection.call(GetMemories(self._burst, tuple(slots)), Memories)
-        regions: list[Region] = []
-        try:
-            for description in memories.memories:
-                region = attached(descriptors.take(), description)
-                regions.append(region)
-                region.forget_descriptor()
-        except BaseException:
-            for region in regions:
-                region.close()
-            raise
-        finally:
-            descriptors.close()
-        return regions
 
 
 def _descriptor(message: MQMessage, descriptors: Descriptors) -> MQDescriptor:

@@ -29,7 +29,8 @@ from typing import Any
 import uvloop
 
 from aionn.fmq import MessageQueue, MQDescriptor, MQFlavor
-from aionn.hal.types import GrantorDescriptor, MemoryDescription, MemoryKind
+from aionn.hal.queues import GrantorDescriptor
+from aionn.hal.types import MemoryDescription, MemoryKind
 from aionn.memory.region import Region
 from tests.bench.machine import machine_lines
 

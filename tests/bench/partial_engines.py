@@ -34,7 +34,7 @@ class Front(OnnxRuntimeEngine):
     name = "front"
     own = False
 
-    def supported_operations(self, model: Model) -> Sequence[bool]:
+    def supported_operations(self, model: Model, options: Mapping[str, OptionValue] = MappingProxyType({})) -> Sequence[bool]:
         back = set(json.loads(Path(os.environ[BACK]).read_text(encoding="utf-8")))
         return [(operation.name in back) is self.own for operation in model.operations]
 

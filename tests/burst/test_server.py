@@ -23,7 +23,8 @@ from aionn.burst import (
 from aionn.burst.packets import split_results
 from aionn.errors import CallerError, ExecutionError
 from aionn.fmq import MessageQueue, MQDescriptor
-from aionn.hal.types import ErrorStatus, IMemory, MQFlavor, Request, Result
+from aionn.hal.queues import MQFlavor
+from aionn.hal.types import ErrorStatus, IMemory, Request, Result
 from aionn.memory.region import Region
 from tests.burst.ends import Gate, RawClient, Slots, begin_to_free, nothing_computed, packet, raw_client
 from tests.fmq.queues import duplicated, open_fds

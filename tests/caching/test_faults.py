@@ -157,7 +157,7 @@ from pathlib import Path
 from aionn.caching.integrity import IntegrityStore
 from aionn.hal.engine import Artifact
 from aionn.hal.interfaces import CacheHandles
-from aionn.hal.types import CacheFiles
+from aionn.hal.types import (CacheFiles)
 store = IntegrityStore("fake", "1.0", CacheFiles(1, 1), state_directory=sys.argv[1])
 fds = [os.open(Path(sys.argv[1]) / name, os.O_RDWR | os.O_CREAT) for name in ("m", "d")]
 handles = CacheHandles((fds[0],), (fds[1],), bytes(32))
@@ -182,7 +182,7 @@ import os, sys
 from aionn.caching.integrity import IntegrityStore
 from aionn.hal.engine import Artifact
 from aionn.hal.interfaces import CacheHandles
-from aionn.hal.types import CacheFiles
+from aionn.hal.types import (CacheFiles)
 store = IntegrityStore("fake", "1.0", CacheFiles(1, 1), state_directory=sys.argv[1])
 fds = [os.open(path, os.O_RDWR | os.O_CREAT) for path in sys.argv[2:4]]
 mine = sys.argv[4].encode() * 100_000

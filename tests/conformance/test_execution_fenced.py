@@ -20,16 +20,7 @@ import aionn
 from aionn.driver import find_engine
 from aionn.errors import AionnError, CallerError
 from aionn.hal.interfaces import IDevice, IPreparedModel, PrepareOptions
-from aionn.hal.types import (
-    NO_TIMING,
-    UNKNOWN_TIME_US,
-    DataLocation,
-    Dependency,
-    ErrorStatus,
-    FencedResult,
-    Request,
-    RequestArgument,
-)
+from aionn.hal.types import NO_TIMING, UNKNOWN_TIME_US, DataLocation, Dependency, ErrorStatus, FencedResult, Request, RequestArgument
 from aionn.memory.region import Region
 from aionn.remote.fences import FAILURE, make_fence, outcome_of, signal_fence
 from aionn.testing import FakeDevice

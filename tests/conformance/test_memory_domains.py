@@ -37,7 +37,8 @@ from aionn.hal.types import (
     Result,
 )
 from aionn.memory import Region
-from aionn.remote.device import RemoteBuffer, RemoteDevice
+from aionn.remote.device import RemoteDevice
+from aionn.remote.handles import RemoteBuffer
 from aionn.testing.models import identity_model
 from tests.conformance.devices import HOLDERS
 from tests.conformance.test_devices import channels

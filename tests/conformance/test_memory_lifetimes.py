@@ -29,8 +29,9 @@ import aionn
 from aionn.errors import AionnError, CallerError
 from aionn.hal.types import DataLocation, ErrorStatus, MemoryDescription, MemoryKind, Request, RequestArgument
 from aionn.memory import Region
-from aionn.remote.control import CopyFrom, Done, Execute, Executed, PoolMessage
+from aionn.remote.control import CopyFrom, Done, Execute, Executed
 from aionn.remote.device import RemotePreparedModel
+from aionn.remote.parts import PoolMessage
 from aionn.testing import FakeDevice
 from aionn.testing.models import identity_model
 from tests.leaks import Inventory, driver_pids, ended, leak_check
@@ -322,7 +323,7 @@ async def test_100_drivers_killed_at_random_leave_nothing() -> None:
 APP = """
 import sys, numpy as np, aionn
 from aionn.testing.models import identity_model
-from aionn.remote.device import RemotePreparedModel
+from aionn.remote.device import (RemotePreparedModel)
 async def main():
     async with aionn.Runtime() as runtime:
         compilation = await runtime.compile(aionn.Model.from_onnx(identity_model({"x": (4096,)}, outputs=["y"])), devices=(sys.argv[1],))

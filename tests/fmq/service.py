@@ -21,7 +21,7 @@ import numpy as np
 import uvloop
 
 from aionn.fmq import MessageQueue, MQDescriptor, MQFlavor
-from aionn.hal.types import GrantorDescriptor
+from aionn.hal.queues import GrantorDescriptor
 from tests.fmq.queues import words_of
 
 ROOT = Path(__file__).parents[2]

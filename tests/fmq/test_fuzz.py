@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from aionn.errors import AionnError, CallerError
 from aionn.fmq import MessageQueue, MQDescriptor, MQFlavor
-from aionn.hal.types import GrantorDescriptor
+from aionn.hal.queues import GrantorDescriptor
 from tests.fmq.queues import duplicated, open_fds, words_of
 
 EDGES = [0, 1, 3, 4, 7, 8, 15, 16, 63, 64, 65, 128, 192, 320, 511, 512, 4095, 4096, 2**31 - 1, 2**31, 2**32, 2**63, 2**64 - 1, -1, -8]

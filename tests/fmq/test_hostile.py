@@ -15,7 +15,7 @@ import pytest
 
 from aionn.errors import CallerError, MemoryAllocationError
 from aionn.fmq import MessageQueue, MQDescriptor, MQFlavor, QueueClosedError, QueueCorruptedError, layout
-from aionn.hal.types import GrantorDescriptor
+from aionn.hal.queues import GrantorDescriptor
 from tests.fmq.queues import both_ends, duplicated, open_fds, words_of
 
 Twist = Callable[[MQDescriptor], MQDescriptor]

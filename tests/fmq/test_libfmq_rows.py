@@ -19,7 +19,7 @@ import pytest
 
 from aionn.errors import CallerError, DeadlineError, MemoryAllocationError
 from aionn.fmq import NOT_EMPTY, NOT_FULL, MessageQueue, MQDescriptor, MQFlavor
-from aionn.hal.types import GrantorDescriptor
+from aionn.hal.queues import GrantorDescriptor
 from aionn.memory.region import Region
 from tests.fmq.queues import both_ends, counting, duplicated, open_fds
 

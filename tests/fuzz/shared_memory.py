@@ -10,7 +10,7 @@ from typing import Any
 
 from aionn.errors import AionnError, CallerError, MemoryAllocationError
 from aionn.fmq import MessageQueue, MQDescriptor, MQFlavor, layout
-from aionn.hal.types import GrantorDescriptor
+from aionn.hal.queues import GrantorDescriptor
 from aionn.memory.region import MappingError
 from tests.fmq.queues import words_of
 from tests.fuzz.choices import Choices

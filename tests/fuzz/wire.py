@@ -29,6 +29,7 @@ from aionn.burst.packets import (
 )
 from aionn.errors import AionnError, CompilationError
 from aionn.hal.model import Constant, Operation
+from aionn.hal.queues import GrantorDescriptor, MQFlavor
 from aionn.hal.types import (
     BufferDesc,
     BufferRole,
@@ -37,10 +38,8 @@ from aionn.hal.types import (
     DeviceType,
     ErrorStatus,
     ExecutionPreference,
-    GrantorDescriptor,
     MemoryDescription,
     MemoryKind,
-    MQFlavor,
     Operand,
     OperandType,
     OutputShape,
@@ -52,7 +51,7 @@ from aionn.hal.types import (
 )
 from aionn.hal.values import TypeMessage, ValueKind
 from aionn.memory.requests import check_request
-from aionn.remote import control
+from aionn.remote import control, parts
 from aionn.remote.channel import Channel, Descriptors
 from aionn.remote.control import HEADER, ControlError, Message
 from aionn.remote.failures import error_of, failure_of
@@ -131,17 +130,17 @@ def messages() -> list[tuple[Message, int]]:
     constant = Constant("c", operand, DataLocation(0, 0, 64))
     rows = TypeMessage(ValueKind.SEQUENCE, TypeMessage(ValueKind.MAP, operand, OperandType.STRING))
     border = (("x", operand),), (("y", operand),)
-    model = control.ModelMessage(b"graph", *border, (Operation("a", "Add", ""),), (constant,), (memory,), bytes(32), b"")
-    options = control.OptionsMessage(
+    model = parts.ModelMessage(b"graph", *border, (Operation("a", "Add", ""),), (constant,), (memory,), bytes(32), b"")
+    options = parts.OptionsMessage(
         ExecutionPreference.FAST_SINGLE_ANSWER, Priority.MEDIUM, None, 1, options={"level": 1, "file": "/x"}, files={"file": bytes(32)}
     )
-    queue = control.MQMessage((GrantorDescriptor(0, 0, 8), GrantorDescriptor(0, 64, 8)), 24, MQFlavor.SYNCHRONIZED, 3)
+    queue = parts.MQMessage((GrantorDescriptor(0, 0, 8), GrantorDescriptor(0, 64, 8)), 24, MQFlavor.SYNCHRONIZED, 3)
     argument = RequestArgument(DataLocation(0, 0, 64), (1, 16))
-    pools = (control.PoolMessage(memory), control.PoolMessage(None, 3))
+    pools = (parts.PoolMessage(memory), parts.PoolMessage(None, 3))
     bodies: list[tuple[control.CallBody, int]] = [
         (control.GetSupportedOperations(model), 1),
-        (control.PrepareModel(model, options, control.CacheMessage(1, 1, bytes(32))), 3),
-        (control.PrepareModelFromCache(options, control.CacheMessage(1, 0, bytes(32))), 1),
+        (control.PrepareModel(model, options, parts.CacheMessage(1, 1, bytes(32))), 3),
+        (control.PrepareModelFromCache(options, parts.CacheMessage(1, 0, bytes(32))), 1),
         (control.Execute(1, Request((argument,), (argument,)), pools, True, 10**15), 1),
         (control.ConfigureExecutionBurst(1, queue, queue), 6),
         (control.ExecuteValues(1, b"\x91\x92\x90\x00", b"data", memory, True, 10**15), 1),

@@ -21,7 +21,8 @@ from aionn.burst.packets import DATUM_BYTES, decode_request, encode_result_body,
 from aionn.errors import AionnError
 from aionn.fmq import MessageQueue
 from aionn.hal import CacheFiles, DeviceType, ErrorStatus, MQDescriptor, Operand, OperandType, OutputShape, Result, Timing
-from aionn.hal.types import UNKNOWN_TIME_US, MQFlavor
+from aionn.hal.queues import MQFlavor
+from aionn.hal.types import UNKNOWN_TIME_US
 from aionn.pages import DriverPage
 from aionn.remote import control
 from aionn.remote.control import HEADER, PROTOCOL, Call, Ready, Reply, encode

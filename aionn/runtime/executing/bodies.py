@@ -7,7 +7,7 @@ from typing import Any
 from aionn.burst import PoolReference, encode_request_body
 from aionn.hal.types import Request
 from aionn.memory.pool import Frame
-from aionn.remote.device import RemoteBuffer
+from aionn.remote.handles import RemoteBuffer
 from aionn.runtime.executing.frame_layout import FrameLayout
 from aionn.runtime.executing.frames import Frames
 from aionn.runtime.executing.placement import Placement

@@ -8,7 +8,7 @@ from aionn import trace
 from aionn.hal.types import Result
 from aionn.memory.pool import Frame
 from aionn.memory.region import Region
-from aionn.remote.device import RemoteBuffer
+from aionn.remote.handles import RemoteBuffer
 from aionn.runtime.executing.frame_layout import FrameLayout
 from aionn.runtime.executing.placement import Placement
 from aionn.runtime.preparing.renewal import Renewal

@@ -23,7 +23,7 @@ from aionn.hal.types import ErrorStatus
 from aionn.memory.memory import Memory
 from aionn.memory.region import Region
 from aionn.remote.control import Done
-from aionn.remote.device import RemoteBuffer
+from aionn.remote.handles import RemoteBuffer
 from aionn.runtime.executing.device_buffers import BufferPair, losing, lost_with
 from aionn.runtime.serving.members import NotNowError, Rest
 from aionn.runtime.serving.serving import Serving

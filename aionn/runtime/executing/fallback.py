@@ -28,7 +28,7 @@ from aionn.caching.outcomes import CacheOutcome
 from aionn.errors import AionnError, DeadlineError, ExecutionError
 from aionn.hal.model import Model
 from aionn.hal.types import DeviceType, Result
-from aionn.remote.device import RemoteBuffer
+from aionn.remote.handles import RemoteBuffer
 from aionn.runtime.executing.attempt import Attempt, Call, Executor
 from aionn.runtime.executing.control import fixed_route
 from aionn.runtime.executing.device_memory import DeviceMemory

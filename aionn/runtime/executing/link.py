@@ -18,7 +18,8 @@ from aionn.fmq import SOON, MessageQueue
 from aionn.hal.types import Result
 from aionn.memory.pool import Frame
 from aionn.pages import BurstSlot
-from aionn.remote.device import RemoteBurstContext, RemotePreparedModel
+from aionn.remote.device import RemotePreparedModel
+from aionn.remote.handles import RemoteBurstContext
 from aionn.runtime.executing.bodies import placed_body, plain_body
 from aionn.runtime.executing.frame_layout import FrameLayout
 from aionn.runtime.executing.frames import Frames

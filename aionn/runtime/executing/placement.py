@@ -30,7 +30,7 @@ from aionn.memory.hardware_buffer import HardwareBuffer
 from aionn.memory.memory import Memory
 from aionn.memory.pool import Frame
 from aionn.memory.region import Access, Region
-from aionn.remote.device import RemoteBuffer
+from aionn.remote.handles import RemoteBuffer
 from aionn.runtime.executing.device_buffers import lost_with
 from aionn.runtime.executing.device_memory import DeviceMemory, state_of
 from aionn.runtime.executing.device_state import DeviceState

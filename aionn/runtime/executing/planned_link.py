@@ -24,7 +24,8 @@ from aionn.memory.pool import Frame
 from aionn.memory.region import Region
 from aionn.pages import BurstSlot, private_counts
 from aionn.pages.app_layout import DRIVER_BUSY_NS
-from aionn.remote.device import RemoteBuffer, RemoteBurstContext, RemotePreparedModel
+from aionn.remote.device import RemotePreparedModel
+from aionn.remote.handles import RemoteBuffer, RemoteBurstContext
 from aionn.runtime.executing.bodies import keep
 from aionn.runtime.executing.frame_layout import FrameLayout
 from aionn.runtime.executing.frames import Frames
