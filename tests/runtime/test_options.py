@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 import aionn
+from aionn import trace
 from aionn.testing import identity_model
 from tests.runtime.option_engine import OptionEngine, SecondOptionEngine, UnaskedEngine, WrongOptionsEngine
+from tests.runtime.planned_models import ORT, REF, woven
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("surroundings")]
 
@@ -154,6 +156,21 @@ async def test_a_file_that_changes_before_a_driver_is_started_anew_is_one_senten
         await device.restart()
         with pytest.raises(aionn.CallerError, match=r"'.*library' has changed since the model was compiled; compile the model again"):
             await compilation.compute(FRAME)
+
+
+async def test_a_plan_over_several_devices_is_kept_with_the_options_of_each(tmp_path: Path) -> None:
+    async def compiled(options: Mapping[str, Any]) -> list[str]:
+        async with aionn.Runtime(start=()) as runtime:
+            model = aionn.Model.from_onnx(woven([1, 4]))
+            compilation = await runtime.compile(model, devices=(ORT, REF), options={ORT: options}, cache_dir=tmp_path / "cache")
+            assert len(compilation.plan) == 4
+            return [found for found in kinds(compilation) if found != "NO_CACHE"]  # the reference stores nothing
+
+    assert await compiled({"allow_spinning": False}) == ["MISS", "MISS"]
+    with trace.record() as seen:
+        assert await compiled({"allow_spinning": False}) == ["HIT", "HIT"]
+    assert [event.attributes for event in seen.counters if event.name == "plan.kept"] == [{"found": True}]
+    assert await compiled({"allow_spinning": True}) == ["MISS", "MISS"]
 
 
 async def test_a_model_that_is_prepared_again_keeps_its_options() -> None:

@@ -22,7 +22,7 @@ from aionn.caching.manifest import decode_manifest
 from aionn.caching.token import decode_parts
 from aionn.errors import CallerError, CompilationError, DeadlineError, DriverDiedError
 from aionn.graph.steps import Step
-from aionn.hal import ExecutionPreference, PrepareOptions
+from aionn.hal import EngineOptions, ExecutionPreference, PrepareOptions
 from aionn.runtime.model import is_read
 from aionn.runtime.preparing.kept_plan import KeptPlan, decoded, encoded, scope_of
 from aionn.runtime.processes.devices import Devices
@@ -138,8 +138,9 @@ async def test_plans_of_other_preferences_and_devices_are_kept_apart(both: list[
         scope_of(bytes(32), {"a": "1", "b": "3"}, options),
         scope_of(bytes(32), {**versions, "c": "1"}, options),
         scope_of(bytes(32), versions, PrepareOptions(ExecutionPreference.LOW_POWER)),
+        *(scope_of(bytes(32), versions, PrepareOptions(options=(("a", EngineOptions({"level": level}, {})),))) for level in (1, 1.0, True)),
     }
-    assert len(scopes) == 6
+    assert len(scopes) == 9
 
 
 SCOPE = b"s" * 32
