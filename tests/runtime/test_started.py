@@ -518,7 +518,7 @@ async def test_a_plan_waits_in_the_app_and_signals_its_event(fake: FakeDevice, g
         compilation = await runtime.compile(model(), devices=(fake.name,))
         serving = parts_of(compilation).compiled.serving
         assert serving is not None
-        serving.steps = (Plan(serving.steps[0]),)  # type: ignore[assignment]
+        serving.prepared = Plan(serving.prepared)  # type: ignore[assignment]
         event = compilation.start({"x": X}, after=(gate,))
         dependent = compilation.start({"x": X}, after=(event,))
         cancelled = compilation.start({"x": X}, after=(gate,))

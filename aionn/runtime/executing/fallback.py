@@ -38,6 +38,7 @@ from aionn.runtime.preparing.preparation import Found, prepare
 from aionn.runtime.preparing.renewal import Renewal
 from aionn.runtime.serving.compiled_model import CompiledModel
 from aionn.runtime.serving.members import NotNowError
+from aionn.runtime.serving.planned_execution import StepFailure
 from aionn.runtime.serving.planned_model import PlannedModel
 from aionn.runtime.serving.serving import Serving
 from aionn.tasks import seconds_until
@@ -92,7 +93,7 @@ class Fallback:
             self._taken_over.clear()
         if renewal is None or _in_driver(call) or serving.device in self._taken_over:
             return None
-        base = await self._fallback_of(renewal, serving, getattr(result, "step", None))
+        base = await self._fallback_of(renewal, serving, result.step if isinstance(result, StepFailure) else None)
         if base is None:
             return None
         again = Call(dict(call.inputs), call.outputs, call.measure_timing, call.deadline_ns, dict(call.placed))
@@ -136,7 +137,7 @@ class Fallback:
                 self._hopeless.add(key)
                 return
             found[0].remember(serving.model)
-            self._base, self._outcomes, self._key = Serving((found[0],), serving.model, renewal.compiled.use), found[1], key
+            self._base, self._outcomes, self._key = Serving(found[0], serving.model, renewal.compiled.use), found[1], key
             if renewal.compiled.closed:
                 self.close()
         except Exception:  # a defect here must not end the app's runtime

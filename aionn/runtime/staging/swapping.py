@@ -85,7 +85,7 @@ async def swap_model(target: NewModel, model: Model, timeout_s: float | None) ->
             phase=lambda _: None,
         )
         made.prepared.remember(model)
-    better = Serving((made.prepared,), model, compiled.use)
+    better = Serving(made.prepared, model, compiled.use)
     try:
         await _try(target, better, list(samples.kept) or last, policy)
         if staging is not None:
