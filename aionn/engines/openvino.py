@@ -45,6 +45,7 @@ from aionn.hal.engine import Artifact, CompileOptions, Executable, ExecutionRepo
 from aionn.hal.model import Model, Operation
 from aionn.hal.options import NO_OPTIONS, OptionValue
 from aionn.hal.types import CacheFiles
+from aionn.hal.values import outside_frames
 
 __all__ = ["OpenVINOEngine", "OpenVINOExecutable"]
 
@@ -333,10 +334,9 @@ def _check_wanted(options: CompileOptions) -> None:
 
 
 def _check_tensors(model: Model) -> None:
-    for name, operand in (*model.inputs.items(), *model.outputs.items()):
-        if not operand.in_frames:
-            why = f"{name!r} is of type {operand.word}, but it runs tensors of numbers only"
-            raise CompilationError(f"openvino cannot prepare the model: {why}; use another device", reason=why)
+    if strange := outside_frames(model):
+        why = f"{strange}, but it runs tensors of numbers only"
+        raise CompilationError(f"openvino cannot prepare the model: {why}; use another device", reason=why)
 
 
 def _check_ports(compiled: Any, names: _Names) -> None:

@@ -12,6 +12,7 @@ from aionn import trace
 from aionn.errors import CallerError, CompilationError
 from aionn.hal.model import Model
 from aionn.hal.types import ErrorStatus
+from aionn.hal.values import outside_frames
 from aionn.pages.app_layout import COMPUTED, COPIED_BYTES
 from aionn.remote.device import RemotePreparedModel
 from aionn.runtime.executing.attempt import NO_ANSWER, Call, Executor, Route
@@ -19,22 +20,14 @@ from aionn.runtime.executing.frame_layout import Outputs
 from aionn.tasks import ending_by
 
 
-def _strange(model: Model) -> str:
-    """Return words for the first input or output that cannot lie in a frame."""
-    sides = ("input", model.inputs), ("output", model.outputs)
-    found = ((side, name, operand) for side, operands in sides for name, operand in operands.items() if not operand.in_frames)
-    side, name, operand = next(found)
-    return f"{side} {name!r} is of type {operand.word}"
-
-
 def frames_refusal(model: Model, what: str) -> CallerError:
     """Return why a model cannot do what needs frames."""
-    return CallerError(f"{what} takes tensors of numbers only, but {_strange(model)}; use compilation.compute for this model")
+    return CallerError(f"{what} takes tensors of numbers only, but {outside_frames(model)}; use compilation.compute for this model")
 
 
 def staged_refusal(model: Model) -> CompilationError:
     """Return why a model cannot be staged."""
-    strange = _strange(model)
+    strange = outside_frames(model)
     return CompilationError(f"mode 'staged' compares tensors of numbers only, but {strange}; use mode 'eager' or 'jit'", reason=strange)
 
 
