@@ -84,7 +84,9 @@ def test_a_failed_run_carries_the_engines_sentence_and_names_only_bugs(error: Ba
 
     driver = Driver(Failing((4, 2)))
     result = driver.bind().run(driver.lane, False)
-    assert (result.status, result.message) == (ErrorStatus.GENERAL_FAILURE, sentence)
+    said, _, place = result.message.partition("\n")
+    assert (result.status, said) == (ErrorStatus.GENERAL_FAILURE, sentence)
+    assert ("Failing.run" in place) is ("the engine raised" in sentence and bool(str(error))), "a bug is noted with its place"
 
 
 @pytest.mark.parametrize("offset", [0, 3, 512])

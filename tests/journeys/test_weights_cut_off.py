@@ -29,7 +29,7 @@ class Spoiler(OnnxRuntimeEngine):
                 else:
                     file.write(bytes(1000))
 
-    def supported_operations(self, model):
+    def supported_operations(self, model, options=None):
         self.spoil("judging")
         return super().supported_operations(model)
 

@@ -292,6 +292,21 @@ async def test_a_step_that_cannot_be_prepared_leaves_nothing_of_the_others(both:
         await check(await runtime.compile(aionn.Model.from_onnx(three_step_model()), devices=(adds.name, muls.name)))
 
 
+async def test_a_device_that_vanishes_between_plan_and_prepare_is_an_error_and_leaves_nothing(both: list[FakeDevice]) -> None:
+    adds, muls = both
+    async with aionn.Runtime(start=()) as runtime:
+        muls.crash("compile")
+        with pytest.raises(aionn.DriverDiedError, match="died|ended"):
+            await runtime.compile(aionn.Model.from_onnx(three_step_model()), devices=(adds.name, muls.name))
+        assert await muls.heard("compile"), "the driver died before it was asked to compile"
+        remote = await runtime._devices.get(adds.name)
+        with anyio.fail_after(20):  # a step that was being compiled is released when its driver has answered
+            while not remote.unused:  # noqa: ASYNC110
+                await anyio.sleep(0.01)
+        muls.behave()
+        await check(await runtime.compile(aionn.Model.from_onnx(three_step_model()), devices=(adds.name, muls.name)))
+
+
 async def test_steps_of_different_devices_are_prepared_side_by_side(both: list[FakeDevice]) -> None:
     adds, muls = both
     adds.hang("compile")

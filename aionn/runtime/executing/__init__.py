@@ -3,6 +3,7 @@
 attempt         `Attempt`: one general execution, from its arguments to its outputs
 values          executions with strings, sequences, maps and optionals
 event           `Event`: a started execution and its fence, as an app uses it
+fenced_plan     a started execution of a plan: its steps wait for each other in their drivers
 starting        the executions that an app has started; no task waits for them
 dependencies    what a started execution depends on, and what others rely on
 control         the control call as a channel

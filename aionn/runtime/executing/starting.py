@@ -260,9 +260,26 @@ class Started:
             state.uses.leave()  # the next use of the memory waits for the answer
 
     def _transmit(self, prepared: Any, fenced: Fenced, answered: Callable[[Found], None]) -> Callable[[], None]:
-        """Send a request. Returns what ends its wait for dependencies. A plan of several steps waits in the app's loop."""
+        """Send a request. Returns what ends its wait for dependencies."""
         if isinstance(prepared, RemotePreparedModel):
             return prepared.start_fenced(fenced, self._measure_timing, self._deadline_ns, answered)
+        from aionn.runtime.executing.fenced_plan import start_plan  # only plans need it
+
+        def in_app() -> None:
+            """Run the steps again. The dependencies are done, because the first step has run."""
+            try:
+                if self.event.done():
+                    raise CallerError(_CLOSED)
+                again = Fenced(fenced.request, fenced.pools, (), fence_of(self.event))
+                self._stop = self._run_in_app(prepared, again, answered)
+            except Exception as error:  # the event's, as every error of this execution
+                answered(error)
+
+        stop = start_plan(prepared, fenced, self._measure_timing, self._deadline_ns, answered, in_app)
+        return stop or self._run_in_app(prepared, fenced, answered)
+
+    def _run_in_app(self, prepared: Any, fenced: Fenced, answered: Callable[[Found], None]) -> Callable[[], None]:
+        """Run a plan step by step in the app's loop, where it also waits for its dependencies. Returns what ends that wait."""
         waits = Waits()
         fence, *waited = duplicates(fenced.fds)  # the event's may be closed before the wait is over
         after = [dataclasses.replace(each, fd=fd) for each, fd in zip(fenced.after, waited, strict=True)]

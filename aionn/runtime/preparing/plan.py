@@ -113,7 +113,7 @@ class _Search:
             found = await self._on(name)
             if found is not None:
                 return found
-        if not self._shortfalls:
+        if not self._shortfalls or self._model.format != "onnx":  # no other format can be cut
             raise self._why_none()
         found = await self._kept()
         return found if found is not None else await self._cut()

@@ -173,7 +173,7 @@ class PlannedExecution:
         """Return the answer of the plan, all of whose steps have run."""
         self.requests.learn()
         shapes = self.requests.output_shapes() if self.requests.answered else ()
-        return Result(ErrorStatus.NONE, shapes, _sum(self._timings) if self.measure_timing else NO_TIMING)
+        return Result(ErrorStatus.NONE, shapes, sum_of(self._timings) if self.measure_timing else NO_TIMING)
 
     def _insufficient(self, number: int, result: Result) -> Result:
         """Return the answer where the room that the app gave for an output was too small. Later steps have not run."""
@@ -183,12 +183,18 @@ class PlannedExecution:
         return self._failure(number, result.status, result.message, shapes)
 
     def _failure(self, number: int, status: ErrorStatus, message: str, shapes: tuple[OutputShape, ...] = ()) -> StepFailure:
-        why = message or "the driver gave no reason"
-        where = f"step {number + 1} of {len(self._steps)}, on device {self.device(number)!r}"
-        return StepFailure(status, shapes, message=f"{where}: {why}", step=number)
+        return step_failure(number, self._steps, status, message, shapes)
 
 
-def _sum(timings: Sequence[Timing]) -> Timing:
+def step_failure(
+    number: int, steps: Sequence[PlannedStep], status: ErrorStatus, message: str, shapes: tuple[OutputShape, ...] = ()
+) -> StepFailure:
+    """Return the answer of a plan whose step of that number has failed. It names the step and its device."""
+    where = f"step {number + 1} of {len(steps)}, on device {steps[number].prepared.device.name!r}"
+    return StepFailure(status, shapes, message=f"{where}: {message or 'the driver gave no reason'}", step=number)
+
+
+def sum_of(timings: Sequence[Timing]) -> Timing:
     """Return the time of all steps together. It is unknown where that of one is."""
     device, driver = [timing.on_device_us for timing in timings], [timing.in_driver_us for timing in timings]
     return Timing(*(UNKNOWN_TIME_US if UNKNOWN_TIME_US in times else sum(times) for times in (device, driver)))

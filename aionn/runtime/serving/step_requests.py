@@ -55,6 +55,23 @@ class StepRequests:
             wrong = check_homes(inputs, outputs, self._request, [_home(pool) for pool in self._pools])
         return None if wrong is None else Result(ErrorStatus.INVALID_ARGUMENT, message=wrong)
 
+    def expect(self) -> bool:
+        """Take the shapes of all tensors for what is asked of the steps. Returns False if one is open until it has been computed."""
+        for step in self._wiring.steps:
+            for name in step.prepared.outputs:
+                if self._is_given(name) or name in self._layout.places:
+                    shape = self._asked_shape(name)
+                    if shape is None:
+                        return False
+                    self._shapes[name] = shape
+        return True
+
+    def surprises(self, number: int, result: Result) -> bool:
+        """Return whether a step has made a tensor of another shape than `expect` took for it."""
+        outputs = self._wiring.steps[number].prepared.outputs
+        made = zip(outputs, result.output_shapes, strict=False)
+        return any(self._shapes.get(name, shape.dimensions) != shape.dimensions for name, shape in made)
+
     def add_memory(self, region: Region) -> int:
         """Add memory for boundary tensors. The first piece has those of the layout. Returns its number among the pools."""
         self._pools.append(region)

@@ -1,0 +1,203 @@
+"""Started executions of a plan: all steps are sent at once, and each waits in its driver for the fence of the step before."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+
+import aionn
+from aionn.remote.fences import outcome_of
+from aionn.runtime.executing import fenced_plan
+from aionn.runtime.serving.step_requests import StepRequests
+from aionn.testing import FakeDevice
+from tests.leaks import leak_check
+from tests.runtime.partial_engines import LeftFake, RightFake
+from tests.runtime.planned_models import LEFT, ORT, REF, RIGHT, chain, compiled, filtering, numbers, plan_of, woven, woven_outputs
+
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("surroundings")]
+
+
+@pytest.fixture
+def chains(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One number per chain of steps that was sent. The chains themselves would keep their events alive."""
+    sent: list[int] = []
+    send = fenced_plan.FencedPlan.send
+
+    def noted(chain: fenced_plan.FencedPlan, *arguments: Any) -> None:
+        sent.append(len(sent))
+        send(chain, *arguments)
+
+    monkeypatch.setattr(fenced_plan.FencedPlan, "send", noted)
+    return sent
+
+
+@pytest.fixture
+def gate() -> Iterator[int]:
+    fd = os.eventfd(0)
+    yield fd
+    os.close(fd)
+
+
+async def test_all_steps_run_while_the_apps_loop_stands_still(chains: list[int]) -> None:
+    async with leak_check(), compiled(woven((2, 3)), REF, ORT) as (_, compilation):
+        x, y = numbers((2, 3)), numbers((2, 3), 1)
+        for _ in range(3):
+            event = compilation.start({"x": x, "y": y})
+            fence = event.fence()
+            poll = select.poll()
+            poll.register(fence, select.POLLIN)
+            assert poll.poll(10_000), "the loop did not run, so nothing but the drivers can have signalled it"
+            assert outcome_of(fence) is True
+            assert not event.done()
+            outputs = await event
+            for name, expected in woven_outputs(x, y).items():
+                np.testing.assert_allclose(outputs[name], expected, rtol=1e-6)
+            assert outputs.device == compilation.device
+            del event, outputs
+        assert len(chains) == 3
+        assert len(plan_of(compilation).steps) == 4
+
+
+async def test_an_apps_memory_and_another_compilation_are_part_of_the_chain(chains: list[int], gate: int) -> None:
+    async with leak_check(), compiled(chain(("left", "right", "left")), LEFT, RIGHT) as (runtime, compilation):
+        after = await runtime.compile(aionn.Model.from_onnx(chain(("left",))), devices=(LEFT,))
+        x = numbers((1, 16))
+        with aionn.Memory.allocate(64) as memory:
+            first = compilation.start({"input": x}, after=(gate,), outputs={"output": memory.shaped((1, 16))})
+            second = after.start({"input": memory.shaped((1, 16))}, after=(first,))
+            fence = second.fence()
+            os.eventfd_write(gate, 1)
+            assert select.select([fence], [], [], 10)[0]
+            np.testing.assert_array_equal((await second)["output"], x)
+            np.testing.assert_array_equal((await first)["output"], x)
+            del first, second
+        assert len(chains) == 1
+
+
+async def test_a_tensor_of_unknown_shape_lets_the_plan_run_in_the_app(chains: list[int]) -> None:
+    async with leak_check(), compiled(filtering(), REF, ORT) as (_, compilation):
+        for seed in range(3):
+            x = numbers((20 + seed,), seed)
+            outputs = await compilation.start({"x": x})
+            np.testing.assert_array_equal(outputs["end"], -2 * x[x > 0])
+            del outputs
+    assert chains == []
+
+
+async def test_the_time_is_the_sum_of_the_steps(chains: list[int]) -> None:
+    async with compiled(chain(("left", "right", "left")), LEFT, RIGHT) as (_, compilation):
+        event = compilation.start({"input": numbers((1, 16))}, measure_timing=True)
+        timing = (await event).timing
+        assert timing is not None
+        assert timing.in_driver_us < 10_000_000
+        assert event.since_launch is not None
+        assert event.since_launch.in_driver_us >= 0
+        assert len(chains) == 1
+
+
+@pytest.mark.parametrize("device", ["left", "right"])
+async def test_a_step_that_fails_is_named_and_dependents_fail(device: str, chains: list[int]) -> None:
+    with FakeDevice(LeftFake) as left, FakeDevice(RightFake) as right:
+        async with leak_check(), compiled(chain(("left", "right", "left")), LEFT, RIGHT) as (_, compilation):
+            x = numbers((1, 16))
+            fake = right if device == "right" else left
+            fake.fail("on purpose")
+            event = compilation.start({"input": x})
+            dependent = compilation.start({"input": x}, after=(event,))
+            fence = os.dup(event.fence())
+            step = 1 if device == "left" else 2
+            with pytest.raises(aionn.ExecutionError, match=f"step {step} of 3, on device .*on purpose"):
+                await event
+            assert outcome_of(fence) is False
+            os.close(fence)
+            with pytest.raises(aionn.ExecutionError, match=event.name):
+                await dependent
+            fake.behave()
+            np.testing.assert_array_equal((await compilation.start({"input": x}))["output"], x)
+            del event, dependent
+    assert len(chains) == 3
+
+
+@pytest.mark.parametrize("device", ["left", "right"])
+async def test_a_driver_that_dies_ends_the_event_and_signals_its_fence(device: str, chains: list[int]) -> None:
+    with FakeDevice(LeftFake) as left, FakeDevice(RightFake) as right:
+        async with leak_check(), compiled(chain(("left", "right", "left")), LEFT, RIGHT) as (_, compilation):
+            x = numbers((1, 16))
+            await compilation.compute({"input": x})
+            fake = left if device == "left" else right
+            fake.hang()
+            event = compilation.start({"input": x})
+            dependent = compilation.start({"input": x}, after=(event,))
+            fence = os.dup(event.fence())
+            pid = await fake.heard("run")
+            os.kill(pid, signal.SIGKILL)
+            fake.behave()
+            with anyio.fail_after(5), pytest.raises((aionn.DriverDiedError, aionn.ExecutionError)):
+                await event
+            assert outcome_of(fence) is False
+            os.close(fence)
+            with anyio.fail_after(5), pytest.raises((aionn.DriverDiedError, aionn.ExecutionError)):
+                await dependent
+            del event, dependent
+            np.testing.assert_array_equal((await compilation.start({"input": x}))["output"], x)
+    assert chains
+
+
+async def test_a_cancelled_start_and_a_closed_compilation_leave_nothing(chains: list[int], gate: int) -> None:
+    async with leak_check(), compiled(chain(("left", "right", "left")), LEFT, RIGHT) as (_, compilation):
+        x = numbers((1, 16))
+        events = [compilation.start({"input": x}, after=(gate,)) for _ in range(10)]
+        events[0].cancel()
+        assert outcome_of(events[0].fence()) is False
+        late = compilation.start({"input": x}, after=(gate,), timeout_s=0.05)
+        with pytest.raises(aionn.DeadlineError):
+            await late
+        await compilation.aclose()
+        for event in events[1:]:
+            with pytest.raises(aionn.CallerError, match="closed"):
+                await event
+        assert len(chains) == 11
+        del events, event, late
+
+
+async def test_many_starts_share_the_memory_of_few(chains: list[int]) -> None:
+    async with leak_check(), compiled(chain(("left", "right", "left", "right")), LEFT, RIGHT) as (_, compilation):
+        for round_number in range(5):
+            started = [compilation.start({"input": numbers((1, 16), number)}) for number in range(20)]
+            for number, event in enumerate(started):
+                np.testing.assert_array_equal((await event)["output"], numbers((1, 16), number), err_msg=str(round_number))
+            del started, event
+        assert len(chains) == 100
+
+
+async def test_a_shape_that_no_declaration_told_runs_again_in_the_app(chains: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The chain is made to believe a shape that the boundary tensor does not have."""
+    asked = StepRequests._asked_shape
+    expecting = False
+
+    def believed(requests: StepRequests, name: str) -> tuple[int, ...] | None:
+        return asked(requests, name) or ((3,) if expecting else None)
+
+    def expect(requests: StepRequests) -> bool:
+        nonlocal expecting
+        expecting = True
+        try:
+            return _expect(requests)
+        finally:
+            expecting = False
+
+    _expect = StepRequests.expect
+    monkeypatch.setattr(StepRequests, "_asked_shape", believed)
+    monkeypatch.setattr(StepRequests, "expect", expect)
+    async with leak_check(), compiled(filtering(), REF, ORT) as (_, compilation):
+        outputs = await compilation.start({"x": np.array([1, -1, 2, -2], np.float32)})
+        np.testing.assert_array_equal(outputs["end"], [-2, -4])
+        del outputs
+    assert len(chains) == 1
