@@ -27,6 +27,10 @@ class BuggyExecutable(FakeExecutable):
         act("run")
         return super().run(inputs, outputs, timing)
 
+    def run_values(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        act("run")
+        return super().run_values(inputs)
+
 
 class BuggyEngine(FakeEngine):
     def __init__(self) -> None:

@@ -17,6 +17,7 @@ from aionn.remote.failures import error_of, failure_of
 from aionn.testing import identity_model
 from tests.runtime import buggy_engine
 from tests.runtime.buggy_engine import NAME
+from tests.runtime.values_models import TEXTS, passing
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("surroundings")]
 
@@ -75,6 +76,17 @@ async def test_a_bug_in_a_run_is_logged_once_and_noted_each_time(
                 expect_note(raised.value)
         (text,) = bugs(caplog)
     expect_traceback(text, "run", "ZeroDivisionError")
+
+
+async def test_a_bug_in_a_run_with_values_shows_where_it_lies(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("AIONN_BUG", "run KeyError")
+    async with aionn.Runtime() as runtime:
+        compilation = await runtime.compile(passing(TEXTS), devices=(NAME,))
+        with pytest.raises(ExecutionError, match="the engine raised KeyError: 'the bug'") as raised:
+            await compilation.compute({"x": np.array(["a"], object)})
+        (text,) = bugs(caplog)
+    expect_traceback(text, "run", "KeyError")
+    expect_note(raised.value)
 
 
 @pytest.mark.parametrize("act", ["export", "load"])
