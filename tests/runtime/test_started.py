@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 import gc
 import logging
 import os
@@ -26,7 +25,7 @@ from aionn.runtime.executing.starting import IN_FLIGHT, Started
 from aionn.testing import FakeDevice, identity_model
 from aionn.testing.fake_engine import SecondFakeEngine
 from aionn.testing.models import scaled_model
-from tests.leaks import leak_check
+from tests.leaks import leaves_nothing
 
 pytestmark = pytest.mark.anyio
 
@@ -48,17 +47,6 @@ def gate() -> Any:
     fd = os.eventfd(0)
     yield fd
     os.close(fd)
-
-
-def leaves_nothing(test: Any) -> Any:
-    """Look for leaks when the test's own events and arrays are gone."""
-
-    @functools.wraps(test)
-    async def checked(*args: Any, **named: Any) -> None:
-        async with leak_check():
-            await test(*args, **named)
-
-    return checked
 
 
 def is_readable(fd: int) -> bool:
