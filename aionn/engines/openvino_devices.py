@@ -126,7 +126,7 @@ def _versions(core: Any, device: str) -> str:
 
 
 def computes_with(compiled: Any) -> str:
-    """Return the devices that a compiled model runs on, with its precision if that is not float32, as in "CPU (bfloat16)"."""
+    """Return the devices that a compiled model runs on, with its precision if that is not float32, as in "CPU (bf16)"."""
     try:
         devices = ", ".join(compiled.get_property("EXECUTION_DEVICES"))
     except Exception:  # some devices do not say it
