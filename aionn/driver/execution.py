@@ -315,6 +315,8 @@ def _end_use(files: Sequence[Region]) -> None:
 
 
 def _array(place: NDArray[np.uint8], argument: RequestArgument, operand: Operand, shape: tuple[int, ...], word: str) -> NDArray[Any]:
+    if not operand.in_frames:  # NumPy would take the bytes for Python's objects
+        raise CallerError(f"{word} is of type {operand.word}, which no request with memory has; use execute_values")
     array: NDArray[Any] = np.ndarray(shape, operand.type.dtype, buffer=place.data, offset=argument.location.offset)
     if not array.flags.aligned:  # engines read whole elements, and a copy would surprise a caller who gave memory to avoid one
         raise CallerError(
