@@ -256,9 +256,7 @@ async def test_start_refuses_values_and_the_driver_lives_on(device: str) -> None
     async with aionn.Runtime() as runtime:
         compilation = await runtime.compile(model, devices=(device,))
         pid = runtime.devices[[known.name for known in runtime.devices].index(device)].pid
-        with pytest.raises(
-            CallerError, match="start takes tensors of numbers only, but input 'x' is of type string; use compilation.compute"
-        ):
+        with pytest.raises(CallerError, match=r"^start takes tensors of numbers only, but input 'x' is of type string; use"):
             compilation.start({"x": texts("a")})
         assert_same((await compilation.compute({"x": texts("a")}))["y"], texts("a"))
         assert runtime.devices[[known.name for known in runtime.devices].index(device)].pid == pid
