@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from aionn.burst import result_of
 from aionn.driver.bugs import noted, report_bug
 from aionn.driver.lanes import Lane, Lanes
-from aionn.errors import AionnError, CallerError
+from aionn.errors import AionnError, CallerError, text_of
 from aionn.hal.engine import Executable, ExecutionReport
 from aionn.hal.types import ErrorStatus, Operand, OutputShape, Request, RequestArgument, Result, Timing
 from aionn.memory.device_buffers import BufferRequest, DeviceBuffers
@@ -106,7 +106,7 @@ class BoundExecution:
         except AionnError as error:
             return result_of(error)
         except MemoryError as error:
-            return Result(ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT, message=f"the engine ran out of memory: {error}")
+            return Result(ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT, message=f"the engine ran out of memory: {text_of(error)}")
         except (Exception, SystemExit) as error:  # every error of an engine fails this execution and nothing else
             place = report_bug(error, self._model.device, "run")
             return Result(ErrorStatus.GENERAL_FAILURE, message=noted(sentence_of(error), place))
@@ -300,7 +300,7 @@ class BoundModel:
 
 def sentence_of(error: BaseException) -> str:
     """Return what an engine says of a run that failed. The names of its exceptions are not an app's business."""
-    text = " ".join(str(error).split())
+    text = " ".join(text_of(error).split())
     if text and not isinstance(error, _BUGS):
         return text
     return f"the engine raised {type(error).__name__}: {text}" if text else f"the engine raised {type(error).__name__}"

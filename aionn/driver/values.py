@@ -7,15 +7,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from aionn.burst import result_of
+from aionn.driver.bugs import noted, report_bug
 from aionn.driver.execution import sentence_of
 from aionn.driver.lanes import Lane, Lanes
-from aionn.errors import AionnError
+from aionn.errors import AionnError, text_of
 from aionn.hal.types import ErrorStatus, Result, Timing
 from aionn.hal.values import ValuesResult
 
 
-async def run_values(lanes: Lanes, inputs: Mapping[str, Any], measure_timing: bool, deadline_ns: int | None) -> ValuesResult:
-    """Run once with values of the model's types. Returns the outputs as the engine gives them."""
+async def run_values(lanes: Lanes, inputs: Mapping[str, Any], measure_timing: bool, deadline_ns: int | None, device: str) -> ValuesResult:
+    """Run once with values of the model's types. Returns the outputs as the engine gives them. `device`: its name, for the log."""
 
     def job(lane: Lane) -> ValuesResult:
         began_ns = time.monotonic_ns()
@@ -27,9 +28,12 @@ async def run_values(lanes: Lanes, inputs: Mapping[str, Any], measure_timing: bo
         except AionnError as error:
             return ValuesResult(result_of(error), {})
         except MemoryError as error:
-            return ValuesResult(Result(ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT, message=f"the engine ran out of memory: {error}"), {})
+            return ValuesResult(
+                Result(ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT, message=f"the engine ran out of memory: {text_of(error)}"), {}
+            )
         except (Exception, SystemExit) as error:  # every error of an engine fails this execution and nothing else
-            return ValuesResult(Result(ErrorStatus.GENERAL_FAILURE, message=sentence_of(error)), {})
+            message = noted(sentence_of(error), report_bug(error, device, "run"))
+            return ValuesResult(Result(ErrorStatus.GENERAL_FAILURE, message=message), {})
         if not measure_timing:
             return ValuesResult(Result(ErrorStatus.NONE), outputs)
         return ValuesResult(Result(ErrorStatus.NONE, timing=Timing(in_driver_us=(time.monotonic_ns() - began_ns) // 1000)), outputs)
