@@ -13,6 +13,8 @@ import threading
 import traceback
 from types import TracebackType
 
+from aionn.errors import text_of
+
 __all__ = ["noted", "report_bug", "sentence_of"]
 
 logger = logging.getLogger("aionn.driver")
@@ -64,7 +66,7 @@ def report_bug(error: BaseException, device: str, act: str) -> str:
 
 def sentence_of(error: BaseException) -> str:
     """Return what an engine says of a run that failed. The names of its exceptions are not an app's business, except those of bugs."""
-    text = " ".join(str(error).split())
+    text = " ".join(text_of(error).split())
     if text and not isinstance(error, _BUGS):
         return text
     return f"the engine raised {type(error).__name__}: {text}" if text else f"the engine raised {type(error).__name__}"

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from aionn.burst import result_of
 from aionn.driver.bugs import noted, report_bug, sentence_of
 from aionn.driver.lanes import Lane, Lanes
-from aionn.errors import AionnError, CallerError
+from aionn.errors import AionnError, CallerError, text_of
 from aionn.hal.engine import Executable, ExecutionReport
 from aionn.hal.types import ErrorStatus, Operand, OutputShape, Request, RequestArgument, Result, Timing
 from aionn.memory.device_buffers import BufferRequest, DeviceBuffers
@@ -295,7 +295,7 @@ def failed_run(error: BaseException, device: str) -> Result:
     if isinstance(error, AionnError):
         return result_of(error)
     if isinstance(error, MemoryError):
-        return Result(ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT, message=f"the engine ran out of memory: {error}")
+        return Result(ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT, message=f"the engine ran out of memory: {text_of(error)}")
     return Result(ErrorStatus.GENERAL_FAILURE, message=noted(sentence_of(error), report_bug(error, device, "run")))
 
 
@@ -308,6 +308,8 @@ def _end_use(files: Sequence[Region]) -> None:
 
 
 def _array(place: NDArray[np.uint8], argument: RequestArgument, operand: Operand, shape: tuple[int, ...], word: str) -> NDArray[Any]:
+    if not operand.in_frames:  # NumPy would take the bytes for Python's objects
+        raise CallerError(f"{word} is of type {operand.word}, which no request with memory has; use execute_values")
     array: NDArray[Any] = np.ndarray(shape, operand.type.dtype, buffer=place.data, offset=argument.location.offset)
     if not array.flags.aligned:  # engines read whole elements, and a copy would surprise a caller who gave memory to avoid one
         raise CallerError(

@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 
 from aionn.engines.complaints import openvino_failure
 from aionn.engines.elements import PackedRuns
-from aionn.engines.openvino_devices import Chosen, computes_with
+from aionn.engines.openvino_devices import Chosen, computes_with, flushes_denormals
 from aionn.engines.openvino_tensors import Tensors
 from aionn.engines.outputs import deliver
 from aionn.engines.processor import Flushing, instruction_set
@@ -184,7 +184,7 @@ class OpenVINOExecutable:
             if output.names & port.names
         }
         self._open = {name for name, output in zip(names.outputs, compiled.outputs, strict=True) if output.partial_shape.is_dynamic}
-        self._flushing = Flushing()
+        self._flushing = Flushing(flushes_denormals(compiled))
         self._begin(frozenset())
 
     def _begin(self, given: frozenset[str]) -> None:

@@ -56,6 +56,10 @@ def kinds(compilation: aionn.Compilation) -> list[str]:
         ({FIRST: {"level": None}}, r"is None \(NoneType\); give a str, int, float, bool or path"),
         ({FIRST: {"level": np.float32(1)}}, "give a str, int, float, bool or path"),
         ({FIRST: {3: 3}}, "option 3 of device '.*': the name of an option is a text"),
+        ({FIRST: {"file": Path("/dev/zero")}}, "option 'file': '/dev/zero' is not a regular file; give the path of a file"),
+        ({FIRST: {"\udc80": 1}}, r"option '\\udc80' of device '.*' is not Unicode; give text without surrogates"),
+        ({FIRST: {"file": Path("/tmp/\udc80")}}, r"option 'file' of device '.*': '/tmp/\\udc80' is not Unicode; give text without"),
+        ({FIRST: {"level": "\udc80"}}, r"option 'level' of device '.*': '\\udc80' is not Unicode; give text without surrogates"),
         ({FIRST: {"file": Path("/no such file")}}, "option 'file': the file '/no such file' cannot be read"),
         ({FIRST: {"other": 1}}, "device 'optional' has no option 'other'; its options are 'level', 'rate', 'fast', 'file'"),
         ({FIRST: {"level": "1"}}, r"option 'level' of device 'optional' is '1' \(str\); it must be an integer"),
@@ -71,6 +75,22 @@ async def test_options_that_are_wrong_are_one_sentence(options: Any, sentence: s
     async with aionn.Runtime(start=()) as runtime:
         with pytest.raises(aionn.CallerError, match=sentence):
             await runtime.compile(MODEL, devices=(FIRST,), options=options, cache_dir=tmp_path / "cache" if cached else None)
+
+
+async def test_a_pipe_for_a_file_holds_up_neither_the_compile_nor_the_end_of_the_app(tmp_path: Path) -> None:
+    """A thread that opened it would wait for a writer, and the interpreter would wait for the thread."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    async with aionn.Runtime(start=()) as runtime:
+        with pytest.raises(aionn.CallerError, match="pipe' is not a regular file; give the path of a file"):
+            await runtime.compile(MODEL, devices=(FIRST,), options={FIRST: {"file": pipe}}, timeout_s=20)
+
+
+@pytest.mark.parametrize("provider", ["\udcff", "a\0b"])
+async def test_a_device_whose_name_no_process_can_be_given_is_one_sentence(provider: str) -> None:
+    async with aionn.Runtime(start=()) as runtime:
+        with pytest.raises(aionn.DeviceUnavailableError, match="is not installed; the installed devices are"):
+            await runtime.compile(MODEL, devices=(f"onnxruntime:{provider}",))
 
 
 async def test_an_engine_without_options_says_so() -> None:

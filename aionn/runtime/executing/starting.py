@@ -75,8 +75,9 @@ class Starts:
         deadline_ns = deadline_of(timeout_s)
         if len(self._pending) >= IN_FLIGHT:
             raise _too_many()
+        given = dict(self.executor.arguments.complete(inputs))
         with Dependencies(after) as dependencies:
-            started = Started(self, Event(self.renewal.model.label[:12]), dict(inputs), dict(outputs), bool(measure_timing), deadline_ns)
+            started = Started(self, Event(self.renewal.model.label[:12]), given, dict(outputs), bool(measure_timing), deadline_ns)
             started.lay_out()
             started.after = dependencies.take()
         self._pending.add(started)

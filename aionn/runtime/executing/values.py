@@ -6,6 +6,7 @@ Such values have no place in a frame. So bursts, frames, device memory and stage
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from aionn import trace
@@ -16,7 +17,7 @@ from aionn.hal.values import outside_frames
 from aionn.pages.app_layout import COMPUTED, COPIED_BYTES
 from aionn.remote.device import RemotePreparedModel
 from aionn.runtime.executing.attempt import NO_ANSWER, Call, Executor, Route
-from aionn.runtime.executing.frame_layout import Outputs
+from aionn.runtime.executing.frame_layout import Outputs, as_array
 from aionn.tasks import ending_by
 
 
@@ -40,6 +41,7 @@ async def compute_values(executor: Executor, route: Route, call: Call) -> Output
     """
     if call.outputs:
         raise CallerError(f"outputs={list(call.outputs)}: this model's outputs are values that compute returns; leave outputs out")
+    inputs = _readable(executor.arguments.complete(call.inputs))
     with ending_by(call.deadline_ns, NO_ANSWER):
         channel = await route(call.deadline_ns)
         serving = channel.serving
@@ -50,12 +52,17 @@ async def compute_values(executor: Executor, route: Route, call: Call) -> Output
         # From here on a swap waits for this execution.
         settled = serving.entered(_nothing)
         with trace.span("compute.values", device=serving.device):
-            result, values, copied = await prepared.execute_values(call.inputs, call.measure_timing, call.deadline_ns, settled)
+            result, values, copied = await prepared.execute_values(inputs, call.measure_timing, call.deadline_ns, settled)
         executor.counts.add(COPIED_BYTES, copied)
         if result.status is not ErrorStatus.NONE:
             raise executor.failure(serving, result, None)
         executor.counts.add(COMPUTED, 1)
         return Outputs(values, serving.stage, result.timing if call.measure_timing else None)
+
+
+def _readable(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return inputs with arrays in place of tensors of other libraries."""
+    return {name: as_array(name, value) if hasattr(value, "__dlpack__") else value for name, value in inputs.items()}
 
 
 def _nothing(result: Any) -> None:
