@@ -18,6 +18,7 @@ from typing import Any
 import anyio
 import numpy as np
 import pytest
+from onnx import numpy_helper
 
 import aionn
 from aionn.remote.fences import outcome_of
@@ -27,6 +28,8 @@ from aionn.testing import FakeDevice, identity_model
 from aionn.testing.fake_engine import SecondFakeEngine
 from aionn.testing.models import scaled_model
 from tests.leaks import leak_check
+from tests.runtime.partial_engines import LeftFake, RightFake
+from tests.runtime.planned_models import LEFT, ORT, REF, RIGHT, chain, compiled, made, node
 
 pytestmark = pytest.mark.anyio
 
@@ -581,3 +584,36 @@ async def test_a_hostile_answer_about_dependencies_fails_the_event_alone(first: 
         await first.start({"x": X})
     monkeypatch.undo()
     np.testing.assert_array_equal((await first.start({"x": X}))["y"], X)
+
+
+async def test_the_death_of_a_driver_under_a_step_of_a_started_plan_is_its_error(surroundings: None) -> None:
+    with FakeDevice(LeftFake), FakeDevice(RightFake) as right:
+        async with compiled(chain(("left", "right")), LEFT, RIGHT) as (_, compilation):
+            right.hang("run")
+            event = compilation.start({"input": X})
+            dependent = compilation.start({"input": X}, after=(event,))
+            os.kill(await right.heard("run"), signal.SIGKILL)
+            with pytest.raises(aionn.DriverDiedError) as died:
+                await event
+            assert died.value.device == RIGHT
+            with pytest.raises(aionn.ExecutionError, match=event.name):
+                await dependent
+            right.behave()
+            np.testing.assert_array_equal((await compilation.start({"input": X}))["output"], X)
+
+
+@pytest.mark.parametrize("devices", [("reference",), (REF, ORT)], ids=["whole", "plan"])
+async def test_an_input_with_a_default_may_be_left_out_of_a_start(surroundings: None, devices: tuple[str, ...]) -> None:
+    """A step may hand such an input through, as an output of the model."""
+    weight = X + 1
+    content = made(
+        [node("ref_add", "Add", ["x", "weight"], ["sum"]), node("ort_mul", "Mul", ["sum", "weight"], ["y"])],
+        {"x": [1, 16], "weight": [1, 16]},
+        {"y": [1, 16], "weight": [1, 16]},
+        [numpy_helper.from_array(weight, "weight")],
+    )
+    async with compiled(content, *devices) as (_, compilation):
+        for given, used in (({}, weight), ({"weight": weight * 2}, weight * 2), ({}, weight)):
+            for found in (await compilation.start({"x": X, **given}), await compilation.compute({"x": X, **given})):
+                np.testing.assert_array_equal(found["y"], (X + used) * used)
+                np.testing.assert_array_equal(found["weight"], used)

@@ -72,11 +72,11 @@ class Starts:
         check_mapping(inputs)
         outputs = {} if outputs is None else outputs
         check_outputs(self.renewal.model, outputs)
-        deadline_ns = deadline_of(timeout_s)
+        deadline_ns, complete = deadline_of(timeout_s), self.executor.arguments.complete
         if len(self._pending) >= IN_FLIGHT:
             raise _too_many()
         with Dependencies(after) as dependencies:
-            started = Started(self, Event(self.renewal.model.label[:12]), dict(inputs), dict(outputs), bool(measure_timing), deadline_ns)
+            started = Started(self, Event(self.renewal.model.label[:12]), dict(complete(inputs)), dict(outputs), bool(measure_timing), deadline_ns)
             started.lay_out()
             started.after = dependencies.take()
         self._pending.add(started)
