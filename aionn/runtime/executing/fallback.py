@@ -12,6 +12,7 @@ device memory does not fall back either, because its contents lie in the driver 
 
 Invariants
     A device that has taken over has no fallback again, so nothing goes round in a circle.
+    A fallback computes the model that the app has swapped in last, or nothing.
     A fallback that did not help is kept, and one that cannot be prepared is remembered. So inputs that always fail prepare nothing again.
 """
 
@@ -25,7 +26,7 @@ import anyio
 
 from aionn import trace
 from aionn.caching.outcomes import CacheOutcome
-from aionn.errors import AionnError, DeadlineError, ExecutionError
+from aionn.errors import AionnError, CallerError, DeadlineError, ExecutionError
 from aionn.hal.model import Model
 from aionn.hal.types import DeviceType, Result
 from aionn.remote.handles import RemoteBuffer
@@ -85,12 +86,14 @@ class Fallback:
             DeadlineError: the call's deadline has come.
         """
         renewal = self._renewal()
-        if serving.model is not self._model:  # the app has swapped in another one
+        if renewal is None or serving.model is not renewal.model or _in_driver(call):
+            return None
+        if serving.model is not self._model:  # the app has swapped it in
             self.close()
             self._model = serving.model
             self._hopeless.clear()
             self._taken_over.clear()
-        if renewal is None or _in_driver(call) or serving.device in self._taken_over:
+        if serving.device in self._taken_over:
             return None
         base = await self._fallback_of(renewal, serving, getattr(result, "step", None))
         if base is None:
@@ -117,6 +120,8 @@ class Fallback:
             now = compiled.serving
             if now is not None and now is not serving and now.alive and now.model is serving.model and now.device in self._taken_over:
                 return now  # another call has fallen back meanwhile
+            if serving.model is not renewal.model:
+                return None
             if self._busy is not None:
                 await self._busy.wait()
             elif self._key == key and self._base is not None and self._base.alive:
@@ -132,6 +137,10 @@ class Fallback:
         key = serving.device, step
         try:
             found = await _prepared(renewal, serving, step)
+            if serving.model is not renewal.model:  # the app has swapped in another one meanwhile
+                if found is not None:
+                    found[0].release()
+                return
             if found is None:
                 self._hopeless.add(key)
                 return
@@ -171,9 +180,14 @@ class Fallback:
 
 
 async def _swap(compiled: CompiledModel, base: Serving) -> None:
+    def is_of_the_same_model() -> bool:
+        return compiled.serving is not None and compiled.serving.model is base.model
+
     for attempt in range(_TRIES):
+        if not is_of_the_same_model():
+            raise CallerError("the app has swapped in another model")
         try:
-            await compiled.swap(base)
+            await compiled.swap(base, may_swap=is_of_the_same_model)
             return
         except NotNowError:
             if attempt == _TRIES - 1:
