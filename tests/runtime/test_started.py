@@ -617,3 +617,19 @@ async def test_an_input_with_a_default_may_be_left_out_of_a_start(surroundings: 
             for found in (await compilation.start({"x": X, **given}), await compilation.compute({"x": X, **given})):
                 np.testing.assert_array_equal(found["y"], (X + used) * used)
                 np.testing.assert_array_equal(found["weight"], used)
+
+
+async def test_a_child_of_fork_cannot_cancel_an_event_of_its_parent(first: aionn.Compilation, gate: int) -> None:
+    event = first.start({"x": X}, after=(gate,))
+    fence = event.fence()
+    child = os.fork()
+    if not child:
+        try:
+            event.cancel()
+        except aionn.CallerError:
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert outcome_of(fence) is None
+    os.eventfd_write(gate, 1)
+    np.testing.assert_array_equal((await event)["y"], X)
