@@ -277,7 +277,7 @@ async def prepare_on(
         prepared, outcome = await prepare_step(names[0], model, options, cache)
         return prepared, (outcome,)
     except UnsupportedOperationError as error:
-        if len(names) < 2:
+        if len(names) < 2 or model.format != "onnx":  # only a graph has parts
             raise
         own = error.supported  # not the error, whose traceback refers to this call
     partition = Partition(devices, model, options, cache, prepare_step)

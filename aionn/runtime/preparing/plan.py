@@ -113,8 +113,8 @@ class _Search:
             found = await self._on(name)
             if found is not None:
                 return found
-        if not self._shortfalls:
-            raise self._why_none()
+        if not self._shortfalls or self._model.format != "onnx":
+            raise self._why_none()  # a model of another format has no parts
         found = await self._kept()
         return found if found is not None else await self._cut()
 
