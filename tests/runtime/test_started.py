@@ -492,6 +492,38 @@ async def test_without_descriptors_a_start_fails_and_later_ones_work(first: aion
     np.testing.assert_array_equal((await first.start({"x": X}))["y"], X)
 
 
+async def test_without_descriptors_a_started_plan_fails_with_an_error_of_aionn(surroundings: None, gate: int) -> None:
+    async with compiled(chain(("ref", "ort")), REF, ORT) as (_, compilation):
+        await compilation.start({"input": X})
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        events: list[aionn.Event] = []
+        refused = 0
+        for left in range(8):
+            taken: list[int] = []
+            try:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (fds() + 16, hard))
+                with pytest.raises(OSError, match="Too many open files"):
+                    while True:
+                        taken.append(os.dup(gate))
+                for _ in range(left):
+                    os.close(taken.pop())
+                events.append(compilation.start({"input": X}, after=(gate,)))
+            except aionn.MemoryAllocationError:
+                refused += 1
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+                for fd in taken:
+                    os.close(fd)
+        failed = [event for event in events if isinstance(event.exception(), aionn.MemoryAllocationError)]
+        assert refused
+        assert failed
+        assert len(failed) < len(events)
+        os.eventfd_write(gate, 1)
+        for event in events:
+            if event not in failed:
+                np.testing.assert_array_equal((await event)["output"], X)
+
+
 async def test_a_started_execution_waits_for_a_swap_and_counts_as_use(fake: FakeDevice) -> None:
     async with aionn.Runtime() as runtime:
         compilation = await runtime.compile(model(), devices=(fake.name,))
