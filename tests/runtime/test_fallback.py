@@ -20,6 +20,7 @@ from aionn.runtime.serving.serving import Serving
 from aionn.testing import FakeDevice
 from tests.runtime.operator_engines import (
     AddEngine,
+    CpuAddEngine,
     CpuMulEngine,
     CpuWholeEngine,
     MulEngine,
@@ -297,6 +298,46 @@ async def test_only_the_failing_step_of_a_plan_moves_to_the_cpu(monkeypatch: pyt
             (device,) = (device for device in runtime.devices if device.name == cpu.name)
             await device.restart()
             assert (await compilation.compute({"x": X})).device == f"{adds.name}+{cpu.name}"
+
+
+async def test_every_step_that_fails_moves_to_the_cpu_and_steps_that_fail_there_prepare_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with drivers(AddEngine, MulEngine, CpuAddEngine) as (adds, muls, cpu):
+        monkeypatch.setattr(Devices, "installed", property(lambda _: [adds.name, muls.name, cpu.name]))
+        adds.fail("broken", "run")
+        cpu.fail("broken, too", "run", after=1)
+        async with aionn.Runtime(start=()) as runtime:
+            compilation = await runtime.compile(aionn.Model.from_onnx(three_step_model()))
+            assert [step.device for step in compilation.plan] == [adds.name, muls.name, adds.name]
+            counts = []
+            for _ in range(3):
+                with trace.record() as seen, pytest.raises(ExecutionError, match="broken") as caught:
+                    await compilation.compute({"x": X})
+                assert f"device '{cpu.name}+{muls.name}' was tried, too" in caught.value.__notes__[0]
+                counts.append([event.name for event in seen.counters].count("compile.cache"))
+            assert counts == [6, 0, 0]
+            cpu.behave()
+            outputs = await compilation.compute({"x": X})
+            assert right(outputs)
+            assert outputs.device == compilation.device == f"{cpu.name}+{muls.name}"
+            assert [step.device for step in compilation.plan] == [cpu.name, muls.name, cpu.name]
+
+
+async def test_calls_beside_each_other_move_all_steps_that_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    with drivers(AddEngine, MulEngine, CpuAddEngine) as (adds, muls, cpu):
+        monkeypatch.setattr(Devices, "installed", property(lambda _: [adds.name, muls.name, cpu.name]))
+        async with aionn.Runtime(start=()) as runtime:
+            compilation = await runtime.compile(aionn.Model.from_onnx(three_step_model()))
+            assert right(await compilation.compute({"x": X}))
+            adds.fail("broken", "run", after=5)
+            async with compilation.burst(depth=4) as burst, anyio.create_task_group() as tasks:
+
+                async def call(turn: int) -> None:
+                    compute = burst.compute if turn % 2 else compilation.compute
+                    assert right(await compute({"x": X + turn}), X + turn)
+
+                for turn in range(30):
+                    tasks.start_soon(call, turn)
+            assert compilation.device == f"{cpu.name}+{muls.name}"
 
 
 async def test_a_compilation_that_is_swapped_to_a_new_model_may_fall_back_again(pair: list[FakeDevice]) -> None:
