@@ -300,7 +300,7 @@ async def test_only_the_failing_step_of_a_plan_moves_to_the_cpu(monkeypatch: pyt
             assert (await compilation.compute({"x": X})).device == f"{adds.name}+{cpu.name}"
 
 
-async def test_every_step_that_fails_moves_to_the_cpu_and_steps_that_fail_there_prepare_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_every_step_that_fails_moves_to_the_cpu_and_prepares_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
     with drivers(AddEngine, MulEngine, CpuAddEngine) as (adds, muls, cpu):
         monkeypatch.setattr(Devices, "installed", property(lambda _: [adds.name, muls.name, cpu.name]))
         adds.fail("broken", "run")

@@ -103,7 +103,7 @@ async def test_devices_for_onnx_refuse_it_in_one_sentence_each() -> None:
         with pytest.raises(CompilationError, match="device 'openvino' cannot run a model of the format 'toy'"):
             await runtime.compile(opaque(), mode="staged", stages=("onnxruntime", "openvino"))
         for content in (CONTENT, b"hello" * 10):  # as a graph, the latter is an empty one
-            with pytest.raises(CompilationError, match="no device can run every node of the model: .*'toy'.*; .*'toy'"):
+            with pytest.raises(CompilationError, match=r"no device can run every node of the model: .*'toy'.*; .*'toy'"):
                 await runtime.compile(opaque(content), devices=("onnxruntime", "reference"))
 
 

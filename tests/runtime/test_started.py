@@ -661,7 +661,8 @@ async def test_a_child_of_fork_cannot_cancel_an_event_of_its_parent(first: aionn
         except aionn.CallerError:
             os._exit(7)
         os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    _, status = await anyio.to_thread.run_sync(os.waitpid, child, 0)
+    assert os.waitstatus_to_exitcode(status) == 7
     assert outcome_of(fence) is None
     os.eventfd_write(gate, 1)
     np.testing.assert_array_equal((await event)["y"], X)

@@ -77,7 +77,9 @@ class Starts:
         if len(self._pending) >= IN_FLIGHT:
             raise _too_many()
         with Dependencies(after) as dependencies:
-            started = Started(self, Event(self.renewal.model.label[:12]), dict(complete(inputs)), dict(outputs), bool(measure_timing), deadline_ns)
+            started = Started(
+                self, Event(self.renewal.model.label[:12]), dict(complete(inputs)), dict(outputs), bool(measure_timing), deadline_ns
+            )
             started.lay_out()
             started.after = dependencies.take()
         self._pending.add(started)
