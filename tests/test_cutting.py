@@ -18,7 +18,7 @@ from onnx.reference import ReferenceEvaluator
 
 import aionn
 from aionn.errors import CompilationError
-from aionn.graph import cut, embed_constants
+from aionn.graph import cut, embed_constants, supported_operations
 from aionn.graph.step_models import step_models
 from aionn.graph.steps import TEMPORARY_ALIGNMENT_BYTES, Step, check_steps, lay_out, lifetimes, step_token
 from aionn.graph.unchanged import changeable_contents, contents_of
@@ -412,6 +412,23 @@ def test_a_step_has_the_functions_and_operator_sets_that_it_needs_and_no_others(
     assert_steps_are_the_whole(model, steps, {"x": np.ones(4, np.float32)})
 
 
+def test_a_step_has_both_functions_of_one_name() -> None:
+    """Functions of one name differ by their overload."""
+    functions = [
+        helper.make_function("own", "Twice", ["p"], ["q"], [helper.make_node(kind, inputs, ["q"])], [helper.make_opsetid("", 17)])
+        for kind, inputs in (("Add", ["p", "p"]), ("Unknown", ["p"]))
+    ]
+    functions[1].overload = "other"
+    nodes = [node("Twice", ["x"], ["a"], name="one", domain="own"), node("Twice", ["a"], ["y"], name="other", domain="own")]
+    nodes[1].overload = "other"
+    model = model_from(nodes, [value("x", [4])], [value("y", [4])], functions=functions, domains=("own",))
+    assert supported_operations(model, lambda domain, kind, version: kind == "Add") == (True, False)
+    assert not any(supported_operations(model, lambda *_: True, overloads=False)), "which of them is meant?"
+    (step,) = cut(model, {"A": [True, True]})
+    made = onnx.ModelProto.FromString(step_models(model, (step,))[0].graph)
+    assert [function.overload for function in made.functions] == ["", "other"]
+
+
 def sequences() -> Model:
     nodes = [
         node("Relu", ["x"], ["r"], name="before"),
@@ -433,6 +450,19 @@ def test_operations_that_exchange_a_sequence_and_have_no_common_device_are_refus
     with pytest.raises(CompilationError, match=r"nodes 'pack' to 'unpack' exchange values that cannot cross") as caught:
         cut(model, {"A": able(model, "before", "pack", "after"), "B": able(model, "unpack")})
     assert caught.value.node == "unpack"
+
+
+def test_texts_do_not_cross_although_they_may_be_inputs_of_a_model() -> None:
+    nodes = [
+        node("Cast", ["x"], ["text"], name="write", to=TensorProto.STRING),
+        node("Cast", ["text"], ["a"], name="read", to=TensorProto.FLOAT),
+        node("Neg", ["a"], ["y"], name="after"),
+    ]
+    model = model_from(nodes, [value("x", [4])], [value("y", [4])])
+    steps = cut(model, {"A": able(model, "write", "read"), "B": able(model, "read", "after")}, times(B=2.0), **FREE)
+    assert [(step.device, step.nodes) for step in steps] == [("A", ("write", "read")), ("B", ("after",))]
+    with pytest.raises(CompilationError, match="exchange values that cannot cross"):
+        cut(model, {"A": able(model, "write"), "B": able(model, "read", "after")})
 
 
 def test_a_tensor_of_unknown_type_does_not_cross() -> None:

@@ -113,8 +113,8 @@ class _Maker:
 
 def _needed(whole: ModelProto, nodes: Iterable[NodeProto]) -> tuple[list[FunctionProto], set[str]]:
     """Return the functions of the model that nodes call, in the model's order, and the domains of all nodes inside and ONNX's own."""
-    known = {(_domain(function.domain), function.name): function for function in whole.functions}
-    called: set[tuple[str, str]] = set()
+    known = {(_domain(function.domain), function.name, function.overload): function for function in whole.functions}
+    called: set[tuple[str, str, str]] = set()
     domains = {""}
     left = list(nodes)
     while left:
@@ -122,7 +122,7 @@ def _needed(whole: ModelProto, nodes: Iterable[NodeProto]) -> tuple[list[Functio
         domain = _domain(node.domain)
         domains.add(domain)
         left.extend(inner for body in nested_graphs(node) for inner in body.node)
-        key = (domain, node.op_type)
+        key = (domain, node.op_type, node.overload)
         if key in known and key not in called:
             called.add(key)
             left.extend(known[key].node)

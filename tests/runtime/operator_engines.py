@@ -82,6 +82,12 @@ class WholeEngine(PartialEngine):
     variable = f"{VARIABLE}_WHOLE"
 
 
+class CpuAddEngine(AddEngine):
+    name = "cpu_adds"
+    variable = f"{VARIABLE}_CPU_ADD"
+    device_type = DeviceType.CPU
+
+
 class CpuMulEngine(MulEngine):
     name = "cpu_muls"
     variable = f"{VARIABLE}_CPU_MUL"

@@ -49,6 +49,7 @@ class Event:
         self.name = f"{label or 'execution'} #{next(_numbers)}"
         self.since_launch: Timing | None = None
         self._loop = running_loop()
+        self._pid = os.getpid()
         self._fence = _new_fence()
         self._asked = False
         self._outputs: Outputs | None = None
@@ -116,7 +117,12 @@ class Event:
 
         The fence is signalled at once, as a failure. An execution that waits for its dependencies does not begin. One that runs in
         the driver runs on, so memory that was given for its outputs may still be written to for that long.
+
+        Raises:
+            CallerError: this is a child of the process that has started the execution.
         """
+        if os.getpid() != self._pid:  # the fence is one and the same in both
+            raise CallerError(f"event {self.name!r} belongs to the parent process; cancel it there")
         if self.done():
             return False
         settle(self, asyncio.CancelledError(f"event {self.name!r} was cancelled"))
