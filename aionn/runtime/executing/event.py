@@ -50,7 +50,7 @@ class Event:
         self.since_launch: Timing | None = None
         self._loop = running_loop()
         self._pid = os.getpid()
-        self._fence = _new_fence()
+        self._fence = new_fence()
         self._asked = False
         self._outputs: Outputs | None = None
         self._error: BaseException | None = None
@@ -135,7 +135,7 @@ class Event:
         descriptor and closes it when the event is collected. Use `os.dup` for one that lives longer.
         """
         if self._fence < 0:
-            self._fence = _new_fence()
+            self._fence = new_fence()
             signal_fence(self._fence, succeeded=self._outputs is not None)
         self._asked = True
         return self._fence
@@ -202,7 +202,8 @@ def _status_of(error: BaseException) -> ErrorStatus:
     return result_of(error).status
 
 
-def _new_fence() -> int:
+def new_fence() -> int:
+    """Return a new fence, or raise `MemoryAllocationError` where no file descriptor is left."""
     try:
         return make_fence()
     except OSError as error:
