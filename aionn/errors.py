@@ -48,6 +48,15 @@ def _made_again(kind: type[A], args: tuple[object, ...], attributes: Mapping[str
     return error
 
 
+def text_of(error: BaseException) -> str:
+    """Return an error's text as UTF-8 can carry it. That of another library may have stray bytes, and its `__str__` may raise."""
+    try:
+        text = str(error)
+    except Exception:
+        text = "no text can be made of it"
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def again(error: E) -> E:
     """Return a copy of `error` for one more caller. An error that is not an `AionnError` is returned as it is.
 

@@ -99,6 +99,13 @@ def best() -> Iterator[FakeDevice]:
 
 
 @pytest.fixture
+def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drivers keep their records in the test's own directory, and can import engines that tests define."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+
+
+@pytest.fixture
 def silero_path() -> Path:
     """Static shapes, recurrent state: input f32[1,576], state f32[2,1,128] -> output f32[1,1], stateN f32[2,1,128]."""
     return carried("silero")

@@ -18,6 +18,7 @@ Invariants
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import select
@@ -26,13 +27,13 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import anyio
 import psutil
 import uvloop
 
-__all__ = ["Inventory", "LeakError", "driver_pids", "ended", "leak_check", "processes_with", "wait_for_end"]
+__all__ = ["Inventory", "LeakError", "driver_pids", "ended", "leak_check", "leaves_nothing", "processes_with", "wait_for_end"]
 
 Key = TypeVar("Key")
 
@@ -243,3 +244,14 @@ def _shm() -> Counter[str]:
         return Counter(name for name in os.listdir("/dev/shm") if "aionn" in name)
     except FileNotFoundError:
         return Counter()
+
+
+def leaves_nothing(test: Any) -> Any:
+    """Look for leaks when the test's own events and arrays are gone."""
+
+    @functools.wraps(test)
+    async def checked(*args: Any, **named: Any) -> None:
+        async with leak_check():
+            await test(*args, **named)
+
+    return checked

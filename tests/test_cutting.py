@@ -17,11 +17,11 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 import aionn
-from aionn.errors import CallerError, CompilationError
-from aionn.graph import cut, embed_constants, step_model
+from aionn.errors import CompilationError
+from aionn.graph import cut, embed_constants, supported_operations
 from aionn.graph.step_models import step_models
 from aionn.graph.steps import TEMPORARY_ALIGNMENT_BYTES, Step, check_steps, lay_out, lifetimes, step_token
-from aionn.graph.unchanged import changeable_contents, constant_digests, contents_of
+from aionn.graph.unchanged import changeable_contents, contents_of
 from aionn.hal import (
     ExecutionPreference,
     Model,
@@ -30,6 +30,7 @@ from aionn.hal import (
     Performance,
     PerformanceInfo,
 )
+from aionn.runtime.model import digests_of
 from tests.engines.onnx_graphs import branching, model_of, value, weights
 from tests.real_models import carried, some_input
 from tests.test_graph import as_model, read
@@ -411,6 +412,23 @@ def test_a_step_has_the_functions_and_operator_sets_that_it_needs_and_no_others(
     assert_steps_are_the_whole(model, steps, {"x": np.ones(4, np.float32)})
 
 
+def test_a_step_has_both_functions_of_one_name() -> None:
+    """Functions of one name differ by their overload."""
+    functions = [
+        helper.make_function("own", "Twice", ["p"], ["q"], [helper.make_node(kind, inputs, ["q"])], [helper.make_opsetid("", 17)])
+        for kind, inputs in (("Add", ["p", "p"]), ("Unknown", ["p"]))
+    ]
+    functions[1].overload = "other"
+    nodes = [node("Twice", ["x"], ["a"], name="one", domain="own"), node("Twice", ["a"], ["y"], name="other", domain="own")]
+    nodes[1].overload = "other"
+    model = model_from(nodes, [value("x", [4])], [value("y", [4])], functions=functions, domains=("own",))
+    assert supported_operations(model, lambda domain, kind, version: kind == "Add") == (True, False)
+    assert not any(supported_operations(model, lambda *_: True, overloads=False)), "which of them is meant?"
+    (step,) = cut(model, {"A": [True, True]})
+    made = onnx.ModelProto.FromString(step_models(model, (step,))[0].graph)
+    assert [function.overload for function in made.functions] == ["", "other"]
+
+
 def sequences() -> Model:
     nodes = [
         node("Relu", ["x"], ["r"], name="before"),
@@ -432,6 +450,19 @@ def test_operations_that_exchange_a_sequence_and_have_no_common_device_are_refus
     with pytest.raises(CompilationError, match=r"nodes 'pack' to 'unpack' exchange values that cannot cross") as caught:
         cut(model, {"A": able(model, "before", "pack", "after"), "B": able(model, "unpack")})
     assert caught.value.node == "unpack"
+
+
+def test_texts_do_not_cross_although_they_may_be_inputs_of_a_model() -> None:
+    nodes = [
+        node("Cast", ["x"], ["text"], name="write", to=TensorProto.STRING),
+        node("Cast", ["text"], ["a"], name="read", to=TensorProto.FLOAT),
+        node("Neg", ["a"], ["y"], name="after"),
+    ]
+    model = model_from(nodes, [value("x", [4])], [value("y", [4])])
+    steps = cut(model, {"A": able(model, "write", "read"), "B": able(model, "read", "after")}, times(B=2.0), **FREE)
+    assert [(step.device, step.nodes) for step in steps] == [("A", ("write", "read")), ("B", ("after",))]
+    with pytest.raises(CompilationError, match="exchange values that cannot cross"):
+        cut(model, {"A": able(model, "write"), "B": able(model, "read", "after")})
 
 
 def test_a_tensor_of_unknown_type_does_not_cross() -> None:
@@ -547,7 +578,7 @@ def test_a_step_has_its_weights_by_reference() -> None:
     assert [constant.name for constant in two.constants] == ["v", "w"]
     assert [constant.location for constant in (*one.constants, *two.constants)] == [constant.location for constant in model.constants]
     assert one.pools == two.pools == model.pools
-    assert step_model(model, steps[1]).graph == two.graph
+    assert [part.graph for part in step_models(model, steps[1:])] == [two.graph]
     assert weights(8, 8, 0).tobytes() not in one.graph
 
 
@@ -557,7 +588,8 @@ def test_a_step_has_the_pools_that_it_uses_and_the_contents_of_its_files(tmp_pat
     model = aionn.Model.from_onnx(path)
     assert len(model.pools) == 3
     steps = cut(model, {"A": able(model, "second"), "B": able(model, "first", "third")})
-    digests = constant_digests(model)
+    digests = digests_of(model)
+    assert digests is not None
     assert list(digests) == ["u", "v", "w"]
     parts = step_models(model, steps, digests)
     assert [[constant.name for constant in part.constants] for part in parts] == [["u"], ["v"], ["w"]]
@@ -572,10 +604,6 @@ def test_a_step_has_the_pools_that_it_uses_and_the_contents_of_its_files(tmp_pat
     (whole,) = step_models(model, cut(model, {"A": [True] * 3}))
     assert whole.contents == model.contents == contents_of(digests.values())
     assert_steps_are_the_whole(model, steps, {"x": weights(1, 8)})
-
-    (tmp_path / "v").write_bytes(bytes(256))
-    with pytest.raises(CallerError, match="others than when the model was digested"):
-        constant_digests(model)
 
 
 # What lies between steps

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from aionn import trace
 from aionn.burst.packets import PacketError, PoolReference, encode_result_body
-from aionn.errors import AionnError, CallerError, ExecutionError
+from aionn.errors import AionnError, CallerError, ExecutionError, text_of
 from aionn.fmq import Listener
 from aionn.hal.interfaces import IPreparedModel
 from aionn.hal.types import ErrorStatus, IMemory, Request, Result
@@ -91,11 +91,11 @@ class IChecksRequests(Protocol):
 def result_of(error: BaseException) -> Result:
     """Return the answer that stands for an error of this side."""
     if isinstance(error, ExecutionError):
-        return Result(ErrorStatus(error.status), message=str(error))
+        return Result(ErrorStatus(error.status), message=text_of(error))
     if isinstance(error, AionnError):
         status = ErrorStatus.INVALID_ARGUMENT if isinstance(error, CallerError) else ErrorStatus.GENERAL_FAILURE
-        return Result(status, message=str(error))
-    return Result(ErrorStatus.GENERAL_FAILURE, message=f"{type(error).__name__}: {error}")
+        return Result(status, message=text_of(error))
+    return Result(ErrorStatus.GENERAL_FAILURE, message=f"{type(error).__name__}: {text_of(error)}")
 
 
 class Bodies:
@@ -114,7 +114,7 @@ class Bodies:
         try:
             body = encode_result_body(result, framed=True)
         except PacketError as error:
-            body = encode_result_body(Result(ErrorStatus.GENERAL_FAILURE, message=str(error)), framed=True)
+            body = encode_result_body(Result(ErrorStatus.GENERAL_FAILURE, message=text_of(error)), framed=True)
         self._last = result, body
         return body
 

@@ -24,7 +24,7 @@ import msgspec
 
 from aionn.caching.outcomes import MissReason, Refusal
 from aionn.driver.bugs import report_bug
-from aionn.errors import AionnError, CallerError, CompilationError
+from aionn.errors import AionnError, CallerError, CompilationError, text_of
 from aionn.hal.engine import Artifact, CompileOptions, Engine, Executable
 from aionn.hal.interfaces import CacheHandles
 from aionn.hal.model import Model
@@ -146,7 +146,7 @@ class Artifacts:
             artifact = self._engine.export(executable)
         except Exception as error:  # an engine that cannot export has compiled all the same
             report_bug(error, self._engine.name, "export")
-            return str(Refusal(MissReason.IO_ERROR, f"the engine's export failed ({type(error).__name__}: {error})"))
+            return str(Refusal(MissReason.IO_ERROR, f"the engine's export failed ({type(error).__name__}: {text_of(error)})"))
         if artifact is None:
             return "declined"
         return self.store(artifact, handles, _described(model.token, model.inputs, model.outputs))
@@ -189,7 +189,7 @@ class Artifacts:
             executable = self._engine.load(artifact, options)
         except Exception as error:  # the bytes are verified, so the fault lies in the engine
             report_bug(error, self._engine.name, "load")
-            why = error.reason if isinstance(error, CompilationError) else f"{type(error).__name__}: {error}"
+            why = error.reason if isinstance(error, CompilationError) else f"{type(error).__name__}: {text_of(error)}"
             raise _refused(Refusal(MissReason.REFUSED_BY_DEVICE, why)) from error
         return Loaded(executable, description, verified.digests)
 

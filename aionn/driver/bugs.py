@@ -13,7 +13,9 @@ import threading
 import traceback
 from types import TracebackType
 
-__all__ = ["noted", "report_bug"]
+from aionn.errors import text_of
+
+__all__ = ["noted", "report_bug", "sentence_of"]
 
 logger = logging.getLogger("aionn.driver")
 
@@ -60,6 +62,14 @@ def report_bug(error: BaseException, device: str, act: str) -> str:
         text = "".join(traceback.format_exception(error))
         logger.error("a bug in the engine of device %r, in %s:\n%s", device, act, text.rstrip())
     return f"at {file}:{line} in {function}"
+
+
+def sentence_of(error: BaseException) -> str:
+    """Return what an engine says of a run that failed. The names of its exceptions are not an app's business, except those of bugs."""
+    text = " ".join(text_of(error).split())
+    if text and not isinstance(error, _BUGS):
+        return text
+    return f"the engine raised {type(error).__name__}: {text}" if text else f"the engine raised {type(error).__name__}"
 
 
 def noted(text: str, place: str) -> str:

@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 from aionn.caching.outcomes import MissReason, Refusal
 from aionn.driver.bugs import report_bug
-from aionn.errors import AionnError, CompilationError, ExecutionError
+from aionn.errors import AionnError, CompilationError, ExecutionError, text_of
 from aionn.hal.engine import CompileOptions, Engine, Executable
 from aionn.hal.model import Model, may_change
+from aionn.hal.values import outside_frames
 
 __all__ = ["Compiled", "compilation_error", "compiled_model"]
 
@@ -55,9 +56,9 @@ def _check_values(engine: Engine, model: Model, executable: Executable) -> None:
     Raises:
         CompilationError: some are not tensors of numbers, and the engine runs no others.
     """
-    strange = next(((name, operand) for name, operand in (*model.inputs.items(), *model.outputs.items()) if not operand.in_frames), None)
-    if strange is not None and not hasattr(executable, "run_values"):
-        why = f"{strange[0]!r} is of type {strange[1].word}, but it runs tensors of numbers only"
+    strange = outside_frames(model)
+    if strange and not hasattr(executable, "run_values"):
+        why = f"{strange}, but it runs tensors of numbers only"
         raise CompilationError(f"device {engine.name!r} cannot run the model: {why}; use another device", reason=why)
 
 
@@ -81,7 +82,7 @@ def compilation_error(device: str, error: Exception) -> AionnError:
     """Return an engine's error as one that the device may raise."""
     if isinstance(error, AionnError) and not isinstance(error, ExecutionError):
         return error
-    made = CompilationError(f"device {device!r} cannot prepare the model: {type(error).__name__}: {error}", reason=str(error))
+    made = CompilationError(f"device {device!r} cannot prepare the model: {type(error).__name__}: {text_of(error)}", reason=text_of(error))
     if place := report_bug(error, device, "prepare"):
         made.add_note(place)
     return made

@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aionn.burst import result_of
-from aionn.driver.bugs import noted, report_bug
+from aionn.driver.bugs import noted, report_bug, sentence_of
 from aionn.driver.lanes import Lane, Lanes
-from aionn.errors import AionnError, CallerError
+from aionn.errors import AionnError, CallerError, text_of
 from aionn.hal.engine import Executable, ExecutionReport
 from aionn.hal.types import ErrorStatus, Operand, OutputShape, Request, RequestArgument, Result, Timing
 from aionn.memory.device_buffers import BufferRequest, DeviceBuffers
@@ -32,9 +32,6 @@ from aionn.memory.requests import Extent, check_homes, check_request, input_shap
 logger = logging.getLogger("aionn.driver")
 
 _DONE = Result(ErrorStatus.NONE)
-
-_BUGS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, SystemExit, TypeError)
-"""Errors whose text says little without their name. They are bugs of an engine."""
 
 
 class BoundExecution:
@@ -103,13 +100,8 @@ class BoundExecution:
                 report, shapes, insufficient = self._run_in_domain(lane.executable, self._domain, measure_timing)
             for region in self._written:
                 region.flush()
-        except AionnError as error:
-            return result_of(error)
-        except MemoryError as error:
-            return Result(ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT, message=f"the engine ran out of memory: {error}")
         except (Exception, SystemExit) as error:  # every error of an engine fails this execution and nothing else
-            place = report_bug(error, self._model.device, "run")
-            return Result(ErrorStatus.GENERAL_FAILURE, message=noted(sentence_of(error), place))
+            return failed_run(error, self._model.device)
         finally:
             if begun:
                 _end_use(begun)
@@ -298,12 +290,13 @@ class BoundModel:
     device: str = ""
 
 
-def sentence_of(error: BaseException) -> str:
-    """Return what an engine says of a run that failed. The names of its exceptions are not an app's business."""
-    text = " ".join(str(error).split())
-    if text and not isinstance(error, _BUGS):
-        return text
-    return f"the engine raised {type(error).__name__}: {text}" if text else f"the engine raised {type(error).__name__}"
+def failed_run(error: BaseException, device: str) -> Result:
+    """Return the answer for a run that raised an error. A bug of the engine is logged."""
+    if isinstance(error, AionnError):
+        return result_of(error)
+    if isinstance(error, MemoryError):
+        return Result(ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT, message=f"the engine ran out of memory: {text_of(error)}")
+    return Result(ErrorStatus.GENERAL_FAILURE, message=noted(sentence_of(error), report_bug(error, device, "run")))
 
 
 def _end_use(files: Sequence[Region]) -> None:
@@ -315,6 +308,8 @@ def _end_use(files: Sequence[Region]) -> None:
 
 
 def _array(place: NDArray[np.uint8], argument: RequestArgument, operand: Operand, shape: tuple[int, ...], word: str) -> NDArray[Any]:
+    if not operand.in_frames:  # NumPy would take the bytes for Python's objects
+        raise CallerError(f"{word} is of type {operand.word}, which no request with memory has; use execute_values")
     array: NDArray[Any] = np.ndarray(shape, operand.type.dtype, buffer=place.data, offset=argument.location.offset)
     if not array.flags.aligned:  # engines read whole elements, and a copy would surprise a caller who gave memory to avoid one
         raise CallerError(

@@ -128,7 +128,7 @@ class EnginePreparedModel:
         from aionn.driver.values import run_values  # few models have such values
 
         with trace.span("driver.execute", device=self.device.name):
-            return await run_values(self._lanes, inputs, measure_timing, deadline_ns)
+            return await run_values(self._lanes, self.device.name, inputs, measure_timing, deadline_ns)
 
     async def execute_fenced(
         self,

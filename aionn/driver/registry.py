@@ -16,7 +16,7 @@ from typing import Any
 from aionn.driver import by_hand
 from aionn.driver.bugs import report_bug
 from aionn.engines.installed import BUILT_IN, installed_engines
-from aionn.errors import CallerError, DeviceUnavailableError
+from aionn.errors import CallerError, DeviceUnavailableError, text_of
 from aionn.hal.engine import Engine
 from aionn.hal.interfaces import IDevice
 from aionn.hal.performance import Performance
@@ -62,7 +62,7 @@ def find(name: str, home: str = "") -> Engine | IDevice:
     except CallerError as error:
         raise DeviceUnavailableError(name, f"device {name!r} cannot be used: {error}") from error
     except Exception as error:
-        failed = DeviceUnavailableError(name, f"device {name!r} cannot start: {type(error).__name__}: {error}")
+        failed = DeviceUnavailableError(name, f"device {name!r} cannot start: {type(error).__name__}: {text_of(error)}")
         if place := report_bug(error, name, "start"):
             failed.add_note(place)
         raise failed from error

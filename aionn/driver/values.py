@@ -6,16 +6,14 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from aionn.burst import result_of
-from aionn.driver.execution import sentence_of
+from aionn.driver.execution import failed_run
 from aionn.driver.lanes import Lane, Lanes
-from aionn.errors import AionnError
 from aionn.hal.types import ErrorStatus, Result, Timing
 from aionn.hal.values import ValuesResult
 
 
-async def run_values(lanes: Lanes, inputs: Mapping[str, Any], measure_timing: bool, deadline_ns: int | None) -> ValuesResult:
-    """Run once with values of the model's types. Returns the outputs as the engine gives them."""
+async def run_values(lanes: Lanes, device: str, inputs: Mapping[str, Any], measure_timing: bool, deadline_ns: int | None) -> ValuesResult:
+    """Run once with values of the model's types. Returns the outputs as the engine gives them. `device`: its name, for the log."""
 
     def job(lane: Lane) -> ValuesResult:
         began_ns = time.monotonic_ns()
@@ -24,12 +22,8 @@ async def run_values(lanes: Lanes, inputs: Mapping[str, Any], measure_timing: bo
             return ValuesResult(Result(ErrorStatus.MISSED_DEADLINE_TRANSIENT, message=late), {})
         try:
             outputs = lane.executable.run_values(inputs)  # type: ignore[attr-defined]  # an optional method, see `Executable`
-        except AionnError as error:
-            return ValuesResult(result_of(error), {})
-        except MemoryError as error:
-            return ValuesResult(Result(ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT, message=f"the engine ran out of memory: {error}"), {})
         except (Exception, SystemExit) as error:  # every error of an engine fails this execution and nothing else
-            return ValuesResult(Result(ErrorStatus.GENERAL_FAILURE, message=sentence_of(error)), {})
+            return ValuesResult(failed_run(error, device), {})
         if not measure_timing:
             return ValuesResult(Result(ErrorStatus.NONE), outputs)
         return ValuesResult(Result(ErrorStatus.NONE, timing=Timing(in_driver_us=(time.monotonic_ns() - began_ns) // 1000)), outputs)

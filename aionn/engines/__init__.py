@@ -16,10 +16,10 @@ domains and a process. Making an engine imports its library; importing the engin
     onnxruntime_artifact  the files that ONNX Runtime writes while it compiles
     onnxruntime_weights   constants that ONNX Runtime uses where they lie, and how long they must live
     openvino              slower to compile, 1.3 to 4.7 times quicker on convolutions (x86): the second stage
-    elements              arrays of types that NumPy lacks, as engines take them
-    openvino_tensors      its tensors over arrays
-    complaints            what a library says of a run that failed, as one sentence
     openvino_devices      its devices, and the properties that a compile sets
+    openvino_tensors      its tensors over arrays
+    elements              arrays of types that NumPy lacks, as engines take them
+    complaints            what a library says of a run that failed, as one sentence
     accelerators          versions of GPUs, their drivers and their libraries
     outputs               moves outputs that an engine has made into the arrays given for them
     processor             what this machine's CPU offers: usable cores, threads for a run, instruction set, flushing of denormals

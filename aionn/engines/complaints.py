@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 
+from aionn.engines.onnxruntime_errors import without_status
 from aionn.errors import ExecutionError
 from aionn.hal.types import ErrorStatus
 
 __all__ = ["onnxruntime_failure", "openvino_failure", "reference_failure"]
 
-_ORT_HEAD = re.compile(r"^(?:Error in execution: )?(?:\[ONNXRuntimeError\] : \d+ : [A-Z_]+ : )?")
 _ORT_NODE = re.compile(r"Non-zero status code returned while running (\S+) node\. Name:'(.*?)' Status Message: ")
 _PLACE = re.compile(r"\S+\.(?:h|hpp|cc|cpp):\d+:?")
 _ORT_PLACE = re.compile(_PLACE.pattern + r" (?:[^()]*(?:\([^()]*\)[^()]*)*?\([^()]*\)(?: const)? |\w+ )(?=\S)")
@@ -21,7 +21,7 @@ _OV_TAG = re.compile(r"^\[cpu\]\s*", re.IGNORECASE)
 
 def onnxruntime_failure(error: Exception) -> ExecutionError:
     """Return what ONNX Runtime says of a failed run. It names the node."""
-    text = _ORT_HEAD.sub("", " ".join(str(error).split()))
+    text = without_status(str(error).strip().removeprefix("Error in execution: "))
     node = _ORT_NODE.search(text)
     at = ""
     if node is not None:

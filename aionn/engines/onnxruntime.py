@@ -170,7 +170,7 @@ class OnnxRuntimeEngine:
             settings.add_session_config_entry("session.optimized_model_external_initializers_file_name", written.weights_file)
             settings.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", str(OUTSIDE_BYTES))
         session = self._session(graph, settings, options, model.operations)
-        return self._executable(session, in_place.kept(), None if written is None else written.artifact)
+        return self._executable(session, in_place.kept(), None if written is None else written.artifact, options)
 
     def export(self, executable: Executable) -> Artifact | None:
         """Return the optimised graph and its weights, once, and free ORT's files. Later, and without `may_export`, return None."""
@@ -200,17 +200,19 @@ class OnnxRuntimeEngine:
         again = None if options.give_back else lambda: artifact
         if not notes.by_name:
             settings.add_external_initializers_from_files_in_memory([WEIGHTS_FILE], [weights], [len(weights)])  # copied, twice
-            return self._executable(self._session(graph, settings, options, ()), weights, again)
+            return self._executable(self._session(graph, settings, options, ()), weights, again, options)
         outside_folder(settings)
         in_place = InPlace(self._ort, self._native, arrays)
         in_place.give(settings)
         watches = in_place.watch(weights, notes.weights, options.give_back) if options.give_back and not weights.readonly else ()
         del arrays
         session = self._session(graph, settings, options, ())
-        return self._executable(session, (in_place.kept(), watches), again)
+        return self._executable(session, (in_place.kept(), watches), again, options)
 
-    def _executable(self, session: Any, alive: object, artifact: Callable[[], Artifact] | None) -> OnnxRuntimeExecutable:
-        made = OnnxRuntimeExecutable(session, alive, artifact)
+    def _executable(
+        self, session: Any, alive: object, artifact: Callable[[], Artifact] | None, options: CompileOptions
+    ) -> OnnxRuntimeExecutable:
+        made = OnnxRuntimeExecutable(session, alive, artifact, flush=_flush(options))
         made.runs_on = CPU if self.runs_on == CPU else nodes_on(session, self.runs_on)
         return made
 
@@ -230,7 +232,7 @@ class OnnxRuntimeEngine:
         asked = options.options
         spinning = asked.get("allow_spinning", options.preference is ExecutionPreference.SUSTAINED_SPEED) and threads > 1
         settings.add_session_config_entry("session.intra_op.allow_spinning", "1" if spinning else "0")
-        settings.add_session_config_entry("session.set_denormal_as_zero", "1" if asked.get("denormals_as_zero", True) else "0")
+        settings.add_session_config_entry("session.set_denormal_as_zero", "1" if _flush(options) else "0")
         if self.runs_on != CPU:
             settings.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
             settings.add_session_config_entry("session.disable_cpu_ep_fallback", "0" if asked.get("cpu_fallback", True) else "1")
@@ -255,7 +257,7 @@ class OnnxRuntimeEngine:
         options.cancelled.when_set(lambda: settings.set_load_cancellation_flag(True))
         try:
             # Flushing restores what ORT changes in this thread when it makes the first session of the process.
-            with Flushing():
+            with Flushing(_flush(options)):
                 return self._ort.InferenceSession(graph, settings, providers=[self._provider(options)], enable_fallback=0)
         except self._native.ModelLoadCanceled as error:
             raise CompilationError(_CANCELLED, reason="cancelled") from error
@@ -295,6 +297,11 @@ class OnnxRuntimeEngine:
                 versions.append(kernel.version_range)
             self._kernels = kernels = found
         return kernels
+
+
+def _flush(options: CompileOptions) -> bool:
+    """Return whether denormals are taken for zero."""
+    return bool(options.options.get("denormals_as_zero", True))
 
 
 def _most_work(input_shapes: Sequence[tuple[int, ...] | None], weights: int) -> int:

@@ -50,18 +50,25 @@ class OnnxRuntimeExecutable:
 
     runs_on = ""
 
-    def __init__(self, session: Any, alive: object, artifact: Callable[[], Artifact] | None, *, packs: bool = True) -> None:
-        """`packs`: whether tensors of packed types come as arrays of ml_dtypes. Otherwise they are packed already."""
+    def __init__(
+        self, session: Any, alive: object, artifact: Callable[[], Artifact] | None, *, packs: bool = True, flush: bool = True
+    ) -> None:
+        """
+        Args:
+            packs: whether tensors of packed types come as arrays of ml_dtypes. Otherwise they are packed already.
+            flush: whether runs take denormals for zero.
+        """
         self._session = session
         self._alive = alive  # ORT reads these for as long as the session lives
         self._artifact = artifact
-        self._flushing = Flushing()
+        self._flush = flush
+        self._flushing = Flushing(flush)
         self._outputs = [output.name for output in session.get_outputs()]
         given = {given.name for given in session.get_inputs()}
         ports = (*session.get_inputs(), *session.get_outputs())
         self._kinds = {port.name: _KINDS[port.type] for port in ports if port.type in _KINDS}
         packed = {name: kind for name, (_, kind) in self._kinds.items() if kind in PACKED_BITS} if packs else {}
-        self._packed = PackedRuns(OnnxRuntimeExecutable(session, alive, None, packs=False), packed) if packed else None
+        self._packed = PackedRuns(OnnxRuntimeExecutable(session, alive, None, packs=False, flush=flush), packed) if packed else None
         self._passed = tuple(name for name in self._outputs if name in given)
         self._bindings: dict[tuple[object, ...], _Binding] = {}
 
@@ -137,7 +144,7 @@ class OnnxRuntimeExecutable:
 
     def share(self) -> OnnxRuntimeExecutable:
         """Return one more executable over the same session."""
-        return OnnxRuntimeExecutable(self._session, self._alive, None)
+        return OnnxRuntimeExecutable(self._session, self._alive, None, flush=self._flush)
 
     def artifact(self) -> Artifact | None:
         """Return what to store, the first time only. Keeping it would cost the weights' size as long as the model lives."""

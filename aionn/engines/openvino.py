@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 
 from aionn.engines.complaints import openvino_failure
 from aionn.engines.elements import PackedRuns
-from aionn.engines.openvino_devices import Chosen, computes_with
+from aionn.engines.openvino_devices import Chosen, computes_with, flushes_denormals
 from aionn.engines.openvino_tensors import Tensors
 from aionn.engines.outputs import deliver
 from aionn.engines.processor import Flushing, instruction_set
@@ -45,6 +45,7 @@ from aionn.hal.engine import Artifact, CompileOptions, Executable, ExecutionRepo
 from aionn.hal.model import Model, Operation
 from aionn.hal.options import NO_OPTIONS, OptionValue
 from aionn.hal.types import CacheFiles
+from aionn.hal.values import outside_frames
 
 __all__ = ["OpenVINOEngine", "OpenVINOExecutable"]
 
@@ -183,7 +184,7 @@ class OpenVINOExecutable:
             if output.names & port.names
         }
         self._open = {name for name, output in zip(names.outputs, compiled.outputs, strict=True) if output.partial_shape.is_dynamic}
-        self._flushing = Flushing()
+        self._flushing = Flushing(flushes_denormals(compiled))
         self._begin(frozenset())
 
     def _begin(self, given: frozenset[str]) -> None:
@@ -333,10 +334,9 @@ def _check_wanted(options: CompileOptions) -> None:
 
 
 def _check_tensors(model: Model) -> None:
-    for name, operand in (*model.inputs.items(), *model.outputs.items()):
-        if not operand.in_frames:
-            why = f"{name!r} is of type {operand.word}, but it runs tensors of numbers only"
-            raise CompilationError(f"openvino cannot prepare the model: {why}; use another device", reason=why)
+    if strange := outside_frames(model):
+        why = f"{strange}, but it runs tensors of numbers only"
+        raise CompilationError(f"openvino cannot prepare the model: {why}; use another device", reason=why)
 
 
 def _check_ports(compiled: Any, names: _Names) -> None:

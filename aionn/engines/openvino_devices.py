@@ -11,7 +11,7 @@ from aionn.hal.engine import CompileOptions
 from aionn.hal.options import OptionValue
 from aionn.hal.types import DeviceType
 
-__all__ = ["Chosen", "computes_with"]
+__all__ = ["Chosen", "computes_with", "flushes_denormals"]
 
 _CPU = "CPU"
 _AUTO = "AUTO"
@@ -126,7 +126,7 @@ def _versions(core: Any, device: str) -> str:
 
 
 def computes_with(compiled: Any) -> str:
-    """Return the devices that a compiled model runs on, with its precision if that is not float32, as in "CPU (bfloat16)"."""
+    """Return the devices that a compiled model runs on, with its precision if that is not float32, as in "CPU (bf16)"."""
     try:
         devices = ", ".join(compiled.get_property("EXECUTION_DEVICES"))
     except Exception:  # some devices do not say it
@@ -136,3 +136,11 @@ def computes_with(compiled: Any) -> str:
     except Exception:
         return devices
     return devices if precision in ("f32", "dynamic") else f"{devices} ({precision})"
+
+
+def flushes_denormals(compiled: Any) -> bool:
+    """Return whether a compiled model takes denormals for zero. Other devices than the CPU do not say it."""
+    try:
+        return bool(compiled.get_property("CPU_DENORMALS_OPTIMIZATION"))
+    except Exception:
+        return True

@@ -96,7 +96,8 @@ class Flushing(AbstractContextManager["Flushing"]):
 
     __slots__ = ("_before", "_during", "_get", "_set")
 
-    def __init__(self) -> None:
+    def __init__(self, flush: bool = True) -> None:
+        """`flush`: False only keeps the thread's floats as they are: what the block changes is put back."""
         self._get: Any = _nothing
         self._set: Any = _nothing
         self._before = self._during = ctypes.create_string_buffer(_FENV_BYTES)
@@ -107,7 +108,7 @@ class Flushing(AbstractContextManager["Flushing"]):
         libc.fegetenv(self._before)
         self._during = ctypes.create_string_buffer(self._before.raw, _FENV_BYTES)
         (word,) = struct.unpack_from("<I", self._during, offset)
-        struct.pack_into("<I", self._during, offset, word | bits)
+        struct.pack_into("<I", self._during, offset, word | bits if flush else word & ~bits)
         self._get, self._set = libc.fegetenv, libc.fesetenv
 
     def __enter__(self) -> Flushing:

@@ -65,7 +65,7 @@ class ReferenceEngine:
         """Return per node whether onnx has an implementation of its operator in its version."""
         from aionn.graph import supported_operations
 
-        return supported_operations(model, self._has_implementation)
+        return supported_operations(model, self._has_implementation, overloads=False)  # onnx takes the last of one name
 
     def compile(self, model: Model, options: CompileOptions) -> ReferenceExecutable:
         """Make an evaluator of the whole model."""

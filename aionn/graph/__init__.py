@@ -48,7 +48,6 @@ if _typing.TYPE_CHECKING:
     from aionn.graph.cutting import cut
     from aionn.graph.reading import ReadGraph, read_onnx
     from aionn.graph.shapes import resolve_shapes
-    from aionn.graph.step_models import step_model
     from aionn.graph.support import gather_tables, supported_operations
     from aionn.graph.unchanged import changeable_contents, own_constants
 
@@ -64,7 +63,6 @@ __all__ = [
     "read_onnx",
     "resolve_shapes",
     "settle_exported",
-    "step_model",
     "supported_operations",
 ]
 
@@ -81,7 +79,6 @@ if not _typing.TYPE_CHECKING:
         "read_onnx": "aionn.graph.reading",
         "resolve_shapes": "aionn.graph.shapes",
         "settle_exported": "aionn.graph.constants",
-        "step_model": "aionn.graph.step_models",
         "supported_operations": "aionn.graph.support",
     }
     __getattr__ = _imported_when_asked(__name__, _HOMES)

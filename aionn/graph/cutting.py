@@ -185,7 +185,8 @@ def _apart(model: Model, capable: Mapping[str, Sequence[bool]], unit: Sequence[i
     first, last = (model.operations[index].name for index in (unit[0], unit[-1]))
     name = model.operations[missing].name
     reason = f"nodes {first!r} to {last!r} exchange values that cannot cross between devices, and no device can run all of them"
-    return CompilationError(f"{reason}; {best!r} cannot run node {name!r}", node=name, reason=reason)
+    way_out = "name a device that can, or declare the types of tensors between them (value_info) if the file does not"
+    return CompilationError(f"{reason}; {best!r} cannot run node {name!r}; {way_out}", node=name, reason=reason)
 
 
 def _together(flow: Flow, operations: Sequence[int]) -> list[list[int]]:

@@ -88,7 +88,8 @@ class Flow:
         value = self.value(name)
         if value is None or value.type.WhichOneof("value") != "tensor_type":
             return None
-        return TYPES.get(value.type.tensor_type.elem_type)
+        found = TYPES.get(value.type.tensor_type.elem_type)
+        return None if found is OperandType.STRING else found  # texts travel in calls that carry values
 
     def work_us(self, index: int) -> float:
         """Estimate how long a CPU needs for an operation, in microseconds: its multiply-adds, its elements, and the nodes inside."""

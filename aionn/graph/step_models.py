@@ -19,14 +19,9 @@ from aionn.graph.unchanged import contents_of
 from aionn.hal.model import Constant, Model, Operation, may_change
 from aionn.hal.types import DataLocation
 
-__all__ = ["step_model", "step_models"]
+__all__ = ["step_models"]
 
 _NO_DIGESTS: Mapping[str, bytes] = MappingProxyType({})
-
-
-def step_model(model: Model, step: Step, digests: Mapping[str, bytes] = _NO_DIGESTS) -> Model:
-    """Return the model of one step; see `step_models`."""
-    return step_models(model, (step,), digests)[0]
 
 
 def step_models(model: Model, steps: Sequence[Step], digests: Mapping[str, bytes] = _NO_DIGESTS) -> tuple[Model, ...]:
@@ -35,7 +30,7 @@ def step_models(model: Model, steps: Sequence[Step], digests: Mapping[str, bytes
     The token is `step_token`, and is empty where the whole model's is.
 
     Args:
-        digests: of the constants that may change, by name (`constant_digests`). Without it `contents` is empty, so a driver does not
+        digests: of the constants that may change, by name (`ReadGraph.digests`). Without it `contents` is empty, so a driver does not
             compare them, unless a step has all of them.
 
     Raises:
@@ -118,8 +113,8 @@ class _Maker:
 
 def _needed(whole: ModelProto, nodes: Iterable[NodeProto]) -> tuple[list[FunctionProto], set[str]]:
     """Return the functions of the model that nodes call, in the model's order, and the domains of all nodes inside and ONNX's own."""
-    known = {(_domain(function.domain), function.name): function for function in whole.functions}
-    called: set[tuple[str, str]] = set()
+    known = {(_domain(function.domain), function.name, function.overload): function for function in whole.functions}
+    called: set[tuple[str, str, str]] = set()
     domains = {""}
     left = list(nodes)
     while left:
@@ -127,7 +122,7 @@ def _needed(whole: ModelProto, nodes: Iterable[NodeProto]) -> tuple[list[Functio
         domain = _domain(node.domain)
         domains.add(domain)
         left.extend(inner for body in nested_graphs(node) for inner in body.node)
-        key = (domain, node.op_type)
+        key = (domain, node.op_type, node.overload)
         if key in known and key not in called:
             called.add(key)
             left.extend(known[key].node)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 import onnx
@@ -15,22 +16,27 @@ Known = Callable[[str, str, int], bool]
 """Whether an engine has that operator: domain ("" is ONNX's own), operator, version of the operator set."""
 
 
-def supported_operations(model: Model, known: Known) -> tuple[bool, ...]:
+def supported_operations(model: Model, known: Known, *, overloads: bool = True) -> tuple[bool, ...]:
     """Per entry of `model.operations`, whether it and all it contains (bodies, the model's own functions) is known.
 
     Nothing is known of a model of another format than ONNX.
+
+    Args:
+        overloads: whether the engine can tell functions of one name apart.
     """
     if model.format != "onnx":
         return (False,)
     whole: ModelProto = onnx.ModelProto.FromString(model.graph)
-    functions = {(_domain(function.domain), function.name): function for function in whole.functions}
+    functions = {(_domain(function.domain), function.name, function.overload): function for function in whole.functions}
+    named = Counter(key[:2] for key in functions)
     asked = functools.cache(known)
 
     def supports(node: NodeProto, versions: Mapping[str, int]) -> bool:
         domain = _domain(node.domain)
-        function = functions.get((domain, node.op_type))
+        function = functions.get((domain, node.op_type, node.overload))
         if function is not None:
-            return all(supports(inner, _versions(function.opset_import)) for inner in function.node)
+            clear = overloads or named[domain, node.op_type] == 1
+            return clear and all(supports(inner, _versions(function.opset_import)) for inner in function.node)
         if domain not in versions or not asked(domain, node.op_type, versions[domain]):
             return False
         return all(supports(inner, versions) for body in nested_graphs(node) for inner in body.node)

@@ -23,7 +23,7 @@ from aionn.hal import model as hal_model
 from aionn.hal.model import Constant, Model, may_change
 from aionn.hal.types import DataLocation, IMemory, MemoryDescription, MemoryKind
 
-__all__ = ["changeable_contents", "constant_digests", "contents_of", "own_constants"]
+__all__ = ["changeable_contents", "contents_of", "own_constants"]
 
 
 def contents_of(digests: Iterable[bytes]) -> bytes:
@@ -40,20 +40,6 @@ def changeable_contents(model: Model) -> bytes:
     """
     places = [_range(model, constant) for constant in model.constants if may_change(model.pools[constant.location.pool_index])]
     return contents_of(_read(lambda: digest_ranges(places)))
-
-
-def constant_digests(model: Model) -> dict[str, bytes]:
-    """Return the digest of each constant that may change, by name. Blocks for as long as it takes to read them.
-
-    Raises:
-        CallerError: they are others than `model.contents` says.
-        CompilationError: a file is shorter than it was, or cannot be read.
-    """
-    changing = [constant for constant in model.constants if may_change(model.pools[constant.location.pool_index])]
-    digests = _read(lambda: digest_ranges([_range(model, constant) for constant in changing]))
-    if model.contents and contents_of(digests) != model.contents:
-        raise CallerError("the model's weights are others than when the model was digested; load the model again")
-    return dict(zip((constant.name for constant in changing), digests, strict=True))
 
 
 def own_constants(model: Model, *, files_only: bool = False) -> tuple[Model, bytes]:

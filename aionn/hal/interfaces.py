@@ -86,6 +86,11 @@ class PrepareOptions:
         """Return the options for the engine of that device."""
         return dict(self.options).get(device, NO_OPTIONS)
 
+    @property
+    def encoded(self) -> tuple[tuple[str, tuple[tuple[str, bytes], ...]], ...]:
+        """The options of all engines, encoded as for a cache key, by the name of the device."""
+        return tuple((device, own.encoded) for device, own in self.options)
+
 
 class IBuffer(Protocol):
     """Memory that lives in the driver (HAL 1.3: IBuffer). Freed by `aclose`, or with its client."""

@@ -13,9 +13,18 @@ import struct
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
-__all__ = ["NO_OPTIONS", "EngineOptions", "OptionValue"]
+__all__ = ["NO_OPTIONS", "EngineOptions", "OptionValue", "is_unicode"]
 
 OptionValue = str | int | float | bool
+
+
+def is_unicode(text: str) -> bool:
+    """Return whether UTF-8 has the text. A path with stray bytes has surrogates, which no message can carry."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class EngineOptions(Mapping[str, OptionValue]):

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 from aionn.errors import CallerError
+from aionn.hal.model import Model
 from aionn.hal.types import Operand, OperandType, Result
 
-__all__ = ["Border", "TypeMessage", "ValueKind", "ValueType", "ValuesResult", "as_messages", "from_messages"]
+__all__ = ["Border", "TypeMessage", "ValueKind", "ValueType", "ValuesResult", "as_messages", "from_messages", "outside_frames"]
 
 MAX_DEPTH = 8
 """A type has at most so many sequences, maps and optionals inside each other."""
@@ -104,6 +105,15 @@ class ValuesResult(NamedTuple):
     result: Result
     outputs: Mapping[str, Any]
     copied_bytes: int = 0
+
+
+def outside_frames(model: Model) -> str:
+    """Return words for the first input or output that cannot lie in a frame, as in "input 'x' is of type string". Empty if all can."""
+    sides = ("input", model.inputs), ("output", model.outputs)
+    found = (
+        f"{side} {name!r} is of type {operand.word}" for side, all_of in sides for name, operand in all_of.items() if not operand.in_frames
+    )
+    return next(found, "")
 
 
 class TypeMessage(msgspec.Struct, frozen=True, array_like=True):

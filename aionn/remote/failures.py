@@ -15,6 +15,7 @@ from aionn.errors import (
     ExecutionError,
     MemoryAllocationError,
     OutputInsufficientSizeError,
+    text_of,
 )
 from aionn.hal.types import ErrorStatus
 from aionn.remote.control import Failure
@@ -37,7 +38,7 @@ def failure_of(error: BaseException) -> Failure:
 
 def _failure_of(error: BaseException) -> Failure:
     kind = type(error).__name__
-    message = _sendable(str(error)) or kind
+    message = _sendable(text_of(error)) or kind
     match error:
         case CompilationError():
             node = None if error.node is None else _sendable(str(error.node))

@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 
 from aionn.burst import result_of
-from aionn.errors import AionnError, CallerError, DeadlineError, ExecutionError
+from aionn.errors import AionnError, CallerError, DeadlineError, DriverDiedError, DriverHungError, ExecutionError
 from aionn.hal.interfaces import IBuffer, IPreparedModel
 from aionn.hal.types import NO_TIMING, UNKNOWN_TIME_US, Dependency, ErrorStatus, FencedResult, IMemory, Request, Result, Timing
 
@@ -211,6 +211,8 @@ async def execute_fenced_by(
                 result = await prepared.execute(request, pools, measure_timing, deadline_ns)
             else:
                 result = dependency_failed(failed)
+        except (DriverDiedError, DriverHungError):
+            raise  # the driver of a step, where the app waits for the steps of a plan
         except AionnError as error:
             result = refusal(error)
         found = FencedResult(result, failed, since_launch(result, time.monotonic_ns() - began_ns))

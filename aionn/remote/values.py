@@ -169,11 +169,15 @@ def _joined(array: NDArray[Any]) -> bytes:
     for index, item in enumerate(array.flat):
         if not isinstance(item, str):
             raise _Misfit(f"expected str as every element, got {type(item).__name__} at {index}; decode bytes first")
-        try:
-            parts.append(item.encode())
-        except UnicodeEncodeError as error:
-            raise _Misfit(f"the text at {index} is not Unicode ({error.reason}); pass text without surrogates") from error
+        parts.append(_utf8(item, f"the text at {index}"))
     return np.fromiter(map(len, parts), _LENGTH, len(parts)).tobytes() + b"".join(parts)
+
+
+def _utf8(text: str, what: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise _Misfit(f"{what} is not Unicode ({error.reason}); pass text without surrogates") from error
 
 
 def _keys(kind: OperandType | None, keys: Iterable[Any]) -> list[Any]:
@@ -190,6 +194,7 @@ def _scalar(kind: OperandType, value: Any) -> Any:
     """Check a number, a truth value or a text that stands in the tree."""
     if kind is OperandType.STRING:
         if isinstance(value, str):
+            _utf8(value, "the text")
             return value
     elif type(value) is _PYTHON_TYPES.get(kind):
         if type(value) is int:
@@ -198,7 +203,10 @@ def _scalar(kind: OperandType, value: Any) -> Any:
                 raise _Misfit(f"{value} does not fit {kind.value}")
         return value
     elif _PYTHON_TYPES.get(kind) is float and type(value) is int:
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise _Misfit(f"an integer of {value.bit_length()} bits does not fit {kind.value}") from None
     raise _wrong(f"a value of type {kind.value}", value)
 
 

@@ -238,6 +238,7 @@ class Compilation:
 
         NNAPI: ANeuralNetworksExecution_startComputeWithDependencies.
         """
+        self._parts.check_frames("start")
         return self._parts.starts.start(inputs, after, outputs, measure_timing, timeout_s)
 
 

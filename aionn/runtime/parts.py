@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from aionn import trace
 from aionn.errors import AionnError
 from aionn.hal.model import Model
+from aionn.hal.values import outside_frames
 from aionn.runtime.executing.arguments import Arguments
 from aionn.runtime.executing.attempt import Attempt, Call, Executor
 from aionn.runtime.executing.control import fixed_route
@@ -66,7 +67,7 @@ class CompilationParts:
 
             fallback = Fallback(self.renewal, self._trials)
         self.bursts = Connections(self.renewal, arguments, fallback)
-        self.kept = KeptBurst(self.bursts) if in_frames(model) else _kept_values(self.bursts)
+        self.kept = _kept_values(self.bursts) if outside_frames(model) else KeptBurst(self.bursts)
         self._starts: Starts | None = None
         self._closed = False
 
@@ -93,7 +94,7 @@ class CompilationParts:
 
     def check_frames(self, what: str) -> None:
         """Raise a `CallerError` if frames cannot hold the model's inputs and outputs. `what`: the call that needs frames."""
-        if not in_frames(self.renewal.model):
+        if outside_frames(self.renewal.model):
             from aionn.runtime.executing.values import frames_refusal
 
             raise frames_refusal(self.renewal.model, what)
@@ -179,11 +180,6 @@ class CompilationParts:
         return [inputs for inputs in found if inputs is not None]
 
 
-def in_frames(model: Model) -> bool:
-    """Return whether frames can hold all inputs and outputs of a model. Otherwise it runs by `executing.values`."""
-    return all(operand.in_frames for operand in (*model.inputs.values(), *model.outputs.values()))
-
-
 def _kept_values(bursts: Connections) -> KeptBurst:
     from aionn.runtime.streaming.kept_values import KeptValues  # few models have such values
 
@@ -195,7 +191,7 @@ def _trial_runs(executor: Executor) -> Run:
 
     async def run(serving: Serving, inputs: Inputs, deadline_ns: int | None) -> Outputs:
         call = Call(inputs, {}, False, deadline_ns, inputs)
-        if not in_frames(serving.model):
+        if outside_frames(serving.model):
             from aionn.runtime.executing.values import compute_values
 
             return await compute_values(executor, fixed_route(serving), call)
@@ -219,7 +215,7 @@ async def staged_parts(session: Session, model: Model, order: Order, names: Sequ
 
     await digested(session.tasks, model)  # what the comparisons of stages are kept under
     found, stages = await prepare_first(session.devices, model, names, order.options, order.cache, policy)
-    if not in_frames(model):
+    if outside_frames(model):
         from aionn.runtime.executing.values import staged_refusal
 
         found[0].release()

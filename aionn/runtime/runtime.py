@@ -235,7 +235,7 @@ class Runtime:
         """Prepare a model on a device, in the device's driver process.
 
         Args:
-            model: from `runtime.load`, `Model.load` or `Model.from_onnx`.
+            model: from `runtime.load`, `Model.load`, `Model.from_onnx` or `Model.from_bytes`.
             devices: names of the devices that may be used, best first, or None for every installed device. A model that no device can
                 run whole is cut over several: see docs/drivers.md. With None, the next device is tried if one fails to prepare the model,
                 and a CPU device if an execution fails, with a warning in the log. Explicit devices forbid any fallback.

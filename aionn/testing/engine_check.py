@@ -43,7 +43,6 @@ class EngineCheck:
         self._engine = engine
         self.name = engine if isinstance(engine, str) else _importable(engine)
         self.models = list(models) if models is not None else standard_models()
-        self.own_models = models is not None
 
     def make(self) -> Engine:
         """Make an engine, or return the one that was given."""

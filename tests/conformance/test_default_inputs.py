@@ -69,6 +69,7 @@ async def test_an_input_with_a_default_may_be_left_out_or_given_on_every_path(de
             assert list(compilation.model.inputs) == ["x", "scale", "shift"]
             assert [operand.default is None for operand in compilation.model.inputs.values()] == [True, False, False]
             await check(compilation.compute)
+            await check(compilation.start)
             async with compilation.burst() as burst:
                 for _ in range(2):
                     await check(burst.compute)
@@ -95,6 +96,7 @@ async def test_memory_may_stand_for_an_input_beside_defaults_that_are_left_out()
                 memory.array(np.float32, 3)[:] = X
                 for compute in (compilation.compute, burst.compute, burst.compute):
                     np.testing.assert_array_equal((await compute({"x": X, "shift": state}))["y"], X * SCALE + OTHER["shift"])
+                    np.testing.assert_array_equal((await compilation.start({"x": X, "shift": state}))["y"], X * SCALE + OTHER["shift"])
                     np.testing.assert_array_equal((await compute({"x": memory}))["y"], X * SCALE + SHIFT)
 
 

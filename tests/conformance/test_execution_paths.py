@@ -5,7 +5,6 @@ By the rows of the acceptance list: ExecutionTest's Wait, TimingTest, TrivialTes
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +17,7 @@ import aionn
 from aionn.hal.types import UNKNOWN_TIME_US, ErrorStatus
 from aionn.testing.models import identity_model, scaled_model
 from tests.conformance.devices import ENGINES
-from tests.leaks import leak_check
+from tests.leaks import leaves_nothing
 from tests.real_models import carried, some_input
 
 pytestmark = pytest.mark.anyio
@@ -31,17 +30,6 @@ MEANING: Mapping[ErrorStatus, type[aionn.AionnError]] = {
     ErrorStatus.OUTPUT_INSUFFICIENT_SIZE: aionn.OutputInsufficientSizeError,
     ErrorStatus.INVALID_ARGUMENT: aionn.CallerError,
 }
-
-
-def leaves_nothing(test: Any) -> Any:
-    """Look for leaks when the test's own events and arrays are gone."""
-
-    @functools.wraps(test)
-    async def checked(*args: Any, **named: Any) -> None:
-        async with leak_check():
-            await test(*args, **named)
-
-    return checked
 
 
 async def execute(compilation: aionn.Compilation, way: str, inputs: Mapping[str, Any], **options: Any) -> aionn.Outputs:

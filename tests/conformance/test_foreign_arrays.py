@@ -43,6 +43,11 @@ class OldTensor(Tensor):
         return self.array.__dlpack__()
 
 
+class Broken:
+    def __init__(self) -> None:
+        self.__array_interface__ = {"shape": (1, 16)}
+
+
 def numbers() -> NDArray[np.float32]:
     return np.arange(16, dtype=np.float32).reshape(1, 16)
 
@@ -104,6 +109,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "another dtype": (lambda: Tensor(numbers().astype(np.float64)), "dtype float64 does not fit the model's float32"),
     "another shape": (lambda: Tensor(numbers().reshape(16)), r"shape \(16,\) does not fit the model's \(1, 16\)"),
+    "a broken array": (lambda: Broken(), r"'input': this Broken cannot be read as an array \(Missing __array_interface__ typestr\); pass"),
     "a list": (lambda: [[0.0] * 16], "expected a NumPy array, got list"),
 }
 

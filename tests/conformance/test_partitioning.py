@@ -43,13 +43,6 @@ def anyio_backend() -> str:
 
 
 @pytest.fixture
-def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drivers keep their records in the test's own directory, and can import the engines of tests."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-
-
-@pytest.fixture
 def two() -> Iterator[list[FakeDevice]]:
     with drivers(AddEngine, MulEngine) as found:
         yield found

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from onnx import helper
+from onnx import helper, numpy_helper
 
 import aionn
 from aionn.engines.accelerators import nvidia_versions
@@ -154,6 +154,33 @@ def test_a_level_of_optimisation_reaches_the_session(level: str) -> None:
     assert settings.graph_optimization_level.name == name
     assert settings.get_session_config_entry("session.set_denormal_as_zero") == "0"
     assert settings.get_session_config_entry("session.intra_op.allow_spinning") == "1"
+
+
+TINY = np.array([1e-20, 1], np.float32)
+
+
+@pytest.mark.parametrize(
+    ("device", "keeps"), [("onnxruntime", {"denormals_as_zero": False}), ("openvino", {"CPU_DENORMALS_OPTIMIZATION": False})]
+)
+async def test_denormals_are_kept_only_where_the_app_says_so(device: str, keeps: dict[str, Any], tmp_path: Path) -> None:
+    graph = helper.make_graph(
+        [helper.make_node("Mul", ["x", "k"], ["y"])],
+        "tiny",
+        [helper.make_tensor_value_info("x", 1, [2])],
+        [helper.make_tensor_value_info("y", 1, [2])],
+        [numpy_helper.from_array(TINY[:1].copy(), "k")],
+    )
+    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    model = aionn.Model.from_onnx(proto.SerializeToString())
+    found = []
+    async with aionn.Runtime(start=()) as runtime:
+        for options in ({}, keeps, {}, keeps):
+            compilation = await runtime.compile(model, devices=(device,), options={device: options}, cache_dir=tmp_path)
+            outputs = await compilation.compute({"x": TINY})
+            async with compilation.burst() as burst:
+                assert (await burst.compute({"x": TINY}))["y"][0] == outputs["y"][0]
+            found.append((compilation.outcomes[0].kind.value, bool(outputs["y"][0])))
+    assert found == [("miss", False), ("miss", True), ("hit", False), ("hit", True)]
 
 
 def test_an_unknown_level_is_one_sentence() -> None:

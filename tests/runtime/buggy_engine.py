@@ -15,10 +15,22 @@ from aionn.testing.fake_engine import FakeEngine, FakeExecutable
 NAME = "tests.runtime.buggy_engine:BuggyEngine"
 
 
+class Unprintable(KeyError):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+class Stray(RuntimeError):
+    """Its text has a byte that UTF-8 lacks, as that of an error about a file may have."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(f"{text} \udcff")
+
+
 def act(name: str) -> None:
     wanted, _, kind = os.environ.get("AIONN_BUG", "").partition(" ")
     if wanted == name:
-        error: type[Exception] = getattr(builtins, kind)
+        error: type[Exception] = getattr(builtins, kind, None) or globals()[kind]
         raise error("the bug")
 
 
@@ -26,6 +38,10 @@ class BuggyExecutable(FakeExecutable):
     def run(self, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]], timing: bool) -> ExecutionReport:
         act("run")
         return super().run(inputs, outputs, timing)
+
+    def run_values(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        act("run")
+        return super().run_values(inputs)
 
 
 class BuggyEngine(FakeEngine):

@@ -1,9 +1,8 @@
-"""What several tests of this room share: a model on the fake device that returns its input, and where drivers find things."""
+"""What several tests of this room share: a model on the fake device that returns its input."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
@@ -21,10 +20,3 @@ async def compilation(fake: FakeDevice) -> AsyncIterator[aionn.Compilation]:
 async def burst(compilation: aionn.Compilation) -> AsyncIterator[aionn.Burst]:
     async with compilation.burst() as burst:
         yield burst
-
-
-@pytest.fixture
-def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drivers keep their records in the test's own directory, and can import engines that tests define."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))

@@ -56,8 +56,8 @@ class Held:
 
     def __init__(self, tasks: Any, hold: bool = True) -> None:
         self.compiled = CompiledModel(tasks)
-        self.stream = Serving((cast(RemotePreparedModel, None),), MODEL, self.compiled.use, "quick")
-        self.better = Serving((cast(RemotePreparedModel, None),), MODEL, self.compiled.use, "best")
+        self.stream = Serving(cast(RemotePreparedModel, None), MODEL, self.compiled.use, "quick")
+        self.better = Serving(cast(RemotePreparedModel, None), MODEL, self.compiled.use, "best")
         self.compiled.serving = self.stream
         self.closed: list[bool] = []
         self.meter = Meter(self._run, self.compiled, self.stream, run_timeout_s=5, hold=hold)

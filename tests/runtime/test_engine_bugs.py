@@ -17,6 +17,7 @@ from aionn.remote.failures import error_of, failure_of
 from aionn.testing import identity_model
 from tests.runtime import buggy_engine
 from tests.runtime.buggy_engine import NAME
+from tests.runtime.values_models import TEXTS, passing
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("surroundings")]
 
@@ -75,6 +76,45 @@ async def test_a_bug_in_a_run_is_logged_once_and_noted_each_time(
                 expect_note(raised.value)
         (text,) = bugs(caplog)
     expect_traceback(text, "run", "ZeroDivisionError")
+
+
+async def test_a_bug_in_a_run_with_values_shows_where_it_lies(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("AIONN_BUG", "run ZeroDivisionError")
+    async with aionn.Runtime() as runtime:
+        compilation = await runtime.compile(passing(TEXTS), devices=(NAME,))
+        for _ in range(2):
+            with pytest.raises(ExecutionError, match="ZeroDivisionError: the bug") as raised:
+                await compilation.compute({"x": np.array(["a"], object)})
+            expect_note(raised.value)
+        (text,) = bugs(caplog)
+    expect_traceback(text, "run", "ZeroDivisionError")
+
+
+@pytest.mark.parametrize("kind", ["Unprintable", "Stray"])
+@pytest.mark.parametrize("act", ["start", "supported", "compile", "export", "load", "run"])
+async def test_an_error_without_a_text_or_with_stray_bytes_is_as_good_as_another(
+    act: str, kind: str, model: aionn.Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("AIONN_BUG", f"{act} {kind}")
+    words = "no text can be made of it" if kind == "Unprintable" else r"the bug \\udcff"
+    async with aionn.Runtime() as runtime:
+        if act in ("export", "load"):
+            compilations = [await runtime.compile(model, devices=(NAME,), cache_dir=tmp_path / "cache") for _ in range(2)]
+            outcome = compilations[act == "load"].outcomes[0]
+            assert re.search(words, str(outcome.save_failure) if act == "export" else outcome.detail)
+            await compilations[1].compute(INPUTS)
+            return
+        expected = {"start": DeviceUnavailableError, "run": ExecutionError}.get(act, CompilationError)
+        texts = passing(TEXTS)
+        with pytest.raises(expected, match=words):
+            compilation = await runtime.compile(model, devices=(NAME,))
+            with pytest.raises(ExecutionError, match=words):
+                await compilation.start(INPUTS)
+            values = await runtime.compile(texts, devices=(NAME,))
+            with pytest.raises(ExecutionError, match=words):
+                await values.compute({"x": np.array(["a"], object)})
+            async with compilation.burst() as burst:
+                await burst.compute(INPUTS)
 
 
 @pytest.mark.parametrize("act", ["export", "load"])

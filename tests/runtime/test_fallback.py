@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import anyio
 import numpy as np
@@ -15,9 +16,11 @@ from aionn.caching import CacheOutcomeKind
 from aionn.errors import CallerError, DeadlineError, DriverDiedError, ExecutionError, OutputInsufficientSizeError
 from aionn.runtime.processes.devices import Devices
 from aionn.runtime.runtime import Mode
+from aionn.runtime.serving.serving import Serving
 from aionn.testing import FakeDevice
 from tests.runtime.operator_engines import (
     AddEngine,
+    CpuAddEngine,
     CpuMulEngine,
     CpuWholeEngine,
     MulEngine,
@@ -41,6 +44,12 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeDevice]]:
 
 def right(outputs: aionn.Outputs, x: np.ndarray = X) -> bool:
     return bool(np.allclose(outputs["y"], expected(x), rtol=1e-6))
+
+
+def other(x: np.ndarray) -> np.ndarray:
+    """Return what the model computes whose operators are the other way round."""
+    w = np.linspace(0.5, 1.5, 64, dtype=np.float32).reshape(1, 64)
+    return (x - w) * w + w
 
 
 async def runs(device: FakeDevice, runtime: aionn.Runtime) -> bool:
@@ -291,6 +300,46 @@ async def test_only_the_failing_step_of_a_plan_moves_to_the_cpu(monkeypatch: pyt
             assert (await compilation.compute({"x": X})).device == f"{adds.name}+{cpu.name}"
 
 
+async def test_every_step_that_fails_moves_to_the_cpu_and_prepares_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with drivers(AddEngine, MulEngine, CpuAddEngine) as (adds, muls, cpu):
+        monkeypatch.setattr(Devices, "installed", property(lambda _: [adds.name, muls.name, cpu.name]))
+        adds.fail("broken", "run")
+        cpu.fail("broken, too", "run", after=1)
+        async with aionn.Runtime(start=()) as runtime:
+            compilation = await runtime.compile(aionn.Model.from_onnx(three_step_model()))
+            assert [step.device for step in compilation.plan] == [adds.name, muls.name, adds.name]
+            counts = []
+            for _ in range(3):
+                with trace.record() as seen, pytest.raises(ExecutionError, match="broken") as caught:
+                    await compilation.compute({"x": X})
+                assert f"device '{cpu.name}+{muls.name}' was tried, too" in caught.value.__notes__[0]
+                counts.append([event.name for event in seen.counters].count("compile.cache"))
+            assert counts == [6, 0, 0]
+            cpu.behave()
+            outputs = await compilation.compute({"x": X})
+            assert right(outputs)
+            assert outputs.device == compilation.device == f"{cpu.name}+{muls.name}"
+            assert [step.device for step in compilation.plan] == [cpu.name, muls.name, cpu.name]
+
+
+async def test_calls_beside_each_other_move_all_steps_that_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    with drivers(AddEngine, MulEngine, CpuAddEngine) as (adds, muls, cpu):
+        monkeypatch.setattr(Devices, "installed", property(lambda _: [adds.name, muls.name, cpu.name]))
+        async with aionn.Runtime(start=()) as runtime:
+            compilation = await runtime.compile(aionn.Model.from_onnx(three_step_model()))
+            assert right(await compilation.compute({"x": X}))
+            adds.fail("broken", "run", after=5)
+            async with compilation.burst(depth=4) as burst, anyio.create_task_group() as tasks:
+
+                async def call(turn: int) -> None:
+                    compute = burst.compute if turn % 2 else compilation.compute
+                    assert right(await compute({"x": X + turn}), X + turn)
+
+                for turn in range(30):
+                    tasks.start_soon(call, turn)
+            assert compilation.device == f"{cpu.name}+{muls.name}"
+
+
 async def test_a_compilation_that_is_swapped_to_a_new_model_may_fall_back_again(pair: list[FakeDevice]) -> None:
     first, cpu = pair
     async with aionn.Runtime(start=()) as runtime:
@@ -299,6 +348,64 @@ async def test_a_compilation_that_is_swapped_to_a_new_model_may_fall_back_again(
         await runtime.swap(compilation, aionn.Model.from_onnx(three_step_model(("Sub", "Mul", "Add"))))
         first.fail("broken", "run")
         outputs = await compilation.compute({"x": X})
-        w = np.linspace(0.5, 1.5, 64, dtype=np.float32).reshape(1, 64)
-        np.testing.assert_allclose(outputs["y"], (X - w) * w + w, rtol=1e-6)
+        np.testing.assert_allclose(outputs["y"], other(X), rtol=1e-6)
         assert outputs.device == cpu.name
+
+
+async def test_a_swap_during_the_preparation_of_a_fallback_leaves_no_fallback_of_the_model_before(pair: list[FakeDevice]) -> None:
+    first, cpu = pair
+    async with aionn.Runtime(start=()) as runtime:
+        compilation = await runtime.compile(aionn.Model.from_onnx(three_step_model()))
+        assert right(await compilation.compute({"x": X}))
+        first.fail("broken", "run")
+        cpu.hang("compile")
+        async with anyio.create_task_group() as tasks:
+
+            async def before() -> None:
+                with pytest.raises(ExecutionError, match="broken"):
+                    await compilation.compute({"x": X})
+
+            async def after() -> None:
+                outputs = await compilation.compute({"x": X})
+                np.testing.assert_allclose(outputs["y"], other(X), rtol=1e-6)
+                assert outputs.device == cpu.name
+
+            tasks.start_soon(before)
+            await cpu.heard("compile")
+            first.behave()
+            await runtime.swap(compilation, aionn.Model.from_onnx(three_step_model(("Sub", "Mul", "Add"))))
+            first.fail("broken", "run")
+            tasks.start_soon(after)
+            await first.heard("run")
+            cpu.behave()
+        np.testing.assert_allclose((await compilation.compute({"x": X}))["y"], other(X), rtol=1e-6)
+
+
+async def test_a_fallback_that_would_take_over_during_a_swap_leaves_the_new_model(pair: list[FakeDevice]) -> None:
+    first, _ = pair
+    first.fail("broken", "run")
+    async with aionn.Runtime(start=()) as runtime:
+        compilation = await runtime.compile(aionn.Model.from_onnx(three_step_model()))
+        compiled = compilation._parts.compiled
+        swap, begun = compiled.swap, anyio.Event()
+
+        async def late_swap(better: Serving, **options: Any) -> None:
+            begun.set()
+            await swapped.wait()
+            await swap(better, **options)
+
+        swapped = anyio.Event()
+        compiled.swap = late_swap  # type: ignore[method-assign]
+        async with anyio.create_task_group() as tasks:
+
+            async def call() -> None:
+                assert right(await compilation.compute({"x": X}))
+
+            tasks.start_soon(call)
+            await begun.wait()
+            del compiled.swap
+            first.behave()
+            await runtime.swap(compilation, aionn.Model.from_onnx(three_step_model(("Sub", "Mul", "Add"))))
+            swapped.set()
+        assert compilation.device == first.name
+        np.testing.assert_allclose((await compilation.compute({"x": X}))["y"], other(X), rtol=1e-6)

@@ -65,7 +65,7 @@ def serving(compiled: CompiledModel, name: str) -> Serving:
 
     device = SimpleNamespace(name=name, connection=SimpleNamespace(ended_by=None))
     prepared = SimpleNamespace(device=device, aclose=aclose)
-    return Serving((cast(RemotePreparedModel, prepared),), cast(Model, None), compiled.use)
+    return Serving(cast(RemotePreparedModel, prepared), cast(Model, None), compiled.use)
 
 
 async def test_a_swap_commits_every_change_and_retires_what_was_replaced() -> None:

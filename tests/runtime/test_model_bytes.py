@@ -100,8 +100,11 @@ async def test_devices_for_onnx_refuse_it_in_one_sentence_each() -> None:
         assert one.value.node == "toy.bin"
         with pytest.raises(CompilationError, match=r"no device can run every node of the model: .*'toy'.*; .*'toy'.*; .*'toy'"):
             await runtime.compile(opaque())
-        with pytest.raises(CompilationError, match="format 'toy'"):
+        with pytest.raises(CompilationError, match="device 'openvino' cannot run a model of the format 'toy'"):
             await runtime.compile(opaque(), mode="staged", stages=("onnxruntime", "openvino"))
+        for content in (CONTENT, b"hello" * 10):  # as a graph, the latter is an empty one
+            with pytest.raises(CompilationError, match=r"no device can run every node of the model: .*'toy'.*; .*'toy'"):
+                await runtime.compile(opaque(content), devices=("onnxruntime", "reference"))
 
 
 @pytest.mark.anyio

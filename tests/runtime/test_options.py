@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 import aionn
+from aionn import trace
 from aionn.testing import identity_model
 from tests.runtime.option_engine import OptionEngine, SecondOptionEngine, UnaskedEngine, WrongOptionsEngine
+from tests.runtime.planned_models import ORT, REF, woven
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("surroundings")]
 
@@ -54,6 +56,10 @@ def kinds(compilation: aionn.Compilation) -> list[str]:
         ({FIRST: {"level": None}}, r"is None \(NoneType\); give a str, int, float, bool or path"),
         ({FIRST: {"level": np.float32(1)}}, "give a str, int, float, bool or path"),
         ({FIRST: {3: 3}}, "option 3 of device '.*': the name of an option is a text"),
+        ({FIRST: {"file": Path("/dev/zero")}}, "option 'file': '/dev/zero' is not a regular file; give the path of a file"),
+        ({FIRST: {"\udc80": 1}}, r"option '\\udc80' of device '.*' is not Unicode; give text without surrogates"),
+        ({FIRST: {"file": Path("/tmp/\udc80")}}, r"option 'file' of device '.*': '/tmp/\\udc80' is not Unicode; give text without"),
+        ({FIRST: {"level": "\udc80"}}, r"option 'level' of device '.*': '\\udc80' is not Unicode; give text without surrogates"),
         ({FIRST: {"file": Path("/no such file")}}, "option 'file': the file '/no such file' cannot be read"),
         ({FIRST: {"other": 1}}, "device 'optional' has no option 'other'; its options are 'level', 'rate', 'fast', 'file'"),
         ({FIRST: {"level": "1"}}, r"option 'level' of device 'optional' is '1' \(str\); it must be an integer"),
@@ -69,6 +75,22 @@ async def test_options_that_are_wrong_are_one_sentence(options: Any, sentence: s
     async with aionn.Runtime(start=()) as runtime:
         with pytest.raises(aionn.CallerError, match=sentence):
             await runtime.compile(MODEL, devices=(FIRST,), options=options, cache_dir=tmp_path / "cache" if cached else None)
+
+
+async def test_a_pipe_for_a_file_holds_up_neither_the_compile_nor_the_end_of_the_app(tmp_path: Path) -> None:
+    """A thread that opened it would wait for a writer, and the interpreter would wait for the thread."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    async with aionn.Runtime(start=()) as runtime:
+        with pytest.raises(aionn.CallerError, match="pipe' is not a regular file; give the path of a file"):
+            await runtime.compile(MODEL, devices=(FIRST,), options={FIRST: {"file": pipe}}, timeout_s=20)
+
+
+@pytest.mark.parametrize("provider", ["\udcff", "a\0b"])
+async def test_a_device_whose_name_no_process_can_be_given_is_one_sentence(provider: str) -> None:
+    async with aionn.Runtime(start=()) as runtime:
+        with pytest.raises(aionn.DeviceUnavailableError, match="is not installed; the installed devices are"):
+            await runtime.compile(MODEL, devices=(f"onnxruntime:{provider}",))
 
 
 async def test_an_engine_without_options_says_so() -> None:
@@ -154,6 +176,22 @@ async def test_a_file_that_changes_before_a_driver_is_started_anew_is_one_senten
         await device.restart()
         with pytest.raises(aionn.CallerError, match=r"'.*library' has changed since the model was compiled; compile the model again"):
             await compilation.compute(FRAME)
+
+
+async def test_a_plan_over_several_devices_is_kept_with_the_options_of_each(tmp_path: Path) -> None:
+    async with aionn.Runtime(start=()) as runtime:
+
+        async def compiled(options: Mapping[str, Any]) -> list[str]:
+            model = aionn.Model.from_onnx(woven([1, 4]))
+            compilation = await runtime.compile(model, devices=(ORT, REF), options={ORT: options}, cache_dir=tmp_path / "cache")
+            assert len(compilation.plan) == 4
+            return [found for found in kinds(compilation) if found != "NO_CACHE"]  # the reference stores nothing
+
+        with trace.record() as seen:
+            assert await compiled({"allow_spinning": False}) == ["MISS", "MISS"]
+            assert await compiled({"allow_spinning": False}) == ["HIT", "HIT"]
+            assert await compiled({"allow_spinning": True}) == ["MISS", "MISS"]
+    assert [event.attributes["found"] for event in seen.counters if event.name == "plan.kept"] == [False, True, False]
 
 
 async def test_a_model_that_is_prepared_again_keeps_its_options() -> None:

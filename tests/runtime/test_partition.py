@@ -22,7 +22,7 @@ from aionn.caching.manifest import decode_manifest
 from aionn.caching.token import decode_parts
 from aionn.errors import CallerError, CompilationError, DeadlineError, DriverDiedError
 from aionn.graph.steps import Step
-from aionn.hal import ExecutionPreference, PrepareOptions
+from aionn.hal import EngineOptions, ExecutionPreference, PrepareOptions
 from aionn.runtime.model import is_read
 from aionn.runtime.preparing.kept_plan import KeptPlan, decoded, encoded, scope_of
 from aionn.runtime.processes.devices import Devices
@@ -138,8 +138,9 @@ async def test_plans_of_other_preferences_and_devices_are_kept_apart(both: list[
         scope_of(bytes(32), {"a": "1", "b": "3"}, options),
         scope_of(bytes(32), {**versions, "c": "1"}, options),
         scope_of(bytes(32), versions, PrepareOptions(ExecutionPreference.LOW_POWER)),
+        *(scope_of(bytes(32), versions, PrepareOptions(options=(("a", EngineOptions({"level": level}, {})),))) for level in (1, 1.0, True)),
     }
-    assert len(scopes) == 6
+    assert len(scopes) == 9
 
 
 SCOPE = b"s" * 32
@@ -295,7 +296,7 @@ async def test_a_device_that_vanishes_between_plan_and_prepare_is_an_error_and_l
     adds, muls = both
     async with aionn.Runtime(start=()) as runtime:
         muls.crash("compile")
-        with pytest.raises(aionn.DriverDiedError, match="died|ended"):
+        with pytest.raises(aionn.DriverDiedError, match=r"died|ended"):
             await runtime.compile(aionn.Model.from_onnx(three_step_model()), devices=(adds.name, muls.name))
         assert await muls.heard("compile"), "the driver died before it was asked to compile"
         remote = await runtime._devices.get(adds.name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 import gc
 import logging
 import os
@@ -18,6 +17,7 @@ from typing import Any
 import anyio
 import numpy as np
 import pytest
+from onnx import numpy_helper
 
 import aionn
 from aionn.remote.fences import outcome_of
@@ -26,7 +26,9 @@ from aionn.runtime.executing.starting import IN_FLIGHT, Started
 from aionn.testing import FakeDevice, identity_model
 from aionn.testing.fake_engine import SecondFakeEngine
 from aionn.testing.models import scaled_model
-from tests.leaks import leak_check
+from tests.leaks import leaves_nothing
+from tests.runtime.partial_engines import LeftFake, RightFake
+from tests.runtime.planned_models import LEFT, ORT, REF, RIGHT, chain, compiled, made, node
 
 pytestmark = pytest.mark.anyio
 
@@ -48,17 +50,6 @@ def gate() -> Any:
     fd = os.eventfd(0)
     yield fd
     os.close(fd)
-
-
-def leaves_nothing(test: Any) -> Any:
-    """Look for leaks when the test's own events and arrays are gone."""
-
-    @functools.wraps(test)
-    async def checked(*args: Any, **named: Any) -> None:
-        async with leak_check():
-            await test(*args, **named)
-
-    return checked
 
 
 def is_readable(fd: int) -> bool:
@@ -489,6 +480,38 @@ async def test_without_descriptors_a_start_fails_and_later_ones_work(first: aion
     np.testing.assert_array_equal((await first.start({"x": X}))["y"], X)
 
 
+async def test_without_descriptors_a_started_plan_fails_with_an_error_of_aionn(surroundings: None, gate: int) -> None:
+    async with compiled(chain(("ref", "ort")), REF, ORT) as (_, compilation):
+        await compilation.start({"input": X})
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        events: list[aionn.Event] = []
+        refused = 0
+        for left in range(8):
+            taken: list[int] = []
+            try:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (fds() + 16, hard))
+                with pytest.raises(OSError, match="Too many open files"):
+                    while True:
+                        taken.append(os.dup(gate))
+                for _ in range(left):
+                    os.close(taken.pop())
+                events.append(compilation.start({"input": X}, after=(gate,)))
+            except aionn.MemoryAllocationError:
+                refused += 1
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+                for fd in taken:
+                    os.close(fd)
+        failed = [event for event in events if isinstance(event.exception(), aionn.MemoryAllocationError)]
+        assert refused
+        assert failed
+        assert len(failed) < len(events)
+        os.eventfd_write(gate, 1)
+        for event in events:
+            if event not in failed:
+                np.testing.assert_array_equal((await event)["output"], X)
+
+
 async def test_a_started_execution_waits_for_a_swap_and_counts_as_use(fake: FakeDevice) -> None:
     async with aionn.Runtime() as runtime:
         compilation = await runtime.compile(model(), devices=(fake.name,))
@@ -518,7 +541,7 @@ async def test_a_plan_waits_in_the_app_and_signals_its_event(fake: FakeDevice, g
         compilation = await runtime.compile(model(), devices=(fake.name,))
         serving = parts_of(compilation).compiled.serving
         assert serving is not None
-        serving.steps = (Plan(serving.steps[0]),)  # type: ignore[assignment]
+        serving.prepared = Plan(serving.prepared)  # type: ignore[assignment]
         event = compilation.start({"x": X}, after=(gate,))
         dependent = compilation.start({"x": X}, after=(event,))
         cancelled = compilation.start({"x": X}, after=(gate,))
@@ -581,3 +604,53 @@ async def test_a_hostile_answer_about_dependencies_fails_the_event_alone(first: 
         await first.start({"x": X})
     monkeypatch.undo()
     np.testing.assert_array_equal((await first.start({"x": X}))["y"], X)
+
+
+async def test_the_death_of_a_driver_under_a_step_of_a_started_plan_is_its_error(surroundings: None) -> None:
+    with FakeDevice(LeftFake), FakeDevice(RightFake) as right:
+        async with compiled(chain(("left", "right")), LEFT, RIGHT) as (_, compilation):
+            right.hang("run")
+            event = compilation.start({"input": X})
+            dependent = compilation.start({"input": X}, after=(event,))
+            os.kill(await right.heard("run"), signal.SIGKILL)
+            with pytest.raises(aionn.DriverDiedError) as died:
+                await event
+            assert died.value.device == RIGHT
+            with pytest.raises(aionn.ExecutionError, match=event.name):
+                await dependent
+            right.behave()
+            np.testing.assert_array_equal((await compilation.start({"input": X}))["output"], X)
+
+
+@pytest.mark.parametrize("devices", [("reference",), (REF, ORT)], ids=["whole", "plan"])
+async def test_an_input_with_a_default_may_be_left_out_of_a_start(surroundings: None, devices: tuple[str, ...]) -> None:
+    """A step may hand such an input through, as an output of the model."""
+    weight = X + 1
+    content = made(
+        [node("ref_add", "Add", ["x", "weight"], ["sum"]), node("ort_mul", "Mul", ["sum", "weight"], ["y"])],
+        {"x": [1, 16], "weight": [1, 16]},
+        {"y": [1, 16], "weight": [1, 16]},
+        [numpy_helper.from_array(weight, "weight")],
+    )
+    async with compiled(content, *devices) as (_, compilation):
+        for given, used in (({}, weight), ({"weight": weight * 2}, weight * 2), ({}, weight)):
+            for found in (await compilation.start({"x": X, **given}), await compilation.compute({"x": X, **given})):
+                np.testing.assert_array_equal(found["y"], (X + used) * used)
+                np.testing.assert_array_equal(found["weight"], used)
+
+
+async def test_a_child_of_fork_cannot_cancel_an_event_of_its_parent(first: aionn.Compilation, gate: int) -> None:
+    event = first.start({"x": X}, after=(gate,))
+    fence = event.fence()
+    child = os.fork()
+    if not child:
+        try:
+            event.cancel()
+        except aionn.CallerError:
+            os._exit(7)
+        os._exit(1)
+    _, status = await anyio.to_thread.run_sync(os.waitpid, child, 0)
+    assert os.waitstatus_to_exitcode(status) == 7
+    assert outcome_of(fence) is None
+    os.eventfd_write(gate, 1)
+    np.testing.assert_array_equal((await event)["y"], X)

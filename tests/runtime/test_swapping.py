@@ -149,3 +149,26 @@ async def test_the_last_inputs_are_those_of_the_last_shape() -> None:
                 assert found is not None
                 np.testing.assert_array_equal(found["x"], np.full(extent, extent, np.float32))
         assert burst._executor.frames.last_inputs() is None
+
+
+async def test_a_new_version_with_another_default_is_refused() -> None:
+    """Frames, and calls under way, hold the default of the model before. The new version would compute with it."""
+
+    def adding(number: float) -> aionn.Model:
+        graph = helper.make_graph(
+            [helper.make_node("Add", ["x", "weight"], ["y"])],
+            "adding",
+            [helper.make_tensor_value_info(name, TensorProto.FLOAT, [3]) for name in ("x", "weight")],
+            [helper.make_tensor_value_info("y", TensorProto.FLOAT, [3])],
+            [numpy_helper.from_array(np.full(3, number, np.float32), "weight")],
+        )
+        model: onnx.ModelProto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+        return aionn.Model.from_onnx(model.SerializeToString())
+
+    x = np.zeros(3, np.float32)
+    async with aionn.Runtime() as runtime:
+        compilation = await runtime.compile(adding(1), devices=("reference",))
+        with pytest.raises(aionn.CallerError, match="input 'weight' of the new model has another default"):
+            await runtime.swap(compilation, adding(2))
+        await runtime.swap(compilation, adding(1))
+        np.testing.assert_array_equal((await compilation.compute({"x": x}))["y"], np.ones(3, np.float32))

@@ -13,7 +13,7 @@ import anyio.lowlevel
 import numpy as np
 import onnxruntime
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 import aionn
 from aionn import hal
@@ -247,6 +247,57 @@ async def test_large_values_go_through_one_shared_memory_both_ways(monkeypatch: 
 
 
 # --- what such a model cannot do -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["onnxruntime", "reference"])
+async def test_start_refuses_values_and_the_driver_lives_on(device: str) -> None:
+    """Without the refusal, a driver takes the bytes of a frame for Python's objects and dies of SIGSEGV."""
+    model = passing(TEXTS)
+    async with aionn.Runtime() as runtime:
+        compilation = await runtime.compile(model, devices=(device,))
+        pid = runtime.devices[[known.name for known in runtime.devices].index(device)].pid
+        with pytest.raises(CallerError, match=r"^start takes tensors of numbers only, but input 'x' is of type string; use"):
+            compilation.start({"x": texts("a")})
+        assert_same((await compilation.compute({"x": texts("a")}))["y"], texts("a"))
+        assert runtime.devices[[known.name for known in runtime.devices].index(device)].pid == pid
+
+
+class Offering:
+    """A tensor of another library."""
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self.array = array
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (1, 0)
+
+
+def scaled_beside_texts() -> aionn.Model:
+    """y = x * k, where k is an initializer and an input; t = s, a text."""
+    value = helper.make_tensor_value_info
+    graph = helper.make_graph(
+        [helper.make_node("Mul", ["x", "k"], ["y"]), helper.make_node("Identity", ["s"], ["t"])],
+        "scaled",
+        [value("x", TensorProto.FLOAT, [3]), value("s", TensorProto.STRING, [None]), value("k", TensorProto.FLOAT, [3])],
+        [value("y", TensorProto.FLOAT, [3]), value("t", TensorProto.STRING, [None])],
+        [numpy_helper.from_array(np.array([2, 3, 4], np.float32), "k")],
+    )
+    imports = [helper.make_opsetid("", 20)]
+    return aionn.Model.from_onnx(helper.make_model(graph, opset_imports=imports, ir_version=9).SerializeToString())
+
+
+@pytest.mark.parametrize("device", ["onnxruntime", "reference"])
+async def test_an_initializer_may_be_left_out_or_given_beside_values(device: str) -> None:
+    one = np.ones(3, np.float32)
+    async with aionn.Runtime() as runtime:
+        compilation = await runtime.compile(scaled_beside_texts(), devices=(device,))
+        for given, wanted in (({}, [2, 3, 4]), ({"k": one}, [1, 1, 1]), ({"k": Offering(one * 5)}, [5, 5, 5])):
+            outputs = await compilation.compute({"x": Offering(one), "s": texts("a"), **given})
+            np.testing.assert_array_equal(outputs["y"], wanted)
+            assert_same(outputs["t"], texts("a"))
 
 
 async def test_whatever_needs_frames_names_compute_as_the_way_out(fake: FakeDevice) -> None:

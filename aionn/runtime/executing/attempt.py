@@ -156,10 +156,10 @@ class Attempt:
 
     Attributes:
         layout: for the next frame of these shapes. channel: that it was sent over. placing: whether some arguments did not lie in the
-            frame. All are known after `run`.
+            frame. All are known after `run`. failed: the answer that is an error, if one came.
     """
 
-    __slots__ = ("_call", "_executor", "_failed", "_route", "_wider", "channel", "layout", "placing")
+    __slots__ = ("_call", "_executor", "_route", "_wider", "channel", "failed", "layout", "placing")
 
     layout: FrameLayout
     channel: Channel
@@ -171,7 +171,7 @@ class Attempt:
         defaults = executor.arguments.defaults and call.own is None
         self._call = call.completed(executor.arguments) if defaults else call
         self._wider: FrameLayout | None = None
-        self._failed: Result | None = None
+        self.failed: Result | None = None
 
     def run(self) -> Coroutine[Any, Any, Outputs]:
         """Return the outputs, once they are there.
@@ -208,7 +208,7 @@ class Attempt:
 
     async def _fall_back(self, error: ExecutionError) -> Outputs | None:
         """Run the call elsewhere after an answer that is an error, where that is allowed. Returns None if it is not, or fails too."""
-        executor, result = self._executor, self._failed
+        executor, result = self._executor, self.failed
         if executor.fallback is None or result is None or isinstance(error, OutputInsufficientSizeError):
             return None
         with ending_by(self._call.deadline_ns, NO_ANSWER):
@@ -294,7 +294,7 @@ class Attempt:
         result, _ = await channel.send(layout, frame, placement, call.measure_timing, call.deadline_ns, settled)
         if result.status is not ErrorStatus.NONE:
             if placement is not None and not self._may_retry(layout, placement, result):
-                self._failed = result
+                self.failed = result
                 raise await executor.placed_failure(channel.serving, result, call)
             self._widen_or_raise(channel, layout, placement, result)
             return None
@@ -314,7 +314,7 @@ class Attempt:
     def _widen_or_raise(self, channel: Channel, layout: FrameLayout, placement: Placement | None, result: Result) -> None:
         """Use a layout with more room for the next try, after an answer without outputs; or raise what the answer means."""
         if not self._may_retry(layout, placement, result):
-            self._failed = result
+            self.failed = result
             raise self._executor.failure(channel.serving, result, self._call.inputs)
         self._wider = self._executor.arguments.widen(tuple(shape for _, _, shape, _ in layout.inputs), result.output_shapes)
 

@@ -57,7 +57,12 @@ class Dependencies:
     """The dependencies of one start, checked. Those that are not taken are closed."""
 
     def __init__(self, after: Any) -> None:
-        """Raises CallerError where something is not an event or a descriptor that can be waited for."""
+        """Check and duplicate what an app passes as `after`.
+
+        Raises:
+            CallerError: something is not an event, or a descriptor that can be waited for.
+            MemoryAllocationError: no file descriptor is left.
+        """
         self._found: list[After] = []
         if isinstance(after, Event | int | str | bytes) or not isinstance(after, Iterable):
             raise CallerError(f"after: expected a tuple of events and descriptors, got {type(after).__name__}; write after=(event,)")

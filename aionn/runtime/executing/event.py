@@ -49,7 +49,8 @@ class Event:
         self.name = f"{label or 'execution'} #{next(_numbers)}"
         self.since_launch: Timing | None = None
         self._loop = running_loop()
-        self._fence = _new_fence()
+        self._pid = os.getpid()
+        self._fence = new_fence()
         self._asked = False
         self._outputs: Outputs | None = None
         self._error: BaseException | None = None
@@ -116,7 +117,12 @@ class Event:
 
         The fence is signalled at once, as a failure. An execution that waits for its dependencies does not begin. One that runs in
         the driver runs on, so memory that was given for its outputs may still be written to for that long.
+
+        Raises:
+            CallerError: this is a child of the process that has started the execution.
         """
+        if os.getpid() != self._pid:  # the fence is one and the same in both
+            raise CallerError(f"event {self.name!r} belongs to the parent process; cancel it there")
         if self.done():
             return False
         settle(self, asyncio.CancelledError(f"event {self.name!r} was cancelled"))
@@ -129,7 +135,7 @@ class Event:
         descriptor and closes it when the event is collected. Use `os.dup` for one that lives longer.
         """
         if self._fence < 0:
-            self._fence = _new_fence()
+            self._fence = new_fence()
             signal_fence(self._fence, succeeded=self._outputs is not None)
         self._asked = True
         return self._fence
@@ -196,7 +202,8 @@ def _status_of(error: BaseException) -> ErrorStatus:
     return result_of(error).status
 
 
-def _new_fence() -> int:
+def new_fence() -> int:
+    """Return a new fence, or raise `MemoryAllocationError` where no file descriptor is left."""
     try:
         return make_fence()
     except OSError as error:

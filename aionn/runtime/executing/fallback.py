@@ -1,7 +1,7 @@
 """`Fallback`: an execution that a driver answered with an error is run once more on a CPU device, if the app named no devices.
 
     whole model     prepared on the next CPU device that can run it
-    step of a plan  the same plan, with the failing step on the next CPU device that can run it
+    step of a plan  the same plan, with the failing step on the next CPU device that can run it, and later with each other one that fails
 
 The fallback is first tried on the inputs that failed. If it computes them, it takes over the compilation by a swap, so later executions
 go there at once. The log warns, the trace counts "execution.fell_back", the page counts `fell_back`, and `Outputs.device` names the device.
@@ -12,6 +12,7 @@ device memory does not fall back either, because its contents lie in the driver 
 
 Invariants
     A device that has taken over has no fallback again, so nothing goes round in a circle.
+    A fallback computes the model that the app has swapped in last, or nothing.
     A fallback that did not help is kept, and one that cannot be prepared is remembered. So inputs that always fail prepare nothing again.
 """
 
@@ -25,7 +26,7 @@ import anyio
 
 from aionn import trace
 from aionn.caching.outcomes import CacheOutcome
-from aionn.errors import AionnError, DeadlineError, ExecutionError
+from aionn.errors import AionnError, CallerError, DeadlineError, ExecutionError
 from aionn.hal.model import Model
 from aionn.hal.types import DeviceType, Result
 from aionn.remote.handles import RemoteBuffer
@@ -38,6 +39,7 @@ from aionn.runtime.preparing.preparation import Found, prepare
 from aionn.runtime.preparing.renewal import Renewal
 from aionn.runtime.serving.compiled_model import CompiledModel
 from aionn.runtime.serving.members import NotNowError
+from aionn.runtime.serving.planned_execution import StepFailure
 from aionn.runtime.serving.planned_model import PlannedModel
 from aionn.runtime.serving.serving import Serving
 from aionn.tasks import seconds_until
@@ -52,7 +54,7 @@ class Fallback:
     """The fallback of one compilation. It knows the `Renewal` weakly, so a compilation that the app no longer holds is collected.
 
     `_hopeless` has the devices, and steps, for which no fallback can be prepared, and `_taken_over` the devices of fallbacks that serve or
-    have served. Both are of `_model`.
+    have served. `_steps` are those of the plan that have failed. All are of `_model`.
     """
 
     def __init__(self, renewal: Renewal, trials: Executor) -> None:
@@ -66,6 +68,7 @@ class Fallback:
         self._model: Model | None = None
         self._hopeless: set[object] = set()
         self._taken_over: set[str] = set()
+        self._steps: frozenset[int] = frozenset()
         self._busy: anyio.Event | None = None
         renewal.compiled.abandoned = self.close
 
@@ -85,38 +88,54 @@ class Fallback:
             DeadlineError: the call's deadline has come.
         """
         renewal = self._renewal()
-        if serving.model is not self._model:  # the app has swapped in another one
+        if renewal is None or serving.model is not renewal.model or _in_driver(call):
+            return None
+        if serving.model is not self._model:  # the app has swapped it in
             self.close()
             self._model = serving.model
             self._hopeless.clear()
             self._taken_over.clear()
-        if renewal is None or _in_driver(call) or serving.device in self._taken_over:
-            return None
-        base = await self._fallback_of(renewal, serving, getattr(result, "step", None))
-        if base is None:
+            self._steps = frozenset()
+        if serving.device in self._taken_over:
             return None
         again = Call(dict(call.inputs), call.outputs, call.measure_timing, call.deadline_ns, dict(call.placed))
-        try:
-            outputs = await Attempt(self._trials, fixed_route(base), again).run()
-        except DeadlineError:
-            raise
-        except AionnError as second:
-            error.add_note(f"device {base.device!r} was tried, too, and failed: {second}")
-            return None
+        failed: Result | None = result
+        while True:
+            step = _step_of(failed)
+            if step is not None:
+                self._steps |= {step}
+            steps = self._steps
+            base = await self._fallback_of(renewal, serving, steps)
+            if base is None:
+                return None
+            attempt = Attempt(self._trials, fixed_route(base), again)
+            try:
+                outputs = await attempt.run()
+                break
+            except DeadlineError:
+                raise
+            except AionnError as second:
+                failed = attempt.failed
+                if _step_of(failed) not in (None, *steps) or steps != self._steps:
+                    continue  # another step has failed, in this call or in one beside it, which took the fallback's place
+                error.add_note(f"device {base.device!r} was tried, too, and failed: {second}")
+                return None
         trace.count("execution.fell_back", device=serving.device, to=base.device, reason=str(error))
         logger.warning("device %r failed, and device %r computed in its place: %s", serving.device, base.device, str(error))
         if renewal.compiled.serving is serving:
             await self._wait_for(renewal, base, call.deadline_ns)
         return outputs
 
-    async def _fallback_of(self, renewal: Renewal, serving: Serving, step: int | None) -> Serving | None:
+    async def _fallback_of(self, renewal: Renewal, serving: Serving, steps: frozenset[int]) -> Serving | None:
         """Return what is prepared to take the place of `serving`. Returns None if no device can. One preparation runs at a time."""
         compiled = renewal.compiled
-        key = serving.device, step
+        key = serving.device, steps
         while True:
             now = compiled.serving
             if now is not None and now is not serving and now.alive and now.model is serving.model and now.device in self._taken_over:
                 return now  # another call has fallen back meanwhile
+            if serving.model is not renewal.model:
+                return None
             if self._busy is not None:
                 await self._busy.wait()
             elif self._key == key and self._base is not None and self._base.alive:
@@ -126,17 +145,21 @@ class Fallback:
             else:
                 self.close()
                 self._busy = anyio.Event()
-                self._tasks.start_soon(self._prepare, renewal, serving, step, self._busy, name="fallback")
+                self._tasks.start_soon(self._prepare, renewal, serving, steps, self._busy, name="fallback")
 
-    async def _prepare(self, renewal: Renewal, serving: Serving, step: int | None, over: anyio.Event) -> None:
-        key = serving.device, step
+    async def _prepare(self, renewal: Renewal, serving: Serving, steps: frozenset[int], over: anyio.Event) -> None:
+        key = serving.device, steps
         try:
-            found = await _prepared(renewal, serving, step)
+            found = await _prepared(renewal, serving, steps)
+            if serving.model is not renewal.model:  # the app has swapped in another one meanwhile
+                if found is not None:
+                    found[0].release()
+                return
             if found is None:
                 self._hopeless.add(key)
                 return
             found[0].remember(serving.model)
-            self._base, self._outcomes, self._key = Serving((found[0],), serving.model, renewal.compiled.use), found[1], key
+            self._base, self._outcomes, self._key = Serving(found[0], serving.model, renewal.compiled.use), found[1], key
             if renewal.compiled.closed:
                 self.close()
         except Exception:  # a defect here must not end the app's runtime
@@ -171,37 +194,46 @@ class Fallback:
 
 
 async def _swap(compiled: CompiledModel, base: Serving) -> None:
+    def is_of_the_same_model() -> bool:
+        return compiled.serving is not None and compiled.serving.model is base.model
+
     for attempt in range(_TRIES):
+        if not is_of_the_same_model():
+            raise CallerError("the app has swapped in another model")
         try:
-            await compiled.swap(base)
+            await compiled.swap(base, may_swap=is_of_the_same_model)
             return
         except NotNowError:
             if attempt == _TRIES - 1:
                 raise
 
 
-async def _prepared(renewal: Renewal, serving: Serving, step: int | None) -> Found | None:
-    """Prepare the model on the next CPU device, or a plan with the failing step there. Returns None if no device can do so."""
+async def _prepared(renewal: Renewal, serving: Serving, failing: frozenset[int]) -> Found | None:
+    """Prepare the model on the next CPU device, or a plan with the failing steps there. Returns None if no device can do so."""
     devices, model, cache = renewal.session.devices, serving.model, renewal.cache
     options = dataclasses.replace(renewal.options, deadline_ns=None, open_outputs=renewal.disproved())
-    planned = serving.prepared if isinstance(serving.prepared, PlannedModel) and step is not None else None
-    steps = [] if planned is None else [one.step for one in planned.steps]
-    failing = serving.device if planned is None or step is None else steps[step].device
+    steps = [one.step for one in serving.prepared.steps] if isinstance(serving.prepared, PlannedModel) and failing else []
+    failed = {steps[number].device for number in failing} if steps else {serving.device}
     for name in devices.installed:
-        if name == failing:
+        if name in failed:
             continue
         try:
             if (await devices.get(name, options.priority)).type is not DeviceType.CPU:
                 continue
-            if planned is None or step is None:
+            if not steps:
                 prepared, outcome = await prepare(devices, name, model, options, cache)
                 return prepared, (outcome,)
-            moved = [dataclasses.replace(one, device=name) if number == step else one for number, one in enumerate(steps)]
+            moved = [dataclasses.replace(one, device=name) if number in failing else one for number, one in enumerate(steps)]
             return await Partition(devices, model, options, cache).prepare(moved)
         except AionnError as error:
-            logger.info("device %r cannot take the place of device %r: %s", name, failing, error)
-    trace.count("execution.no_fallback", device=failing)
+            logger.info("device %r cannot take the place of %s: %s", name, " and ".join(map(repr, failed)), error)
+    trace.count("execution.no_fallback", device="+".join(sorted(failed)))
     return None
+
+
+def _step_of(result: Result | None) -> int | None:
+    """Return the number of the step of a plan that has failed, or None."""
+    return result.step if isinstance(result, StepFailure) else None
 
 
 def _in_driver(call: Call) -> bool:

@@ -23,8 +23,9 @@ from typing import Any
 from aionn.hal.types import Dependency, ErrorStatus, FencedResult, Request, Result
 from aionn.memory.region import Region
 from aionn.remote.fenced import Fenced, Found
-from aionn.remote.fences import as_asked, make_fence, signal_fence
+from aionn.remote.fences import as_asked, signal_fence
 from aionn.remote.handles import RemoteBuffer
+from aionn.runtime.executing.event import new_fence
 from aionn.runtime.serving.planned_execution import step_failure, sum_of
 from aionn.runtime.serving.planned_model import PlannedModel
 from aionn.runtime.serving.step_requests import StepRequests
@@ -79,7 +80,8 @@ class FencedPlan:
         self._memory = region
         try:
             self._requests.add_memory(region)
-            self._fences = [make_fence() for _ in steps[:-1]]
+            for _ in steps[:-1]:
+                self._fences.append(new_fence())
             for number, step in enumerate(steps):
                 request, pools = self._requests.split(number)
                 self._asked.append(request)

@@ -31,9 +31,15 @@ def as_array(name: str, value: Any) -> NDArray[Any]:
     """
     if isinstance(value, np.ma.MaskedArray):
         raise CallerError(f"input {name!r}: a model knows no mask; pass {name}.filled(value), or {name}.data for what lies under it")
-    if isinstance(value, np.ndarray | np.generic) or hasattr(value, "__array_interface__"):
+    if isinstance(value, np.ndarray | np.generic):
         return np.asarray(value)
     kind = type(value).__name__
+    try:
+        if hasattr(value, "__array_interface__"):
+            return np.asarray(value)
+    except Exception as error:  # the other library's
+        why = " ".join(str(error).split()).rstrip(".")
+        raise CallerError(f"input {name!r}: this {kind} cannot be read as an array ({why}); pass a NumPy array of it") from error
     if not hasattr(value, "__dlpack__") or not hasattr(value, "__dlpack_device__"):
         raise CallerError(f"input {name!r}: expected a NumPy array, got {kind}; pass np.asarray(value, dtype=...)")
     try:

@@ -23,6 +23,7 @@ from typing import Any
 
 from aionn.errors import CallerError, DeadlineError, DriverDiedError
 from aionn.hal.types import ErrorStatus, FencedResult, Result
+from aionn.memory.limits import allocation_error
 from aionn.memory.pool import Frame, FramesInFlightError
 from aionn.pages.app_layout import COMPUTED, COPIED_BYTES, FAILED
 from aionn.remote.channel import duplicates
@@ -75,8 +76,9 @@ class Starts:
         deadline_ns = deadline_of(timeout_s)
         if len(self._pending) >= IN_FLIGHT:
             raise _too_many()
+        given = dict(self.executor.arguments.complete(inputs))
         with Dependencies(after) as dependencies:
-            started = Started(self, Event(self.renewal.model.label[:12]), dict(inputs), dict(outputs), bool(measure_timing), deadline_ns)
+            started = Started(self, Event(self.renewal.model.label[:12]), given, dict(outputs), bool(measure_timing), deadline_ns)
             started.lay_out()
             started.after = dependencies.take()
         self._pending.add(started)
@@ -281,7 +283,10 @@ class Started:
     def _run_in_app(self, prepared: Any, fenced: Fenced, answered: Callable[[Found], None]) -> Callable[[], None]:
         """Run a plan step by step in the app's loop, where it also waits for its dependencies. Returns what ends that wait."""
         waits = Waits()
-        fence, *waited = duplicates(fenced.fds)  # the event's may be closed before the wait is over
+        try:
+            fence, *waited = duplicates(fenced.fds)  # the event's may be closed before the wait is over
+        except OSError as error:
+            raise allocation_error(0, error) from error
         after = [dataclasses.replace(each, fd=fd) for each, fd in zip(fenced.after, waited, strict=True)]
         own = Fenced(fenced.request, fenced.pools, after, fence)
 

@@ -54,14 +54,8 @@ def scope_of(token: bytes, versions: Mapping[str, str], options: PrepareOptions)
         versions: of the devices that the model may be cut over, by name, best first.
         options: the preference, the threads and the options of devices shape a plan.
     """
-    parts = (token, tuple(versions.items()), options.preference.name, run_threads(options), options.instances, _plain(options))
+    parts = (token, tuple(versions.items()), options.preference.name, run_threads(options), options.instances, options.encoded)
     return blake3(msgspec.msgpack.encode(parts), derive_key_context="aionn 1 plan of a model").digest()
-
-
-def _plain(options: PrepareOptions) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Return the options of devices in one order."""
-    given: Mapping[str, Mapping[str, object]] = getattr(options, "options", None) or {}
-    return [(device, sorted((name, repr(value)) for name, value in given[device].items())) for device in sorted(given)]
 
 
 def encoded(plan: KeptPlan, scope: bytes) -> bytes:

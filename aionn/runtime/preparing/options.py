@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import stat
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -16,7 +17,7 @@ from blake3 import blake3
 
 from aionn.errors import CallerError
 from aionn.hal.interfaces import PrepareOptions
-from aionn.hal.options import EngineOptions, OptionValue
+from aionn.hal.options import EngineOptions, OptionValue, is_unicode
 from aionn.runtime.preparing.in_time import in_time
 from aionn.runtime.processes.devices import Devices
 
@@ -72,13 +73,19 @@ def _checked(device: str, option: object, value: object) -> tuple[str, OptionVal
     where = f"option {option!r} of device {device!r}"
     if not isinstance(option, str) or not option or "\0" in option:
         raise CallerError(f"{where}: the name of an option is a text")
+    if not is_unicode(option):
+        raise CallerError(f"{where} is not Unicode; give text without surrogates")
     if isinstance(value, os.PathLike) or _is_path(option, value):
         path = os.fspath(value) if isinstance(value, str | os.PathLike) else value
         if not isinstance(path, str) or not path or "\0" in path:
             raise CallerError(f"{where} is {value!r}; give the path of a file")
+        if not is_unicode(path):
+            raise CallerError(f"{where}: {path!r} is not Unicode; give text without surrogates")
         return option, os.path.abspath(path)
     if type(value) not in (str, int, float, bool) or not isinstance(value, str | int | float):
         raise CallerError(f"{where} is {value!r} ({type(value).__name__}); give a str, int, float, bool or path")
+    if isinstance(value, str) and not is_unicode(value):
+        raise CallerError(f"{where}: {value!r} is not Unicode; give text without surrogates")
     if isinstance(value, float) and not math.isfinite(value):
         raise CallerError(f"{where} is {value!r}; give a finite number")
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
@@ -100,7 +107,10 @@ async def _digests(devices: Devices, files: Mapping[str, str]) -> dict[str, byte
 def _digest(option: str, path: str) -> bytes:
     hasher = blake3()
     try:
-        with open(path, "rb") as file:
+        # Opened without waiting: a pipe without a writer would hold the thread, and the interpreter's end with it.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise CallerError(f"option {option!r}: {path!r} is not a regular file; give the path of a file")
             while chunk := file.read(_CHUNK_BYTES):
                 hasher.update(chunk)
     except OSError as error:

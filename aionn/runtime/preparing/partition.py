@@ -21,6 +21,7 @@ from aionn.graph.steps import Step
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model
 from aionn.hal.types import Operand
+from aionn.hal.values import outside_frames
 from aionn.remote.device import RemotePreparedModel
 from aionn.runtime.model import adopt
 from aionn.runtime.preparing.cached import CacheChoice
@@ -107,7 +108,7 @@ class Partition:
         from aionn.graph.cutting import cut  # brings `onnx`, which a cache hit does without
 
         model, options = self._model, self._options
-        if not all(operand.in_frames for operand in (*model.inputs.values(), *model.outputs.values())):
+        if outside_frames(model):
             reason = "a model with strings, sequences, maps or optionals at its border is not cut over several devices"
             raise CompilationError(f"no device can run the whole model, and {reason}; give a device that can run all of it", reason=reason)
         remotes = [await self._devices.get(name, options.priority) for name in self.capable]

@@ -96,7 +96,7 @@ class Renewal:
         self._storing = anyio.Lock()
         if first is not None:
             first[0].remember(model)
-            self.compiled.serving = Serving((first[0],), model, self.compiled.use, order.stage)
+            self.compiled.serving = Serving(first[0], model, self.compiled.use, order.stage)
             self.outcomes = first[1]
         if order.idle_s is not None:
             idling = Idling(session, self.compiled, order.candidates or (), order.options.priority)
@@ -195,7 +195,7 @@ class Renewal:
                 preparing.serving = compiled.serving
             else:
                 prepared.remember(self.model)
-                preparing.serving = compiled.serving = Serving((prepared,), self.model, compiled.use, stage)
+                preparing.serving = compiled.serving = Serving(prepared, self.model, compiled.use, stage)
                 if dead is not None:
                     self.session.tasks.start_soon(_retire, dead, name="a dead plan")
                     if compiled.replaced is not None:

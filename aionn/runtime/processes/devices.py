@@ -18,6 +18,7 @@ import anyio
 
 from aionn.engines.installed import Homes
 from aionn.errors import AionnError, CallerError, DeviceUnavailableError, DriverDiedError, DriverHungError
+from aionn.hal.options import is_unicode
 from aionn.hal.types import CacheFiles, DeviceType, Priority
 from aionn.pages import Activity
 from aionn.remote.device import RemoteDevice
@@ -163,7 +164,7 @@ class Devices:
         key = self.homes.key(name)
         device = self._devices.get(key)
         if device is None:
-            if not name.partition(":")[2] or "\0" in name:
+            if not name.partition(":")[2] or "\0" in name or not is_unicode(name):
                 known = ", ".join(device.name for device in self.known) or "none"
                 raise DeviceUnavailableError(name, f"device {name!r} is not installed; the installed devices are {known}")
             device = self._devices[key] = Device(name, self)

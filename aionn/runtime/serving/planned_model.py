@@ -79,7 +79,11 @@ class PlannedModel:
     tunes = False
 
     def __init__(self, model: Model, steps: Sequence[PlannedStep]) -> None:
-        """
+        """Join prepared steps.
+
+        Args:
+            model: the whole model.
+
         Raises:
             CompilationError: the steps do not fit together, or do not make all outputs of the model.
         """

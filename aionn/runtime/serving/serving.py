@@ -35,7 +35,7 @@ class Serving:
     """A prepared model that serves, or has served.
 
     Attributes:
-        steps: what was prepared, as a tuple of one.
+        prepared: what executions run on. A plan is one prepared model, too (`PlannedModel`).
         stage: what results are marked with.
         model: what it computes.
         users: calls that have taken it, and requests not yet answered.
@@ -43,11 +43,11 @@ class Serving:
         asleep: whether it was given back because the app did not use it (`preparing.idling`). The next use prepares it again.
     """
 
-    __slots__ = ("_idle", "asleep", "lost", "model", "stage", "steps", "use", "users")
+    __slots__ = ("_idle", "asleep", "lost", "model", "prepared", "stage", "use", "users")
 
-    def __init__(self, steps: tuple[Prepared, ...], model: Model, use: Use, stage: str | None = None) -> None:
-        self.steps = steps
-        self.stage = steps[0].device.name if stage is None else stage
+    def __init__(self, prepared: Prepared, model: Model, use: Use, stage: str | None = None) -> None:
+        self.prepared = prepared
+        self.stage = prepared.device.name if stage is None else stage
         self.model = model
         self.use = use
         self.users = 0
@@ -56,19 +56,13 @@ class Serving:
         self._idle: list[anyio.Event] = []
 
     @property
-    def prepared(self) -> Prepared:
-        """What executions run on. A plan is one prepared model, too (`PlannedModel`)."""
-        (only,) = self.steps
-        return only
-
-    @property
     def device(self) -> str:
-        return self.steps[0].device.name
+        return self.prepared.device.name
 
     @property
     def ended_by(self) -> BaseException | None:
         """Why one of its drivers has ended, or None while all live."""
-        return next((ended_by for step in self.steps if (ended_by := step.device.connection.ended_by) is not None), None)
+        return self.prepared.device.connection.ended_by
 
     @property
     def alive(self) -> bool:
@@ -83,13 +77,11 @@ class Serving:
 
     async def aclose(self) -> None:
         """Let every driver free its step."""
-        for step in self.steps:
-            await step.aclose()
+        await self.prepared.aclose()
 
     def release(self) -> None:
         """As `aclose`, without waiting."""
-        for step in self.steps:
-            step.release()
+        self.prepared.release()
 
     def enter(self) -> None:
         """Count an execution that begins. `leave` must follow, once."""

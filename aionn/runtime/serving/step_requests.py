@@ -59,6 +59,8 @@ class StepRequests:
         """Take the shapes of all tensors for what is asked of the steps. Returns False if one is open until it has been computed."""
         for step in self._wiring.steps:
             for name in step.prepared.outputs:
+                if name in self._wiring.inputs:
+                    continue  # handed through: every step reads it where the app has put it
                 if self._is_given(name) or name in self._layout.places:
                     shape = self._asked_shape(name)
                     if shape is None:

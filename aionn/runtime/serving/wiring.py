@@ -41,7 +41,7 @@ class Boundary:
 
 
 class Wiring:
-    """How the tensors of a plan run.
+    """How the tensors of a plan go from step to step.
 
     Attributes:
         steps: of the plan.
@@ -51,7 +51,11 @@ class Wiring:
     """
 
     def __init__(self, inputs: Mapping[str, Operand], outputs: Mapping[str, Operand], steps: Sequence[PlannedStep]) -> None:
-        """
+        """Find where each tensor is made and read.
+
+        Args:
+            inputs, outputs: operands of the whole model, in its order.
+
         Raises:
             CompilationError: the steps do not fit together, or do not make all outputs.
         """

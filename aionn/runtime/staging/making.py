@@ -66,7 +66,7 @@ class StageMaker:
         )
         stage.made_by = made.by
         made.prepared.remember(target.model)
-        better = Serving((made.prepared,), target.model, target.compiled.use, stage.name)
+        better = Serving(made.prepared, target.model, target.compiled.use, stage.name)
         swapped = False
         try:
             enter_state(stage, "comparing")

@@ -1,8 +1,8 @@
 """An app's new version of a model takes over a compilation, in the same way as a better stage but without comparing outputs.
 
 The new model must have the same inputs and outputs as the model before, by name, order, element type and dimensions. Frames are laid out
-by them, and arguments are checked by them. Symbols of open dimensions may have other names, as long as equal symbols stand in the
-same places.
+by them, and arguments are checked by them. Defaults of inputs must be equal, too, because frames hold those of the model before. Symbols
+of open dimensions may have other names, as long as equal symbols stand in the same places.
 
 The new model is tried before anything depends on it, on inputs that the app has sent. These are the inputs that come while the new
 model is compiled. If none come, they are the inputs of the last execution, which are still in its frame. Made-up inputs are used only
@@ -85,7 +85,7 @@ async def swap_model(target: NewModel, model: Model, timeout_s: float | None) ->
             phase=lambda _: None,
         )
         made.prepared.remember(model)
-    better = Serving((made.prepared,), model, compiled.use)
+    better = Serving(made.prepared, model, compiled.use)
     try:
         await _try(target, better, list(samples.kept) or last, policy)
         if staging is not None:
@@ -170,6 +170,11 @@ def _check_border(old: Model, new: Model) -> None:
         got = [(name, operand.word, operand.dimensions) for name, operand in theirs.items()]
         if have != got:
             raise CallerError(f"the new model's {what} are {got}, but this compilation's are {have}; compile the new model by itself")
+    for name, operand in old.inputs.items():
+        if operand.default != new.inputs[name].default:
+            raise CallerError(
+                f"input {name!r} of the new model has another default than this compilation's; compile the new model by itself"
+            )
     if _symbols(old) != _symbols(new):
         raise CallerError("the new model's open dimensions are equal in other places than this compilation's; compile it by itself")
 

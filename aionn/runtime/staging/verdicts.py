@@ -90,7 +90,7 @@ def scope(cache: CacheChoice, model: Model, options: PrepareOptions, stage: str)
     """Return the name under which the cache keeps measurements of one stage. It is made of app's token, model, options and device."""
     lanes = options.instances.to_bytes(2, "big") if options.instances > 1 else b""
     # Those of the stage before count as well, because a stage is compared with it.
-    asked = repr([(name, own.encoded) for name, own in options.options]).encode() if options.options else b""
+    asked = repr(options.encoded).encode() if options.options else b""
     content = b"".join((cache.token, model.token, bytes((options.preference.value, options.priority.value)), lanes, asked, stage.encode()))
     return blake3(content, derive_key_context="aionn 1 measurements of a stage").digest()
 

@@ -121,7 +121,7 @@ class WayBack:
 
     async def _go_back(self, bad: Serving, failing: Sequence[Inputs]) -> None:
         (name, *_) = self._before(bad.stage)
-        base = Serving((await self._prepare(name),), bad.model, bad.use, name)
+        base = Serving(await self._prepare(name), bad.model, bad.use, name)
         try:
             if failing and not await self._runs_any(base, failing):
                 del self._bad[bad.stage]
