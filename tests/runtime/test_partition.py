@@ -295,7 +295,7 @@ async def test_a_device_that_vanishes_between_plan_and_prepare_is_an_error_and_l
     adds, muls = both
     async with aionn.Runtime(start=()) as runtime:
         muls.crash("compile")
-        with pytest.raises(aionn.DriverDiedError, match="died|ended"):
+        with pytest.raises(aionn.DriverDiedError, match=r"died|ended"):
             await runtime.compile(aionn.Model.from_onnx(three_step_model()), devices=(adds.name, muls.name))
         assert await muls.heard("compile"), "the driver died before it was asked to compile"
         remote = await runtime._devices.get(adds.name)
