@@ -141,7 +141,9 @@ def main(arguments: list[str]) -> int:
         usage = "python -m aionn.driver ENGINE[=MODULE:CLASS] SOCKET_FD [CPUS|idle [STATE_DIR]]"
         print(f"usage: {usage}  (started by aionn's runtime; see `aionn devices`)", file=sys.stderr)
         return 2
-    name, _, home = arguments[0].partition("=")
+    name, equals, home = arguments[0].rpartition("=")  # a provider's name may have one, too
+    if not equals:
+        name, home = home, ""
     fd = int(arguments[1])
     bind_to_parent()
     state_directory = arguments[3] if len(arguments) > 3 else None

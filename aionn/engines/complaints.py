@@ -14,8 +14,11 @@ _ORT_NODE = re.compile(r"Non-zero status code returned while running (\S+) node\
 _PLACE = re.compile(r"\S+\.(?:h|hpp|cc|cpp):\d+:?")
 _ORT_PLACE = re.compile(_PLACE.pattern + r" (?:[^()]*(?:\([^()]*\)[^()]*)*?\([^()]*\)(?: const)? |\w+ )(?=\S)")
 _ORT_CHECK = re.compile(r"\S[^.'\"]*? was false\. (?=\S)")
+_ORT_STATUS = re.compile(r"\[ONNXRuntimeError\] : \d+ : [A-Z_]+ : ")
+_CLASS = re.compile(r"<class '(?:\w+\.)*(\w+)'>")
 _OV_NOISE = re.compile(r"^(?:Exception from |While validating node |To facilitate )")
 _OV_CHECK = re.compile(r"\s*Check '.*?' failed at \S+")
+_OV_FUNCTION = re.compile(r"\b\w+(?:::\w+)+ ")
 _OV_TAG = re.compile(r"^\[cpu\]\s*", re.IGNORECASE)
 
 
@@ -29,7 +32,7 @@ def onnxruntime_failure(error: Exception) -> ExecutionError:
     placed = _ORT_PLACE.match(text)
     if placed is not None:
         text = _ORT_CHECK.sub("", text[placed.end() :], count=1)
-    return _failure(f"{at}{text}", error)
+    return _failure(f"{at}{_ORT_STATUS.sub('', text)}", error)
 
 
 def openvino_failure(error: Exception) -> ExecutionError:
@@ -37,13 +40,13 @@ def openvino_failure(error: Exception) -> ExecutionError:
     said = []
     for line in str(error).splitlines():
         if not _OV_NOISE.match(line.strip()):
-            said.append(_OV_TAG.sub("", _OV_CHECK.sub("", line).strip()).rstrip(":"))
+            said.append(_OV_TAG.sub("", _OV_FUNCTION.sub("", _OV_CHECK.sub("", line)).strip()).rstrip(":"))
     return _failure(": ".join(filter(None, said)), error)
 
 
 def reference_failure(error: Exception) -> ExecutionError:
     """Return what NumPy, or onnx's own code, says of a failed run."""
-    return _failure(str(error), error)
+    return _failure(_CLASS.sub(r"\1", str(error)), error)
 
 
 def _failure(sentence: str, error: Exception) -> ExecutionError:

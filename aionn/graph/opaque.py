@@ -15,6 +15,7 @@ from blake3 import blake3
 
 from aionn.errors import CallerError
 from aionn.hal.model import OPAQUE, Constant, Model, Operation
+from aionn.hal.options import is_unicode
 from aionn.hal.types import DataLocation, IMemory, Operand, OperandType
 
 __all__ = ["opaque_model"]
@@ -40,6 +41,8 @@ def opaque_model(
     form, name = kind
     if not isinstance(form, str) or not form or form == "onnx":
         raise CallerError(f"format={form!r}: give the name of the format, such as 'tflite'; an ONNX model is read by Model.from_onnx")
+    if not is_unicode(form):
+        raise CallerError(f"format={form!r}: give Unicode without surrogates")
     data = _bytes_of(content)
     _check_operands("inputs", inputs)
     _check_operands("outputs", outputs)
@@ -75,11 +78,13 @@ def _check_operands(what: str, operands: Mapping[str, Operand]) -> None:
     for name, operand in operands.items():
         if not isinstance(name, str) or not isinstance(operand, Operand):
             raise CallerError(f"{what}[{name!r}]: expected an aionn.hal.Operand under a name, got {type(operand).__name__}")
+        if not is_unicode(name):
+            raise CallerError(f"{what}[{name!r}]: give a name of Unicode without surrogates")
 
 
 def _token(form: str, inputs: Mapping[str, Operand], outputs: Mapping[str, Operand], data: memoryview) -> bytes:
     border = [
-        [(name, operand.type.value, operand.dimensions, operand.symbols) for name, operand in operands.items()]
+        [(name, operand.word, operand.dimensions, operand.symbols, operand.default) for name, operand in operands.items()]
         for operands in (inputs, outputs)
     ]
     declared = msgspec.msgpack.encode((form, border, data.nbytes))

@@ -33,6 +33,7 @@ from aionn.testing.engine_check import (
     resident_bytes,
     room,
     same_bits,
+    switching_often,
 )
 
 __all__ = ["CASES"]
@@ -146,8 +147,7 @@ def arrays_are_read_anew(check: EngineCheck) -> None:
         into = room(checked, 0)
         executable.run(arrays, into, False)
         for array in arrays.values():
-            if array.size:
-                array.reshape(-1)[-1] = array.reshape(-1)[0]
+            array.reshape(-1)[-1:] = array.reshape(-1)[:1]
         report = executable.run(arrays, into, False)
         again = {name: np.array(report.outputs.get(name, array)) for name, array in into.items()}
         fresh = executable.run(given(arrays), {}, False).outputs
@@ -291,7 +291,7 @@ def _run_beside_each_other(executables: Sequence[Executable], checked: CheckedMo
             together.abort()
             raise
 
-    with ThreadPoolExecutor(len(executables)) as pool:
+    with switching_often(), ThreadPoolExecutor(len(executables)) as pool:
         errors = [future.exception() for future in [pool.submit(run, lane) for lane in range(len(executables))]]
     for error in errors:
         if error is not None and not isinstance(error, threading.BrokenBarrierError):

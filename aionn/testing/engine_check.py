@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
@@ -121,6 +122,17 @@ def expect_right(outputs: Arrays, checked: CheckedModel, run: int, what: str) ->
 def same_bits(some: Arrays, others: Arrays) -> bool:
     """Return whether two sets of outputs are equal bit by bit."""
     return all(np.asarray(some[name]).tobytes() == np.asarray(others[name]).tobytes() for name in others)
+
+
+@contextmanager
+def switching_often() -> Iterator[None]:
+    """Let Python's threads take turns so often within the block that runs meet each other also where they are short."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 def held_descriptors() -> int:

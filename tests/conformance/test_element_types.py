@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 import aionn
+from aionn.engines.elements import PACKED_BITS, pack, unpack
 from aionn.errors import CallerError, CompilationError
 from aionn.hal import OperandType
 
@@ -130,3 +131,13 @@ async def test_a_type_that_an_engine_does_not_take_is_refused_in_one_sentence_wh
             with pytest.raises(CompilationError, match=engine) as caught:
                 await runtime.compile(casts(kind), devices=(engine,))
             assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [OperandType.INT4, OperandType.UINT4, OperandType.INT2, OperandType.UINT2], ids=lambda kind: kind.value)
+def test_bits_outside_of_an_element_do_not_reach_its_neighbours(kind: OperandType) -> None:
+    """An array that is a view of bytes may hold bits that belong to no element."""
+    bits = PACKED_BITS[kind]
+    stray = np.array([[0xF1, 0xF2, 0xFF], [0x80, 0xF3, 0x7C]], np.uint8)
+    packed = pack(stray.view(kind.dtype), bits)
+    np.testing.assert_array_equal(packed, pack((stray & (2**bits - 1)).view(kind.dtype), bits))
+    np.testing.assert_array_equal(unpack(packed, kind).view(np.uint8) & (2**bits - 1), stray & (2**bits - 1))

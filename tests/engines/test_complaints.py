@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -28,13 +29,32 @@ RUNS: dict[str, tuple[list[Any], dict[str, NDArray[Any]], str]] = {
         "",
     ),
     "sum": ([helper.make_node("Add", ["x", "z"], ["y"], name="node")], {"x": np.zeros(3, np.float32), "z": np.zeros(2, np.float32)}, ""),
+    "negative": (
+        [helper.make_node("Pad", ["x", "z"], ["y"], name="node")],
+        {"x": np.zeros(3, np.float32), "z": np.array([-9, -9])},
+        "negative|must be >= 0|overflow|shape",
+    ),
     "join": (
         [helper.make_node("Concat", ["x", "z"], ["y"], name="node", axis=0)],
         {"x": np.zeros((2, 3), np.float32), "z": np.zeros((4, 5), np.float32)},
         "axis",
     ),
 }
-NOISE = ("onnxruntime_src", "src/", ".cpp", ".h:", ".cc", "ONNXRuntimeError", "Exception", "INVALID_ARGUMENT", "FAIL", "Error:", "::", "\n")
+NOISE = (
+    "onnxruntime_src",
+    "src/",
+    ".cpp",
+    ".h:",
+    ".cc",
+    "ONNXRuntimeError",
+    "Exception",
+    "INVALID_ARGUMENT",
+    "FAIL",
+    "Error:",
+    "<class",
+    "::",
+    "\n",
+)
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["engine's outputs", "outputs in place"])
@@ -45,7 +65,7 @@ def test_a_failed_run_is_one_plain_sentence(engine: Engine, what: str, given: bo
         value(name, [2], TensorProto.INT64) if array.dtype == np.int64 else value(name, [f"{name}{axis}" for axis in range(array.ndim)])
         for name, array in inputs.items()
     ]
-    rank = 1 if what == "sum" else 2
+    rank = 1 if what in ("sum", "negative") else 2
     executable = engine.compile(read(model_of(nodes, borders, [value("y", [f"y{axis}" for axis in range(rank)])])), CompileOptions())
     outputs = {"y": np.zeros((4,) * rank, np.float32)} if given else {}
     for _ in range(2):
@@ -53,7 +73,7 @@ def test_a_failed_run_is_one_plain_sentence(engine: Engine, what: str, given: bo
             executable.run(inputs, outputs, False)
         said = str(caught.value)
         assert len(said) > 20
-        assert words in said
+        assert re.search(words, said)
         assert not [noise for noise in NOISE if noise in said], said
         if engine.name != "reference":
             assert "node" in said

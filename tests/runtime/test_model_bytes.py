@@ -14,7 +14,8 @@ from aionn.engines.onnxruntime import OnnxRuntimeEngine
 from aionn.engines.openvino import OpenVINOEngine
 from aionn.engines.reference import ReferenceEngine
 from aionn.errors import CallerError, CompilationError
-from aionn.hal import CompileOptions, Operand, OperandType, model_bytes
+from aionn.hal import CompileOptions, Operand, OperandType, ValueKind, ValueType, model_bytes
+from aionn.hal.types import Default
 from aionn.remote.control import Call, PrepareModel, encode
 from aionn.remote.messages import model_message, options_message
 from aionn.testing import FakeDevice, identity_model
@@ -60,12 +61,27 @@ def test_the_token_is_that_of_the_bytes_and_of_the_border_and_of_the_format() ->
     assert opaque().token == opaque(name="other").token == opaque(bytearray(CONTENT)).token not in tokens
 
 
+def test_the_token_is_that_of_types_and_of_defaults() -> None:
+    """Equal tokens would give one of these models the other's stored compilation, which has another border."""
+    few = Operand(OperandType.FLOAT32, None)
+    borders = [
+        few,
+        ValueType(ValueKind.SEQUENCE, few),
+        ValueType(ValueKind.OPTIONAL, few),
+        ValueType(ValueKind.MAP, few, OperandType.INT64),
+    ]
+    borders += [Operand(OperandType.FLOAT32, None, default=Default((1,), bytes((0, 0, 0, last)))) for last in (0, 1)]
+    assert len({opaque(inputs={"x": border}).token for border in borders}) == len(borders)
+
+
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
         ({"content": b""}, "data: the model has no bytes"),
         ({"content": "text"}, "data: expected bytes in one piece, got str"),
         ({"form": ""}, "format='': give the name of the format"),
+        ({"form": "\udcff"}, r"format='\\udcff': give Unicode without surrogates"),
+        ({"inputs": {"\udcff": X}}, r"inputs\['\\udcff'\]: give a name of Unicode without surrogates"),
         ({"form": "onnx"}, "an ONNX model is read by Model.from_onnx"),
         ({"outputs": {}}, "outputs: the model has none"),
         ({"inputs": [X]}, "inputs: expected a dict of aionn.hal.Operand by name, got list"),
