@@ -89,7 +89,7 @@ class Flow:
         if value is None or value.type.WhichOneof("value") != "tensor_type":
             return None
         found = TYPES.get(value.type.tensor_type.elem_type)
-        return None if found is OperandType.STRING else found  # texts travel in calls of their own
+        return None if found is OperandType.STRING else found  # texts cannot lie in shared memory
 
     def work_us(self, index: int) -> float:
         """Estimate how long a CPU needs for an operation, in microseconds: its multiply-adds, its elements, and the nodes inside."""

@@ -98,8 +98,9 @@ class Fallback:
         if serving.device in self._taken_over:
             return None
         again = Call(dict(call.inputs), call.outputs, call.measure_timing, call.deadline_ns, dict(call.placed))
+        answer: Result | None = result
         while True:
-            step = getattr(result, "step", None)
+            step = getattr(answer, "step", None)
             if step is not None:
                 self._steps |= {step}
             steps = self._steps
@@ -113,8 +114,8 @@ class Fallback:
             except DeadlineError:
                 raise
             except AionnError as second:
-                result = attempt.failed
-                if getattr(result, "step", None) not in (None, *steps) or steps != self._steps:
+                answer = attempt.failed
+                if getattr(answer, "step", None) not in (None, *steps) or steps != self._steps:
                     continue  # another step has failed, in this call or in one beside it, which took the fallback's place
                 error.add_note(f"device {base.device!r} was tried, too, and failed: {second}")
                 return None
