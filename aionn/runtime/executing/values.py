@@ -57,7 +57,8 @@ async def compute_values(executor: Executor, route: Route, call: Call) -> Output
         # From here on a swap waits for this execution.
         settled = serving.entered(_nothing)
         with trace.span("compute.values", device=serving.device):
-            result, values, copied = await prepared.execute_values(call.inputs, call.measure_timing, call.deadline_ns, settled)
+            inputs = executor.arguments.complete(call.inputs)
+            result, values, copied = await prepared.execute_values(inputs, call.measure_timing, call.deadline_ns, settled)
         executor.counts.add(COPIED_BYTES, copied)
         if result.status is not ErrorStatus.NONE:
             raise executor.failure(serving, result, None)
