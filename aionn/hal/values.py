@@ -69,6 +69,7 @@ class ValueType(Operand):
             ("type", element.type),
             ("dimensions", None),
             ("symbols", ()),
+            ("default", None),
             ("kind", kind),
             ("element", element),
             ("key", key),
