@@ -212,7 +212,7 @@ def _borders(model: ModelProto, defaults: Mapping[str, Default]) -> tuple[dict[s
     values = [value for value in model.graph.input if value.name not in initializers]
     values.sort(key=lambda value: value.name in defaults)
     inputs, outputs = border(values, "input"), border(model.graph.output, "output")
-    inputs = {name: replace(operand, default=defaults.get(name)) for name, operand in inputs.items()}
+    inputs = {name: replace(operand, default=defaults[name]) if name in defaults else operand for name, operand in inputs.items()}
     kept = [onnx.ValueInfoProto.FromString(value.SerializeToString()) for value in values]
     del model.graph.input[:]
     model.graph.input.extend(kept)
