@@ -340,6 +340,20 @@ async def test_calls_beside_each_other_move_all_steps_that_fail(monkeypatch: pyt
             assert compilation.device == f"{cpu.name}+{muls.name}"
 
 
+async def test_a_device_that_has_taken_over_does_not_fall_back_to_a_third_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    with drivers(WholeEngine, CpuWholeEngine, CpuMulEngine) as (first, cpu, third):
+        monkeypatch.setattr(Devices, "installed", property(lambda _: [first.name, cpu.name, third.name]))
+        first.fail("broken", "run")
+        async with aionn.Runtime(start=()) as runtime:
+            compilation = await runtime.compile(aionn.Model.from_onnx(three_step_model(("Mul", "Mul", "Mul"))))
+            assert (await compilation.compute({"x": X})).device == cpu.name
+            cpu.fail("broken, too", "run")
+            with pytest.raises(ExecutionError, match="broken, too"):
+                await compilation.compute({"x": X})
+            assert compilation.device == cpu.name
+            assert not await runs(third, runtime)
+
+
 async def test_a_compilation_that_is_swapped_to_a_new_model_may_fall_back_again(pair: list[FakeDevice]) -> None:
     first, cpu = pair
     async with aionn.Runtime(start=()) as runtime:

@@ -11,6 +11,8 @@ import pytest
 from onnx import TensorProto, helper
 
 import aionn
+from aionn.runtime.compilation import parts_of
+from aionn.runtime.serving.members import NotNowError
 from aionn.testing.models import identity_model
 from tests.engines.onnx_graphs import model_of, value
 from tests.leaks import leak_check
@@ -150,3 +152,21 @@ async def test_one_that_is_dropped_is_freed_without_a_collection() -> None:
             assert state() is None
         finally:
             gc.enable()
+
+
+async def test_a_use_by_the_other_compilation_during_a_swap_makes_the_copy_outdated() -> None:
+    async with aionn.Runtime() as runtime:
+        encoder, decoder = await compiled(runtime, 1), await compiled(runtime, 10)
+        async with await runtime.allocate(outputs=[(encoder, "y"), (decoder, "y")], inputs=[(decoder, "x")]) as hidden:
+            await hidden.reset(1)
+            swapped = parts_of(encoder).compiled
+            (member,) = swapped.members
+            assert swapped.serving is not None
+            change = await member.prepare(swapped.serving)
+            assert change is not None
+            change.check()
+            await decoder.compute({"x": hidden}, outputs={"y": hidden})
+            with pytest.raises(NotNowError, match="another compilation used the device memory"):
+                change.check()
+            change.abort()
+            np.testing.assert_array_equal(await hidden.snapshot(), np.full(N, 11, np.float32))

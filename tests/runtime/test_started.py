@@ -654,3 +654,13 @@ async def test_a_child_of_fork_cannot_cancel_an_event_of_its_parent(first: aionn
     assert outcome_of(fence) is None
     os.eventfd_write(gate, 1)
     np.testing.assert_array_equal((await event)["y"], X)
+
+
+async def test_outputs_that_the_app_holds_keep_their_values_while_other_starts_run(first: aionn.Compilation) -> None:
+    for _ in range(3):
+        held = [await event for event in [first.start({"x": X + number}) for number in range(IN_FLIGHT // 2)]]
+        for number in range(IN_FLIGHT):
+            await first.start({"x": X - number - 1})
+        for number, outputs in enumerate(held):
+            np.testing.assert_array_equal(outputs["y"], X + number)
+        del held, outputs

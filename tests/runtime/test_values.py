@@ -495,3 +495,23 @@ async def test_the_apps_page_counts_what_was_computed() -> None:
         assert executor is not None
         assert executor.counts.get(COMPUTED) == 3
         assert executor.counts.get(COPIED_BYTES) > 0
+
+
+async def test_an_input_with_a_default_may_be_left_out_beside_texts() -> None:
+    graph = helper.make_graph(
+        [helper.make_node("Identity", ["text"], ["same"]), helper.make_node("Add", ["x", "weight"], ["y"])],
+        "texts",
+        [
+            helper.make_tensor_value_info("text", TensorProto.STRING, [1]),
+            *(helper.make_tensor_value_info(name, TensorProto.FLOAT, [3]) for name in ("x", "weight")),
+        ],
+        [helper.make_tensor_value_info("same", TensorProto.STRING, [1]), helper.make_tensor_value_info("y", TensorProto.FLOAT, [3])],
+        [numpy_helper.from_array(np.ones(3, np.float32), "weight")],
+    )
+    content = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8).SerializeToString()
+    given = {"text": np.array(["a"], object), "x": np.zeros(3, np.float32)}
+    async with aionn.Runtime() as runtime:
+        compilation = await runtime.compile(aionn.Model.from_onnx(content), devices=("reference",))
+        np.testing.assert_array_equal((await compilation.compute(given))["y"], np.ones(3))
+        five = np.full(3, 5, np.float32)
+        np.testing.assert_array_equal((await compilation.compute({**given, "weight": five}))["y"], five)
