@@ -18,6 +18,13 @@ from tests.leaks import leak_check
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("both_ways")]
 
+
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, bool]]:
+    """One loop: what a shape means does not depend on it."""
+    return "asyncio", {"use_uvloop": True}
+
+
 STEPS = [np.array([[3, 1, 4]]), np.array([[1]]), np.array([[5]])]
 """The prompt, and two tokens one by one."""
 

@@ -22,6 +22,13 @@ from tests.real_models import carried, some_input
 
 pytestmark = pytest.mark.anyio
 
+
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, bool]]:
+    """One loop: `test_execution_fenced` and `test_started` run on both."""
+    return "asyncio", {"use_uvloop": True}
+
+
 WAYS = ("event", "compute", "burst", "fenced")
 STATUS_ENGINE = "tests.conformance.status_engine:StatusEngine"
 MEANING: Mapping[ErrorStatus, type[aionn.AionnError]] = {

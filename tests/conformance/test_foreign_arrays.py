@@ -19,6 +19,12 @@ from aionn.testing.models import identity_model
 pytestmark = [pytest.mark.anyio]
 
 
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, bool]]:
+    """One loop: what an array holds does not depend on it."""
+    return "asyncio", {"use_uvloop": True}
+
+
 class Tensor:
     """A tensor of another library, which offers DLPack and nothing else."""
 

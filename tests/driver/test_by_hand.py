@@ -15,6 +15,14 @@ from tests.driver.handmade_device import VARIABLE
 from tests.leaks import leak_check
 
 pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, bool]]:
+    """One loop: the app's loop does not matter to a driver."""
+    return "asyncio", {"use_uvloop": True}
+
+
 BY_CLASS = "tests.driver.handmade_device:DoublingDevice"
 X = np.arange(16, dtype=np.float32).reshape(1, 16)
 

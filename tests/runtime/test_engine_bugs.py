@@ -21,6 +21,13 @@ from tests.runtime.values_models import TEXTS, passing
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("surroundings")]
 
+
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, bool]]:
+    """One loop: what an engine says does not depend on it."""
+    return "asyncio", {"use_uvloop": True}
+
+
 INPUTS = {"input": np.zeros((1, 16), np.float32)}
 FILE = re.escape(str(buggy_engine.__file__))
 

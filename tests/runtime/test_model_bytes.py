@@ -20,6 +20,13 @@ from aionn.remote.control import Call, PrepareModel, encode
 from aionn.remote.messages import model_message, options_message
 from aionn.testing import FakeDevice, identity_model
 
+
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, bool]]:
+    """One loop: what bytes mean does not depend on it."""
+    return "asyncio", {"use_uvloop": True}
+
+
 X, Y = Operand(OperandType.FLOAT32, (1, 16)), Operand(OperandType.FLOAT32, (1, 16))
 CONTENT = bytes(range(256)) * 5000
 

@@ -40,6 +40,12 @@ from tests.runtime.planned_models import (
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("surroundings")]
 
 
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, bool]]:
+    """One loop: `test_planned_bursts` and `test_fenced_plans` run on both."""
+    return "asyncio", {"use_uvloop": True}
+
+
 def same(found: Mapping[str, Any], wanted: Mapping[str, Any], names: Sequence[str] = ()) -> None:
     assert set(found) == set(names or wanted)
     for name in names or wanted:

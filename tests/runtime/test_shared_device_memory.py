@@ -18,6 +18,14 @@ from tests.engines.onnx_graphs import model_of, value
 from tests.leaks import leak_check
 
 pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, bool]]:
+    """One loop: `test_members` and `test_swapping` run on both."""
+    return "asyncio", {"use_uvloop": True}
+
+
 N = 8
 X = np.arange(N, dtype=np.float32)
 FAKE = "aionn.testing.fake_engine:FakeEngine"

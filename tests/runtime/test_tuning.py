@@ -15,6 +15,14 @@ from tests.leaks import leak_check
 from tests.runtime.tuning_engine import RUNS
 
 pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, bool]]:
+    """One loop: what is stored does not depend on it."""
+    return "asyncio", {"use_uvloop": True}
+
+
 DEVICE = "tests.runtime.tuning_engine:TuningEngine"
 
 

@@ -29,6 +29,13 @@ from tests.runtime.values_models import FLOATS, INTEGERS, TEXTS, linear_classifi
 
 pytestmark = pytest.mark.anyio
 
+
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, bool]]:
+    """One loop: `test_started` and `test_kept_burst` try the ways to cancel on both."""
+    return "asyncio", {"use_uvloop": True}
+
+
 X = np.array([[1.0, 0.0], [0.0, 1.0], [3.0, -1.0]], np.float32)
 ORT = ("onnxruntime",)
 
