@@ -30,6 +30,13 @@ from tests.leaks import leak_check
 
 pytestmark = pytest.mark.anyio
 
+
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, bool]]:
+    """One loop: `test_started` runs on both."""
+    return "asyncio", {"use_uvloop": True}
+
+
 FACTOR = np.linspace(-2, 2, 64, dtype=np.float32)
 BYTES = FACTOR.nbytes
 

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture
 def anyio_backend() -> tuple[str, dict[str, bool]]:
-    """One loop: `test_execution_fenced` and `test_started` run on both."""
+    """One loop: `test_started` runs on both."""
     return "asyncio", {"use_uvloop": True}
 
 
