@@ -391,7 +391,7 @@ async def test_a_call_on_a_driver_that_dies_is_repeated_as_the_readme_says(siler
         expected = (await compilation.compute(voice()))["output"]
         world: dict[str, Any] = {"compilation": compilation, "inputs": voice(), "log": log, "aionn": aionn}
         os.kill(driver_of(runtime), signal.SIGSTOP)  # so that the call is there before the death is
-        os.waitid(os.P_PID, driver_of(runtime), os.WSTOPPED | os.WNOWAIT)  # all its threads stand still now
+        os.waitid(os.P_PID, driver_of(runtime), os.WSTOPPED | os.WNOWAIT)  # noqa: ASYNC222 -- all its threads stand still now, within a moment
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(run_block, "When a driver dies", world)
             await anyio.wait_all_tasks_blocked()
