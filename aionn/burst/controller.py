@@ -81,7 +81,7 @@ class ExecutionBurstController:
         caller.inline_ns, caller.yield_ns = INLINE_NS, YIELD_NS
         self._may_look = may_stay_awake(low_power=low_power)
         window_ns = APP_WINDOW_NS if self._may_look else 0
-        calls = (loop.create_future, loop.call_soon, self._take_unknown, self._cannot_send, self._wake_by, _trace)
+        calls = (loop.create_future, loop.call_soon, self._take_unknown, self._cannot_send, self._wake_by, trace.captured_ns.get)
         number = requests.inode  # of this burst, in both processes
         caller.begin(depth, window_ns, calls, counts, number)
         self._result_fd = results.reader_fd
@@ -116,7 +116,7 @@ class ExecutionBurstController:
             DeadlineError: the answer did not come by the deadline.
             AionnError: the reason why the burst ended.
         """
-        sent: Sent = self.caller.send(body, settled, deadline_ns or 0, trace.active)
+        sent: Sent = self.caller.send(body, settled, deadline_ns or 0)
         if isinstance(sent, tuple):
             return sent
         if sent is None:
@@ -241,11 +241,3 @@ class ExecutionBurstController:
             self._take((self._results.read(available) if available else None) or b"")
         except AionnError as error:
             trace.count("burst.last_answers_lost", reason=str(error))
-
-
-def _trace(answers: list[tuple[int, int, int, int, Result]]) -> None:
-    """Report the spans of requests. The driver reports how long it was busy. The rest was spent in the queues and in waking up."""
-    for identity, began_ns, ended_ns, service_ns, result in answers:
-        busy_from_ns = max(began_ns, ended_ns - service_ns)
-        trace.span_at("burst.queue_wait", began_ns, busy_from_ns, identity=identity)
-        trace.span_at("burst.execute", busy_from_ns, ended_ns, identity=identity, status=result.status.name)

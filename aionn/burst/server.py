@@ -208,7 +208,7 @@ class ExecutionBurstServer:
         requests = self._requests
         yielded_ns = time.monotonic_ns()
         while True:
-            lanes = None if trace.active else self._lanes
+            lanes = self._lanes
             if lanes is not None:
                 async with self._working:
                     if not self._wanted and not await self._lend(lanes):
@@ -227,7 +227,7 @@ class ExecutionBurstServer:
             if lanes is not None:
                 await self._serve_first(requests.peek(available) or b"")
                 continue
-            await self._catch_up()  # a tracer may have come while lanes ran requests
+            await self._catch_up()
             for packet in split_requests(requests.read(available) or b""):  # a broken client may have taken datums back
                 await self._answer(packet)
                 if time.monotonic_ns() - yielded_ns > YIELD_NS:
@@ -291,7 +291,7 @@ class ExecutionBurstServer:
             # NNAPI's packets are not remembered. A packet without identity must not pass for the body of a framed one.
             result = await self._result_of(packet, packet[:-DATUM_BYTES] if framed else None, deadline_ns)
         if trace.active:
-            _trace_execution(result, identity or 0, began_ns)
+            self._trace_execution(result, identity or 0, began_ns)
         await self._send(result, identity, began_ns)
 
     async def _result_of(self, packet: bytes, key: bytes | None, deadline_ns: int | None) -> Result:
@@ -340,6 +340,11 @@ class ExecutionBurstServer:
 
     # ---- answering ----------------------------------------------------------------------------------------------------
 
+    def _trace_execution(self, result: Result, identity: int, began_ns: int) -> None:
+        """Report what lanes record natively. `queue` names the burst as their records do."""
+        queue = self._requests.inode
+        trace.span_at("burst.execute", began_ns, time.monotonic_ns(), queue=queue, identity=identity, status=result.status.name)
+
     async def _send(self, result: Result, identity: int | None, began_ns: int) -> None:
         self._answered += 1
         await self._write(result, identity, time.monotonic_ns() - began_ns)
@@ -375,7 +380,3 @@ def _why_unfit(queue: MessageQueue) -> AionnError | None:
     if queue.flavor is not MQFlavor.SYNCHRONIZED or queue.reader_fd < 0:
         return CallerError("a queue of the burst cannot be awaited; a burst needs synchronized queues with eventfds")
     return None
-
-
-def _trace_execution(result: Result, identity: int, began_ns: int) -> None:
-    trace.span_at("burst.execute", began_ns, time.monotonic_ns(), identity=identity, status=result.status.name)

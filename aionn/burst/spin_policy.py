@@ -24,7 +24,8 @@ loop only while no other caller of the burst waits, so that several callers fill
 from __future__ import annotations
 
 import os
-from pathlib import Path
+
+from aionn.cgroups import cpu_quota
 
 APP_WINDOW_NS = 300_000
 """The app looks for this long, once per iteration of its loop. A small model's run time plus the exchange must fit well. Otherwise the
@@ -47,14 +48,8 @@ def cpus_for_both_ends() -> int:
     The affinity does not count, because an app and a driver that are pinned to one CPU each have two. Peers on the same CPU are
     recognised by the CPU on which each was last seen.
     """
-    cpus = os.cpu_count() or 1
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
-        if quota != "max":
-            cpus = min(cpus, max(1, int(quota) // int(period)))
-    except (OSError, ValueError):
-        return cpus
-    return cpus
+    cpus, quota = os.cpu_count() or 1, cpu_quota()
+    return cpus if quota is None else min(cpus, max(1, int(quota.cpus)))
 
 
 def may_stay_awake(*, low_power: bool) -> bool:

@@ -19,7 +19,6 @@ static int caller_traverse(PyObject *object, visitproc visit, void *arg)
     for (unsigned i = 0; i < CALLS; i++)
         Py_VISIT(self->calls[i]);
     Py_VISIT(self->look_again);
-    Py_VISIT(self->reports);
     const struct request *lists[] = {self->first, self->spare};
     for (unsigned i = 0; i < 2; i++)
         for (const struct request *r = lists[i]; r; r = r->next) {
@@ -38,7 +37,6 @@ static int caller_clear(PyObject *object)
     for (unsigned i = 0; i < CALLS; i++)
         Py_CLEAR(self->calls[i]);
     Py_CLEAR(self->look_again);
-    Py_CLEAR(self->reports);
     self->slot = NULL;
     PyBuffer_Release(&self->counts);
     struct request *lists[] = {self->first, self->spare};
@@ -129,7 +127,6 @@ static PyObject *caller_end(PyObject *object, PyObject *Py_UNUSED(none))
         flight_remove(self, r);
         flight_finish(self, r, Py_None, Py_None);
     }
-    flight_report(self);
     caller_clear(object);
     return PyLong_FromUnsignedLong(lost);
 }

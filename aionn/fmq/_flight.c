@@ -147,15 +147,6 @@ PyObject *flight_answer(CallerObject *self, const struct request *r, PyObject *v
     Py_INCREF(value);
     PyTuple_SetItem(answer, 0, value); /* these steal, and cannot fail on a new tuple */
     PyTuple_SetItem(answer, 1, service);
-    if (r->traced) {
-        PyObject *report = Py_BuildValue("(KLLKO)", (unsigned long long)r->identity, (long long)r->began_ns, (long long)now_ns,
-                                         (unsigned long long)service_ns, value);
-        if (!self->reports)
-            self->reports = PyList_New(0);
-        if (!report || !self->reports || PyList_Append(self->reports, report) < 0)
-            PyErr_WriteUnraisable((PyObject *)self);
-        Py_XDECREF(report);
-    }
     return answer;
 }
 
@@ -171,16 +162,6 @@ void flight_settle(CallerObject *self, struct request *r, PyObject *value, uint6
         PyErr_WriteUnraisable((PyObject *)self);
     flight_finish(self, r, answer ? answer : Py_None, value);
     Py_XDECREF(answer);
-}
-
-void flight_report(CallerObject *self)
-{
-    PyObject *reports = self->reports;
-    if (!reports)
-        return;
-    self->reports = NULL;
-    flight_call_back(self, REPORT, reports);
-    Py_DECREF(reports);
 }
 
 /* Send those that wait, while fewer than `depth` are in flight and the queue has room. */
@@ -211,7 +192,7 @@ static void send_unsent(CallerObject *self)
         r->sent = true;
         r->began_ns = ring_now_ns();
         r->sleeps = self->sleeps;
-        flight_note_sent(self, r->identity, r->began_ns, (uint64_t)length);
+        flight_note_sent(self, r, r->began_ns);
         PyObject *sent = r->body;
         r->body = NULL;
         Py_DECREF(sent);
@@ -245,7 +226,6 @@ void flight_look(CallerObject *self, int64_t now_ns, bool expected)
         spin_waited(&self->spin, now_ns - self->last_began_ns, self->sleeps != self->last_sleeps);
     if (!self->over)
         send_unsent(self);
-    flight_report(self);
 }
 
 /* ---- waiting ------------------------------------------------------------------------------------------------------- */

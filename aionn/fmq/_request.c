@@ -25,8 +25,21 @@ static PyObject *answer_at_once(CallerObject *self, const struct request *r)
     return answer;
 }
 
+/* When the frame of a traced request was captured, as the app's context says, or 0. */
+static uint64_t captured_ns(const CallerObject *self)
+{
+    PyObject *found = PyObject_CallNoArgs(self->calls[CAPTURED]);
+    unsigned long long ns = found ? PyLong_AsUnsignedLongLong(found) : 0;
+    Py_XDECREF(found);
+    if (PyErr_Occurred()) {
+        PyErr_Clear(); /* a trace fails no request */
+        return 0;
+    }
+    return ns;
+}
+
 /* Return the answer, or a future of it, or None if the request cannot be sent. */
-static PyObject *request(CallerObject *self, PyObject *body, PyObject *settled, long long deadline_ns, bool traced)
+static PyObject *request(CallerObject *self, PyObject *body, PyObject *settled, long long deadline_ns)
 {
     char *bytes;
     Py_ssize_t length;
@@ -41,6 +54,13 @@ static PyObject *request(CallerObject *self, PyObject *body, PyObject *settled, 
     if (self->over || !requests || !results || length % EXCHANGE_ELEMENT || (uint64_t)length + EXCHANGE_ELEMENT > requests->capacity)
         Py_RETURN_NONE;
     int64_t now_ns = ring_now_ns();
+    r->captured_ns = 0;
+    if (slot_is_traced(self->slot, now_ns)) {
+        uint64_t captured = captured_ns(self);
+        if (self->over || self->spare != r) /* the call ran Python code that ended the burst */
+            Py_RETURN_NONE;
+        r->captured_ns = captured;
+    }
     /* A caller that is alone waits right here. Suspending and resuming a task costs more time than many answers take. */
     bool alone = !self->first && self->woken <= 1 && self->spin.brisk && now_ns < self->yield_by_ns;
     self->woken -= self->woken > 0;
@@ -61,9 +81,8 @@ static PyObject *request(CallerObject *self, PyObject *body, PyObject *settled, 
     r->began_ns = now_ns;
     r->deadline_ns = deadline_ns;
     r->sleeps = self->sleeps;
-    r->traced = traced;
     if (sends)
-        flight_note_sent(self, r->identity, now_ns, (uint64_t)length);
+        flight_note_sent(self, r, now_ns);
     if (alone) {
         PyObject *answer = answer_at_once(self, r);
         if (answer || PyErr_Occurred()) {
@@ -72,7 +91,6 @@ static PyObject *request(CallerObject *self, PyObject *body, PyObject *settled, 
                 PyErr_Fetch(&type, &error, &trace); /* no memory; what follows may run any Python code */
             if (settled)
                 flight_call(settled, answer ? PyTuple_GetItem(answer, 0) : Py_None);
-            flight_report(self);
             if (!answer)
                 PyErr_Restore(type, error, trace);
             return answer;
@@ -108,17 +126,17 @@ static PyObject *request(CallerObject *self, PyObject *body, PyObject *settled, 
     return future;
 }
 
-/* send(body, settled, deadline_ns, traced) */
+/* send(body, settled, deadline_ns) */
 PyObject *request_send(PyObject *object, PyObject *const *args, Py_ssize_t given)
 {
-    long long number[2];
-    if (given != 4) {
-        PyErr_SetString(PyExc_TypeError, "send(body, settled, deadline_ns, traced)");
+    long long deadline_ns;
+    if (given != 3) {
+        PyErr_SetString(PyExc_TypeError, "send(body, settled, deadline_ns)");
         return NULL;
     }
-    if (!exchange_numbers(args + 2, 2, number))
+    if (!exchange_numbers(args + 2, 1, &deadline_ns))
         return NULL;
-    return request((CallerObject *)object, args[0], args[1] == Py_None ? NULL : args[1], number[0], number[1]);
+    return request((CallerObject *)object, args[0], args[1] == Py_None ? NULL : args[1], deadline_ns);
 }
 
 /* Return 1 if `array` has the type, the dtype and the shape of `place`, else 0, or -1 with an exception. */
@@ -138,17 +156,17 @@ static int alike(const CallerObject *self, PyObject *place, PyObject *array)
     return same;
 }
 
-/* post(places, inputs, body, deadline_ns, traced) */
+/* post(places, inputs, body, deadline_ns) */
 PyObject *request_post(PyObject *object, PyObject *const *args, Py_ssize_t given)
 {
-    long long number[2];
+    long long deadline_ns;
     PyObject *name, *place;
     Py_ssize_t at = 0;
-    if (given != 5 || !PyDict_CheckExact(args[0])) {
-        PyErr_SetString(PyExc_TypeError, "post(places, inputs, body, deadline_ns, traced)");
+    if (given != 4 || !PyDict_CheckExact(args[0])) {
+        PyErr_SetString(PyExc_TypeError, "post(places, inputs, body, deadline_ns)");
         return NULL;
     }
-    if (!exchange_numbers(args + 3, 2, number))
+    if (!exchange_numbers(args + 3, 1, &deadline_ns))
         return NULL;
     if (((CallerObject *)object)->over || !PyDict_CheckExact(args[1]) || PyDict_Size(args[0]) != PyDict_Size(args[1]))
         Py_RETURN_NONE;
@@ -169,5 +187,5 @@ PyObject *request_post(PyObject *object, PyObject *const *args, Py_ssize_t given
         if (!fits)
             Py_RETURN_NONE;
     }
-    return request((CallerObject *)object, args[2], NULL, number[0], number[1]);
+    return request((CallerObject *)object, args[2], NULL, deadline_ns);
 }

@@ -159,7 +159,7 @@ class Caller:
             Callable[[], None],
             Callable[[], None],
             Callable[[int], None],
-            Callable[[list[tuple[int, int, int, int, Any]]], None],
+            Callable[[], int],
         ],
         counts: Buffer | None = None,
         burst: int = 0,
@@ -172,7 +172,7 @@ class Caller:
             window_ns: how long this end may stay awake. 0 means never.
             calls: the loop's `create_future` and `call_soon`, and four functions. The third one takes everything out of the result queue,
                 and calls `answered`. The fourth one is called when a request that waits cannot be sent. The fifth one gets the time at
-                which `late` must be called. The sixth one gets (identity, sent, answered, service time, value) of traced requests.
+                which `late` must be called. The sixth one returns when the frame of a traced request was captured, or 0.
                 They must not raise.
             counts: a slot of a statistics page (`aionn.pages.BurstSlot`).
             burst: names the burst in trace records.
@@ -185,7 +185,7 @@ class Caller:
     def forget(self) -> None:
         """Forget all bodies."""
     def post(
-        self, places: dict[str, NDArray[Any]], inputs: Mapping[str, Any], body: bytes, deadline_ns: int, traced: bool, /
+        self, places: dict[str, NDArray[Any]], inputs: Mapping[str, Any], body: bytes, deadline_ns: int, /
     ) -> tuple[Any, int] | Future[tuple[Any, int] | None] | None:
         """Copy each input into its place, and send the request as `send` does.
 
@@ -193,7 +193,7 @@ class Caller:
         places' dtypes and shapes.
         """
     def send(
-        self, body: bytes, settled: Callable[[Any], object] | None, deadline_ns: int, traced: bool, /
+        self, body: bytes, settled: Callable[[Any], object] | None, deadline_ns: int, /
     ) -> tuple[Any, int] | Future[tuple[Any, int] | None] | None:
         """Send a request, or let it wait for its turn.
 

@@ -26,11 +26,12 @@ struct request {
     long long sleeps;                            /* how often the burst had slept until then */
     PyObject *body;                              /* until it is sent */
     PyObject *future, *settled, *idle;           /* each may be NULL, `future` when the caller has left */
-    bool sent, traced;
+    uint64_t captured_ns;                        /* of a traced request, or 0 */
+    bool sent;
 };
 
 /* What Python does for this object. See `Caller.begin` in _ring.pyi. */
-enum call { CREATE_FUTURE, CALL_SOON, GENERAL, UNSENDABLE, WAKE_BY, REPORT, CALLS };
+enum call { CREATE_FUTURE, CALL_SOON, GENERAL, UNSENDABLE, WAKE_BY, CAPTURED, CALLS };
 
 enum name { SET_RESULT, DONE, DTYPE, SHAPE, NAMES };
 
@@ -52,7 +53,6 @@ typedef struct {
     Py_buffer counts;        /* exports `slot` */
     struct page_slot *slot;  /* of the app's statistics page, or NULL */
     unsigned long long burst; /* names the burst in trace records */
-    PyObject *reports; /* a list of the answers that a trace wants, or NULL */
 } CallerObject;
 
 /* ---- _flight.c ---- */
@@ -66,17 +66,19 @@ PyObject *flight_answer(CallerObject *self, const struct request *r, PyObject *v
 void flight_settle(CallerObject *self, struct request *r, PyObject *value, uint64_t service_ns, int64_t now_ns);
 void flight_call(PyObject *callable, PyObject *argument);
 void flight_call_back(CallerObject *self, enum call which, PyObject *argument);
-void flight_report(CallerObject *self);
 void flight_look(CallerObject *self, int64_t now_ns, bool expected);
 void flight_watch(CallerObject *self);
 PyObject *flight_event(PyObject *object, PyObject *none);
 PyObject *flight_look_again(PyObject *object, PyObject *none);
 
 /* Count a request that lies in the queue now. */
-static inline void flight_note_sent(const CallerObject *self, uint64_t identity, int64_t now_ns, uint64_t bytes)
+static inline void flight_note_sent(const CallerObject *self, const struct request *r, int64_t now_ns)
 {
     slot_sent(self->slot);
-    slot_trace(self->slot, TRACE_SENT, self->burst, identity, now_ns, bytes, 0);
+    if (slot_is_traced(self->slot, now_ns)) {
+        const page_word *words = page_words(self->slot);
+        slot_trace(self->slot, TRACE_SENT, self->burst, r->identity, now_ns, words ? page_load(&words[SLOT_NUMBER]) : 0, r->captured_ns);
+    }
 }
 
 /* ---- _request.c ---- */

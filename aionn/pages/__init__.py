@@ -5,6 +5,11 @@
     page        a driver's page as its process writes it and as its app reads it; maps memory
     app_page    the app's page: slots given out and taken back
     finding     pages and trace rings of other processes, found by the links in /proc
+    measures    what pages show as numbers with names and labels, for monitoring (sans-IO)
+    totals      sums of these over pages that come and go
+    process_use what /proc says of a process: parent, memory, CPU time, threads, descriptors
+    trace_records  what trace records mean (sans-IO)
+    collecting  the trace records of an app and its drivers, read while they run
     _page       native: the slots (_slots.c), and what a reader does in one step (_page.c); slot_objects.h has what they share
 
 Header-only C, which `aionn.fmq` includes for the frame path:
@@ -15,7 +20,7 @@ Header-only C, which `aionn.fmq` includes for the frame path:
     sequence.h    rare changes of many words, which a reader sees as one
     trace_ring.h  records of single frames, while another process asks for them
 
-A page is one sealed memfd of 256 KiB, of which a process touches only what it uses. The page has no name in a file system, so it
+A page is one sealed memfd of 2 MiB, of which a process touches only what it uses. The page has no name in a file system, so it
 vanishes with its last descriptor. An app has one page for all its runtimes. A driver makes a page and sends its descriptor with `Ready`.
 
     header      magic, layout version, role, pid, start time (field 22 of /proc/PID/stat), sizes, until when frames are traced
@@ -26,13 +31,20 @@ vanishes with its last descriptor. An app has one page for all its runtimes. A d
 
 Each number has one writer at a time and is stored whole. A reader may see one number of this moment beside another of the next, so a
 reader that draws conclusions looks twice. A later version of the layout may add numbers in the unused room behind those of today.
+
+`app_page` is imported when one of its names is first asked for: a reader of other processes' pages needs no event loop.
 """
 
+import typing as _typing
+
+from aionn.lazy import imported_when_asked as _imported_when_asked
 from aionn.pages.app_layout import COUNTERS, Kind, PageView, SlotView, TraceKind, TraceRecord
-from aionn.pages.app_page import AppPage, BurstSlot, close_page, open_page, private_counts
-from aionn.pages.finding import FoundPage, TraceReader, find_page, find_pages, tracing
+from aionn.pages.finding import FoundPage, PageHeader, TraceReader, find_headers, find_page, find_pages, tracing
 from aionn.pages.layout import Activity, Execution, LayoutError
 from aionn.pages.page import BEAT_S, DriverPage, PageReader, Slot, private_slot, start_time_of
+
+if _typing.TYPE_CHECKING:
+    from aionn.pages.app_page import AppPage, BurstSlot, close_page, open_page, private_counts, traced_until_ns
 
 __all__ = [
     "BEAT_S",
@@ -45,6 +57,7 @@ __all__ = [
     "FoundPage",
     "Kind",
     "LayoutError",
+    "PageHeader",
     "PageReader",
     "PageView",
     "Slot",
@@ -53,11 +66,17 @@ __all__ = [
     "TraceReader",
     "TraceRecord",
     "close_page",
+    "find_headers",
     "find_page",
     "find_pages",
     "open_page",
     "private_counts",
     "private_slot",
     "start_time_of",
+    "traced_until_ns",
     "tracing",
 ]
+
+if not _typing.TYPE_CHECKING:
+    _OF_APPS = "AppPage BurstSlot close_page open_page private_counts traced_until_ns"
+    __getattr__ = _imported_when_asked(__name__, dict.fromkeys(_OF_APPS.split(), "aionn.pages.app_page"))

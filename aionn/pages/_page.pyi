@@ -8,6 +8,7 @@ PAGE_TRACE_UNTIL: Final[int]
 PAGE_SEQUENCE: Final[int]
 PAGE_SLOTS_USED: Final[int]
 PAGE_HEADER_BYTES: Final[int]
+SLOT_NUMBER: Final[int]
 SLOT_SENT: Final[int]
 SLOT_ANSWERED: Final[int]
 SLOT_COMPUTED: Final[int]
@@ -19,6 +20,8 @@ SLOT_DROPPED: Final[int]
 SLOT_CONNECTIONS: Final[int]
 SLOT_CALL_TIMES: Final[int]
 SLOT_SERVICE_TIMES: Final[int]
+SLOT_AGES: Final[int]
+SLOT_COUNTERS_END: Final[int]
 SLOT_WORDS: Final[int]
 TRACE_RECORDS: Final[int]
 TRACE_BYTES: Final[int]
@@ -64,11 +67,20 @@ class BurstSlot:
     def add(self, counter: int, more: int, /) -> None:
         """Add to a counter."""
 
+    def computed(self, copied_bytes: int, /) -> None:
+        """Count one execution that was answered well, and the bytes that were copied for it."""
+
     def get(self, word: int, /) -> int:
-        """Return a word. After `release` a counter goes on from where it was."""
+        """Return a word. A counter includes what has moved to parents, and after `release` it goes on from where it was."""
 
     def answered(self, call_ns: int, service_ns: int, /) -> None:
         """Count one answer, as the native frame path does. A negative `service_ns` is unknown."""
+
+    def follow(self, parent: BurstSlot, /) -> None:
+        """Give the counts so far to the parent before, if there is one, and later ones to this parent."""
+
+    def took(self, histogram: int, ns: int, /) -> None:
+        """Count one duration. `histogram` is the first word of the histogram."""
 
     def describe(self, word: int, content: Buffer, /) -> None:
         """Store whole words in front of the counters. A reader sees all of them or none."""

@@ -25,9 +25,9 @@ typedef struct slot_object {
     struct trace_ring ring;
     Py_buffer memory;           /* of the page; `obj` is NULL without one */
     struct slot_object *trace;  /* whose ring this slot uses, held */
-    struct slot_object *parent; /* BurstSlot: which gets the counts at the end, held */
+    struct slot_object *parent; /* BurstSlot: which gets the counts at the end, or when another parent follows; held */
     page_word *sequence;        /* BurstSlot in a page: the page's */
-    page_word own[];            /* BurstSlot: its words without a page, and after its release */
+    page_word own[];            /* BurstSlot: without a page its words, in a page what it has counted for earlier parents */
 } SlotObject;
 
 static SlotObject *live;
@@ -84,20 +84,39 @@ static SlotObject *slot_alloc(PyTypeObject *type)
     return self;
 }
 
-/* Leave the page. Its room is free from now on; the counts go to the parent, and stay here too. */
-static void leave_page(SlotObject *self)
+/* Move the counts to the parent, except for `in_flight` of the requests that were sent. `own` remembers what has moved. */
+static void move_counts(SlotObject *self, page_word *words, uint64_t in_flight)
 {
-    page_word *words = page_words(&self->slot), *parents = self->parent ? page_words(&self->parent->slot) : NULL;
+    page_word *parents = self->parent ? page_words(&self->parent->slot) : NULL;
+    for (unsigned i = SLOT_SENT; i < SLOT_WORDS; i++) {
+        uint64_t moved = page_load(&words[i]) - (i == SLOT_SENT ? in_flight : 0);
+        page_add(&self->own[i], moved);
+        page_store(&words[i], page_load(&words[i]) - moved);
+        if (parents)
+            page_add(&parents[i], moved);
+    }
+}
+
+/* Leave the page. Its room is free from now on; the counts go to the parent, and stay here too.
+ * With `closing`, the page itself ends: the words stay as they are, for a reader that still maps them. */
+static void leave_page(SlotObject *self, bool closing)
+{
+    page_word *words = page_words(&self->slot);
     if (!words || !self->sequence)
         return;
-    sequence_begin(self->sequence);
-    for (unsigned i = 0; i < SLOT_WORDS; i++) {
-        page_store(&self->own[i], page_load(&words[i]));
-        page_store(&words[i], 0);
-        if (parents && i >= SLOT_SENT)
-            page_add(&parents[i], page_load(&self->own[i]));
+    if (closing) {
+        for (unsigned i = 0; i < SLOT_WORDS; i++)
+            page_store(&self->own[i], (i < SLOT_SENT ? 0 : page_load(&self->own[i])) + page_load(&words[i]));
+    } else {
+        sequence_begin(self->sequence);
+        move_counts(self, words, 0);
+        for (unsigned i = 0; i < SLOT_WORDS; i++) {
+            if (i < SLOT_SENT)
+                page_store(&self->own[i], page_load(&words[i]));
+            page_store(&words[i], 0);
+        }
+        sequence_end(self->sequence);
     }
-    sequence_end(self->sequence);
     atomic_store_explicit(&self->slot.words, self->own, memory_order_relaxed);
     self->sequence = NULL;
     PyBuffer_Release(&self->memory); /* its writers hold the GIL, so none is inside */
@@ -106,7 +125,7 @@ static void leave_page(SlotObject *self)
 PyObject *slots_leave_page(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none))
 {
     for (SlotObject *object = live; object; object = object->next)
-        leave_page(object);
+        leave_page(object, true);
     Py_RETURN_NONE;
 }
 
@@ -114,7 +133,7 @@ static void slot_dealloc(PyObject *object)
 {
     SlotObject *self = (SlotObject *)object;
     PyTypeObject *type = Py_TYPE(object);
-    leave_page(self);
+    leave_page(self, false);
     *self->at = self->next;
     if (self->next)
         self->next->at = self->at;
@@ -337,6 +356,17 @@ static PyObject *burst_slot_add(PyObject *object, PyObject *const *args, Py_ssiz
     Py_RETURN_NONE;
 }
 
+/* computed(copied_bytes): count one usual execution */
+static PyObject *burst_slot_computed(PyObject *object, PyObject *copied)
+{
+    unsigned long long bytes;
+    if (!to_numbers(&copied, 1, &bytes))
+        return NULL;
+    slot_add(&((SlotObject *)object)->slot, SLOT_COMPUTED, 1);
+    slot_add(&((SlotObject *)object)->slot, SLOT_COPIED_BYTES, bytes);
+    Py_RETURN_NONE;
+}
+
 /* get(word) */
 static PyObject *burst_slot_get(PyObject *object, PyObject *word)
 {
@@ -347,7 +377,40 @@ static PyObject *burst_slot_get(PyObject *object, PyObject *word)
     if (number >= SLOT_WORDS)
         return PyErr_Format(PyExc_ValueError, "word %llu: expected 0 to %d", number, (int)SLOT_WORDS - 1);
     page_word *words = page_words(&self->slot);
-    return PyLong_FromUnsignedLongLong(page_load(&(words ? words : self->own)[number]));
+    bool moved = words && words != self->own && number >= SLOT_SENT; /* perhaps, to an earlier parent */
+    return PyLong_FromUnsignedLongLong(page_load(&(words ? words : self->own)[number]) + (moved ? page_load(&self->own[number]) : 0));
+}
+
+/* follow(parent): the counts so far go to the parent before */
+static PyObject *burst_slot_follow(PyObject *object, PyObject *parent)
+{
+    SlotObject *self = (SlotObject *)object, *before = self->parent;
+    if (!is_burst_slot(parent))
+        return NULL;
+    page_word *words = page_words(&self->slot);
+    if (words && self->sequence && before && (PyObject *)before != parent) {
+        uint64_t sent = page_load(&words[SLOT_SENT]), over = page_load(&words[SLOT_ANSWERED]) + page_load(&words[SLOT_LOST]);
+        sequence_begin(self->sequence);
+        move_counts(self, words, sent > over ? sent - over : 0);
+        sequence_end(self->sequence);
+    }
+    Py_INCREF(parent);
+    self->parent = (SlotObject *)parent;
+    Py_XDECREF((PyObject *)before);
+    Py_RETURN_NONE;
+}
+
+/* took(histogram, ns): count one duration. `histogram` is its first word. */
+static PyObject *burst_slot_took(PyObject *object, PyObject *args)
+{
+    unsigned int histogram;
+    long long ns;
+    if (!PyArg_ParseTuple(args, "IL", &histogram, &ns))
+        return NULL;
+    if (histogram != SLOT_CALL_TIMES && histogram != SLOT_SERVICE_TIMES && histogram != SLOT_AGES)
+        return PyErr_Format(PyExc_ValueError, "word %u: expected the first word of a histogram", histogram);
+    slot_add(&((SlotObject *)object)->slot, histogram + page_bucket_of(page_ns(ns)), 1);
+    Py_RETURN_NONE;
 }
 
 /* answered(call_ns, service_ns) */
@@ -391,7 +454,7 @@ static PyObject *burst_slot_describe(PyObject *object, PyObject *args)
 
 static PyObject *burst_slot_release(PyObject *object, PyObject *Py_UNUSED(none))
 {
-    leave_page((SlotObject *)object);
+    leave_page((SlotObject *)object, false);
     Py_RETURN_NONE;
 }
 
@@ -420,6 +483,9 @@ static PyMethodDef burst_slot_methods[] = {
     {"add", FAST(burst_slot_add)},
     {"get", burst_slot_get, METH_O, NULL},
     {"answered", burst_slot_answered, METH_VARARGS, NULL},
+    {"computed", burst_slot_computed, METH_O, NULL},
+    {"follow", burst_slot_follow, METH_O, NULL},
+    {"took", burst_slot_took, METH_VARARGS, NULL},
     {"describe", burst_slot_describe, METH_VARARGS, NULL},
     {"release", burst_slot_release, METH_NOARGS, NULL},
     {"become_sum_of", burst_slot_become_sum_of, METH_O, NULL},

@@ -5,6 +5,9 @@ A process has one page, whatever number of runtimes it opens. The first opens it
 Nothing here raises. Without memory for the page, without a free slot, and in a child of `os.fork`, slots lie in memory of this process.
 They count there all the same, because `Burst.statistics` reads them.
 
+Slots that last (`lasting`, `past`) are named by their texts. There are at most 64 names of models and 256 names of bursts for one runtime;
+others share the name "other" for models and the empty name for bursts. So a page stays small, whatever names an app makes up.
+
 Invariants
     The holder of the GIL is the page's one writer, and a slot changes hands in one native call.
     `_unseen` has the slots that found no room. The slot "other" has the sum of their counts, as of the last heartbeat.
@@ -23,9 +26,14 @@ from aionn.pages import app_layout, layout
 from aionn.pages._page import BurstSlot, Trace, leave_page
 from aionn.pages.app_layout import Kind
 from aionn.pages.page import make_page, start_time_of, time_namespace_of
+from aionn.pages.trace_records import NAMED, notes_of
 from aionn.tasks import leave_in_child
+from aionn.trace.events import Counter, Span
 
-__all__ = ["AppPage", "BurstSlot", "close_page", "open_page", "private_counts"]
+__all__ = ["AppPage", "BurstSlot", "close_page", "open_page", "private_counts", "traced_until_ns"]
+
+MOST_MODELS, MOST_BURSTS = 64, 256
+"""So many names of models and bursts one runtime may have on the page."""
 
 
 class AppPage:
@@ -43,6 +51,8 @@ class AppPage:
         self._changing = threading.Lock()
         self._unseen: list[BurstSlot] = []
         self._retired = BurstSlot()
+        self._lasting: dict[tuple[object, ...], BurstSlot] = {}
+        self._names: dict[tuple[str, str], set[str]] = {}
         self._trace: Trace | None = None
         self._other: BurstSlot | None = None
         try:
@@ -54,9 +64,6 @@ class AppPage:
             return
         self._words = memoryview(self._mapping).cast("Q")
         self._words[layout.TIME_NAMESPACE] = time_namespace
-        at = layout.RELEASE_WORD * 8
-        with memoryview(self._mapping) as content:
-            content[at : at + layout.RELEASE_BYTES] = layout.RELEASE.encode().ljust(layout.RELEASE_BYTES, b"\0")
         self._trace = Trace(self._mapping)
         self._other = self.slot(Kind.OTHER, "other")
 
@@ -65,8 +72,8 @@ class AppPage:
 
         Args:
             kind: what the slot is for.
-            texts: name, device and stage, as far as they are known.
-            parent: the slot that gets the counts at the end.
+            texts: name, device, stage, burst and runtime, as far as they are known.
+            parent: the slot that gets the counts at the end, unless the slot follows another one later.
         """
         if not self._writable():
             return BurstSlot()
@@ -81,6 +88,44 @@ class AppPage:
             words = app_layout.description(kind, next(self._numbers), parents, time.monotonic_ns(), texts)
             slot.describe(app_layout.KIND, words)
             return slot
+
+    def lasting(self, kind: Kind, *texts: str) -> BurstSlot:
+        """Return the slot of that kind and with these texts. It stays until the page is closed.
+
+        Without a free slot it is one that no other process sees.
+        """
+        if not self._writable():
+            return BurstSlot()
+        key = (kind, *texts)
+        with self._changing:
+            found = self._lasting.get(key)
+            if found is None:
+                found = self._free_slot(None)
+                if found is None:
+                    self._words[layout.SLOTS_LOST] += 1
+                    found = BurstSlot()
+                else:
+                    words = app_layout.description(kind, next(self._numbers), 0, time.monotonic_ns(), texts)
+                    found.describe(app_layout.KIND, words)
+                self._lasting[key] = found
+            return found
+
+    def past(self, kind: Kind, model: str, device: str, stage: str, burst: str, runtime: str) -> BurstSlot:
+        """Return the slot that keeps the counts of bursts with these texts when they end. `kind`: PAST_BURSTS or PAST_SINGLES."""
+        if not self._writable():
+            return BurstSlot()
+        slot = self.lasting(kind, self.named("model", model, runtime), device, stage, self.named("burst", burst, runtime), runtime)
+        return slot if slot.get(app_layout.KIND) else self._retired
+
+    def named(self, what: str, name: str, runtime: str) -> str:
+        """Return the name of a model or a burst, or the common one once a runtime has had too many names. `what`: "model" or "burst"."""
+        names = self._names.setdefault((what, runtime), set())
+        if name not in names:
+            if len(names) >= (MOST_MODELS if what == "model" else MOST_BURSTS):
+                return "other" if what == "model" else ""
+            if name:
+                names.add(name)
+        return name
 
     def _writable(self) -> bool:
         return self.fd >= 0 and os.getpid() == self._pid
@@ -99,8 +144,20 @@ class AppPage:
                 return BurstSlot(self._trace, self._mapping, offset, parent)
         return None
 
+    def follow(self, slot: BurstSlot, parent: BurstSlot) -> None:
+        """Leave a slot's counts with its parent before, and count anew from now on, for this parent."""
+        slot.follow(parent)
+        slot.describe(app_layout.SINCE, struct.pack("=Q", time.monotonic_ns()))
+
+    def gauge(self, slot: BurstSlot, first: int, second: int = 0) -> None:
+        """Set the two numbers of this moment of a slot."""
+        slot.describe(app_layout.FIRST_GAUGE, struct.pack("=2Q", first, second))
+
     def rename(self, slot: BurstSlot, *texts: str) -> None:
-        """Give a slot another name, device and stage."""
+        """Give a slot other texts, from its name on. A tracer gets them by a record, too, because the slot may leave the page soon."""
+        if self.traced_until_ns > (now_ns := time.monotonic_ns()):
+            number = slot.get(app_layout.NUMBER)
+            self.write_event(Counter(NAMED, now_ns, 1, {"slot": number, **app_layout.named(texts)}))
         slot.describe(app_layout.NAME, b"".join(app_layout.text(name) for name in texts))
 
     def beat(self, runtime: BurstSlot) -> None:
@@ -109,7 +166,7 @@ class AppPage:
             return
         runtime.describe(app_layout.BEAT, struct.pack("=Q", time.monotonic_ns()))
         with self._changing:
-            if self._unseen and self._other is not None:
+            if self._words[layout.SLOTS_LOST] and self._other is not None:
                 self._other.become_sum_of([self._retired, *self._unseen])
 
     def free(self, slot: BurstSlot) -> None:
@@ -127,6 +184,16 @@ class AppPage:
         if self._trace is not None:
             self._trace.note(kind, burst, identity, at_ns, first, second)
 
+    @property
+    def traced_until_ns(self) -> int:
+        """Until when trace records are wanted, or 0."""
+        return self._words[layout.TRACE_UNTIL] if self._writable() else 0
+
+    def write_event(self, event: Span | Counter) -> None:
+        """Write a span or a counter as trace records, if the page is being traced."""
+        for note in notes_of(event):
+            self.trace_note(*note)
+
     def close(self) -> None:
         """Close the page's descriptor, after which no process finds it, and release all slots. So an error's traceback keeps no memory."""
         fd, self.fd = self.fd, -1
@@ -137,6 +204,7 @@ class AppPage:
             self._words.release()
             del self._mapping
             self._trace = self._other = None
+            self._lasting.clear()
             os.close(fd)
 
     def leave(self) -> None:
@@ -171,6 +239,12 @@ def close_page(page: AppPage) -> None:
         if page.users == 0:
             page.close()
             _shared.discard(page)
+
+
+def traced_until_ns() -> int:
+    """Return until when trace records of this process are wanted, or 0."""
+    with _opening:
+        return max((page.traced_until_ns for page in _shared), default=0)
 
 
 def private_counts() -> BurstSlot:

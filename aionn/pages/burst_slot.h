@@ -9,17 +9,20 @@
 
 /* app_layout.py: words of an app's slot. The first eight counters of a frame share one cache line. */
 enum {
-    SLOT_SENT = 32, SLOT_ANSWERED, SLOT_COMPUTED, SLOT_FAILED, SLOT_COPIED_BYTES, SLOT_DRIVER_BUSY_NS, SLOT_LOST, SLOT_DROPPED,
+    SLOT_NUMBER = 1,
+    SLOT_SENT = 48, SLOT_ANSWERED, SLOT_COMPUTED, SLOT_FAILED, SLOT_COPIED_BYTES, SLOT_DRIVER_BUSY_NS, SLOT_LOST, SLOT_DROPPED,
     SLOT_CONNECTIONS,
-    SLOT_COUNTERS_END = 64,
-    SLOT_CALL_TIMES = 64,
-    SLOT_SERVICE_TIMES = 160,
-    SLOT_WORDS = 256,
+    SLOT_COUNTERS_END = 96,
+    SLOT_CALL_TIMES = 96,
+    SLOT_SERVICE_TIMES = 192,
+    SLOT_AGES = 288,
+    SLOT_WORDS = 384,
 };
-_Static_assert(SLOT_CONNECTIONS == 40, "app_layout.py has the same numbers");
-_Static_assert(SLOT_CALL_TIMES + PAGE_BUCKETS <= SLOT_SERVICE_TIMES && SLOT_SERVICE_TIMES + PAGE_BUCKETS <= SLOT_WORDS, "no overlap");
+_Static_assert(SLOT_CONNECTIONS == 56, "app_layout.py has the same numbers");
+_Static_assert(SLOT_CALL_TIMES + PAGE_BUCKETS <= SLOT_SERVICE_TIMES && SLOT_SERVICE_TIMES + PAGE_BUCKETS <= SLOT_AGES, "no overlap");
+_Static_assert(SLOT_AGES + PAGE_BUCKETS <= SLOT_WORDS, "no overlap");
 
-/* Add to one counter, SLOT_SENT to SLOT_CONNECTIONS. */
+/* Add to one counter, from SLOT_SENT to before SLOT_COUNTERS_END. */
 static inline void slot_add(struct page_slot *slot, unsigned counter, uint64_t more)
 {
     page_word *words = page_words(slot);

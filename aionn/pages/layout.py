@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 MAGIC = int.from_bytes(b"aionnpg\0", "little")
-VERSION = 1
+VERSION = 2
 ROLE_APP, ROLE_DRIVER = 1, 2
 ROLES = {ROLE_APP: "app", ROLE_DRIVER: "driver"}
 
-PAGE_BYTES = 256 * 1024
+PAGE_BYTES = 2 * 1024 * 1024
 STACK_BYTES = 16 * 1024
 STACK_OFFSET = PAGE_BYTES - STACK_BYTES
 """The stacks are last, because a write behind them would enlarge the file, which its seals forbid."""
@@ -156,12 +156,28 @@ def longest_in_bucket_s(bucket: int) -> float:
 
 def quantile_s(buckets: Sequence[int], quantile: float, least: int) -> float | None:
     """Return an upper bound of a histogram's quantile in seconds, or None if the histogram counts fewer than `least` durations."""
-    count = sum(buckets)
-    if count < least:
+    if sum(buckets) < least:
         return None
+    found = _at(buckets, quantile)
+    return float("inf") if found is None else longest_in_bucket_s(found[0])
+
+
+def percentile_s(buckets: Sequence[int], share: float) -> float | None:
+    """Return a percentile of a histogram in seconds, interpolated within its bucket, or None if the histogram is empty."""
+    found = _at(buckets, share)
+    if found is None:
+        return None
+    bucket, part = found
+    low, high = longest_in_bucket_s(bucket - 1) if bucket else 0.0, longest_in_bucket_s(bucket)
+    return low if high == float("inf") else low + (high - low) * part
+
+
+def _at(buckets: Sequence[int], share: float) -> tuple[int, float] | None:
+    """Return the bucket that holds a share of all durations, and which part of that bucket lies below. None if the histogram is empty."""
+    wanted = share * sum(buckets)
     seen = 0
     for bucket, number in enumerate(buckets):
+        if number and seen + number >= wanted:
+            return bucket, (wanted - seen) / number
         seen += number
-        if seen >= quantile * count:
-            return longest_in_bucket_s(bucket)
-    return float("inf")
+    return None

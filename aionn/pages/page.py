@@ -21,6 +21,8 @@ from aionn._mapping import Mapping
 from aionn.pages import layout
 from aionn.pages._page import Slot, Trace
 from aionn.pages.layout import Activity, LayoutError
+from aionn.pages.trace_records import notes_of
+from aionn.trace.events import Counter, Span
 
 __all__ = [
     "BEAT_S",
@@ -77,6 +79,8 @@ def make_page(words: Sequence[int]) -> tuple[int, Mapping]:
         raise
     with memoryview(mapping) as content:
         content[: len(words) * 8] = struct.pack(f"={len(words)}Q", *words)
+        at = layout.RELEASE_WORD * 8
+        content[at : at + layout.RELEASE_BYTES] = layout.RELEASE.encode().ljust(layout.RELEASE_BYTES, b"\0")
     return fd, mapping
 
 
@@ -127,11 +131,19 @@ class DriverPage:
         pid = os.getpid()
         self.fd, self._mapping = make_page(layout.header(layout.ROLE_DRIVER, pid, start_time_of(pid)))
         self._words = memoryview(self._mapping).cast("Q")
+        self._events = Trace(self._mapping)
         self._busy = threading.Lock()
         self._free = list(range(layout.SLOTS - 1, -1, -1))
-        self._taken: dict[Slot, int] = {}
+        self._taken: dict[Slot, tuple[int, Trace]] = {}
+        self._traces: list[Trace] = []
         self._words[layout.TIME_NAMESPACE] = time_namespace_of(pid)
         self.beat()
+
+    def write_event(self, event: Span | Counter) -> None:
+        """Write a span or a counter as trace records, if the page is being traced. Any thread may call this."""
+        if (event.started_ns if isinstance(event, Span) else event.at_ns) < self._words[layout.TRACE_UNTIL]:
+            for note in notes_of(event):
+                self._events.note(*note)
 
     def beat(self) -> None:
         """Write the heartbeat."""
@@ -178,15 +190,19 @@ class DriverPage:
             self._words[word] = 0
         self._words[first + layout.MODEL] = model
         self._words[layout.SLOTS_USED] = max(self._words[layout.SLOTS_USED], number + 1)
-        slot = Slot(self._mapping, offset, Trace(self._mapping))
-        self._taken[slot] = number
+        # A ring outlives its model, or a reader might find it too late.
+        trace = self._traces.pop() if self._traces else Trace(self._mapping)
+        slot = Slot(self._mapping, offset, trace)
+        self._taken[slot] = number, trace
         return slot
 
     def free(self, slot: Slot) -> None:
         """Take back the slot of a model that has been released. The page no longer shows an execution that still runs."""
         slot.release()
-        number = self._taken.pop(slot, None)
-        if number is not None:
+        taken = self._taken.pop(slot, None)
+        if taken is not None:
+            number, trace = taken
+            self._traces.append(trace)
             first = layout.slot_word(number)
             for word in range(first, first + layout.SLOT_WORDS):
                 self._words[word] = 0
@@ -235,6 +251,10 @@ class PageReader:
         """Return an upper bound in seconds for a quantile of that model's execution times, or None if fewer than `least` ended."""
         first = layout.slot_word(slot) + layout.HISTOGRAM
         return layout.quantile_s(self._words[first : first + layout.BUCKETS].tolist(), quantile, least)
+
+    def trace_until(self, until_ns: int) -> None:
+        """Ask the driver for trace records until that moment of CLOCK_MONOTONIC."""
+        os.pwrite(self._fd, struct.pack("=Q", until_ns), layout.TRACE_UNTIL * 8)
 
     def clear_stacks(self) -> None:
         """Make room for new stacks."""

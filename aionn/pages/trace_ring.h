@@ -25,10 +25,12 @@
 #include "words.h"
 
 enum trace_kind { /* app_layout.py has the same numbers */
-    TRACE_SENT = 1,     /* app: the request lies in the queue */
-    TRACE_TAKEN = 2,    /* driver: a lane has taken it */
-    TRACE_ANSWERED = 5, /* driver: the answer lies in the queue */
-    TRACE_SETTLED = 6,  /* app: the answer has been taken */
+    TRACE_SENT = 1,     /* app: the request lies in the queue. first: number of the burst's slot. second: when it was captured, or 0 */
+    TRACE_TAKEN = 2,    /* driver: a lane has taken it. first: its deadline, or 0 */
+    TRACE_EVENT = 3,    /* a span or counter of Python: trace_records.py says what the words mean */
+    TRACE_TEXT = 4,     /* 24 bytes of an event's text */
+    TRACE_ANSWERED = 5, /* driver: the answer lies in the queue. first: how long it took */
+    TRACE_SETTLED = 6,  /* app: the answer has been taken. first: how long the driver says it took */
 };
 #ifndef TRACE_RECORDS /* the weak-memory test runs with fewer and smaller ones */
 #define TRACE_RECORDS 8192
@@ -125,10 +127,18 @@ static inline bool trace_ring_take(const struct trace_memory *memory, uint64_t *
 }
 
 #if TRACE_RECORD_WORDS == 8
+/* Whether records of that moment are wanted. False if `slot` is NULL. */
+static inline bool slot_is_traced(const struct page_slot *slot, int64_t now_ns)
+{
+    const struct trace_ring *ring = slot ? slot->traced : NULL;
+    const page_word *page = ring ? atomic_load_explicit(&ring->page, memory_order_relaxed) : NULL;
+    return page && (uint64_t)now_ns < page_load(&page[PAGE_TRACE_UNTIL]);
+}
+
 /* Note what happens to a frame at `now_ns` (CLOCK_MONOTONIC), if the slot is being traced. Does nothing if `slot` is NULL.
  *     burst     names the burst in both processes: the inode number of its request queue
  *     identity  of the request, as its packets have it
- *     first, second  free: a number of bytes, a duration, a lane */
+ *     first, second  as `enum trace_kind` says */
 static inline void slot_trace(struct page_slot *slot, enum trace_kind kind, uint64_t burst, uint64_t identity, int64_t now_ns,
                               uint64_t first, uint64_t second)
 {

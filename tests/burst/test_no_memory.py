@@ -52,9 +52,9 @@ def test_a_call_without_memory_fails_plainly_and_settles_each_request_once(metho
                 Calls(ends.caller)
                 ends.caller.remember(RESULTS[0], "fine")
                 settled: list[deque[object]] = [deque() for _ in range(3)]  # their first entry takes no memory
-                sent = [ends.caller.send(BODY, one.append, 1, True) for one in settled[:2]]
+                sent = [ends.caller.send(BODY, one.append, 1) for one in settled[:2]]
                 answer(ends, 1)
-                arguments: dict[str, Any] = {"send": (BODY, settled[2].append, 1, True), "leave": (sent[1], None)}
+                arguments: dict[str, Any] = {"send": (BODY, settled[2].append, 1), "leave": (sent[1], None)}
                 failed += fails(partial(getattr(ends.caller, method), *arguments.get(method, ())), allocation)
                 ends.caller.event()
                 ends.caller.end()
@@ -75,7 +75,7 @@ def test_an_answer_that_comes_at_once_and_finds_no_memory_is_a_memory_error() ->
                 ends.caller.inline_ns, ends.caller.yield_by_ns = 1, 2**62
                 answer(ends, 1)
                 settled: deque[object] = deque()
-                lost = fails(partial(ends.caller.send, BODY, settled.append, 0, True), allocation)
+                lost = fails(partial(ends.caller.send, BODY, settled.append, 0), allocation)
                 failed += lost and ends.caller.answers_at_once
                 if ends.caller.answers_at_once:
                     assert list(settled) == [None if lost else "fine"]

@@ -180,7 +180,7 @@ def test_an_exchange_whose_argument_closes_its_queues_does_nothing() -> None:
                     caller = Caller(queue, other)
                     begin(caller)
                     arguments: tuple[Any, ...] = (bytes(DATUM_BYTES), None) if name == "send" else ({}, {}, bytes(DATUM_BYTES))
-                    assert getattr(caller, name)(*arguments, number, False) is None
+                    assert getattr(caller, name)(*arguments, number) is None
                 asked += number.asked
         return asked
 

@@ -128,22 +128,22 @@ def test_a_slot_that_is_only_dropped_leaves_the_page_too(page: AppPage, found: F
     assert (view.slots_lost, view.total("dropped"), len(view.slots)) == (0, 2 * app_layout.SLOTS, 2)
 
 
-def test_300_bursts_are_counted_though_the_page_has_fewer_slots(page: AppPage, found: FoundPage) -> None:
+def test_700_bursts_are_counted_though_the_page_has_fewer_slots(page: AppPage, found: FoundPage) -> None:
     runtime = page.slot(Kind.RUNTIME, "crowded")
-    bursts = [page.slot(Kind.BURST, f"burst {number}", parent=runtime) for number in range(300)]
-    assert app_layout.SLOTS < 300
+    bursts = [page.slot(Kind.BURST, f"burst {number}", parent=runtime) for number in range(700)]
+    assert app_layout.SLOTS < 700
     for number, burst in enumerate(bursts):
         for _ in range(number):
             burst.answered(1_000_000, 1_000)
             burst.add(app_layout.COMPUTED, 1)
     page.beat(runtime)
-    total = sum(range(300))
+    total = sum(range(700))
     view = look(found)
-    assert view.slots_lost == 300 - (app_layout.SLOTS - 2)
+    assert view.slots_lost == 700 - (app_layout.SLOTS - 2)
     assert view.total("computed") == total
     assert view.slots[0].kind is Kind.OTHER
     assert sum(view.slots[0].call_times) == view.slots[0].counters["answered"] > 0
-    assert [burst.get(app_layout.COMPUTED) for burst in bursts] == list(range(300))
+    assert [burst.get(app_layout.COMPUTED) for burst in bursts] == list(range(700))
     before = total
     for burst in bursts[::-1]:
         page.free(burst)
@@ -195,12 +195,12 @@ def test_without_memory_for_a_slot_it_is_counted_among_the_others(page: AppPage,
 
 def test_a_slot_refuses_what_does_not_fit() -> None:
     slot = BurstSlot()
-    for counter in (0, 31, 64, 2**40):
-        with pytest.raises(ValueError, match="expected 32 to 63"):
+    for counter in (0, 47, 96, 2**40):
+        with pytest.raises(ValueError, match="expected 48 to 95"):
             slot.add(counter, 1)
-    with pytest.raises(ValueError, match="expected 0 to 255"):
-        slot.get(256)
-    for word, content in ((-1, bytes(8)), (0, bytes(7)), (31, bytes(16)), (2**60, bytes(8))):
+    with pytest.raises(ValueError, match="expected 0 to 383"):
+        slot.get(384)
+    for word, content in ((-1, bytes(8)), (0, bytes(7)), (47, bytes(16)), (2**60, bytes(8))):
         with pytest.raises(ValueError, match="whole words"):
             slot.describe(word, content)
     for memory, offset in ((bytearray(8192), 8192 - 2040), (bytearray(8192), 4100), (bytearray(8192), -8), (bytearray(8192), 0)):
