@@ -51,6 +51,8 @@ if _typing.TYPE_CHECKING:
     from aionn.runtime.executing.device_memory import DeviceMemory as DeviceMemory
     from aionn.runtime.executing.event import Event as Event
     from aionn.runtime.executing.frame_layout import Outputs as Outputs
+    from aionn.runtime.health import Health as Health
+    from aionn.runtime.health import HealthPolicy as HealthPolicy
     from aionn.runtime.loop import run as run
     from aionn.runtime.model import Model as Model
     from aionn.runtime.processes.devices import Device as Device
@@ -62,6 +64,7 @@ if _typing.TYPE_CHECKING:
     from aionn.runtime.streaming.burst import Burst as Burst
     from aionn.runtime.streaming.frame import Frame as Frame
     from aionn.runtime.streaming.item import Item as Item
+    from aionn.runtime.streaming.recovering import RecurrentStream as RecurrentStream
     from aionn.runtime.streaming.stream import StreamResult as StreamResult
 
     __all__: list[str]
@@ -77,6 +80,7 @@ else:
         "aionn.runtime.executing.event": "Event",
         "aionn.runtime.executing.frame_layout": "Outputs",
         "aionn.runtime.executing.device_memory": "DeviceMemory",
+        "aionn.runtime.health": "Health HealthPolicy",
         "aionn.runtime.loop": "run",
         "aionn.runtime.model": "Model",
         "aionn.runtime.processes.devices": "Device",
@@ -86,10 +90,13 @@ else:
         "aionn.runtime.streaming.burst": "Burst",
         "aionn.runtime.streaming.frame": "Frame",
         "aionn.runtime.streaming.item": "Item",
+        "aionn.runtime.streaming.recovering": "RecurrentStream",
         "aionn.runtime.streaming.stream": "StreamResult",
     }
     _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
-    _FACES = {name: f"aionn.{name}" for name in ("caching", "errors", "fmq", "hal", "testing", "trace")}  # modules that are faces too
+    _FACES = {
+        name: f"aionn.{name}" for name in ("caching", "errors", "events", "fmq", "hal", "testing", "trace")
+    }  # modules that are faces too
     __all__ = sorted((*_HOMES, "trace"))
     __getattr__ = _imported_when_asked(__name__, _HOMES | _FACES)
 

@@ -103,7 +103,7 @@ class IntegrityStore:
                 self.unavailable = refusal_of_os_error(error, doing)
             else:
                 self.unavailable = refusal_of_database_error(error, doing)
-            _log.warning("device %s runs without a compilation cache: %s", device, self.unavailable)
+            _log.info("device %s runs without a compilation cache: %s", device, self.unavailable)
 
     def _open(self) -> sqlite3.Connection:
         try:

@@ -35,6 +35,7 @@ __all__ = [
     "query",
     "read_database",
     "refusal_of_database_error",
+    "state_path",
     "transaction",
 ]
 
@@ -57,21 +58,26 @@ class UnsafeStateError(OSError):
     """A directory or file that another account made, or could have."""
 
 
+def state_path(directory: str | os.PathLike[str] | None = None) -> Path:
+    """Return the path of the state directory, which need not exist. None stands for the user's (`platformdirs`), part "aionn"."""
+    if directory is None:
+        import platformdirs
+
+        directory = platformdirs.user_state_path("aionn")
+    return Path(directory)
+
+
 def private_directory(directory: str | os.PathLike[str] | None = None) -> Path:
     """Return the state directory, made if it is missing. Tighten its mode to 0700 if it belongs to this account.
 
     Args:
-        directory: None stands for the user's state directory (`platformdirs`), part "aionn".
+        directory: as for `state_path`.
 
     Raises:
         UnsafeStateError: it is a symlink, is not a directory, or belongs to another account.
         OSError: it cannot be made.
     """
-    if directory is None:
-        import platformdirs
-
-        directory = platformdirs.user_state_path("aionn")
-    path = Path(directory)
+    path = state_path(directory)
     path.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)

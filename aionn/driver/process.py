@@ -18,11 +18,13 @@ import resource
 import signal
 import socket
 import sys
+from typing import Any
 
 import anyio
 import anyio.to_thread
 from anyio.abc import TaskGroup
 
+from aionn import trace
 from aionn.driver.by_hand import entered, is_device
 from aionn.driver.device import EngineDevice
 from aionn.driver.log_lines import LogLines
@@ -109,6 +111,11 @@ async def serve(name: str, home: str, sock: socket.socket, state_directory: str 
     _beat(page)
     gc.freeze()  # what exists now stays, so no collection needs to look at it again
     gc.enable()
+    with trace.about(device=name or made.name), trace.listen(page.write_event):
+        await _serve_one(made, sock, page, state_directory)
+
+
+async def _serve_one(made: Any, sock: socket.socket, page: DriverPage, state_directory: str | None) -> None:
     async with anyio.create_task_group() as tasks:
         if is_device(made):
             async with entered(made) as device:

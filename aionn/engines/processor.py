@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import os
 import platform
 import struct
@@ -20,6 +21,7 @@ from typing import Any
 
 import blake3
 
+from aionn.cgroups import ROOT, cpu_quota
 from aionn.hal.engine import CompileOptions
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.types import ExecutionPreference
@@ -32,19 +34,10 @@ _CONTROL = {
 }
 
 
-def usable_cpus(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return how many CPUs this process may use at once: its affinity, cut by the container's quota."""
-    cpus = len(os.sched_getaffinity(0))
-    for quota_file, period_file in (("cpu.max", None), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
-        try:
-            words = (cgroup / quota_file).read_text().split()
-            words += (cgroup / period_file).read_text().split() if period_file else []
-            quota, period = int(words[0]), int(words[1])
-        except (OSError, ValueError, IndexError):  # no such file, or "max": no quota
-            continue
-        if quota > 0 and period > 0:
-            cpus = min(cpus, max(1, -(-quota // period)))
-    return cpus
+def usable_cpus(root: Path = ROOT) -> int:
+    """Return how many CPUs this process may use at once: its affinity, cut by the quotas of its cgroups."""
+    cpus, quota = len(os.sched_getaffinity(0)), cpu_quota(root)
+    return cpus if quota is None else min(cpus, math.ceil(quota.cpus))
 
 
 def run_threads(options: CompileOptions | PrepareOptions) -> int:

@@ -74,6 +74,12 @@ class HardwareBuffer(ClosedByWith):
         width, height: in pixels. A blob has its size as width, and the height 1.
         format: "blob", "gray8", "rgb_888", "rgba_8888", "nv12" or "yuv420"; `help(aionn.memory.hardware_buffer)` has their planes.
         layouts: where each plane lies, by name.
+
+    Examples:
+        >>> with aionn.HardwareBuffer.allocate(64, 48, "nv12") as picture:
+        ...     picture.planes["y"][:] = 128
+        ...     {name: plane.shape for name, plane in picture.planes.items()}
+        {'y': (48, 64, 1), 'uv': (24, 32, 2)}
     """
 
     def __init__(
@@ -93,7 +99,8 @@ class HardwareBuffer(ClosedByWith):
         """Reserve a zeroed buffer whose rows and planes follow each other without gaps, so each tensor view is in place.
 
         Args:
-            width, height: in pixels; even for nv12 and yuv420. A blob takes its bytes, and 1.
+            width: in pixels; even for nv12 and yuv420. A blob takes its bytes.
+            height: the same; 1 for a blob.
             format: as above.
 
         Raises:
@@ -120,9 +127,14 @@ class HardwareBuffer(ClosedByWith):
         """Wrap an image that lies in a file or sealed memfd, in place (pool kind `mmap_fd`). The descriptor is duplicated.
 
         Args:
-            fd, prot, offset: as `Memory.from_fd`.
+            fd: as for `Memory.from_fd`, and so are `prot` and `offset`.
+            width: in pixels.
+            height: in pixels.
+            format: as above.
             planes: where each plane lies, counted from `offset`, in the order of the module's table. None means without gaps.
             size: bytes of the whole. None means up to the end of the last plane.
+            prot: `PROT_READ`, `PROT_WRITE` or both.
+            offset: where the image begins, in bytes.
 
         Raises:
             CallerError: the descriptor cannot be mapped so, or a plane reaches beyond it.

@@ -12,8 +12,8 @@ Used memory that the kernel can take back counts as free, since a container whos
 full. As in the kernel's MemAvailable, half of the active file pages are taken to be needed (mm/page_alloc.c,
 si_mem_available). Swap is not counted, because a frame that has to be paged in is late.
 
-`limits` reads everything anew, because a process can be moved and limits change. Only the places of the cgroup's files are remembered, as
-long as /proc/self/cgroup stays the same. `root` is the directory of /proc and the cgroup mounts, so that tests can lay out another machine.
+`limits` reads everything anew, because a process can be moved and limits change. `root` is the directory of /proc and the cgroup mounts, so
+that tests can lay out another machine.
 
 Reading costs more than a small reservation. So `require` may use what it read in the last `REMEMBERED_S` seconds, but only to allow, and
 only for an eighth of what was left then, with all reservations since. It refuses only by values that it has just read. The
@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import os
 import resource
 import threading
 from collections.abc import Iterator
@@ -32,6 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic_ns
 
+from aionn import cgroups
 from aionn.errors import MemoryAllocationError
 
 __all__ = ["NO_DESCRIPTOR_LEFT", "Limit", "allocation_error", "limits", "require", "tightest"]
@@ -150,85 +150,30 @@ def _resource_limits(root: Path) -> Iterator[Limit]:
 
 def _shared_limits(root: Path) -> Iterator[Limit]:
     """Yield the limits that this process shares with others: of its cgroup, of those above it that it can see, and of the machine."""
-    for place in _places(root, _text(root / "proc/self/cgroup")):
-        limit_bytes, usage_bytes = _number(place.limit_file), _number(place.usage_file)
+    for folder in cgroups.folders("memory", root):
+        limit_file, usage_file, prefix = _FILES[folder.unified]
+        limit_bytes, usage_bytes = _number(folder.path / limit_file), _number(folder.path / usage_file)
         # v1 writes "no limit" as the largest number of whole pages, and no machine has 2^60 bytes.
         if limit_bytes is None or limit_bytes >= 2**60 or usage_bytes is None:
             continue
-        counts = {words[0]: int(words[1]) for line in _lines(place.stat_file) if len(words := line.split()) == 2}
-        reclaimable = counts.get(f"{place.prefix}inactive_file", 0) + counts.get(f"{place.prefix}active_file", 0) // 2
-        yield Limit(place.name, max(0, limit_bytes - usage_bytes + min(reclaimable, usage_bytes)))
+        counts = {words[0]: int(words[1]) for line in _lines(folder.path / "memory.stat") if len(words := line.split()) == 2}
+        reclaimable = counts.get(f"{prefix}inactive_file", 0) + counts.get(f"{prefix}active_file", 0) // 2
+        yield Limit(f"{limit_file} of cgroup {folder.name}", max(0, limit_bytes - usage_bytes + min(reclaimable, usage_bytes)))
     for line in _lines(root / "proc/meminfo"):
         if line.startswith("MemAvailable:"):
             yield Limit("MemAvailable of the machine", int(line.split()[1]) * 1024)
             return
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """The files of one cgroup. `prefix` stands before the names in its memory.stat."""
-
-    name: str
-    limit_file: str
-    usage_file: str
-    stat_file: str
-    prefix: str
+_FILES = {True: ("memory.max", "memory.current", ""), False: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")}
+"""By whether the cgroup is of version 2: the file of the limit, that of the use, and what stands before the names in memory.stat."""
 
 
-@functools.lru_cache(maxsize=4)
-def _places(root: Path, cgroup: str) -> tuple[_Place, ...]:
-    """Return the files of the process's cgroup and of those above it, as far up as this container can see."""
-    own = {controllers: path for line in cgroup.splitlines() for _, controllers, path in [line.split(":", 2)]}
-    found: list[_Place] = []
-    for line in _lines(root / "proc/self/mountinfo"):
-        place, _, rest = line.partition(" - ")
-        fields, kind = place.split(), rest.split()
-        if len(fields) < 5 or len(kind) < 3:
-            continue
-        mount_root, mount_point = _unescaped(fields[3]), root / _unescaped(fields[4]).lstrip("/")
-        if kind[0] == "cgroup2" and "" in own:
-            found += _hierarchy(mount_point, mount_root, own[""], ("memory.max", "memory.current", ""))
-        elif kind[0] == "cgroup" and "memory" in kind[2].split(","):
-            path = next((path for controllers, path in own.items() if "memory" in controllers.split(",")), None)
-            if path is not None:
-                found += _hierarchy(mount_point, mount_root, path, ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"))
-    return tuple(found)
-
-
-def _hierarchy(mount_point: Path, mount_root: str, path: str, names: tuple[str, str, str]) -> Iterator[_Place]:
-    # A container without a cgroup namespace reads the host's path, but sees only one part of the tree. The root of
-    # the mount says which part. If the path lies outside that part, only the mounted cgroup can be seen.
-    prefix_path = mount_root.rstrip("/")
-    inside = path[len(prefix_path) :] if path == prefix_path or path.startswith(prefix_path + "/") else "/"
-    parts = [part for part in inside.split("/") if part and part != ".."]
-    limit_file, usage_file, prefix = names
-    for depth in range(len(parts), -1, -1):
-        folder = mount_point.joinpath(*parts[:depth])
-        name = f"{limit_file} of cgroup /{'/'.join(parts[:depth])}"
-        yield _Place(name, str(folder / limit_file), str(folder / usage_file), str(folder / "memory.stat"), prefix)
-
-
-def _number(path: str) -> int | None:
+def _number(path: Path) -> int | None:
     """Return the number in a file, or None if the file is missing or says "max"."""
-    text = _text(path).strip()
+    text = cgroups.text_of(path).strip()
     return int(text) if text.isdecimal() else None
 
 
-def _lines(path: str | Path) -> list[str]:
-    return _text(path).splitlines()
-
-
-def _text(path: str | Path) -> str:
-    """Return the text of a small file, or "" if it cannot be read."""
-    try:
-        with open(path, encoding="utf-8", errors="surrogateescape") as file:
-            return file.read()
-    except OSError:
-        return ""
-
-
-def _unescaped(field: str) -> str:
-    """Return a field of mountinfo, which writes blank, tab, newline and backslash as octal numbers."""
-    for octal, character in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
-        field = field.replace(octal, character)
-    return os.fsdecode(os.fsencode(field))
+def _lines(path: Path) -> list[str]:
+    return cgroups.text_of(path).splitlines()

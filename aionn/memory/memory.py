@@ -121,6 +121,11 @@ class Memory(ClosedByWith):
         offset_bytes: where it begins within its pool (0 for a whole memory).
         size_bytes: how long it is.
         shape: of the tensor it holds, if `shaped` gave one. If it is None, the operand decides.
+
+    Examples:
+        >>> with aionn.Memory.allocate(64) as memory:
+        ...     memory.array(np.float32, (1, 16))[:] = 1
+        ...     outputs = await compilation.compute({"x": memory})  # read in place
     """
 
     def __init__(self, region: Region) -> None:

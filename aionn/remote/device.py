@@ -188,9 +188,9 @@ class RemoteDevice:
         self._bursts.pop(number, None)
 
     def log(self, call_id: int, line: LogLine) -> None:
-        """Put a line of the driver's log into the app's."""
-        name = line.logger if line.logger.startswith("aionn.") else "aionn.driver"
-        logging.getLogger(name).log(line.level, "device %r: %s", self.name, line.text)
+        """Put a line of the driver's log into the app's, under the logger of the device."""
+        extra = {"aionn_device": self.name, "aionn_logger": line.logger}
+        logging.getLogger(f"aionn.driver.{self.name}").log(line.level, "device %r: %s", self.name, line.text, extra=extra)
         self.connection.reply(call_id, Done())
 
     async def answer(self, call_id: int, body: CallBody, descriptors: Descriptors) -> None:

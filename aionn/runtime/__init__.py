@@ -3,7 +3,9 @@
 The lines stand in the order of imports. A package or module here imports the ones on lower lines, never the ones beside it or above.
 
     runtime      `Runtime`: opens and closes everything
-    compilation  `Compilation`: the face of a compiled model
+    compiles     one call of `Runtime.compile`
+    compilation  `Compilation`: the face of a compiled model                opened     what an open runtime owns, and how it is closed
+    checkup      judges whether the runtime can do the app's work
     parts        what a compilation consists of, and how it is closed
     staging      better stages, made behind the stream and swapped in      streaming    bursts as an app uses them
     executing    one execution: arguments, frames, channels, device memory
@@ -12,5 +14,9 @@ The lines stand in the order of imports. A package or module here imports the on
     serving      what serves now, and the swap                             processes    driver processes
     model        `Model.load` opens an ONNX file, and reads what is needed when it is needed; `Model.from_onnx` reads it whole
     asked        checks what `compile` is asked for                        loop       `run`: a main function on uvloop
+    reports      what a runtime shows on its statistics page, and as events      health  what `Runtime.health` returns
+    preparations  what is being prepared now, and in which step
+    events       who listens to what happens (`aionn.events` has the types)
+    logs         what log records carry beside their text                  traced     what connects a runtime to traces
     imports      what an open runtime needs, imported while a driver starts
 """

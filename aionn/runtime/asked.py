@@ -45,6 +45,11 @@ def with_threads(options: PrepareOptions, threads: int | None, instances: int, m
     return dataclasses.replace(options, threads=most // instances, at_most=True, instances=instances)
 
 
+def shown_name(name: str, model: Model) -> str:
+    """Return how a compilation is shown: by the name that the app gave, the model's file without its suffix, or the model's token."""
+    return name or Path(getattr(model, "name", "")).stem or model.known_token.hex()[:16] or "model"
+
+
 def check_modes(
     model: Any,
     cache_dir: str | Path | None,

@@ -7,7 +7,10 @@ the model there again, once, however many callers wait (`preparing.renewal`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from numpy.typing import NDArray
 
 from aionn.caching.outcomes import CacheOutcome
 from aionn.errors import CallerError
@@ -21,12 +24,13 @@ from aionn.runtime.executing.frame_layout import Outputs
 from aionn.runtime.parts import CompilationParts
 from aionn.runtime.session import Session
 from aionn.runtime.streaming.burst import Burst
-from aionn.tasks import checked_count, deadline_of, ending_by
+from aionn.tasks import checked_count, checked_name, deadline_of, ending_by
 
 if TYPE_CHECKING:
     from aionn.memory.memory import HasFileno
     from aionn.runtime.executing.event import Event
     from aionn.runtime.staging.stage import Stage
+    from aionn.runtime.streaming.recovering import RecurrentStream
 
 
 class Compilation:
@@ -36,6 +40,12 @@ class Compilation:
         model: what was compiled; after `Runtime.swap` the new model.
         outcomes: one `CacheOutcome` per step of the plan; of the last preparation, if a driver had to be started anew.
         preference, priority, threads, instances: as they were chosen. `threads` is None where the engine chooses.
+
+    Examples:
+        >>> compilation = await runtime.compile(model, devices=("onnxruntime",))
+        >>> outputs = await compilation.compute({"x": np.ones((1, 16), np.float32)}, timeout_s=10)
+        >>> outputs["y"].shape, outputs.device
+        ((1, 16), 'onnxruntime')
     """
 
     def __init__(self, parts: CompilationParts) -> None:
@@ -131,7 +141,8 @@ class Compilation:
         """Allocate memory in the driver that may stand for those inputs and outputs of this model (a memory domain).
 
         Args:
-            inputs, outputs: names; all have one element type, and shapes that fit each other.
+            inputs: names; all inputs and outputs have one element type, and shapes that fit each other.
+            outputs: the same for outputs.
             shape: to fill in what the operands leave open.
             timeout_s: seconds after which the call ends with `DeadlineError`.
 
@@ -152,7 +163,32 @@ class Compilation:
         with ending_by(deadline_ns, "the device memory was not allocated"):
             return await allocate([self._parts.renewal], roles, deadline_ns)
 
-    def burst(self, *, depth: int = 8, queue_capacity: int | None = None, anticipate: bool = False) -> Burst:
+    async def warm_up(self, runs: int = 2, *, inputs: Mapping[str, Any] | None = None) -> None:
+        """Run the model before the app does, so that the app's first execution is as quick as the later ones.
+
+        No statistics, no estimate and no stage counts these runs. With mode "jit" the model is compiled first.
+
+        Args:
+            runs: how often each instance runs.
+            inputs: as for `compute`. None: random numbers from 0 to below 1, always the same, with 1 for open dimensions.
+
+        Raises:
+            CallerError: `runs` is not a whole number of at least 1; or inputs cannot be made up, because an input has no shape in the model
+                or takes texts, sequences, maps or optionals; or the model does not run on made-up inputs.
+            ExecutionError, DriverDiedError, DriverHungError: as for `compute`.
+        """
+        from aionn.runtime.executing.warming import warm_up  # few apps ask for it
+
+        await warm_up(self._parts.renewal, self._parts.arguments, runs, inputs)
+
+    @property
+    def name(self) -> str:
+        """How health, metrics, traces and logs show the compilation: as it was named, or by its model's file."""
+        return self._parts.renewal.named.name
+
+    def burst(
+        self, *, depth: int = 8, queue_capacity: int | None = None, anticipate: bool = False, name: str | None = None, warm: bool = False
+    ) -> Burst:
         """Return a stream of executions to the driver: `async with compilation.burst() as burst`.
 
         Args:
@@ -161,7 +197,9 @@ class Compilation:
                 enough for two requests of the model.
             anticipate: let the driver run the model once shortly before it expects a request, so that the request finds warm caches and
                 an awake CPU. For streams of short runs with a rhythm. It takes some per cent of a core, and results are the same. Where it
-                cannot help, it does nothing: see docs/bursts.md.
+                cannot help, it does nothing: see docs/explanation/the-burst.md.
+            name: of the burst in `aionn top`, metrics, traces and logs. None: it is counted with the other bursts of the compilation.
+            warm: run the model once on made-up inputs when the burst is opened, as `warm_up` does.
 
         Raises:
             CallerError: `depth` is not a whole number of at least 1, or `queue_capacity` of at least 8. Or the model has strings,
@@ -170,7 +208,43 @@ class Compilation:
         self._parts.check_frames("a burst")
         depth = checked_count("burst: depth", depth, 1)
         capacity = None if queue_capacity is None else checked_count("burst: queue_capacity", queue_capacity, 8)
-        return Burst(self._parts.bursts.new(depth, capacity, bool(anticipate)))
+        connection = self._parts.bursts.new(depth, capacity, bool(anticipate), checked_name("burst", name))
+        if not warm:
+            return Burst(connection)
+        from aionn.runtime.executing.warming import warm_up  # few bursts ask for it
+
+        return Burst(connection, partial(warm_up, self._parts.renewal, self._parts.arguments, 1))
+
+    def recurrent(
+        self,
+        states: Mapping[str, str],
+        *,
+        snapshot_every: int = 32,
+        initial: Mapping[str, NDArray[Any]] | None = None,
+        name: str | None = None,
+    ) -> RecurrentStream:
+        """Return a stream whose state stays in the driver and survives the driver's end: `async with compilation.recurrent(...) as stream`.
+
+        Args:
+            states: for each input that is a state, the output that is its successor, as in `{"state": "stateN"}`.
+            snapshot_every: the app copies the state out of the driver after so many frames, and keeps the inputs of the frames since.
+                After the end of a driver, at most so many frames are computed again.
+            initial: what a state begins with, by the name of the input. Those left out are zeros.
+            name: as for `burst`.
+
+        Raises:
+            CallerError: the names, types or shapes do not fit the model, or a state with an open shape has nothing to begin with. Or
+                `snapshot_every` is not a whole number of at least 1.
+        """
+        from aionn.runtime.streaming.kept_state import KeptState  # most apps have no recurrent model
+        from aionn.runtime.streaming.recovering import RecurrentStream
+
+        parts = self._parts
+        parts.check_frames("a recurrent stream")
+        name = checked_name("recurrent", name)
+        state = KeptState(parts.renewal, parts.roles, states, initial, name)
+        every = checked_count("recurrent: snapshot_every", snapshot_every, 1)
+        return RecurrentStream(parts.bursts.new(2, name=name), state, every)
 
     async def compute(
         self,

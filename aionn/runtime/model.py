@@ -55,7 +55,7 @@ class Model(hal_model.Model):
             token in every run and at every path. A loaded model has it after `await model.digest()`.
         name: the file's name, or an empty text for a model that was given as bytes.
 
-    Example:
+    Examples:
         >>> model = await aionn.Model.load("silero_vad.onnx")
         >>> compilation = await runtime.compile(model, cache_dir=cache_dir)
         >>> model.inputs["state"].dimensions

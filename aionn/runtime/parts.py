@@ -22,6 +22,7 @@ from aionn.runtime.executing.frames import Frames
 from aionn.runtime.executing.link import CLOSE_S
 from aionn.runtime.preparing.plan import prepare_on_best
 from aionn.runtime.preparing.preparation import Found
+from aionn.runtime.preparing.progress import Progress
 from aionn.runtime.preparing.reading import digested, read
 from aionn.runtime.preparing.renewal import Order, Renewal
 from aionn.runtime.serving.serving import Serving
@@ -164,6 +165,7 @@ class CompilationParts:
             renewal.cache,
             _trial_runs(self._trials),
             tuple(stage.name for stage in stages),
+            renewal.reports,
         )
         self.staging = Staging(target, stages, policy)
         self.session.tasks.start_soon(self.staging.work, name="stages")
@@ -200,21 +202,24 @@ def _trial_runs(executor: Executor) -> Run:
     return run
 
 
-async def compiled_parts(session: Session, model: Model, order: Order, later: bool) -> CompilationParts:
-    """Prepare a model now, or at its first use. Return the parts of its compilation."""
-    if later:
+async def compiled_parts(session: Session, model: Model, order: Order, progress: Progress | None) -> CompilationParts:
+    """Prepare a model now, or at its first use without a `progress`. Return the parts of its compilation."""
+    if progress is None:
         await read(session.tasks, model)  # the first execution is laid out before it is compiled
         return CompilationParts(session, model, order)
-    first = await prepare_on_best(session.devices, model, order.candidates, order.options, order.cache)
+    first = await prepare_on_best(session.devices, model, order.candidates, order.options, order.cache, progress)
+    progress.prepared(first[1])
     return CompilationParts(session, model, order, first)
 
 
-async def staged_parts(session: Session, model: Model, order: Order, names: Sequence[str], policy: StagePolicy) -> CompilationParts:
+async def staged_parts(session: Session, model: Model, order: Order, policy: StagePolicy, progress: Progress) -> CompilationParts:
     """Prepare the stage that serves from the start, and make better ones. Return the parts of its compilation."""
-    from aionn.runtime.staging.first import prepare_first
+    from aionn.runtime.staging.first import prepare_first, stages_of
 
     await digested(session.tasks, model)  # what the comparisons of stages are kept under
-    found, stages = await prepare_first(session.devices, model, names, order.options, order.cache, policy)
+    stages = stages_of(order.candidates or (), order.reports)
+    found = await prepare_first(session.devices, model, stages, order, policy, progress)
+    progress.prepared(found[1])
     if outside_frames(model):
         from aionn.runtime.executing.values import staged_refusal
 

@@ -10,49 +10,40 @@ import what they use.
 
 from __future__ import annotations
 
-import asyncio
 import os
-import weakref
-from collections.abc import Awaitable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from aionn.errors import CallerError, DeadlineError
+from aionn.errors import CallerError
 from aionn.runtime.imports import import_needed
 from aionn.runtime.processes.early import checked_start, end_early, spawn_early
-from aionn.runtime.processes.spawning import DEFAULT_HANG_S, GRACE_S, KILL_S, Settings, checked_state_dir
+from aionn.runtime.processes.spawning import DEFAULT_HANG_S, Settings, checked_state_dir
 from aionn.tasks import (
-    OwnedTasks,
-    bounded_shield,
     checked_count,
+    checked_name,
     checked_seconds,
     deadline_of,
     ending_by,
     is_ours,
     running_loop,
-    seconds_until,
 )
 
 if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-    from aionn.caching.store import CacheStore
+    from aionn.events import Event
     from aionn.hal.model import Model
     from aionn.runtime.compilation import Compilation
+    from aionn.runtime.events import EventStream
     from aionn.runtime.executing.device_memory import DeviceMemory
+    from aionn.runtime.health import Health, HealthPolicy
     from aionn.runtime.model import Model as AppModel
-    from aionn.runtime.parts import CompilationParts
-    from aionn.runtime.preparing.cached import CacheChoice
-    from aionn.runtime.processes.devices import Device, Devices
-    from aionn.runtime.session import Session
+    from aionn.runtime.opened import Opened
+    from aionn.runtime.processes.devices import Device
     from aionn.runtime.staging.stage import StagePolicy
-
-CLOSE_STORES_S = 5.0
-"""A cache directory on a disk that hangs must not hold up the app's end."""
-
-CLOSE_S = GRACE_S + KILL_S + CLOSE_STORES_S
-"""What closing a runtime may take."""
 
 T = TypeVar("T")
 Preference = Literal["fast_single_answer", "sustained_speed", "low_power"]
@@ -75,18 +66,22 @@ class Runtime:
         start: names of devices whose driver processes start when the runtime opens, while the app imports and reads. () starts none.
             None: the first installed device. A driver that no `compile` asks for within 10 seconds ends again. A device that cannot
             start is logged, and the first `compile` that needs it raises the error.
+        name: of the runtime in `aionn top`, metrics and traces. None: the name of the program.
+        health_policy: an `aionn.HealthPolicy`, which says what `health` counts as degraded. None: only what always does.
 
     Raises:
-        CallerError: `hang_s` or `threads` is not a positive number; or `start` names a device that is not installed.
+        CallerError: `hang_s` or `threads` is not a positive number; or `start` names a device that is not installed; or `name` is not a
+            text of one line; or `health_policy` is not a policy.
 
     Attributes:
+        name: by which `aionn top`, metrics and traces know the runtime. It does not change.
         stage_policy: a `StagePolicy`. It says when better stages are made, and what they must show, for later calls of `compile` with
             mode "staged". Example: `runtime.stage_policy = aionn.StagePolicy(executions=100, min_gain=0.2)`.
 
-    Example:
+    Examples:
         >>> async with aionn.Runtime() as runtime:
         ...     compilation = await runtime.compile(await runtime.load("model.onnx"))
-        ...     outputs = await compilation.compute({"input": x})
+        ...     outputs = await compilation.compute({"x": x})
     """
 
     def __init__(
@@ -96,7 +91,15 @@ class Runtime:
         hang_s: float | None = DEFAULT_HANG_S,
         state_dir: str | os.PathLike[str] | None = None,
         start: Sequence[str] | None = None,
+        name: str | None = None,
+        health_policy: HealthPolicy | None = None,
     ) -> None:
+        self.name = checked_name("Runtime", name) or _program()
+        self._health_policy = health_policy
+        if health_policy is not None:
+            from aionn.runtime.health import checked_policy
+
+            checked_policy(health_policy)
         most = 0
         if threads is not None:
             from aionn.hal.types import MAX_THREADS
@@ -104,11 +107,7 @@ class Runtime:
             most = checked_count("Runtime: threads", threads, 1, MAX_THREADS)
         self._settings = Settings(checked_state_dir(state_dir), checked_seconds("hang_s", hang_s), most)
         self._start = checked_start(start)
-        self._session: Session | None = None
-        self._devices: Devices
-        self._tasks: OwnedTasks
-        self._stores: dict[str, CacheStore] = {}
-        self._compilations: weakref.WeakSet[CompilationParts] = weakref.WeakSet()
+        self._owned: Opened | None = None
 
     @cached_property
     def stage_policy(self) -> StagePolicy:
@@ -132,32 +131,22 @@ class Runtime:
         Raises:
             CallerError: it has been opened before, or no asyncio or uvloop loop runs.
         """
-        if self._session is not None:
+        if self._owned is not None:
             raise CallerError("this runtime has been opened already; make a new aionn.Runtime() to open another one")
         loop = running_loop()
         is_ours(loop)  # noted, before there can be a fork
         early = spawn_early(self._start, self._settings)
         try:
             import_needed()
-            await self._open(loop)
-            self._opened()  # it may have been closed meanwhile
-            self._devices.start_early(self._start, early)
+            from aionn.runtime.health import checked_policy
+            from aionn.runtime.opened import Opened
+
+            self._owned = Opened(loop, self._settings, self.name, checked_policy(self._health_policy))
+            await self._owned.open()
+            self._owned.session.check_open()  # it may have been closed meanwhile
+            self._owned.devices.start_early(self._start, early)
         finally:
             end_early(early)
-
-    async def _open(self, loop: asyncio.AbstractEventLoop) -> None:
-        from aionn.runtime.processes.devices import Devices
-        from aionn.runtime.session import Session
-
-        self._tasks = OwnedTasks(self._close, "runtime")
-        self._devices = Devices(self._tasks, self._settings)
-        self._session = Session(loop, self._tasks, self._devices)
-        self._devices.check_use = self._session.check_open
-        try:
-            await self._tasks.open()
-        except BaseException:
-            self._session.leave_page()
-            raise
 
     async def aclose(self) -> None:
         """Close the runtime: calls that still wait end with `CallerError`, and driver processes end.
@@ -168,52 +157,46 @@ class Runtime:
         Raises:
             CallerError: the runtime belongs to another event loop.
         """
-        session = self._session
-        if session is None or session.inherited:
+        opened = self._owned
+        if opened is None or opened.session.inherited:
             return
-        if running_loop() is not session.loop:
+        if running_loop() is not opened.session.loop:
             raise CallerError("this runtime belongs to another event loop; close it in the loop that opened it")
-        session.close()
-        await self._tasks.aclose(CLOSE_S)
+        await opened.aclose()
 
-    async def _close(self) -> None:
-        """Close everything, as the last act of the runtime's own task. It ends in bounded time, also when that task is cancelled."""
-        if self._session is not None:
-            self._session.close()
-        # First, or a stage would try to go on with devices that end.
-        for parts in list(self._compilations):
-            parts.compiled.abandon()
-        try:
-            await self._devices.aclose()
-        finally:
-            for parts in list(self._compilations):
-                parts.end()
-            if self._session is not None:
-                self._session.leave_page()
-            # Side by side: no store waits for another one's disk before it ends the calls that wait in it.
-            import anyio
-
-            with bounded_shield(CLOSE_STORES_S):
-                async with anyio.create_task_group() as closing:
-                    for store in self._stores.values():
-                        closing.start_soon(store.aclose)
-
-    def _opened(self) -> Session:
-        """Return the session.
+    @property
+    def _opened(self) -> Opened:
+        """What the runtime owns since it was opened.
 
         Raises:
-            CallerError: the runtime is not open, or this is another process or another event loop.
+            CallerError: it has not been opened.
         """
-        if self._session is None:
+        if self._owned is None:
             raise CallerError("the runtime is not open; use it inside `async with aionn.Runtime() as runtime`")
-        self._session.check_open()
-        return self._session
+        return self._owned
 
     @property
     def devices(self) -> list[Device]:
         """Every device this runtime knows, best first: the installed ones and those asked for by class."""
-        self._opened()
-        return self._devices.known
+        return self._opened.check().devices.known
+
+    def events(self) -> EventStream:
+        """Return a stream of what happens in the runtime from now on: compiles, drivers, stages, refused cache entries, dropped frames.
+
+        At most 256 events wait for the stream to be read. Then the oldest is dropped, and `lost` of the stream counts it. The stream ends
+        when the runtime is closed. `aionn.events` has the types.
+
+        Raises:
+            CallerError: the runtime is not open, or belongs to another event loop.
+
+        Examples:
+            >>> async for event in runtime.events():
+            ...     if isinstance(event, aionn.events.DriverEnded) and event.cause != "closed":
+            ...         print(f"the driver of {event.device} ended: {event.cause}")
+        """
+        from aionn.runtime.events import EventStream
+
+        return EventStream(self._opened.check().session.reports.events)
 
     async def compile(
         self,
@@ -231,14 +214,17 @@ class Runtime:
         options: Mapping[str, Mapping[str, object]] | None = None,
         idle_s: float | None = None,
         timeout_s: float | None = None,
+        name: str | None = None,
+        required: bool = True,
+        on_event: Callable[[Event], object] | None = None,
     ) -> Compilation:
         """Prepare a model on a device, in the device's driver process.
 
         Args:
             model: from `runtime.load`, `Model.load`, `Model.from_onnx` or `Model.from_bytes`.
             devices: names of the devices that may be used, best first, or None for every installed device. A model that no device can
-                run whole is cut over several: see docs/drivers.md. With None, the next device is tried if one fails to prepare the model,
-                and a CPU device if an execution fails, with a warning in the log. Explicit devices forbid any fallback.
+                run whole is cut over several: see docs/how-to/several-devices.md. With None, the next device is tried if one fails to
+                prepare the model, and a CPU device if an execution fails, with a warning in the log. Explicit devices forbid any fallback.
                 "package.module:Class" names an engine that is not installed as an entry point, and "onnxruntime:cuda" a provider of an
                 engine.
             preference: "sustained_speed" for streams, "low_power" never stays awake waiting.
@@ -256,11 +242,15 @@ class Runtime:
                 background, as `stage_policy` says.
             stages: devices from quick to best, only with mode "staged", and in place of `devices`.
             options: options of engines, by the name of the device: `{"onnxruntime:cuda": {"device_id": 1}}`. Each is a text, a number,
-                True or False, or the path of a file. They are part of the cache key, files by their content. See docs/drivers.md.
+                True or False, or the path of a file. They are part of the cache key, files by their content. See docs/how-to/providers.md.
             idle_s: give the driver's memory back after so many seconds without use, or up to a quarter more. A driver process that holds
                 nothing else ends then. The next use loads the model again from `cache_dir`, or compiles it again without one. Executions,
-                leased frames and open device memories are use. An open burst alone is not. None: never. See docs/drivers.md.
+                leased frames and open device memories are use. An open burst alone is not. None: never. See docs/how-to/idle-memory.md.
             timeout_s: seconds after which the call ends with `DeadlineError` and the compile is cancelled.
+            name: of the compilation in health, metrics, traces and logs. None: the model's name without its suffix. Several may share one.
+            required: whether the app cannot do its work without it. `Runtime.health` is ready once all required compilations serve.
+            on_event: called in the loop with each event of this compilation, as `Runtime.events` yields them. It must return soon. Its
+                first error is logged and changes nothing.
 
         Returns:
             The compilation: `compute`, `burst`, `outcomes`.
@@ -273,34 +263,48 @@ class Runtime:
             DeadlineError: it took longer than `timeout_s`.
             DriverDiedError, DriverHungError: the driver went away meanwhile.
         """
-        from aionn import trace
-        from aionn.runtime.asked import check_modes, options_of, with_threads
-        from aionn.runtime.compilation import Compilation
-        from aionn.runtime.parts import compiled_parts, staged_parts
-        from aionn.runtime.preparing.options import with_options
-        from aionn.runtime.preparing.plan import checked_names
-        from aionn.runtime.preparing.reading import digested
-        from aionn.runtime.preparing.renewal import Order
+        from aionn.runtime.asked import check_modes, options_of, shown_name, with_threads
+        from aionn.runtime.compiles import Wanted, compiled
+        from aionn.runtime.events import checked_on_event
+        from aionn.runtime.preparing.plan import checked_names, checked_stages
+        from aionn.runtime.preparing.progress import Named
 
-        session = self._opened()
+        opened = self._opened.check()
         prepare_options = with_threads(options_of(preference, priority, timeout_s), threads, instances, self._settings.threads)
         check_modes(model, cache_dir, token, mode, stages, devices)
+        named = Named(shown_name(checked_name("compile", name), model), bool(required), checked_on_event(on_event))
         idle = checked_seconds("idle_s", idle_s)
-        names = checked_names(self._devices, devices)
+        names = checked_names(opened.devices, devices)
+        wanted = Wanted(
+            model=model,
+            options=prepare_options,
+            engine_options=options,
+            candidates=names if stages is None else checked_stages(opened.devices, stages),
+            mode=mode,
+            cache_dir=cache_dir,
+            token=token,
+            idle_s=idle,
+            timeout_s=timeout_s,
+            named=named,
+        )
+        return await compiled(opened, wanted, self.stage_policy if mode == "staged" else None)
 
-        async def compiled() -> CompilationParts:
-            candidates = names if stages is None else stages
-            complete = await with_options(self._devices, prepare_options, options, candidates)
-            own = await digested(session.tasks, model) if cache_dir is not None and token is None else token
-            order = Order(complete, candidates, self._cache(cache_dir, own), idle)
-            if stages is not None:
-                return await staged_parts(session, model, order, stages, self.stage_policy)
-            return await compiled_parts(session, model, order, mode == "jit")
+    def health(self) -> Health:
+        """Return whether the runtime can do the app's work now. It waits for nothing, and any thread may call it, at any time.
 
-        with trace.span("compile", preference=preference):
-            parts = await _within(timeout_s, prepare_options.deadline_ns, compiled())
-        self._compilations.add(parts)
-        return Compilation(parts)
+        It is live unless only a restart of the process helps. It is ready while calls are answered: then all required compilations serve.
+        See docs/reference/health.md.
+
+        Examples:
+            >>> health = runtime.health()
+            >>> print(health.ready, health)
+        """
+        opened = self._owned
+        if opened is None:
+            from aionn.runtime.health import not_open
+
+            return not_open()
+        return opened.health.read()
 
     async def load(self, path: str | os.PathLike[str]) -> AppModel:
         """Open an ONNX model, and read nothing yet, as `aionn.Model.load` does. The model may outlive the runtime.
@@ -310,20 +314,8 @@ class Runtime:
         """
         from aionn.runtime.model import Model as AppModel
 
-        self._opened()
+        self._opened.check()
         return await AppModel.load(path)
-
-    def _cache(self, cache_dir: str | Path | None, token: bytes | None) -> CacheChoice | None:
-        if cache_dir is None or token is None:
-            return None
-        from aionn.caching.store import CacheStore
-        from aionn.runtime.preparing.cached import CacheChoice
-
-        path = os.path.abspath(cache_dir)
-        store = self._stores.get(path)
-        if store is None:
-            store = self._stores[path] = CacheStore(path)
-        return CacheChoice(store, token)
 
     async def allocate(
         self,
@@ -339,7 +331,8 @@ class Runtime:
         example. A swap of one of the compilations moves the memory for all of them, within their driver.
 
         Args:
-            inputs, outputs: pairs of a compilation and a name. All lie in one driver process, have one element type, and shapes that fit.
+            inputs: pairs of a compilation and a name. All lie in one driver process, have one element type, and shapes that fit.
+            outputs: the same for outputs.
             shape: to fill in what the operands leave open.
             timeout_s: seconds after which the call ends with `DeadlineError`.
 
@@ -348,14 +341,14 @@ class Runtime:
                 go together.
             MemoryAllocationError, DeadlineError, DriverDiedError, DriverHungError: as `Compilation.allocate`.
 
-        Example:
+        Examples:
             >>> hidden = await runtime.allocate(outputs=[(encoder, "hidden")], inputs=[(decoder, "hidden")])
             >>> await encoder.compute({"text": text}, outputs={"hidden": hidden})
             >>> outputs = await decoder.compute({"hidden": hidden})
         """
         from aionn.runtime.compilation import allocate_for
 
-        return await allocate_for(self._opened(), inputs, outputs, shape, timeout_s)
+        return await allocate_for(self._opened.check().session, inputs, outputs, shape, timeout_s)
 
     async def swap(self, compilation: Compilation, model: Model, *, timeout_s: float | None = None) -> None:
         """Let another model take over a compilation and its open bursts, between two executions: the app's own new version.
@@ -372,22 +365,28 @@ class Runtime:
             CallerError: it is not a model, or it has other inputs or outputs.
             CompilationError: it cannot be prepared, or cannot run.
             DeadlineError, DriverDiedError, DriverHungError: as for `compile`.
-            In all cases the model before goes on serving.
+
+        After an error the model before goes on serving.
         """
         from aionn import trace
         from aionn.runtime.compilation import Compilation, parts_of
         from aionn.runtime.staging.swapping import swap_model
 
-        session = self._opened()
+        session = self._opened.check().session
         if not isinstance(compilation, Compilation) or (parts := parts_of(compilation)).session is not session:
             raise CallerError("swap takes a compilation of this runtime")
-        with trace.span("swap"), parts.compiled.use.hold(), ending_by(deadline_of(timeout_s), "the new model was not swapped in"):
+        about = trace.about(model=parts.renewal.named.name)
+        deadline_ns = deadline_of(timeout_s)
+        with about, trace.span("swap"), parts.compiled.use.hold(), ending_by(deadline_ns, "the new model was not swapped in"):
             await swap_model(parts.new_model(), model, timeout_s)
 
 
-async def _within(timeout_s: float | None, deadline_ns: int | None, work: Awaitable[T]) -> T:
-    import anyio
+def opened_of(runtime: Runtime) -> Opened | None:
+    """Return what an open runtime owns, for packages above. None before it is opened."""
+    return runtime._owned
 
-    with anyio.move_on_after(seconds_until(deadline_ns)):
-        return await work
-    raise DeadlineError(f"the model was not prepared within {timeout_s} s; the compile has been cancelled")
+
+def _program() -> str:
+    """Return the name of this program. That of `python -m package` is the package's."""
+    path = sys.argv[0] if sys.argv else ""
+    return os.path.basename(os.path.dirname(path) if os.path.basename(path) == "__main__.py" else path)

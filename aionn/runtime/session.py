@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 
 from aionn.errors import CallerError
-from aionn.pages import BEAT_S, Kind, close_page, open_page
 from aionn.runtime.processes.devices import Devices
+from aionn.runtime.reports import Reports
 from aionn.tasks import OwnedTasks, running_loop
 
 
@@ -22,44 +21,34 @@ class Session:
         loop: the event loop that the runtime was opened in. It is used in no other.
         tasks: the group that owns every task of the runtime.
         devices: every device that the runtime knows.
-        page: the statistics page of this process.
-        slot: what the page shows of this runtime.
+        reports: what the runtime shows on the statistics page of this process, and as events.
+        page: that page.
     """
 
-    __slots__ = ("_beat", "_open", "_pid", "_shown", "devices", "loop", "page", "slot", "tasks")
+    __slots__ = ("_open", "_pid", "devices", "loop", "page", "reports", "tasks")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, tasks: OwnedTasks, devices: Devices) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, tasks: OwnedTasks, devices: Devices, reports: Reports) -> None:
         self.loop = loop
         self.tasks = tasks
         self.devices = devices
+        self.reports = reports
+        self.page = reports.page
         self._pid = os.getpid()
         self._open = True
-        self.page = open_page()
-        self.slot = self.page.slot(Kind.RUNTIME, os.path.basename(sys.argv[0]) if sys.argv else "")
-        self._shown = True
-        self._beat_on()
 
     @property
     def inherited(self) -> bool:
         """Whether this process is a child, by `os.fork`, of the one that opened the runtime. A child may touch nothing of it."""
         return os.getpid() != self._pid
 
+    @property
+    def is_open(self) -> bool:
+        """Whether new work may begin, as far as the runtime was not closed."""
+        return self._open
+
     def close(self) -> None:
         """Refuse new work from now on."""
         self._open = False
-
-    def leave_page(self) -> None:
-        """Show nothing of this runtime any longer. Its compilations have ended. Idempotent."""
-        self._beat.cancel()
-        if self._shown:
-            self._shown = False
-            self.page.free(self.slot)
-            close_page(self.page)
-
-    def _beat_on(self) -> None:
-        """Write the loop's heartbeat, now and from now on."""
-        self.page.beat(self.slot)
-        self._beat: asyncio.TimerHandle = self.loop.call_later(BEAT_S, self._beat_on)
 
     def check_open(self) -> None:
         """Return if new work may begin.

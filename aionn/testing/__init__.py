@@ -4,6 +4,7 @@ The fake device hangs, crashes and is slow on demand, and needs no inference eng
 
     fake_engine  an engine like any other, which runs in a real driver process
     fake_device  steers the engine from the test through a small file, and hears from it through a FIFO
+    answers      outputs that the test gives: the engine asks for them through a socket
     models       makes tiny ONNX models
     plugin       the pytest plugin with the fixture `fake_device`
 
@@ -20,13 +21,13 @@ import typing as _typing
 
 from aionn.lazy import imported_when_asked as _imported_when_asked
 from aionn.testing.fake_device import FakeDevice
-from aionn.testing.models import identity_model
+from aionn.testing.models import fake_model, identity_model
 
 if _typing.TYPE_CHECKING:
     from aionn.testing.checked_models import CheckedModel
     from aionn.testing.checking import check_engine
 
-__all__ = ["CheckedModel", "FakeDevice", "check_engine", "identity_model"]
+__all__ = ["CheckedModel", "FakeDevice", "check_engine", "fake_model", "identity_model"]
 
 if not _typing.TYPE_CHECKING:
     _HOMES = {"CheckedModel": "aionn.testing.checked_models", "check_engine": "aionn.testing.checking"}

@@ -27,7 +27,7 @@ def check_engine(
             cases need another process, which finds only the first three.
         models: the models to check it on, or a function that makes them: `aionn.testing.CheckedModel`. By default small ONNX graphs.
 
-    Example:
+    Examples:
         >>> import aionn.testing
         >>> test_my_engine = aionn.testing.check_engine("my_package:MyEngine")
     """

@@ -1,4 +1,4 @@
-"""Steers the fake engine from a test: `hang`, `crash`, `delay`, `fail`. Waits for what the engine does.
+"""Steers the fake engine from a test: `hang`, `crash`, `delay`, `fail`, `answer`. Waits for what the engine does.
 
 Acts are "run", "compile", "export", "load", "supported" (the question what it can run) and "start". Each method adds to the earlier
 orders, and `behave` cancels them all. A change forgets the events before it. So after `fake.hang()` and a call,
@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import anyio
 import msgspec
 
+from aionn.testing.answers import Answer, AnswerThread
 from aionn.testing.fake_engine import EVENTS_SUFFIX, HOLD_SUFFIX, Behaviour, FakeEngine, lock_of
 
 
@@ -44,6 +46,8 @@ class FakeDevice:
         self._before: str | None = None
         self._behaviour = Behaviour()
         self._hold_fd = -1
+        self._answers: AnswerThread | None = None
+        self._seen = 0
 
     def __enter__(self) -> FakeDevice:
         self._path = Path(tempfile.mkdtemp(prefix="aionn-fake-")) / "behaviour.json"
@@ -65,11 +69,18 @@ class FakeDevice:
         else:
             os.environ[self._variable] = self._before
         self.behave()
+        if self._answers is not None:
+            self._answers.close()
         os.close(self._hold_fd)
         self._hold_fd = -1
         os.close(self._events_fd)
         self._events_fd = -1
         shutil.rmtree(self._path.parent)
+        unseen = self.answer_errors()
+        if unseen and error is None:
+            raise AssertionError(
+                f"answer() failed, and the test did not look at answer_errors(): {type(unseen[0]).__name__}: {unseen[0]}"
+            ) from unseen[0]
 
     def _write(self, behaviour: Behaviour) -> None:
         behaviour = msgspec.structs.replace(behaviour, hold=self._behaviour.hold + 1)
@@ -95,6 +106,8 @@ class FakeDevice:
 
     def behave(self) -> None:
         """Cancel all orders. An act that hangs goes on."""
+        if self._answers is not None:
+            self._answers.order(None)
         self._write(Behaviour())
 
     def hang(self, act: str = "run", *, with_gil: bool = False, after: int = 0) -> None:
@@ -118,6 +131,35 @@ class FakeDevice:
     def fail(self, message: str = "failed on demand", act: str = "run", *, after: int = 0) -> None:
         """Raise in that act."""
         self.tell(fail=(*self._behaviour.fail, act), fail_message=message, after=self._after(act, after))
+
+    def answer(self, outputs: Answer | Sequence[Answer]) -> None:
+        """Answer runs with these outputs, in place of the usual ones.
+
+        Args:
+            outputs: all outputs of the model by name, as arrays of the declared shapes and element types. Or a function that gets the
+                inputs by name, read-only, and returns such a dict. It runs in a thread of this process, for one run at a time. Or a list
+                of these, one for each run; the last one stays.
+
+        What a function raises, and an answer that does not fit the model, ends the run with `ExecutionError` and its text. It also
+        fails the test at the end, unless the test asks for `answer_errors`.
+
+        Raises:
+            CallerError: `outputs` is something else.
+
+        Examples:
+            >>> fake_device.answer({"boxes": np.zeros((1, 100, 4), np.float32)})
+            >>> fake_device.answer(lambda inputs: {"y": inputs["x"] * 2})
+        """
+        if self._answers is None:
+            self._answers = AnswerThread(self._path.parent)
+        self._answers.order(outputs)
+        self.tell(answer=True)
+
+    def answer_errors(self) -> list[BaseException]:
+        """Return what went wrong in answers since the last call, the oldest first."""
+        errors = [] if self._answers is None else self._answers.errors[self._seen :]
+        self._seen += len(errors)
+        return errors
 
     def _after(self, act: str, after: int) -> dict[str, int]:
         return {**self._behaviour.after, act: after}

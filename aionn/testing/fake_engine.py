@@ -1,6 +1,7 @@
 """An engine that only repeats its inputs and misbehaves on demand, in a real driver process.
 
-Each output repeats the input at its own place (cyclically, in the output's shape and type), so frames can be distinguished.
+Each output repeats the input at its own place (cyclically, in the output's shape and type), so frames can be distinguished. The outputs of
+a `fake_model` are zeros. `FakeDevice.answer` replaces either.
 Its orders stand in the file that AIONN_FAKE_DEVICE names. The engine reads them before each act, and while it hangs. It announces
 each act in the FIFO beside the file. Without the variable it has no orders.
 """
@@ -17,7 +18,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -25,10 +26,14 @@ from numpy.typing import NDArray
 
 from aionn.errors import CompilationError
 from aionn.hal import Artifact, CacheFiles, CompileOptions, Executable, ExecutionReport, Model, Operand, OperandType
+from aionn.testing.answers import ask
 
 VARIABLE = "AIONN_FAKE_DEVICE"
 EVENTS_SUFFIX = ".events"
 HOLD_SUFFIX = ".hold"
+FAKE_DOMAIN = "aionn.testing"
+"""The domain of the operator of a `fake_model`."""
+
 _LOOK_S = 0.005
 """How often a waiting fake checks whether it may go on. Only tests wait for it."""
 
@@ -39,6 +44,7 @@ class Behaviour(msgspec.Struct, frozen=True):
     Attributes:
         hold: the byte of a file that is locked as long as this behaviour holds. An act that hangs waits for it, so it uses no CPU.
         after: so many acts of a kind succeed in each driver process before the orders for that kind begin.
+        answer: whether the test answers runs itself (`answers`).
     """
 
     after: dict[str, int] = {}
@@ -50,6 +56,7 @@ class Behaviour(msgspec.Struct, frozen=True):
     fail_message: str = "failed on demand"
     delay_s: dict[str, float] = {}
     outputs_offset: float = 0.0
+    answer: bool = False
     decline: bool = False
     version: str = "1"
     cache_files: tuple[int, int] = (1, 1)
@@ -65,6 +72,7 @@ class FakeEngine:
     def __init__(self) -> None:
         path = os.environ.get(self.variable)
         self._path = Path(path) if path else None
+        self.folder = self._path.parent if self._path is not None else None
         self._acts: dict[str, Iterator[int]] = {}  # counted in several threads at once
         behaviour = self.act("start")
         self.version = behaviour.version
@@ -145,22 +153,21 @@ class FakeEngine:
 
     def compile(self, model: Model, options: CompileOptions) -> FakeExecutable:
         self.act("compile", options)
-        return FakeExecutable(self, model.outputs, weights_of(model))
+        return FakeExecutable(self, model.outputs, weights_of(model), _symbols_of(model))
 
     def export(self, executable: Executable) -> Artifact | None:
         behaviour = self.act("export")
         if behaviour.decline or not isinstance(executable, FakeExecutable):
             return None
-        shapes = {name: (operand.type.value, operand.dimensions) for name, operand in executable.operands.items()}
-        graph = msgspec.msgpack.encode(shapes)
+        graph = msgspec.msgpack.encode((_as_stored(executable.operands), executable.symbols))
         files = self.cache_files
         return Artifact((graph,) * files.model, (executable.weights,) * files.data)
 
     def load(self, artifact: Artifact, options: CompileOptions) -> FakeExecutable:
         self.act("load", options)
-        stored = msgspec.msgpack.decode(artifact.model[0], type=dict[str, tuple[str, tuple[int, ...] | None]])
-        operands = {name: Operand(OperandType(kind), dimensions) for name, (kind, dimensions) in stored.items()}
-        return FakeExecutable(self, operands, bytes(artifact.data[0]) if artifact.data else b"")
+        stored, symbols = msgspec.msgpack.decode(artifact.model[0], type=tuple[_Stored, _Symbols | None])
+        operands = {name: Operand(OperandType(kind), dimensions, names) for name, (kind, dimensions, names) in stored.items()}
+        return FakeExecutable(self, operands, bytes(artifact.data[0]) if artifact.data else b"", symbols)
 
 
 class SecondFakeEngine(FakeEngine):
@@ -170,13 +177,22 @@ class SecondFakeEngine(FakeEngine):
     variable = f"{VARIABLE}_2"
 
 
-class FakeExecutable:
-    """Satisfies `hal.Executable`."""
+_Stored: TypeAlias = dict[str, tuple[str, tuple[int, ...] | None, tuple[str | None, ...]]]
+_Symbols: TypeAlias = dict[str, tuple[str | None, ...]]
 
-    def __init__(self, engine: FakeEngine, operands: Mapping[str, Operand], weights: bytes) -> None:
+
+class FakeExecutable:
+    """Satisfies `hal.Executable`.
+
+    Attributes:
+        symbols: the names of the open dimensions of each input, for a `fake_model`, which answers zeros. None for any other model.
+    """
+
+    def __init__(self, engine: FakeEngine, operands: Mapping[str, Operand], weights: bytes, symbols: _Symbols | None = None) -> None:
         self._engine = engine
         self.operands = dict(operands)
         self.weights = weights
+        self.symbols = symbols
 
     def lanes(self, count: int) -> list[FakeExecutable]:
         return [self] * count  # a run changes nothing here
@@ -184,6 +200,33 @@ class FakeExecutable:
     def run(self, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]], timing: bool) -> ExecutionReport:
         began_ns = time.perf_counter_ns()
         behaviour = self._engine.act("run") if self._engine._path is not None else None
+        answered = self._answer(behaviour, inputs)
+        if answered is not None:
+            made = {name: array for name, array in answered.items() if name not in outputs or outputs[name].shape != array.shape}
+            for name in answered.keys() - made.keys():
+                np.copyto(outputs[name], answered[name])
+            return ExecutionReport(made, time.perf_counter_ns() - began_ns if timing else None)
+        return ExecutionReport(self._repeat(behaviour, inputs, outputs), time.perf_counter_ns() - began_ns if timing else None)
+
+    def _answer(self, behaviour: Behaviour | None, inputs: Mapping[str, NDArray[Any]]) -> Mapping[str, NDArray[Any]] | None:
+        """Return what the test answers, zeros for a `fake_model`, or None to repeat the inputs."""
+        if behaviour is not None and behaviour.answer and self._engine.folder is not None:
+            answered = ask(self._engine.folder, inputs, self.operands)
+            if answered is not None:
+                return answered
+        if self.symbols is None:
+            return None
+        extents = {
+            symbol: extent
+            for name, symbols in self.symbols.items()
+            for symbol, extent in zip(symbols, inputs[name].shape if name in inputs else (), strict=False)
+            if symbol
+        }
+        return {name: np.zeros(_shape_of(operand, extents), operand.type.dtype) for name, operand in self.operands.items()}
+
+    def _repeat(
+        self, behaviour: Behaviour | None, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]]
+    ) -> dict[str, NDArray[Any]]:
         offset = behaviour.outputs_offset if behaviour is not None else 0.0
         given = list(inputs.values())
         made: dict[str, NDArray[Any]] = {}
@@ -199,13 +242,31 @@ class FakeExecutable:
                 np.copyto(target, np.resize(source, target.shape), casting="unsafe")
             if offset:
                 target += np.asarray(offset, target.dtype)
-        return ExecutionReport(made, time.perf_counter_ns() - began_ns if timing else None)
+        return made
 
     def run_values(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-        if self._engine._path is not None:
-            self._engine.act("run")
+        if self._engine._path is not None and self._engine.act("run").answer:
+            raise RuntimeError("answer() gives tensors of numbers, but this model has strings, sequences or maps; use another model")
         given = list(inputs.values())
         return {name: given[index % len(given)] for index, name in enumerate(self.operands)}
+
+
+def _symbols_of(model: Model) -> _Symbols | None:
+    """Return the names of open dimensions by input if it is a `fake_model`, else None."""
+    if [operation.domain for operation in model.operations] != [FAKE_DOMAIN]:
+        return None
+    return {name: operand.symbols for name, operand in model.inputs.items()}
+
+
+def _as_stored(operands: Mapping[str, Operand]) -> _Stored:
+    return {name: (operand.type.value, operand.dimensions, operand.symbols) for name, operand in operands.items()}
+
+
+def _shape_of(operand: Operand, extents: Mapping[str, int]) -> tuple[int, ...]:
+    """Return the shape of zeros. An open dimension has the extent of the input's dimension with the same name, else 1."""
+    dimensions = operand.dimensions or ()
+    symbols = operand.symbols or (None,) * len(dimensions)
+    return tuple(extent or extents.get(symbol or "", 1) for extent, symbol in zip(dimensions, symbols, strict=True))
 
 
 def lock_of(kind: int, byte: int) -> bytes:

@@ -6,10 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import DTypeLike
+
+from aionn.errors import CallerError
+from aionn.testing.fake_engine import FAKE_DOMAIN
 
 if TYPE_CHECKING:
     from onnx import GraphProto
@@ -39,6 +42,50 @@ def identity_model(
         [helper.make_tensor_value_info(out, element, list(shape)) for out, shape in zip(names, shapes.values(), strict=True)],
     )
     return _serialized(graph)
+
+
+Shape = Sequence[int | str]
+
+
+def fake_model(
+    inputs: Mapping[str, tuple[Shape, DTypeLike]] | None = None, outputs: Mapping[str, tuple[Shape, DTypeLike]] | None = None
+) -> bytes:
+    """Return a model with these inputs and outputs, which only the fake device runs. It answers zeros, or what `FakeDevice.answer` says.
+
+    Args:
+        inputs: (shape, element type) by name. A dimension that is a text, or 0, is open. Default: "x", float32 of shape (1, 16).
+        outputs: the same for the outputs. An open dimension takes its extent from an input's dimension of the same name, else it is 1.
+            Default: "y", float32 of shape (1, 16).
+
+    Raises:
+        CallerError: there are no outputs, or a shape has a negative dimension.
+
+    Examples:
+        >>> content = fake_model({"image": ((1, 3, 224, 224), "float32")}, {"boxes": ((1, "N", 4), "float32")})
+        >>> model = aionn.Model.from_onnx(content)
+    """
+    from onnx import helper
+
+    inputs = {"x": ((1, 16), np.float32)} if inputs is None else inputs
+    outputs = {"y": ((1, 16), np.float32)} if outputs is None else outputs
+    if not outputs:
+        raise CallerError("fake_model got no outputs; give at least one, as (shape, element type) by name")
+    given, made = ([_declared(name, shape, dtype) for name, (shape, dtype) in values.items()] for values in (inputs, outputs))
+    node = helper.make_node("Fake", list(inputs), list(outputs), name="fake", domain=FAKE_DOMAIN)
+    graph = helper.make_graph([node], "fake", given, made)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET), helper.make_opsetid(FAKE_DOMAIN, 1)], ir_version=8)
+    content: bytes = model.SerializeToString()
+    return content
+
+
+def _declared(name: str, shape: Shape, dtype: DTypeLike) -> Any:
+    from onnx import helper
+
+    if any(isinstance(extent, int) and extent < 0 for extent in shape):
+        raise CallerError(f"fake_model: {name!r} has the shape {tuple(shape)}; write 0 or a name for an open dimension")
+    # ONNX leaves a dimension open by a name, and takes the number 0 for an empty axis.
+    extents = [extent if extent != 0 else f"{name}_{axis}" for axis, extent in enumerate(shape)]
+    return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), extents)
 
 
 def scaled_model(factor: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> bytes:

@@ -50,7 +50,7 @@ class _Held:
 def fake_device() -> Iterator[FakeDevice]:
     """A device that follows the test's orders. The test fails if it leaves a process, a descriptor or a mapping behind.
 
-    Example:
+    Examples:
         >>> async def test_my_app_survives_a_crash(fake_device):
         ...     async with aionn.Runtime() as runtime:
         ...         compilation = await runtime.compile(model, devices=(fake_device.name,))

@@ -18,7 +18,7 @@ from aionn.caching.measurements import StageMeasurement
 from aionn.caching.outcomes import Refusal
 from aionn.caching.store.background import BackgroundWork
 from aionn.caching.store.entries import Declined, Hit, Miss
-from aionn.caching.store.housekeeping import Housekeeping
+from aionn.caching.store.housekeeping import CacheUsage, Housekeeping
 from aionn.caching.store.index import Index
 from aionn.caching.store.listing import EntryInfo, list_entries
 from aionn.caching.store.opening import Opener
@@ -99,6 +99,11 @@ class CacheStore:
         """The budget of all entries, or None."""
         return self._house.max_bytes
 
+    @property
+    def usage(self) -> CacheUsage:
+        """What the directory holds, as this process has seen it last. It is read without touching the disk."""
+        return self._house.usage
+
     def warn(self, refusal: Refusal) -> None:
         """Log why the cache was not used. Each reason is logged once per store."""
         self._house.warn(refusal)
@@ -114,7 +119,12 @@ class CacheStore:
         return await self._opener.glance(wanted)
 
     async def open(
-        self, wanted: Wanted, *, wait_s: float | None = None, refused: tuple[str, Refusal] | None = None
+        self,
+        wanted: Wanted,
+        *,
+        wait_s: float | None = None,
+        refused: tuple[str, Refusal] | None = None,
+        waits: Callable[[], None] | None = None,
     ) -> Hit | Miss | Declined:
         """Look the entry up. On a miss, become the one who compiles it, or wait for the one who does.
 
@@ -123,10 +133,11 @@ class CacheStore:
             wait_s: how long to wait for another compiler, in seconds. None stands for the store's `wait_s`. After that time the result
                 is a MISS with reason BUSY and without a publisher.
             refused: the directory of a generation that must not be returned again, and why (see `Hit.refuse`).
+            waits: called in the loop if another task or process compiles the entry, before it is waited for.
 
         Close the result (`async with`). Cancelling the wait leaves nothing behind.
         """
-        return await self._opener.open(wanted, wait_s=wait_s, refused=refused)
+        return await self._opener.open(wanted, wait_s=wait_s, refused=refused, waits=waits)
 
     # --- housekeeping ------------------------------------------------------------------------------------------------
 

@@ -46,7 +46,9 @@ class _Owned:
 class HitOwner(Protocol):
     """What a hit needs from the store that opened it."""
 
-    async def open(self, wanted: Wanted, *, wait_s: float | None, refused: tuple[str, Refusal] | None) -> Hit | Miss | Declined:
+    async def open(
+        self, wanted: Wanted, *, wait_s: float | None, refused: tuple[str, Refusal] | None, waits: Callable[[], None] | None
+    ) -> Hit | Miss | Declined:
         """Open an entry, as `CacheStore.open` does."""
         ...
 
@@ -78,15 +80,18 @@ class Hit(_Owned):
         models = len(self.manifest.model)
         return CacheHandles(tuple(self._fds[:models]), tuple(self._fds[models:]), self.manifest.key)
 
-    async def refuse(self, refusal: Refusal, *, wait_s: float | None = None) -> Hit | Miss | Declined:
+    async def refuse(
+        self, refusal: Refusal, *, wait_s: float | None = None, waits: Callable[[], None] | None = None
+    ) -> Hit | Miss | Declined:
         """Close this hit, whose contents the device did not take, and open the entry as a miss with that reason.
 
         The result is a hit again if another process has published a newer generation meanwhile. What the miss publishes replaces the bad
-        generation. Otherwise the bad generation stays, so that `verify` can still look at it.
+        generation. Otherwise the bad generation stays, so that `verify` can still look at it. `wait_s`, `waits`: as for
+        `CacheStore.open`.
         """
         await self._give_back(used=False)
         trace.count("cache.refused_hit", device=self.outcome.device, reason=refusal.reason.value)
-        return await self._owner.open(self._wanted, wait_s=wait_s, refused=(self.manifest.directory, refusal))
+        return await self._owner.open(self._wanted, wait_s=wait_s, refused=(self.manifest.directory, refusal), waits=waits)
 
     async def aclose(self) -> None:
         await self._give_back(used=True)
@@ -142,6 +147,9 @@ class Publisher(_Owned):
 
     While this is open, no other task or process compiles the entry, and readers go on with the generation they have. The first call of
     `publish`, `decline` or `aclose` (abandon) ends it. A process that dies abandons its publishers.
+
+    Attributes:
+        last_compile_s: what the last compile of the same for any version of the device took, or None if that is not known.
     """
 
     def __init__(
@@ -150,6 +158,7 @@ class Publisher(_Owned):
         """`based_on` is the generation that stood when the files were made, or 0 for no generation."""
         self.wanted, self.based_on = wanted, based_on
         self._house, self._directory, self._staged, self._right = house, directory, staged, right
+        self.last_compile_s: float | None = None
         self._open = True
         self._started_ns = time.monotonic_ns()
 

@@ -11,6 +11,7 @@ import sqlite3
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from aionn import trace
@@ -22,15 +23,33 @@ from aionn.caching.store.index import Index
 from aionn.caching.store.locks import sole_holder
 from aionn.caching.store.writing import clean, discard, empty_trash, switch
 
-__all__ = ["Housekeeping"]
+__all__ = ["CacheUsage", "Housekeeping"]
 
 T = TypeVar("T")
 _log = logging.getLogger("aionn.caching")
 _USUAL = {MissReason.BUSY, MissReason.SUPERSEDED}  # another process was quicker: both have what they need
 
 
+@dataclass(frozen=True, slots=True)
+class CacheUsage:
+    """What a cache holds, as of the last time that this process opened, published in or pruned the directory.
+
+    Attributes:
+        held_bytes: bytes that count against the budget. entries: how many there are.
+        evicted: entries that this store has removed so far.
+    """
+
+    held_bytes: int = 0
+    entries: int = 0
+    evicted: int = 0
+
+
 class Housekeeping:
-    """One directory, its index, and the order in it."""
+    """One directory, its index, and the order in it.
+
+    Attributes:
+        usage: what the directory holds. Threads replace it, and any thread may read it.
+    """
 
     def __init__(self, path: str, max_bytes: int | None, old_versions_kept_s: float) -> None:
         self.path, self.max_bytes = path, max_bytes
@@ -41,6 +60,7 @@ class Housekeeping:
         self._index: Index | None = None  # open while a thread uses it
         self._index_users = 0
         self._warned: set[MissReason] = set()
+        self.usage = CacheUsage()
 
     def close(self) -> None:
         """Forget the directory. A thread that still works in it closes what it opened."""
@@ -77,6 +97,7 @@ class Housekeeping:
             self.clean_if_free(directory, key)
         for key in self.with_index(lambda index: index.superseded(self._old_versions_kept_s)) or []:
             self.remove_if_free(directory, key)
+        self.note_usage()
 
     # --- the index ---------------------------------------------------------------------------------------------------
 
@@ -136,6 +157,14 @@ class Housekeeping:
         """Return how many bytes count against the budget."""
         return self.with_index(lambda index: index.total_bytes) or 0
 
+    def note_usage(self) -> None:
+        """Note in `usage` what the directory holds now."""
+        count = self.with_index(lambda index: index.count)
+        if count is not None:
+            held_bytes = self.left_bytes()
+            with self._lock:
+                self.usage = replace(self.usage, held_bytes=held_bytes, entries=count)
+
     # --- publishing and removing -------------------------------------------------------------------------------------
 
     def replace(self, directory: CacheDirectory, manifest: Manifest, based_on: int) -> Refusal | None:
@@ -152,6 +181,7 @@ class Housekeeping:
             switch(directory, manifest.key, manifest)
             self.with_index(lambda index: index.put(manifest, published=True))
             self.evict(directory, self.max_bytes, spared=manifest.key)
+            self.note_usage()
             return None
 
     def finish_staging(self, directory: CacheDirectory, key: bytes) -> None:
@@ -197,6 +227,8 @@ class Housekeeping:
             self.warn(refusal_of(error, f"removing cache entry {key.hex()[:16]}"))
             return False
         trace.count("cache.evicted")
+        with self._lock:
+            self.usage = replace(self.usage, evicted=self.usage.evicted + 1)
         return True
 
     def clean_if_free(self, directory: CacheDirectory, key: bytes) -> None:

@@ -123,6 +123,20 @@ class Index:
         )
         return None if row is None else str(row[0])
 
+    def compile_s(self, family: bytes) -> float | None:
+        """Return what the last compile of this family took, for whichever version of the device. None if no entry shows it."""
+        row = self._database.transact(
+            lambda database: database.execute(
+                "SELECT worth * size FROM entries WHERE family = ? AND worth > 0 ORDER BY used_s DESC LIMIT 1", (family,)
+            ).fetchone()
+        )
+        return None if row is None else number_in(row[0]) / 1e9
+
+    @property
+    def count(self) -> int:
+        """How many entries there are. O(n)."""
+        return self._database.transact(lambda database: int(number_in(database.execute("SELECT COUNT(*) FROM entries").fetchone()[0])))
+
     def of_model(self, model_digest: bytes, at_most: int) -> list[bytes]:
         """Return the keys under which that model is stored, the last used first."""
         return self._database.transact(

@@ -20,7 +20,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -218,8 +218,11 @@ class CompileQueues:
         if not queue.users:
             del self._queues[path]
 
-    async def acquire(self, path: str, wait_s: float) -> CompileRight | None:
+    async def acquire(self, path: str, wait_s: float, waits: Callable[[], None] | None = None) -> CompileRight | None:
         """Return the right to compile, or None if its holder still has it after `wait_s` seconds.
+
+        Args:
+            waits: called if another task or process has the right, before it is waited for.
 
         Raises:
             OSError: the lock file cannot be used.
@@ -229,19 +232,28 @@ class CompileQueues:
         queue.users += 1
         from filelock import AsyncFileLock, Timeout
 
-        had_turn = False
+        had_turn = reported = False
         right: CompileRight | None = None
+
+        def report() -> bool:  # filelock asks after each attempt that has failed whether to give up
+            nonlocal reported
+            if not reported and waits is not None:
+                reported = True
+                waits()
+            return False
+
         try:
             try:
                 queue.turn.acquire_nowait()
                 had_turn = True
             except anyio.WouldBlock:
+                report()
                 with anyio.move_on_after(wait_s):
                     await queue.turn.acquire()
                     had_turn = True
             if had_turn:
                 lock = AsyncFileLock(path, mode=0o600)
-                await lock.acquire(timeout=max(give_up_at - time.monotonic(), 0.0))
+                await lock.acquire(timeout=max(give_up_at - time.monotonic(), 0.0), cancel_check=report)
                 right = CompileRight(self, path, lock)
         except Timeout:
             return None

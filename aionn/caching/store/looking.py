@@ -149,4 +149,6 @@ def stage(house: Housekeeping, directory: CacheDirectory, wanted: Wanted, right:
             staged = stage_files(directory, wanted.key, wanted.files)
     except OSError as error:
         return refusal_of(error, f"new files in {house.path}")
-    return Publisher(house, directory, wanted, staged, right, generation)
+    publisher = Publisher(house, directory, wanted, staged, right, generation)
+    publisher.last_compile_s = house.with_index(lambda index: index.compile_s(wanted.family))
+    return publisher

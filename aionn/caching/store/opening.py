@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TypeVar
 
@@ -26,6 +26,7 @@ from aionn.caching.store.threads import run_in_thread
 __all__ = ["Opener"]
 
 _Opened = TypeVar("_Opened", bound=Hit | Miss | Declined)
+_Acquire = Callable[[str], Awaitable[CompileRight | None]]
 _log = logging.getLogger("aionn.caching")
 _READ_WAIT_S = 5.0  # a publisher holds the entry for one rename and two fsyncs
 _UNUSABLE = {MissReason.NO_PERMISSION, MissReason.NO_SPACE, MissReason.IO_ERROR}
@@ -54,7 +55,12 @@ class Opener:
         return None if isinstance(found, Refusal) else _reported(found)
 
     async def open(
-        self, wanted: Wanted, *, wait_s: float | None = None, refused: tuple[str, Refusal] | None = None
+        self,
+        wanted: Wanted,
+        *,
+        wait_s: float | None = None,
+        refused: tuple[str, Refusal] | None = None,
+        waits: Callable[[], None] | None = None,
     ) -> Hit | Miss | Declined:
         """See `CacheStore.open`."""
         started = time.monotonic()
@@ -62,20 +68,21 @@ class Opener:
         with trace.span("cache.lookup", device=wanted.device):
             found = await self._look(Look(self._house, self, wanted, refused))
         if isinstance(found, Refusal):
-            return _reported(await self._open_missing(wanted, refused, found, started, wait_s))
+            acquire = partial(self._queues.acquire, wait_s=wait_s, waits=waits)
+            return _reported(await self._open_missing(wanted, refused, found, started, acquire))
         return _reported(found)
 
     async def _open_missing(
-        self, wanted: Wanted, refused: tuple[str, Refusal] | None, why: Refusal, started: float, wait_s: float
+        self, wanted: Wanted, refused: tuple[str, Refusal] | None, why: Refusal, started: float, acquire: _Acquire
     ) -> Hit | Miss | Declined:
-        """Open an entry that a first look did not find, because of `why`."""
+        """Open an entry that a first look did not find, because of `why`. `acquire`: waits for the right to compile."""
         directory = self._house.directory
         if directory is None or not directory.writable:
             failure = why if directory is None else directory.not_writable
             self._house.warn(failure)
             return _miss(wanted, why, started, save_failure=failure)
         try:
-            right = await self._queues.acquire(directory.compile_lock(wanted.key), wait_s)
+            right = await acquire(directory.compile_lock(wanted.key))
         except OSError as error:
             failure = refusal_of(error, f"compile lock in {self._house.path}")
             self._house.warn(failure)

@@ -74,6 +74,7 @@ def _pruned(house: Housekeeping, directory: CacheDirectory, max_bytes: int | Non
     more_removed, more_in_use = house.evict(directory, max_bytes)
     for key in directory.orphaned_locks():
         house.remove_if_free(directory, key)
+    house.note_usage()
     left = house.left_bytes()
     forgotten = house.with_index(lambda index: index.history.forget_measurements(all_of_them=measurements)) or 0
     return PruneReport(removed + more_removed, max(before - left, 0), in_use + more_in_use, left, forgotten)

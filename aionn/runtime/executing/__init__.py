@@ -19,6 +19,9 @@ device_state    what uses a device memory now, and how the memory moves to anoth
 device_buffers  the two buffers of a device memory
 device_roles    which inputs and outputs a device memory may stand for
 fallback        an execution that failed, run once more on a CPU device
+counted         what executions are counted as on the statistics page
+made_up         inputs for a model that no app has given inputs yet
+warming         runs on such inputs that nothing counts
 frames          the frames of a burst, by size: allocated as needed, waited for in order, given back when superfluous
 arguments       shapes and types checked
 frame_layout    the layout of a frame for one set of shapes, and the outputs in it

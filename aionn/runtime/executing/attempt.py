@@ -28,6 +28,7 @@ from aionn.memory.pool import Frame, FramesInFlightError
 from aionn.pages import BurstSlot, private_counts
 from aionn.pages.app_layout import COMPUTED, COPIED_BYTES, FAILED, FELL_BACK
 from aionn.runtime.executing.arguments import Arguments, failure_of
+from aionn.runtime.executing.counted import Shown, count_end
 from aionn.runtime.executing.frame_layout import FrameLayout, Outputs
 from aionn.runtime.executing.frames import Frames, Spare, fill
 from aionn.runtime.executing.placement import Placement, check_frame, contents_of, is_placed, place
@@ -80,6 +81,7 @@ class Executor:
         counts: a slot of the app's statistics page; see `Burst.statistics`.
         failures: errors that are counted as `failed`, as long as they live.
         fallback: gets calls that a driver has answered with an error, or None (`executing.fallback`).
+        shown: under which texts the page shows `counts`. None for trials.
     """
 
     arguments: Arguments
@@ -88,6 +90,11 @@ class Executor:
     counts: BurstSlot = field(default_factory=private_counts)
     failures: WeakSet[BaseException] = field(default_factory=WeakSet)
     fallback: FallsBack | None = None
+    shown: Shown | None = None
+
+    def ended(self, error: BaseException) -> None:
+        """Count a call that ended with an error."""
+        count_end(self.counts, error, self.failures)
 
     def failure(self, serving: Serving, result: Result, inputs: Mapping[str, Any] | None) -> AionnError:
         """Count an answer that is an error, and report it. Returns what it means to the caller."""

@@ -22,12 +22,13 @@ class ControlChannel:
         serving: what computes.
     """
 
-    __slots__ = ("_counted", "serving")
+    __slots__ = ("_counted", "_estimated", "serving")
 
-    def __init__(self, serving: Serving, *, counted: bool) -> None:
-        """`counted`: whether the executions are the app's, so that they count as use."""
+    def __init__(self, serving: Serving, *, counted: bool, estimated: bool = True) -> None:
+        """`counted`: whether the executions are the app's, so that they count as use. `estimated`: whether their pauses count."""
         self.serving = serving
         self._counted = counted
+        self._estimated = estimated
 
     async def send(
         self,
@@ -51,12 +52,17 @@ class ControlChannel:
             raise
         if self._counted and placement is None:
             self.serving.use.count()
-        with trace.span("compute", device=self.serving.device):
-            return await self.serving.prepared.execute(request, pools, measure_timing, deadline_ns, self.serving.entered(settled)), 0
+        entered = self.serving.entered(settled, estimated=self._estimated)
+        with trace.span("compute", device=self.serving.device, stage=self.serving.stage):
+            return await self.serving.prepared.execute(request, pools, measure_timing, deadline_ns, entered), 0
 
 
-def control_route(renewal: Renewal) -> Callable[[int | None], Awaitable[ControlChannel]]:
-    """Return the route of executions without a burst: to whatever serves when the gate is open."""
+def control_route(renewal: Renewal, *, counted: bool = True) -> Callable[[int | None], Awaitable[ControlChannel]]:
+    """Return the route of executions without a burst: to whatever serves when the gate is open.
+
+    Args:
+        counted: whether they are the app's. Others count as no use, and their pauses estimate no rhythm.
+    """
     gate = renewal.compiled.gate
 
     async def route(deadline_ns: int | None) -> ControlChannel:
@@ -65,7 +71,7 @@ def control_route(renewal: Renewal) -> Callable[[int | None], Awaitable[ControlC
                 await gate.passed(deadline_ns)
             serving = await renewal.live(deadline_ns)
             if not gate.closed:
-                return ControlChannel(serving, counted=True)
+                return ControlChannel(serving, counted=counted, estimated=counted)
 
     return route
 

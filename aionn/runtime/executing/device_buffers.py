@@ -31,9 +31,10 @@ class BufferPair:
         roles: what they may stand for.
         front: holds the tensor. back: the second one, or None.
         all: both. A collected memory frees what stands in this very list, so it is changed in place only.
+        turns: how often they have changed places.
     """
 
-    __slots__ = ("_allocating", "_names", "all", "back", "front", "prepared", "roles")
+    __slots__ = ("_allocating", "_names", "all", "back", "front", "prepared", "roles", "turns")
 
     def __init__(self, prepared: Sequence[Prepared], front: RemoteBuffer, roles: DeviceRoles) -> None:
         self.roles = roles
@@ -41,6 +42,7 @@ class BufferPair:
         self.front = front
         self.back: RemoteBuffer | None = None
         self.all = [front]
+        self.turns = 0
         self._allocating = anyio.Lock()
 
     def _stand_for(self, prepared: Sequence[Prepared]) -> None:
@@ -87,6 +89,7 @@ class BufferPair:
         """Let the two buffers change places."""
         assert self.back is not None
         self.front, self.back = self.back, self.front
+        self.turns += 1
 
     def replace(self, prepared: Sequence[Prepared], front: RemoteBuffer) -> list[RemoteBuffer]:
         """Use one buffer in another driver from now on. Returns the buffers before."""

@@ -46,13 +46,17 @@ class DeviceMemory:
         inputs, outputs: names of the operands it may stand for.
         type: element type (`hal.OperandType`).
 
-    Example:
+    Examples:
         >>> state = await compilation.allocate(inputs=("state",), outputs=("stateN",))
         >>> await state.reset()
         >>> outputs = await burst.compute({"input": x, "state": state}, outputs={"stateN": state})
         >>> kept = await state.snapshot()
-        Two buffers in turn, where the state before is still wanted:
-        >>> await burst.compute({"input": x, "state": a}, outputs={"stateN": b}); a, b = b, a
+        >>> await state.copy_from(kept)
+
+        Use two memories in turn, where the state before is still wanted:
+
+        >>> outputs = await burst.compute({"input": x, "state": state}, outputs={"stateN": other})
+        >>> state, other = other, state
     """
 
     def __init__(self, renewals: Sequence[Renewal], buffers: BufferPair) -> None:

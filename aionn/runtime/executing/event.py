@@ -38,6 +38,14 @@ class Event:
         name: in errors and log lines.
         since_launch: `hal.Timing` from the arrival in the driver on, with the wait for dependencies; None unless timing was asked for.
             `Outputs.timing` begins when the dependencies were done.
+
+    Examples:
+        >>> with aionn.Memory.allocate(64) as between:  # the second execution reads what the first one writes
+        ...     first = compilation.start({"x": x}, outputs={"y": between})
+        ...     second = compilation.start({"x": between}, after=(first,), timeout_s=10)
+        ...     outputs = await second
+        >>> first.done()
+        True
     """
 
     def __init__(self, label: str) -> None:

@@ -34,8 +34,10 @@ from aionn.runtime.executing.attempt import Attempt, Call, Executor
 from aionn.runtime.executing.control import fixed_route
 from aionn.runtime.executing.device_memory import DeviceMemory
 from aionn.runtime.executing.frame_layout import Outputs
+from aionn.runtime.logs import about
 from aionn.runtime.preparing.partition import Partition
 from aionn.runtime.preparing.preparation import Found, prepare
+from aionn.runtime.preparing.progress import Progress
 from aionn.runtime.preparing.renewal import Renewal
 from aionn.runtime.serving.compiled_model import CompiledModel
 from aionn.runtime.serving.members import NotNowError
@@ -82,7 +84,7 @@ class Fallback:
         """Run a call that failed on `serving` with `error` once more. `result` is the answer.
 
         Returns:
-            None if there is no fallback, or if it fails, too. Then `error` has a note.
+            None if there is no fallback, or if the fallback fails. Its failure is a note of `error`.
 
         Raises:
             DeadlineError: the call's deadline has come.
@@ -121,7 +123,8 @@ class Fallback:
                 error.add_note(f"device {base.device!r} was tried, too, and failed: {second}")
                 return None
         trace.count("execution.fell_back", device=serving.device, to=base.device, reason=str(error))
-        logger.warning("device %r failed, and device %r computed in its place: %s", serving.device, base.device, str(error))
+        words, name = "device %r failed to run model %r, and device %r computed in its place: %s", renewal.named.name
+        logger.warning(words, serving.device, name, base.device, str(error), extra=about(device=serving.device, model=name))
         if renewal.compiled.serving is serving:
             await self._wait_for(renewal, base, call.deadline_ns)
         return outputs
@@ -164,7 +167,8 @@ class Fallback:
                 self.close()
         except Exception:  # a defect here must not end the app's runtime
             self._hopeless.add(key)
-            logger.exception("the fallback of device %r cannot be prepared", serving.device)
+            extra = about(device=serving.device, model=renewal.named.name)
+            logger.exception("the fallback of device %r for model %r cannot be prepared", serving.device, renewal.named.name, extra=extra)
         finally:
             self._busy = None
             over.set()
@@ -179,15 +183,17 @@ class Fallback:
                 await self._busy.wait()
 
     async def _take_over(self, renewal: Renewal, base: Serving, over: anyio.Event) -> None:
+        name = renewal.named.name
         try:
             with renewal.compiled.use.hold():
                 await _swap(renewal.compiled, base)
             self._taken_over.add(base.device)
             self._base, renewal.outcomes = None, self._outcomes
         except AionnError as error:
-            logger.warning("device %r cannot take over, and is tried again at the next failure: %s", base.device, error)
+            words = "device %r cannot take over model %r, and is tried again at the next failure: %s"
+            logger.warning(words, base.device, name, error, extra=about(device=base.device, model=name))
         except Exception:  # a defect here must not end the app's runtime
-            logger.exception("device %r cannot take over", base.device)
+            logger.exception("device %r cannot take over model %r", base.device, name, extra=about(device=base.device, model=name))
         finally:
             self._busy = None
             over.set()
@@ -220,11 +226,15 @@ async def _prepared(renewal: Renewal, serving: Serving, failing: frozenset[int])
         try:
             if (await devices.get(name, options.priority)).type is not DeviceType.CPU:
                 continue
-            if not steps:
-                prepared, outcome = await prepare(devices, name, model, options, cache)
-                return prepared, (outcome,)
-            moved = [dataclasses.replace(one, device=name) if number in failing else one for number, one in enumerate(steps)]
-            return await Partition(devices, model, options, cache).prepare(moved)
+            with Progress(renewal.reports, name) as progress:
+                if steps:
+                    moved = [dataclasses.replace(one, device=name) if number in failing else one for number, one in enumerate(steps)]
+                    found = await Partition(devices, model, options, cache, progress).prepare(moved)
+                else:
+                    prepared, outcome = await prepare(devices, name, model, options, cache, progress)
+                    found = prepared, (outcome,)
+                progress.prepared(found[1])
+                return found
         except AionnError as error:
             logger.info("device %r cannot take the place of %s: %s", name, " and ".join(map(repr, failed)), error)
     trace.count("execution.no_fallback", device="+".join(sorted(failed)))

@@ -70,10 +70,9 @@ class FencedPlan:
         self._fences: list[int] = []
         self._stops: list[Callable[[], None]] = []
         self._sent = 0
-        self._sending = True
 
     def send(self, fenced: Fenced, measure_timing: bool, deadline_ns: int | None) -> None:
-        """Send every step. An error after the first one was sent is its answer."""
+        """Send every step. An error after the first one was sent is its answer. Answers come later, in the loop."""
         steps = self._plan.steps
         memory = self._plan.planned.memory
         region = memory.lease(self._requests.size_bytes)
@@ -98,8 +97,6 @@ class FencedPlan:
             for number in range(self._sent, len(steps)):
                 self._found[number] = error
             self.stop()
-        self._sending = False
-        self._conclude_when_over()
 
     def stop(self) -> None:
         """End the waits of all steps that have not begun."""
@@ -123,7 +120,7 @@ class FencedPlan:
         return found.result.status is not ErrorStatus.NONE or as_asked(self._asked[number], found.result)
 
     def _conclude_when_over(self) -> None:
-        if self._sending or len(self._found) < len(self._plan.steps):
+        if len(self._found) < len(self._plan.steps):
             return
         outcome = self._outcome()
         self._end()

@@ -41,12 +41,14 @@ class LinkOptions:
         queue_capacity: datums per queue.
         low_power: whether the app's end never stays awake while it waits.
         anticipate: whether the driver may run the model shortly before it expects a request.
+        name: of the burst, as the app named it, or empty.
     """
 
     depth: int
     queue_capacity: int
     low_power: bool
     anticipate: bool = False
+    name: str = ""
 
 
 class Link:

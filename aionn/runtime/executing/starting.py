@@ -36,7 +36,7 @@ from aionn.runtime.executing.control import control_route
 from aionn.runtime.executing.dependencies import After, Dependencies, check_shapes, give_shapes, kept, shape_of
 from aionn.runtime.executing.device_buffers import lost_with
 from aionn.runtime.executing.device_memory import DeviceMemory, state_of
-from aionn.runtime.executing.event import Event, failed_dependency, fence_of, settle, when_settled
+from aionn.runtime.executing.event import Event, error_of, failed_dependency, fence_of, settle, when_settled
 from aionn.runtime.executing.frame_layout import FrameLayout, Outputs
 from aionn.runtime.executing.frames import fill
 from aionn.runtime.executing.placement import Placement, check_outputs, is_placed, place_now
@@ -82,8 +82,14 @@ class Starts:
             started.lay_out()
             started.after = dependencies.take()
         self._pending.add(started)
-        started.begin(partial(self._pending.discard, started))
+        started.begin(partial(self._over, started))
         return started.event
+
+    def _over(self, started: Started) -> None:
+        self._pending.discard(started)
+        error = error_of(started.event)
+        if error is not None:
+            self.executor.ended(error)
 
     def close(self) -> None:
         """End every execution that is pending. Their fences are signalled as failures."""
@@ -337,7 +343,9 @@ class Started:
             executor.counts.add(FAILED, 1)
             waited = [(number, after.event) for number, after in enumerate(self.after) if after.sent]
             number, event = waited[found.failed] if 0 <= found.failed < len(waited) else (found.failed, None)
-            raise failed_dependency(event, number)
+            error = failed_dependency(event, number)
+            executor.failures.add(error)
+            raise error
         if result.status is not ErrorStatus.NONE:
             if executor.arguments.may_retry(layout, result, placement.outputs):
                 self._send_wider(serving, result)

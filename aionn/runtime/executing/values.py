@@ -47,11 +47,12 @@ async def compute_values(executor: Executor, route: Route, call: Call) -> Output
         serving = channel.serving
         prepared = serving.prepared
         assert isinstance(prepared, RemotePreparedModel)  # such a model is never cut
-        if executor.compiled is not None:
+        counted = executor.compiled is not None
+        if counted:
             serving.use.count()
         # From here on a swap waits for this execution.
-        settled = serving.entered(_nothing)
-        with trace.span("compute.values", device=serving.device):
+        settled = serving.entered(_nothing, estimated=counted)
+        with trace.span("compute.values", device=serving.device, stage=serving.stage):
             result, values, copied = await prepared.execute_values(inputs, call.measure_timing, call.deadline_ns, settled)
         executor.counts.add(COPIED_BYTES, copied)
         if result.status is not ErrorStatus.NONE:

@@ -9,6 +9,7 @@ idling       give the driver's memory back while the app does not use a compilat
 tuning       store the better artifact that an engine offers while it runs
 background   prepare a model in a worker process at the lowest priority
 preparation  prepare one model on one device: HIT, MISS, DECLINED or NO_CACHE
+progress     how a compilation and its preparations are shown: the page, events, `on_event`
 options      check the options of engines, and digest the files that they name
 compiling    compile a model, and publish its cache entry
 cached       look a cache entry up, and load it

@@ -23,7 +23,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
@@ -37,6 +37,7 @@ from aionn.hal.interfaces import CacheHandles, PrepareOptions
 from aionn.hal.model import Model
 from aionn.hal.types import CACHE_TOKEN_BYTES, CacheFiles
 from aionn.remote.device import RemoteDevice, RemotePreparedModel
+from aionn.runtime.preparations import COMPILING, LOADING, LOOKING, STARTING
 from aionn.runtime.preparing.cached import (
     CacheChoice,
     bound,
@@ -49,8 +50,9 @@ from aionn.runtime.preparing.cached import (
     wanted_of,
     wants_lanes,
 )
-from aionn.runtime.preparing.compiling import check_supported, compile_model, raise_if_unsupported
+from aionn.runtime.preparing.compiling import UnsupportedOperationError, check_supported, compile_model, raise_if_unsupported
 from aionn.runtime.preparing.partition import prepare_on
+from aionn.runtime.preparing.progress import Progress
 from aionn.runtime.preparing.reading import digested
 from aionn.runtime.processes.devices import Devices
 from aionn.runtime.processes.process import DriverProcess
@@ -88,7 +90,7 @@ async def make(
     *,
     threads: int,
     timeout_s: float,
-    phase: Callable[[str], None],
+    progress: Progress,
 ) -> Made:
     """Prepare `model` on the first of these devices without compiling it in the process that will serve it.
 
@@ -97,7 +99,7 @@ async def make(
     Args:
         threads: the number of threads of the worker.
         timeout_s: for the whole call. A worker that still compiles then is killed.
-        phase: called with "compiling" and "loading" when these begin.
+        progress: where the steps are reported.
 
     Raises:
         DeadlineError: the call took longer than `timeout_s`.
@@ -105,13 +107,22 @@ async def make(
     """
     ways: set[str] = set()
 
-    async def one(name: str, part: Model, options: PrepareOptions, cache: CacheChoice | None) -> tuple[RemotePreparedModel, CacheOutcome]:
-        prepared, by = await _make(devices, name, part, options, cache, threads, phase)
+    async def one(
+        name: str, part: Model, options: PrepareOptions, cache: CacheChoice | None, progress: Progress
+    ) -> tuple[RemotePreparedModel, CacheOutcome]:
+        with progress.on(name) as attempt:
+            try:
+                prepared, by, missed = await _make(devices, name, part, options, cache, threads, progress)
+            except UnsupportedOperationError:
+                attempt.unfit = True
+                raise
+            attempt.outcome = missed or CacheOutcome(CacheOutcomeKind.HIT if by == "cache" else CacheOutcomeKind.NO_CACHE, None, name)
         ways.add(by)
-        return prepared, CacheOutcome(CacheOutcomeKind.HIT if by == "cache" else CacheOutcomeKind.NO_CACHE, None, name)
+        return prepared, attempt.outcome
 
     with anyio.move_on_after(timeout_s):
-        prepared, _ = await prepare_on(devices, names, model, options, cache, one)
+        prepared, outcomes = await prepare_on(devices, names, model, options, cache, progress, one)
+        progress.prepared(outcomes)
         return Made(prepared, max(ways, key=("cache", "worker", "driver").index))
     raise DeadlineError(f"device {names[0]!r} did not make the stage within {timeout_s} s; the process that still compiled it was killed")
 
@@ -123,38 +134,40 @@ async def _make(
     options: PrepareOptions,
     cache: CacheChoice | None,
     threads: int,
-    phase: Callable[[str], None],
-) -> tuple[RemotePreparedModel, str]:
-    """Make a model that one device runs whole, or one step. Returns also where it came from."""
+    progress: Progress,
+) -> tuple[RemotePreparedModel, str, CacheOutcome | None]:
+    """Make a model that one device runs whole, or one step. Returns also where it came from, and the first look's miss."""
     with devices.kept(name, options.priority):
         await digested(devices.tasks, model)
-        serving = await devices.get(name, options.priority)
+        serving = await progress.driver(devices, name, options.priority)
         if not serving.cache_files.supported:
-            phase("compiling")
-            return await compile_model(devices.tasks, serving, model, options), "driver"
-        making = _Making(devices, name, model, options, threads, phase)
+            return await compile_model(devices.tasks, serving, model, options, progress), "driver", None
+        making = _Making(devices, name, model, options, threads, progress)
         if cache is not None:
             made = await making.through_cache(cache)
             if made is not None:
-                return made
-        return await making.through_memory()
+                return *made, making.missed
+        return *await making.through_memory(), making.missed
 
 
 class _Making:
-    """The ways in which one model is prepared behind the stream."""
+    """The ways in which one model is prepared behind the stream.
 
-    def __init__(
-        self, devices: Devices, name: str, model: Model, options: PrepareOptions, threads: int, phase: Callable[[str], None]
-    ) -> None:
+    Attributes:
+        missed: what the cache said when it was asked first, if it missed.
+    """
+
+    def __init__(self, devices: Devices, name: str, model: Model, options: PrepareOptions, threads: int, progress: Progress) -> None:
         self._devices = devices
         self._name = name
         self._model = model
         self._options = options
         self._threads = devices.bounded_threads(threads)
-        self._phase = phase
+        self._progress = progress
+        self.missed: CacheOutcome | None = None
 
     async def _serving(self) -> RemoteDevice:
-        return await self._devices.get(self._name, self._options.priority)
+        return await self._progress.driver(self._devices, self._name, self._options.priority)
 
     async def through_cache(self, cache: CacheChoice) -> tuple[RemotePreparedModel, str] | None:
         """Prepare the model through the cache. Returns None if the cache did not store the worker's artifact."""
@@ -163,7 +176,8 @@ class _Making:
             serving = await self._serving()
             wanted = wanted_of(serving, self._model, self._options, cache)
             # A hit shares the entry with every reader. A miss holds its compile lock, so that no other process compiles the model.
-            found = await open_entry(cache.store, wanted, refused, cache.store.wait_s)
+            self._progress.step(self._name, LOOKING)
+            found = await open_entry(cache.store, wanted, refused, cache.store.wait_s, self._progress)
             prepared: RemotePreparedModel | None = None
             try:
                 if isinstance(found, Hit):
@@ -175,27 +189,33 @@ class _Making:
                         if refusals >= _REFUSALS or wants_lanes(error):
                             raise
                         refused = found, refusal_of(error)
-                        log_refusal(cache.store, serving, refused[1], error)
+                        log_refusal(cache.store, serving, refused[1], error, self._progress)
                         continue
                 if isinstance(found, Declined):
                     raise_if_unsupported(serving, self._model, found)
-                    self._phase("compiling")
-                    prepared = await compile_model(self._devices.tasks, serving, self._model, self._options)
+                    prepared = await compile_model(self._devices.tasks, serving, self._model, self._options, self._progress)
                     return prepared, "driver"
+                if self.missed is None and found.outcome.reason is not None:
+                    self.missed = found.outcome
+                    if refused is None:
+                        self._progress.refused(cache.store.path, self._name, Refusal(found.outcome.reason, found.outcome.detail))
                 publisher = found.publisher
                 if publisher is None:
                     if found.outcome.reason is MissReason.BUSY:
                         continue  # another process still compiles it; `make` bounds the wait
                     return None
                 began_ns = time.monotonic_ns()
-                outcome = await self._compile(publisher.handles)
+                outcome = await self._compile(publisher.handles, publisher.last_compile_s)
                 if outcome == "declined":
                     await publisher.decline("the device does not cache this model")
                     continue
                 if outcome != "saved":
-                    cache.store.warn(refusal_from(outcome, MissReason.IO_ERROR))
+                    unsaved = refusal_from(outcome, MissReason.IO_ERROR)
+                    cache.store.warn(unsaved)
+                    self._progress.refused(cache.store.path, self._name, unsaved)
                     return None
                 refusal: Refusal | None = await publisher.publish(compile_ns=time.monotonic_ns() - began_ns)
+                self._progress.refused(cache.store.path, self._name, refusal)
                 if refusal is not None and refusal.reason is not MissReason.SUPERSEDED:
                     return None
                 by, refused = "worker", None
@@ -210,22 +230,23 @@ class _Making:
                 return await self._load(await self._serving(), bound(handles, self._model.token)), "worker"
             if outcome != "declined":
                 raise CompilationError(f"the artifact of device {self._name!r} could not be stored: {outcome}", reason=outcome)
-        return await compile_model(self._devices.tasks, await self._serving(), self._model, self._options), "driver"
+        return await compile_model(self._devices.tasks, await self._serving(), self._model, self._options, self._progress), "driver"
 
     async def _load(self, serving: RemoteDevice, handles: CacheHandles) -> RemotePreparedModel:
-        self._phase("loading")
-        with trace.span("stage.load", device=self._name):
+        self._progress.step(self._name, LOADING)
+        with trace.span("stage.load", device=self._name, model=self._progress.model):
             return await load_files(serving, self._model, self._options, handles)
 
-    async def _compile(self, handles: CacheHandles) -> str:
-        """Compile in a worker, into those files. Returns the save outcome."""
-        self._phase("compiling")
-        with trace.span("stage.compile", device=self._name):
+    async def _compile(self, handles: CacheHandles, expected_s: float | None = None) -> str:
+        """Compile in a worker, into those files. Returns the save outcome. `expected_s`: what it took the last time, if known."""
+        with trace.span("stage.compile", device=self._name, model=self._progress.model):
+            self._progress.step(self._name, STARTING)
             async with worker(self._devices, self._name, self._threads) as remote:
                 options = PrepareOptions(
                     self._options.preference, self._options.priority, None, self._threads, options=self._options.options
                 )
-                await check_supported(self._devices.tasks, remote, self._model, options)
+                await check_supported(self._devices.tasks, remote, self._model, options, self._progress)
+                self._progress.step(self._name, COMPILING, expected_s)
                 prepared = await remote.prepare_model(self._model, options, bound(handles, self._model.token))
                 return prepared.save_outcome
 

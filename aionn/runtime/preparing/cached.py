@@ -15,6 +15,7 @@ import dataclasses
 import logging
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import anyio
 from blake3 import blake3
@@ -27,8 +28,11 @@ from aionn.hal.interfaces import CacheHandles, PrepareOptions
 from aionn.hal.model import Model
 from aionn.hal.types import MAX_CACHE_FILES, NO_LANES
 from aionn.remote.device import RemoteDevice, RemotePreparedModel
+from aionn.runtime.logs import about
 from aionn.runtime.model import adopt
+from aionn.runtime.preparations import LOADING
 from aionn.runtime.preparing.in_time import in_time
+from aionn.runtime.preparing.progress import Progress
 from aionn.runtime.processes.devices import Devices
 from aionn.tasks import seconds_until
 
@@ -84,12 +88,12 @@ def why_not_cached(remote: RemoteDevice) -> str:
     if 0 <= max(files.model, files.data) <= MAX_CACHE_FILES:
         return "the device does not cache"
     detail = f"the device asks for {files.model} and {files.data} files, at most {MAX_CACHE_FILES} are given"
-    logger.warning("no cache for device %r: %s", remote.name, detail)
+    logger.warning("no cache for device %r: %s", remote.name, detail, extra=about(device=remote.name))
     return detail
 
 
 async def look_up(
-    devices: Devices, store: CacheStore, wanted: Wanted, options: PrepareOptions, refused: tuple[Hit, Refusal] | None
+    devices: Devices, store: CacheStore, wanted: Wanted, options: PrepareOptions, refused: tuple[Hit, Refusal] | None, progress: Progress
 ) -> Opened:
     """Open an entry within the time that a cache may take.
 
@@ -111,7 +115,7 @@ async def look_up(
     if more_s is None or more_s > 0:
         # A little less for waiting, so that a store in good health says BUSY itself.
         wait_s = store.wait_s if more_s is None else min(store.wait_s, more_s * 0.9)
-        found = await in_time(devices.tasks, lambda: open_entry(store, wanted, refused, wait_s), more_s, _give_back)
+        found = await in_time(devices.tasks, lambda: open_entry(store, wanted, refused, wait_s, progress), more_s, _give_back)
         if found is not None:
             return found
     assert patience_s is not None  # without a deadline the call waits for the store
@@ -134,7 +138,7 @@ async def _give_back(found: Opened) -> None:
     await found.aclose()  # to its end, although the task is cancelled: no other code closes what the task has opened
 
 
-async def open_entry(store: CacheStore, wanted: Wanted, refused: tuple[Hit, Refusal] | None, wait_s: float) -> Opened:
+async def open_entry(store: CacheStore, wanted: Wanted, refused: tuple[Hit, Refusal] | None, wait_s: float, progress: Progress) -> Opened:
     """Open an entry, or refuse the hit that a driver has refused. A hit shares the entry with every reader.
 
     Args:
@@ -142,12 +146,10 @@ async def open_entry(store: CacheStore, wanted: Wanted, refused: tuple[Hit, Refu
         wait_s: how long to wait for another compiler.
     """
     with store.in_use():  # a caller that waits for this task may leave before the task ends
-        if refused is None:
-            return await store.open(wanted, wait_s=wait_s)
-        hit, refusal = refused
-        if hit.manifest.key == wanted.key:
-            return await hit.refuse(refusal, wait_s=wait_s)
-        return await store.open(wanted, wait_s=wait_s)
+        waits = partial(progress.waits, wanted.device)
+        if refused is not None and refused[0].manifest.key == wanted.key:
+            return await refused[0].refuse(refused[1], wait_s=wait_s, waits=waits)
+        return await store.open(wanted, wait_s=wait_s, waits=waits)
 
 
 async def leave(found: Opened, prepared: RemotePreparedModel | None) -> None:
@@ -166,7 +168,7 @@ async def leave(found: Opened, prepared: RemotePreparedModel | None) -> None:
 # --- loading ---------------------------------------------------------------------------------------------------------
 
 
-async def load(remote: RemoteDevice, model: Model, options: PrepareOptions, hit: Hit) -> RemotePreparedModel:
+async def load(remote: RemoteDevice, model: Model, options: PrepareOptions, hit: Hit, progress: Progress) -> RemotePreparedModel:
     """Load an entry in the driver, within the time that a cache may take.
 
     Raises:
@@ -175,7 +177,8 @@ async def load(remote: RemoteDevice, model: Model, options: PrepareOptions, hit:
     left_s = seconds_until(options.deadline_ns)
     if left_s is not None and hit.outcome.saved_s <= left_s * _CACHE_SHARE:
         options = dataclasses.replace(options, deadline_ns=time.monotonic_ns() + int(left_s * _CACHE_SHARE * 1e9))
-    with trace.span("prepare.from_cache", device=remote.name):
+    progress.step(remote.name, LOADING)
+    with trace.span("prepare.from_cache", device=remote.name, model=progress.model):
         return await load_files(remote, model, options, bound(hit.handles, hit.manifest.model_digest))
 
 
@@ -227,10 +230,15 @@ def wants_lanes(error: AionnError) -> bool:
     return isinstance(error, CompilationError) and error.reason == NO_LANES
 
 
-def log_refusal(store: CacheStore, remote: RemoteDevice, refusal: Refusal, error: AionnError) -> None:
-    """Log why a model is compiled again. Lost records are one warning per cache, because each of its entries is then refused once."""
+def log_refusal(store: CacheStore, remote: RemoteDevice, refusal: Refusal, error: AionnError, progress: Progress) -> None:
+    """Report and log why a model is compiled again.
+
+    Lost records are one warning per cache, because each of its entries is then refused once.
+    """
+    progress.refused(store.path, remote.name, refusal)
     if refusal.reason is MissReason.NO_INTEGRITY_RECORD and not isinstance(error, DriverDiedError):
         way_out = "keep that folder as long as the cache, or choose one that lasts with Runtime(state_dir=) or --state-dir"
         store.warn(Refusal(refusal.reason, f"the records that vouch for it are lost: {refusal.detail}; {way_out}"))
         return
-    logger.warning("device %r did not take a cached compilation, the model is compiled again: %s", remote.name, refusal)
+    what = "device %r did not take the cached compilation of model %r, which is compiled again: %s"
+    logger.warning(what, remote.name, progress.model, refusal, extra=about(device=remote.name, model=progress.model))

@@ -20,9 +20,11 @@ from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import OPAQUE, Model, Operation
 from aionn.remote.device import RemoteDevice, RemotePreparedModel
 from aionn.runtime.model import check_compiled, is_read
+from aionn.runtime.preparations import ASKING, COMPILING, READING
 from aionn.runtime.preparing.cached import bound, refusal_from
 from aionn.runtime.preparing.in_time import in_time
-from aionn.runtime.preparing.reading import digested, read
+from aionn.runtime.preparing.progress import Progress
+from aionn.runtime.preparing.reading import digested, read, unread
 from aionn.runtime.preparing.step_model import StepModel
 from aionn.tasks import Tasks, seconds_until
 
@@ -46,24 +48,27 @@ class UnsupportedOperationError(CompilationError):
         self.supported = supported
 
 
-async def supported_by(tasks: Tasks, remote: RemoteDevice, model: Model, options: PrepareOptions) -> Sequence[bool]:
+async def supported_by(tasks: Tasks, remote: RemoteDevice, model: Model, options: PrepareOptions, progress: Progress) -> Sequence[bool]:
     """Read the model if it has not been read, and return for each operation whether the device can run it.
 
     Raises:
         CallerError, CompilationError: the model's file is broken, or has changed.
     """
+    if unread(model):
+        progress.step(remote.name, READING)
     await read(tasks, model)
+    progress.step(remote.name, ASKING)
     with trace.span("plan.supported_operations", device=remote.name):
         return await remote.get_supported_operations(model, options.deadline_ns, options=options.of(remote.name))
 
 
-async def check_supported(tasks: Tasks, remote: RemoteDevice, model: Model, options: PrepareOptions) -> None:
+async def check_supported(tasks: Tasks, remote: RemoteDevice, model: Model, options: PrepareOptions, progress: Progress) -> None:
     """Ask the device whether it can run every node.
 
     Raises: as `supported_by`, and
         UnsupportedOperationError: the first node that the device cannot run is `.node`.
     """
-    supported = await supported_by(tasks, remote, model, options)
+    supported = await supported_by(tasks, remote, model, options, progress)
     for operation, fits in zip(model.operations, supported, strict=True):
         if not fits:
             raise UnsupportedOperationError(remote.name, f"{_UNSUPPORTED}{_described(operation)}", node=operation.name, supported=supported)
@@ -87,7 +92,9 @@ def _described(operation: Operation) -> str:
     return f"operator {operation.domain or 'ai.onnx'}.{operation.op_type} (node {operation.name!r})"
 
 
-async def compile_model(tasks: Tasks, remote: RemoteDevice, model: Model, options: PrepareOptions) -> RemotePreparedModel:
+async def compile_model(
+    tasks: Tasks, remote: RemoteDevice, model: Model, options: PrepareOptions, progress: Progress
+) -> RemotePreparedModel:
     """Compile a model on a device, without a cache.
 
     Raises:
@@ -95,8 +102,9 @@ async def compile_model(tasks: Tasks, remote: RemoteDevice, model: Model, option
         UnsupportedOperationError: the device cannot run every node.
         CompilationError, DeadlineError, DriverDiedError, DriverHungError, MemoryAllocationError
     """
-    await check_supported(tasks, remote, model, options)
-    with trace.span("prepare", device=remote.name):
+    await check_supported(tasks, remote, model, options, progress)
+    progress.step(remote.name, COMPILING)
+    with trace.span("prepare", device=remote.name, model=progress.model):
         prepared = await remote.prepare_model(model, options)
     try:
         if isinstance(model, StepModel):
@@ -110,7 +118,7 @@ async def compile_model(tasks: Tasks, remote: RemoteDevice, model: Model, option
 
 
 async def compile_and_publish(
-    tasks: Tasks, remote: RemoteDevice, model: Model, options: PrepareOptions, miss: Miss, store: CacheStore
+    tasks: Tasks, remote: RemoteDevice, model: Model, options: PrepareOptions, miss: Miss, store: CacheStore, progress: Progress
 ) -> tuple[RemotePreparedModel, CacheOutcome]:
     """Compile a model on a device, and publish its entry if the miss has a publisher.
 
@@ -118,16 +126,17 @@ async def compile_and_publish(
     """
     publisher = miss.publisher
     if publisher is None:
-        return await compile_model(tasks, remote, model, options), miss.outcome
+        return await compile_model(tasks, remote, model, options, progress), miss.outcome
     # The digest first, so that what is read is compared with it.
     publisher.wanted = dataclasses.replace(publisher.wanted, model_digest=await digested(tasks, model))
     try:
-        await check_supported(tasks, remote, model, options)
+        await check_supported(tasks, remote, model, options, progress)
     except UnsupportedOperationError as error:
         await publisher.decline(error.reason)
         raise
+    progress.step(remote.name, COMPILING, publisher.last_compile_s)
     began_ns = time.monotonic_ns()
-    with trace.span("prepare", device=remote.name):
+    with trace.span("prepare", device=remote.name, model=progress.model):
         prepared = await remote.prepare_model(model, options, bound(publisher.handles, model.token))
     took_ns = time.monotonic_ns() - began_ns
     if prepared.save_outcome not in ("saved", "declined"):

@@ -23,12 +23,14 @@ from aionn.hal.model import Model
 from aionn.hal.types import Operand
 from aionn.hal.values import outside_frames
 from aionn.remote.device import RemotePreparedModel
+from aionn.runtime.logs import about
 from aionn.runtime.model import adopt
 from aionn.runtime.preparing.cached import CacheChoice
 from aionn.runtime.preparing.compiling import UnsupportedOperationError, supported_by
 from aionn.runtime.preparing.in_time import in_time
 from aionn.runtime.preparing.kept_plan import KeptPlan, decoded, encoded, scope_of
 from aionn.runtime.preparing.preparation import Found, prepare
+from aionn.runtime.preparing.progress import Progress
 from aionn.runtime.preparing.reading import digested
 from aionn.runtime.preparing.step_model import OtherModelError, Parts, StepModel
 from aionn.runtime.processes.devices import Devices
@@ -38,7 +40,7 @@ from aionn.tasks import seconds_until, ungrouped
 logger = logging.getLogger("aionn.runtime")
 
 T = TypeVar("T")
-PrepareStep = Callable[[str, Model, PrepareOptions, CacheChoice | None], Awaitable[tuple[RemotePreparedModel, CacheOutcome]]]
+PrepareStep = Callable[[str, Model, PrepareOptions, CacheChoice | None, Progress], Awaitable[tuple[RemotePreparedModel, CacheOutcome]]]
 """Prepares a model on the device of that name, for these options, through that cache."""
 
 _PLAN_SHARE = 0.25
@@ -54,13 +56,20 @@ class Partition:
     """
 
     def __init__(
-        self, devices: Devices, model: Model, options: PrepareOptions, cache: CacheChoice | None, prepare_step: PrepareStep | None = None
+        self,
+        devices: Devices,
+        model: Model,
+        options: PrepareOptions,
+        cache: CacheChoice | None,
+        progress: Progress,
+        prepare_step: PrepareStep | None = None,
     ) -> None:
         """`prepare_step`: how each step is prepared, by default as any model is."""
         self._devices = devices
         self._model = model
         self._options = options
         self._cache = cache
+        self._progress = progress
         self._prepare_step = prepare_step or partial(prepare, devices)
         self.capable: dict[str, Sequence[bool]] = {}
         self.step_failed: str | None = None
@@ -85,7 +94,8 @@ class Partition:
         try:
             return await self.prepare(plan.steps, plan)
         except (OtherModelError, CompilationError) as error:  # of the plan's fault, or the same comes of the plan that is made now
-            logger.warning("the plan that the cache keeps is not used, and the model is cut again: %s", str(error))
+            words = "the plan that the cache keeps for model %r is not used, and the model is cut again: %s"
+            logger.warning(words, self._progress.model, str(error), extra=about(model=self._progress.model))
             trace.count("plan.refused", reason=str(error))
             return None
 
@@ -93,8 +103,8 @@ class Partition:
         """Return for each operation whether the device of that name can run it. `error`: what a device has said already, if so."""
         if error is not None and error.device == name and error.supported is not None:
             return error.supported
-        remote = await self._devices.get(name, self._options.priority)
-        return await supported_by(self._devices.tasks, remote, self._model, self._options)
+        remote = await self._progress.driver(self._devices, name, self._options.priority)
+        return await supported_by(self._devices.tasks, remote, self._model, self._options, self._progress)
 
     async def cut(self, versions: Mapping[str, str]) -> Found:
         """Cut the model over the devices of `capable`, prepare its steps, and keep the plan.
@@ -117,7 +127,9 @@ class Partition:
             steps = await anyio.to_thread.run_sync(
                 lambda: cut(model, self.capable, performance, options.preference), abandon_on_cancel=True
             )
-        logger.info("the model is cut into %d steps over the devices %s", len(steps), "+".join(dict.fromkeys(s.device for s in steps)))
+        names = "+".join(dict.fromkeys(step.device for step in steps))
+        words = "model %r is cut into %d steps over the devices %s"
+        logger.info(words, self._progress.model, len(steps), names, extra=about(model=self._progress.model))
         trace.count("plan.cut", steps=len(steps), devices="+".join(self.capable))
         found = await self.prepare(steps)
         try:
@@ -193,7 +205,7 @@ class Partition:
         open_outputs = tuple(name for name in self._options.open_outputs if name in step.outputs)
         options = dataclasses.replace(self._options, open_outputs=open_outputs)
         try:
-            return await self._prepare_step(step.device, model, options, cache)
+            return await self._prepare_step(step.device, model, options, cache, self._progress)
         except AionnError:
             self.step_failed = self.step_failed or step.device
             raise
@@ -232,14 +244,16 @@ def _check_borders(inputs: Mapping[str, Operand], outputs: Mapping[str, Operand]
             known[name] = operand
 
 
-async def prepare_again(devices: Devices, before: Prepared, model: Model, options: PrepareOptions, cache: CacheChoice | None) -> Found:
+async def prepare_again(
+    devices: Devices, before: Prepared, model: Model, options: PrepareOptions, cache: CacheChoice | None, progress: Progress
+) -> Found:
     """Prepare a model on the devices that it was prepared on before: whole, or in the same steps.
 
     Raises: as `prepare`.
     """
     if isinstance(before, PlannedModel):
-        return await Partition(devices, model, options, cache).prepare([planned.step for planned in before.steps])
-    prepared, outcome = await prepare(devices, before.device.name, model, options, cache)
+        return await Partition(devices, model, options, cache, progress).prepare([planned.step for planned in before.steps])
+    prepared, outcome = await prepare(devices, before.device.name, model, options, cache, progress)
     return prepared, (outcome,)
 
 
@@ -263,6 +277,7 @@ async def prepare_on(
     model: Model,
     options: PrepareOptions,
     cache: CacheChoice | None,
+    progress: Progress,
     prepare_step: PrepareStep | None = None,
 ) -> Found:
     """Prepare a model on the first of these devices. If that cannot run every node, it runs what it can, and the others run the rest.
@@ -275,20 +290,21 @@ async def prepare_on(
     """
     prepare_step = prepare_step or partial(prepare, devices)
     try:
-        prepared, outcome = await prepare_step(names[0], model, options, cache)
+        prepared, outcome = await prepare_step(names[0], model, options, cache, progress)
         return prepared, (outcome,)
     except UnsupportedOperationError as error:
         if len(names) < 2 or model.format != "onnx":  # no other format can be cut
             raise
         own = error.supported  # not the error, whose traceback refers to this call
-    partition = Partition(devices, model, options, cache, prepare_step)
+    partition = Partition(devices, model, options, cache, progress, prepare_step)
     # The order is part of the plan's scope. The version says that the plan is one of a stage.
     versions: dict[str, str] = {}
     for name in names:
         try:
-            versions[name] = (await devices.get(name, options.priority)).version
+            versions[name] = (await progress.driver(devices, name, options.priority)).version
         except DeviceUnavailableError as error:
-            logger.warning("device %r is passed over: %s", name, error)
+            extra = about(device=name, model=progress.model)
+            logger.warning("device %r is passed over for model %r: %s", name, progress.model, error, extra=extra)
     versions[names[0]] += "; first"
     found = await partition.kept(versions)
     if found is None:

@@ -25,10 +25,12 @@ from aionn.errors import (
 )
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model
+from aionn.runtime.logs import about
 from aionn.runtime.model import is_read
 from aionn.runtime.preparing.cached import CacheChoice, wants_lanes
 from aionn.runtime.preparing.compiling import UnsupportedOperationError, node_of
 from aionn.runtime.preparing.preparation import Found, prepare
+from aionn.runtime.preparing.progress import Progress
 from aionn.runtime.processes.devices import Devices
 
 if TYPE_CHECKING:
@@ -54,8 +56,22 @@ def checked_names(devices: Devices, names: Iterable[str] | None) -> Sequence[str
     return tuple(devices.find(name).name for name in found)
 
 
+def checked_stages(devices: Devices, names: Sequence[str]) -> Sequence[str]:
+    """Return the names of stages that an app gives, after checking that each device is there.
+
+    Raises:
+        CallerError: `names` is not a sequence of different names, or is empty.
+        DeviceUnavailableError: a device is not installed.
+    """
+    if isinstance(names, str) or len(set(names)) < len(names) or not names:
+        raise CallerError(f"stages={names!r}: give the names of devices from quick to best, each once")
+    for name in names:
+        devices.find(name)
+    return names
+
+
 async def prepare_on_best(
-    devices: Devices, model: Model, names: Sequence[str] | None, options: PrepareOptions, cache: CacheChoice | None
+    devices: Devices, model: Model, names: Sequence[str] | None, options: PrepareOptions, cache: CacheChoice | None, progress: Progress
 ) -> Found:
     """Prepare the model on the first device that can run it whole. Otherwise cut it over the devices.
 
@@ -68,7 +84,7 @@ async def prepare_on_best(
         CompilationError, MemoryAllocationError, DriverDiedError, DriverHungError: the best candidate that can run every node failed, or the
             device of a step. Without `names` all the others have failed, too, and their errors are notes of this one.
     """
-    search = _Search(devices, model, names, options, cache)
+    search = _Search(devices, model, names, options, cache, progress)
     try:
         return await search.run()
     finally:
@@ -79,7 +95,13 @@ class _Search:
     """One search for the device, or the devices, of a model."""
 
     def __init__(
-        self, devices: Devices, model: Model, names: Sequence[str] | None, options: PrepareOptions, cache: CacheChoice | None
+        self,
+        devices: Devices,
+        model: Model,
+        names: Sequence[str] | None,
+        options: PrepareOptions,
+        cache: CacheChoice | None,
+        progress: Progress,
     ) -> None:
         self._devices = devices
         self._model = model
@@ -87,6 +109,7 @@ class _Search:
         self._candidates = list(dict.fromkeys(devices.installed if names is None else names))
         self._options = options
         self._cache = cache
+        self._progress = progress
         self._made: Partition | None = None
         self._looked = False
         self._shortfalls: list[UnsupportedOperationError] = []
@@ -104,7 +127,7 @@ class _Search:
         from aionn.runtime.preparing.partition import Partition  # most models need none
 
         if self._made is None:
-            self._made = Partition(self._devices, self._model, self._options, self._cache)
+            self._made = Partition(self._devices, self._model, self._options, self._cache, self._progress)
         return self._made
 
     async def run(self) -> Found:
@@ -123,20 +146,20 @@ class _Search:
         if self._shortfalls and not await self._caches(name) and (found := await self._kept()) is not None:
             return found  # to ask a device that does not cache needs the graph, which a plan from the cache does without
         try:
-            prepared, outcome = await prepare(self._devices, name, self._model, self._options, self._cache)
+            prepared, outcome = await prepare(self._devices, name, self._model, self._options, self._cache, self._progress)
             return prepared, (outcome,)
         except UnsupportedOperationError as error:
             self._shortfalls.append(error)
             trace.count("plan.device_cannot", device=name)
         except AionnError as error:
-            if not self._passes_over(name, error, "the model"):
+            if not self._passes_over(name, error, "model"):
                 raise
         return None
 
     async def _caches(self, name: str) -> bool:
         """Return whether a device caches. One that is not there counts as one that does."""
         try:
-            return (await self._devices.get(name, self._options.priority)).cache_files.supported
+            return (await self._progress.driver(self._devices, name, self._options.priority)).cache_files.supported
         except AionnError:
             return True  # preparing will say what is wrong
 
@@ -146,16 +169,20 @@ class _Search:
             return False
         if isinstance(error, DeviceUnavailableError):
             self._unavailable[name] = error
-            logger.warning("device %r is passed over: %s", name, error)
+            logger.warning("device %r is passed over for model %r: %s", name, self._progress.model, error, extra=self._about(name))
             trace.count("plan.device_unavailable", device=name)
             return True
         if not is_read(self._model) and not wants_lanes(error):
             return False  # with a model that is not read, the fault lies in its graph, and no device can help
         self._failures.append(error)
         # The text alone: a log record with the error would keep its traceback, and with the traceback the model.
-        logger.warning("device %r failed to prepare %s and is passed over: %s", name, what, str(error))
+        words = "device %r failed to prepare %s %r and is passed over: %s"
+        logger.warning(words, name, what, self._progress.model, str(error), extra=self._about(name))
         trace.count("plan.device_failed", device=name, error=type(error).__name__)
         return True
+
+    def _about(self, device: str = "") -> dict[str, str]:
+        return about(device=device, model=self._progress.model)
 
     async def _versions(self) -> dict[str, str]:
         """Return the versions of the candidates that are there. Their drivers are started."""
@@ -164,7 +191,7 @@ class _Search:
             if name in self._unavailable:
                 continue
             try:
-                found[name] = (await self._devices.get(name, self._options.priority)).version
+                found[name] = (await self._progress.driver(self._devices, name, self._options.priority)).version
             except DeviceUnavailableError as error:
                 if self._named:
                     raise
@@ -181,7 +208,8 @@ class _Search:
         except _FAILURES as error:
             if self._named or self._devices.closed:
                 raise
-            logger.warning("the plan that the cache keeps is not used: %s", str(error))
+            words = "the plan that the cache keeps for model %r is not used: %s"
+            logger.warning(words, self._progress.model, str(error), extra=self._about())
             return None
 
     async def _cut(self) -> Found:
@@ -198,7 +226,7 @@ class _Search:
                     if not isinstance(error, CompilationError):
                         raise
                     raise self._why_none(error) from None
-                if not self._passes_over(name, error, "its step of the model"):
+                if not self._passes_over(name, error, "its step of model"):
                     raise
                 partition.capable.pop(name, None)
                 if not partition.capable:

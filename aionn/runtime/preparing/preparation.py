@@ -21,6 +21,7 @@ from aionn.errors import AionnError
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model
 from aionn.remote.device import RemotePreparedModel
+from aionn.runtime.preparations import LOOKING
 from aionn.runtime.preparing.cached import (
     CacheChoice,
     leave,
@@ -32,7 +33,8 @@ from aionn.runtime.preparing.cached import (
     wants_lanes,
     why_not_cached,
 )
-from aionn.runtime.preparing.compiling import compile_and_publish, compile_model, raise_if_unsupported
+from aionn.runtime.preparing.compiling import UnsupportedOperationError, compile_and_publish, compile_model, raise_if_unsupported
+from aionn.runtime.preparing.progress import Progress
 from aionn.runtime.processes.devices import Devices
 from aionn.tasks import seconds_until
 
@@ -44,58 +46,69 @@ Found = tuple["Prepared", tuple[CacheOutcome, ...]]
 
 
 async def prepare(
-    devices: Devices, name: str, model: Model, options: PrepareOptions, cache: CacheChoice | None
+    devices: Devices, name: str, model: Model, options: PrepareOptions, cache: CacheChoice | None, progress: Progress
 ) -> tuple[RemotePreparedModel, CacheOutcome]:
-    """Prepare `model` on the device of that name. The outcome is counted as "compile.cache", with kind, reason and device.
+    """Prepare `model` on the device of that name. The outcome is counted, on the page and as "compile.cache" in the trace.
 
     Raises:
         UnsupportedOperationError: the device cannot run every node.
         CompilationError, DeadlineError, DeviceUnavailableError, DriverDiedError, DriverHungError, MemoryAllocationError
     """
-    with devices.kept(name, options.priority), nullcontext() if cache is None else cache.store.in_use():
-        prepared, outcome = await _prepare(devices, name, model, options, cache)
+    in_use = nullcontext() if cache is None else cache.store.in_use()
+    with devices.kept(name, options.priority), in_use, progress.on(name) as attempt:
+        try:
+            prepared, attempt.outcome = await _prepare(devices, name, model, options, cache, progress)
+        except UnsupportedOperationError:
+            attempt.unfit = True
+            raise
+    outcome = attempt.outcome
     reason = outcome.reason.value if outcome.reason is not None else ""
     trace.count("compile.cache", kind=outcome.kind.value, reason=reason, detail=outcome.detail, device=name)
     if outcome.save_failure is not None:
+        if cache is not None:
+            progress.refused(cache.store.path, name, outcome.save_failure)
         trace.count("compile.save_failed", reason=outcome.save_failure.reason.value, detail=outcome.save_failure.detail, device=name)
     return prepared, outcome
 
 
 async def _prepare(
-    devices: Devices, name: str, model: Model, options: PrepareOptions, cache: CacheChoice | None
+    devices: Devices, name: str, model: Model, options: PrepareOptions, cache: CacheChoice | None, progress: Progress
 ) -> tuple[RemotePreparedModel, CacheOutcome]:
-    remote = await devices.get(name, options.priority)
+    remote = await progress.driver(devices, name, options.priority)
     if cache is None:
-        return await compile_model(devices.tasks, remote, model, options), CacheOutcome(CacheOutcomeKind.NO_CACHE, None, name)
+        prepared = await compile_model(devices.tasks, remote, model, options, progress)
+        return prepared, CacheOutcome(CacheOutcomeKind.NO_CACHE, None, name)
     refused: tuple[Hit, Refusal] | None = None
     while True:
         if not remote.cache_files.supported:
-            return await compile_model(devices.tasks, remote, model, options), CacheOutcome(
-                CacheOutcomeKind.NO_CACHE, None, name, why_not_cached(remote)
-            )
+            prepared = await compile_model(devices.tasks, remote, model, options, progress)
+            return prepared, CacheOutcome(CacheOutcomeKind.NO_CACHE, None, name, why_not_cached(remote))
         wanted = wanted_of(remote, model, options, cache)
-        found = await look_up(devices, cache.store, wanted, options, refused)
-        prepared: RemotePreparedModel | None = None
+        progress.step(name, LOOKING)
+        found = await look_up(devices, cache.store, wanted, options, refused, progress)
+        made: RemotePreparedModel | None = None
         outcome = found.outcome
         try:
             if isinstance(found, Miss):
-                prepared, outcome = await compile_and_publish(devices.tasks, remote, model, options, found, cache.store)
+                if refused is None and outcome.reason is not None:
+                    progress.refused(cache.store.path, name, Refusal(outcome.reason, outcome.detail))
+                made, outcome = await compile_and_publish(devices.tasks, remote, model, options, found, cache.store, progress)
             elif isinstance(found, Declined):
                 raise_if_unsupported(remote, model, found)
-                prepared = await compile_model(devices.tasks, remote, model, options)
+                made = await compile_model(devices.tasks, remote, model, options, progress)
             else:
                 try:
-                    prepared = await load(remote, model, options, found)
+                    made = await load(remote, model, options, found, progress)
                 except AionnError as error:
                     # An error by the deadline of the whole call is the caller's. So is the error of a runtime that closes, and of a
                     # device that cannot run so many instances: the entry is right.
                     if seconds_until(options.deadline_ns) == 0.0 or devices.closed or wants_lanes(error):
                         raise
                     refused = found, refusal_of(error)
-                    log_refusal(cache.store, remote, refused[1], error)
+                    log_refusal(cache.store, remote, refused[1], error, progress)
         finally:
-            await leave(found, prepared)
-        if prepared is not None:
-            return prepared, outcome
+            await leave(found, made)
+        if made is not None:
+            return made, outcome
         # The driver may have ended because of the entry. The next driver may have another version, so the entry is looked up again.
-        remote = await devices.get(name, options.priority)
+        remote = await progress.driver(devices, name, options.priority)

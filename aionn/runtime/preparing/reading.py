@@ -9,6 +9,11 @@ from aionn.runtime.preparing.step_model import StepModel
 from aionn.tasks import Tasks
 
 
+def unread(model: Model) -> bool:
+    """Return whether a model's graph is still to be read from its file."""
+    return isinstance(model, models.Model | StepModel) and not models.is_read(model)
+
+
 async def digested(tasks: Tasks, model: Model) -> bytes:
     """Return the model's token, made now if it is not known.
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 
 import anyio
 
@@ -39,10 +39,12 @@ from aionn.graph.steps import Step
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model
 from aionn.remote.device import RemotePreparedModel
+from aionn.runtime.preparations import Cause, Preparation
 from aionn.runtime.preparing.cached import CacheChoice
 from aionn.runtime.preparing.idling import Idling
 from aionn.runtime.preparing.plan import prepare_on_best
 from aionn.runtime.preparing.preparation import Found
+from aionn.runtime.preparing.progress import CompilationReports, Named, Progress
 from aionn.runtime.serving.compiled_model import CompiledModel
 from aionn.runtime.serving.serving import Serving
 from aionn.runtime.session import Session
@@ -62,6 +64,7 @@ class Order:
         cache: where the compilation is kept, or None.
         idle_s: after so long without use, the driver's memory is given back. None: never.
         stage: the stage that serves from the start, in mode "staged". None: the stage is named after its device.
+        reports: how the compilation is shown.
     """
 
     options: PrepareOptions
@@ -69,6 +72,7 @@ class Order:
     cache: CacheChoice | None
     idle_s: float | None = None
     stage: str | None = None
+    reports: CompilationReports = dataclasses.field(default_factory=lambda: CompilationReports(None, Named()))
 
 
 class Renewal:
@@ -78,6 +82,8 @@ class Renewal:
         compiled: what serves.
         model: what is computed. cache: where it is kept. Both change when the app swaps in another model.
         outcomes: one per step of the plan, of the last preparation.
+        named: how the compilation is shown. reports: what it shows.
+        preparation: the preparation that is under way, unless it is the first one in `Runtime.compile`.
         disproved: gives the names of outputs that came out in another shape than the model declares.
     """
 
@@ -87,11 +93,14 @@ class Renewal:
         self.model = model
         self.options = order.options
         self.cache = order.cache
+        self.reports = order.reports
+        self.named = order.reports.named
         self.compiled = CompiledModel(session.tasks)
         self.outcomes: tuple[CacheOutcome, ...] = ()
         self.disproved: Callable[[], tuple[str, ...]] = tuple
         self._candidates = order.candidates
         self._first_device = order.candidates[0] if order.candidates else session.devices.installed[0]
+        self.preparation: Preparation | None = None
         self._preparing: _Preparing | None = None
         self._storing = anyio.Lock()
         if first is not None:
@@ -185,8 +194,14 @@ class Renewal:
                 ended_by = dead.ended_by
                 if isinstance(ended_by, DriverDiedError | DriverHungError):
                     compiled.failed(dead, ended_by)
-            with trace.span(name, device=self.device):
-                stage, (prepared, self.outcomes) = await self._preparation()
+            with (
+                trace.about(model=self.named.name),
+                trace.span(name, device=self.device),
+                self._shown(dead) as self.preparation,
+                Progress(self.reports, self.device, shown=self.preparation) as progress,
+            ):
+                stage, (prepared, self.outcomes) = await self._preparation(progress)
+                progress.prepared(self.outcomes)
             if compiled.closed:
                 prepared.release()
                 error = CallerError("this compilation has been closed; compile the model again")
@@ -203,26 +218,32 @@ class Renewal:
         except Exception as failed:  # every caller gets it
             error = failed
         finally:
-            self._preparing = None
+            self._preparing = self.preparation = None
             if preparing.serving is None:
                 preparing.error = error
             preparing.over.set()
 
-    async def _preparation(self) -> tuple[str | None, Found]:
+    def _shown(self, before: Serving | None) -> AbstractContextManager[Preparation]:
+        """Show during the body that the model is prepared. `before`: what has served, or None."""
+        cause: Cause = "first" if before is None else "idle" if before.asleep else "death"
+        return self.session.reports.preparations.preparing(self.named.name, self.named.required, self.device, cause)
+
+    async def _preparation(self, progress: Progress) -> tuple[str | None, Found]:
         """Prepare the model. Returns also the name of the stage, or None where it is named after its device."""
         serving, devices, model, cache = self.compiled.serving, self.session.devices, self.model, self.cache
         options = dataclasses.replace(self.options, deadline_ns=None, open_outputs=self.disproved())
         if serving is None:
-            return None, await prepare_on_best(devices, model, self._candidates, options, cache)
+            return None, await prepare_on_best(devices, model, self._candidates, options, cache, progress)
         from aionn.runtime.preparing.partition import prepare_again, prepare_on
 
         if self.compiled.devices_for is None:
-            return None, await prepare_again(devices, serving.prepared, model, options, cache)
+            return None, await prepare_again(devices, serving.prepared, model, options, cache, progress)
         names = self.compiled.devices_for(serving)
         for name in names[:-1]:
             with suppress(*_FALL_BACK_ON):
-                return name, await prepare_on(devices, stage_devices(name, self._candidates), model, options, cache)
-        return names[-1], await prepare_on(devices, stage_devices(names[-1], self._candidates), model, options, cache)
+                return name, await prepare_on(devices, stage_devices(name, self._candidates), model, options, cache, progress)
+        names_of_last = stage_devices(names[-1], self._candidates)
+        return names[-1], await prepare_on(devices, names_of_last, model, options, cache, progress)
 
 
 def stage_devices(name: str, stages: Sequence[str] | None) -> tuple[str, ...]:

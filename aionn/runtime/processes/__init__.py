@@ -6,5 +6,6 @@ early     drivers that start when the runtime opens
 child     a child process, signalled and waited for through its pidfd
 spawning  `posix_spawn` of a driver
 liveness  whether a driver hangs or is busy, judged by its statistics page
+condition how a driver does, for `Runtime.health`
 restarts  how long to wait before a driver that keeps dying is started again
 """

@@ -22,10 +22,14 @@ from aionn.hal.options import is_unicode
 from aionn.hal.types import CacheFiles, DeviceType, Priority
 from aionn.pages import Activity
 from aionn.remote.device import RemoteDevice
+from aionn.runtime.health import DeviceHealth
+from aionn.runtime.logs import about
+from aionn.runtime.processes.condition import health_of
 from aionn.runtime.processes.early import EARLY_S
 from aionn.runtime.processes.process import DriverProcess, end_processes
 from aionn.runtime.processes.restarts import Restarts
 from aionn.runtime.processes.spawning import USUAL, WHEN_IDLE, Settings, Spawned
+from aionn.runtime.reports import DriverReports, Reports
 from aionn.tasks import Tasks
 
 logger = logging.getLogger("aionn.driver")
@@ -100,6 +104,11 @@ class Device:
             if device is self or (device is not None and device.pid is not None):
                 await self._devices.restart(device)
 
+    @property
+    def health(self) -> DeviceHealth | None:
+        """How its driver process does, in `Health.devices`. None if no driver process runs, and none is needed. Any thread may ask."""
+        return health_of(self.name, self._usual is not None, self._process, self._restarts)
+
     def statistics(self) -> dict[str, int | None]:
         """Return figures about its driver processes.
 
@@ -121,17 +130,20 @@ class Devices:
     """All devices of one runtime.
 
     Attributes:
+        by_name: every device that a caller has asked for or that is installed.
         tasks: where the tasks of driver processes are started.
         homes: where the installed engines are.
         check_use: raises a `CallerError` where the app may not use the runtime. `Runtime.open` sets it.
+        reports: what the runtime shows of itself, or None without a runtime.
     """
 
-    def __init__(self, tasks: Tasks, settings: Settings = Settings()) -> None:  # noqa: B008 -- frozen
+    def __init__(self, tasks: Tasks, settings: Settings = Settings(), reports: Reports | None = None) -> None:  # noqa: B008 -- frozen
         self.tasks = tasks
+        self.reports = reports
         self.check_use: Callable[[], None] = self.check_open
         self._settings = settings
         self.homes = Homes()
-        self._devices: dict[str, Device] = {name: Device(name, self) for name in self.homes.engines}
+        self.by_name: dict[str, Device] = {name: Device(name, self) for name in self.homes.engines}
         self._workers: set[DriverProcess] = set()
         self._ending: set[DriverProcess] = set()
         self._closed = False
@@ -144,7 +156,7 @@ class Devices:
     @property
     def known(self) -> list[Device]:
         """The installed devices and others that have run, best first."""
-        devices = [device for device in self._devices.values() if device.name in self.homes.engines or device.version is not None]
+        devices = [device for device in self.by_name.values() if device.name in self.homes.engines or device.version is not None]
         return sorted(devices, key=lambda device: _rank(device.name))
 
     @property
@@ -162,21 +174,23 @@ class Devices:
         if not isinstance(name, str) or not name:
             raise CallerError(f"device {name!r}: give the name of a device, as in 'onnxruntime'")
         key = self.homes.key(name)
-        device = self._devices.get(key)
+        device = self.by_name.get(key)
         if device is None:
             if not name.partition(":")[2] or "\0" in name or not is_unicode(name):
                 known = ", ".join(device.name for device in self.known) or "none"
                 raise DeviceUnavailableError(name, f"device {name!r} is not installed; the installed devices are {known}")
-            device = self._devices[key] = Device(name, self)
+            device = self.by_name[key] = Device(name, self)
         return device
 
-    async def get(self, name: str, priority: Priority = Priority.MEDIUM) -> RemoteDevice:
+    async def get(self, name: str, priority: Priority = Priority.MEDIUM, waits: Callable[[], None] | None = None) -> RemoteDevice:
         """Return the live device for compilations of that priority. Start its driver process if it has none.
+
+        `waits`: called before the start of a driver process is waited for.
 
         Raises:
             DeviceUnavailableError, DriverDiedError, DriverHungError: the driver process cannot be started.
         """
-        return await self._live(self._of(name, priority))
+        return await self._live(self._of(name, priority), waits)
 
     def _of(self, name: str, priority: Priority) -> Device:
         device = self.find(name)
@@ -216,14 +230,17 @@ class Devices:
         finally:
             self._ending.discard(process)
             device._restarts.last_exit_code = process.life.exit_code
-        logger.info("the driver process %d of device %r was ended, because no compilation needs it now", process.pid, device.name)
+        words = "the driver process %d of device %r was ended, because no compilation needs it now"
+        logger.info(words, process.pid, device.name, extra=about(device=device.name))
 
-    async def _live(self, device: Device) -> RemoteDevice:
+    async def _live(self, device: Device, waits: Callable[[], None] | None = None) -> RemoteDevice:
         process = device._process
         device._asked.set()
         if process is not None and process.serving is not None:
             self.check_open()
             return device.introduced(process.serving)
+        if waits is not None:
+            waits()
         async with device._starting:
             process = device._process
             if process is not None and not process.alive:
@@ -252,7 +269,8 @@ class Devices:
     def _started(self, device: Device, spawned: Spawned | None = None) -> DriverProcess:
         schedule = WHEN_IDLE if device.low_priority is None else USUAL
         home = self.homes.home(device.name)
-        process = device._process = DriverProcess(device.name, self.tasks, schedule, home, self._settings, spawned)
+        reports = None if self.reports is None else DriverReports(self.reports, device.name, device.low_priority is None)
+        process = device._process = DriverProcess(device.name, self.tasks, schedule, home, self._settings, spawned, reports)
         device._starts += 1
         return process
 
@@ -268,7 +286,7 @@ class Devices:
                 fits = name in spawned and spawned[name].home == self.homes.home(name)
                 process = self._started(device, spawned.pop(name) if fits else None)
             except DeviceUnavailableError as error:
-                logger.warning("the early start of a driver failed: %s", error)
+                logger.warning("the early start of a driver failed: %s", error, extra=about(device=name))
             else:
                 self.tasks.start_soon(_watch_early, device, process, name=f"early start of {name}")
 
@@ -323,7 +341,7 @@ class Devices:
     async def aclose(self) -> None:
         """End every driver process, side by side."""
         self._closed = True
-        devices = [device for usual in self._devices.values() for device in (usual, usual.low_priority) if device is not None]
+        devices = [device for usual in self.by_name.values() for device in (usual, usual.low_priority) if device is not None]
         for device in devices:
             device._restarts.forgive()
         processes = [device._process for device in devices if device._process is not None]
@@ -342,7 +360,7 @@ async def _watch_early(device: Device, process: DriverProcess) -> None:
             await device._asked.wait()
         except AionnError as error:
             if process.refused and not device._asked.is_set():
-                logger.warning("the early start of a driver failed: %s", error)
+                logger.warning("the early start of a driver failed: %s", error, extra=about(device=device.name))
         return
     async with device._starting:
         if device._asked.is_set() or device._process is not process or not process.alive:

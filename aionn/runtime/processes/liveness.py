@@ -7,15 +7,16 @@ A driver hangs if one of these lasts for `hang_s`:
     too long       one execution takes more than 20 times the 99th percentile of at least 100 executions of its model
     a dead loop    it does nothing, and its event loop does not write its heartbeat
 
-A first execution that computes, a load and a compile do not count as a hang, however long they take. The watch counts only time in which
-the watch itself ran. So a stopped app or a suspended machine does not make a driver look hung. Time without CPU does not count either.
+A first execution that computes, a load and a compile do not count as a hang, however long they take. A load or a compile that uses less
+than 1 % of a CPU for COMPILE_STALL_S is reported in the same way, and never killed. The watch counts only time in which the watch
+itself ran. So a stopped app or a suspended machine does not make a driver look hung. Time without CPU does not count either.
 
-`Judge` decides without I/O, from what it is given. `Witness` looks at the process. `stacks_of` asks a driver that hangs for its stacks.
+`Judge` and `StallJudge` decide without I/O, from what they are given. `Witness` looks at the process. `stacks_of` asks a driver that hangs
+for its stacks.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Callable
@@ -23,15 +24,14 @@ from dataclasses import dataclass
 
 import anyio
 
-from aionn import trace
-from aionn.errors import DriverHungError
 from aionn.pages import BEAT_S, Activity, Execution, PageReader, start_time_of
-
-logger = logging.getLogger("aionn.driver")
 
 _LONGEST_TICK_S = 1.0
 _TICKS = 5
 """How many looks at a driver's threads must agree before the driver counts as hung, where `hang_s` is short."""
+
+COMPILE_STALL_S = 600.0
+"""A load or a compile that uses no CPU for so long is reported as a hang."""
 
 _CPU_SHARE = 0.01
 _STARVED_SHARE = 0.1
@@ -106,7 +106,10 @@ class Judge:
     @property
     def next_look_s(self) -> float:
         """The seconds after which to observe the driver again."""
-        return min(self._tick_s, max(0.002, self._hang_s - self._still_s + 0.001)) if self._stall else self._tick_s
+        left_s = self._hang_s - self._still_s
+        if self._stall is None or not self._cpu_decides or left_s <= 0:
+            return self._tick_s
+        return min(self._tick_s, max(0.002, left_s + 0.001))
 
     def observe(
         self, now_ns: int, activity: Activity, evidence: Callable[[], Evidence | None], usual_s: Callable[[int], float | None]
@@ -182,6 +185,33 @@ class Judge:
         return Hang(waited_s, f"executes nothing, and its event loop has stood still for {waited_s:.1f} s")
 
 
+class StallJudge:
+    """Decides whether a driver that loads or compiles has stopped working: it used no CPU for `COMPILE_STALL_S`, in the same act."""
+
+    def __init__(self, now_ns: int) -> None:
+        self._last_ns = now_ns
+        self._act: tuple[str, int] = "idle", 0
+        self._still_s = 0.0
+        self._still_cpu_ns = 0
+
+    def observe(self, now_ns: int, activity: Activity, evidence: Callable[[], Evidence | None]) -> Hang | None:
+        """Note what the driver does now. Returns a verdict if it has stopped working. `evidence`: as for `Judge.observe`."""
+        counted_s = min((now_ns - self._last_ns) / 1e9, 2 * _LONGEST_TICK_S)
+        self._last_ns = now_ns
+        act, self._act = self._act, (activity.state, activity.since_ns)
+        if activity.state not in ("loading", "compiling") or (seen := evidence()) is None:
+            self._act = "idle", 0
+            return None
+        used_s = (seen.cpu_ns - self._still_cpu_ns) / 1e9
+        if act != self._act or seen.runnable or used_s >= _CPU_SHARE * COMPILE_STALL_S:
+            self._still_s, self._still_cpu_ns = 0.0, seen.cpu_ns
+            return None
+        self._still_s += counted_s
+        if self._still_s < COMPILE_STALL_S:
+            return None
+        return Hang(self._still_s, f"has used no CPU for {self._still_s:.0f} s of {activity.state} a model")
+
+
 class Witness:
     """Looks at a process through /proc. The process must not be reaped meanwhile, or another process may get its number."""
 
@@ -217,41 +247,41 @@ def waiting_cpu_ns(pid: int) -> int:
 
 
 async def watch(
-    device: str,
     page: PageReader,
     judge: Judge,
     ended: anyio.Event,
     ask: Callable[[], None] | None,
-    kill: Callable[[DriverHungError], None] | None,
+    hangs: Callable[[Hang, str], None],
+    note: Callable[[Hang | None], None],
 ) -> None:
     """Watch a driver until it has `ended` or is killed for hanging.
 
     Args:
         ask: sends the signal that the driver answers by its stacks. None if the driver cannot be asked.
-        kill: ends the driver. If None, a hang is only logged.
+        hangs: called with the verdict and the stacks when the driver hangs. It may kill the driver.
+        note: takes the hang, as soon as it is found, and None once the driver has gone on.
     """
-    witness = Witness(page.pid, page.start_time)
-    reported: tuple[Execution, ...] | None = None
+    witness, stalls = Witness(page.pid, page.start_time), StallJudge(time.monotonic_ns())
+    reported: tuple[Execution, ...] | int | None = None
     while not await _set_within(ended, judge.next_look_s):
-        activity = page.read()
-        if reported is not None and activity.executing == reported:
+        activity, now_ns = page.read(), time.monotonic_ns()
+        # A driver that stood still while it did nothing has gone on when its heart beats again.
+        doing = activity.executing or activity.heartbeat_ns
+        if reported is not None and doing == reported:
             continue
         reported = None
-        hang = judge.observe(time.monotonic_ns(), activity, witness.look, lambda slot: page.usual_s(slot, _USUAL_QUANTILE, _USUAL_RUNS))
+        hang = judge.observe(now_ns, activity, witness.look, lambda slot: page.usual_s(slot, _USUAL_QUANTILE, _USUAL_RUNS))
+        note(hang or stalls.observe(now_ns, activity, witness.look))
         if hang is None:
             continue
         stack = "" if ask is None else await stacks_of(page, ask)
         if ended.is_set():
             return
         if (now := page.read()).executing != activity.executing or now.finished != activity.finished:
+            note(None)
             continue  # it has gone on meanwhile
-        outcome = "hang_s is None, so the driver is not killed" if kill is None else "the driver is killed"
-        logger.warning("the driver process of device %r hangs: it %s (%s). Its stacks:\n%s", device, hang.why, outcome, stack or "(none)")
-        trace.count("driver.hung", device=device)
-        if kill is not None:
-            kill(DriverHungError(device, hang.waited_s, stack))
-            return
-        reported = activity.executing
+        hangs(hang, stack)
+        reported = doing
 
 
 async def _set_within(event: anyio.Event, seconds: float) -> bool:

@@ -23,20 +23,21 @@ import anyio
 from aionn import trace
 from aionn.errors import AionnError, CallerError, DeviceUnavailableError, DriverDiedError, DriverHungError, again
 from aionn.hal.types import DeviceType
-from aionn.pages import Activity, LayoutError, PageReader
+from aionn.pages import Activity, LayoutError, PageReader, traced_until_ns
 from aionn.remote.channel import Descriptors
 from aionn.remote.connection import Connection
 from aionn.remote.control import PROTOCOL, STACKS_SIGNAL, CallBody, ControlError, LogLine, Ready, Refused
 from aionn.remote.device import RemoteDevice
 from aionn.remote.failures import error_of
+from aionn.runtime.logs import about
 from aionn.runtime.processes.child import Child
-from aionn.runtime.processes.liveness import Judge, waiting_cpu_ns, watch
+from aionn.runtime.processes.liveness import Hang, Judge, waiting_cpu_ns, watch
 from aionn.runtime.processes.restarts import Life
 from aionn.runtime.processes.spawning import ABORT_S, DEFAULT_HANG_S, GRACE_S, KILL_S, USUAL, WHEN_IDLE, Settings, Spawned
+from aionn.runtime.reports import DriverReports
 from aionn.tasks import Tasks, bounded_shield
 
-logger = logging.getLogger("aionn.runtime")
-driver_logger = logging.getLogger("aionn.driver")
+logger = logging.getLogger("aionn.driver")
 
 START_S = 60.0
 """A driver must greet within this time: importing an engine from a cold disk takes seconds. While it waits for a CPU, it may take more."""
@@ -63,6 +64,7 @@ class DriverProcess:
         home: str = "",
         settings: Settings = Settings(),  # noqa: B008 -- frozen
         spawned: Spawned | None = None,
+        reports: DriverReports | None = None,
     ) -> None:
         """Start the process, without waiting for its greeting (`ready`).
 
@@ -71,6 +73,7 @@ class DriverProcess:
             home: "package.module:Class" of an installed engine, so that the driver need not look for the class again.
             settings: of the runtime.
             spawned: the process, if it was started already. It is taken over.
+            reports: what shows the process, or None.
         """
         spawned = spawned or Spawned(name, home, schedule, settings)
         self.name = name
@@ -84,9 +87,11 @@ class DriverProcess:
         self._when_idle = schedule == WHEN_IDLE
         self._remote: RemoteDevice | None = None
         self._page: PageReader | None = None
-        self.life = Life(spawned.started_ns)
+        self.life = Life(spawned.started_ns, reports=reports)
         pidfd, ours = spawned.take_over()
         self._child = Child(spawned.pid, pidfd, self._exited)
+        if reports is not None:
+            reports.spawned(spawned.pid)
         self._calls: asyncio.Queue[tuple[int, CallBody, Descriptors] | None] = asyncio.Queue()
         tasks.start_soon(self._answer_calls, name=f"answers to {name}")
         tasks.start_soon(self._watch, settings.hang_s, name=f"watch over {name}")
@@ -167,9 +172,13 @@ class DriverProcess:
                 self._page = PageReader(descriptors.take())
             except LayoutError as error:
                 raise ControlError(str(error)) from error
+            self._page.trace_until(traced_until_ns())
             self._remote = RemoteDevice(self.connection, greeting, self.name)
             self._started.set()
-            trace.span_at("driver.start", self.life.started_ns, time.monotonic_ns(), device=self.name, pid=self.pid)
+            now_ns = time.monotonic_ns()
+            trace.span_at("driver.start", self.life.started_ns, now_ns, device=self.name, pid=self.pid)
+            if self.life.reports is not None:
+                self.life.reports.greeted(self.pid, (now_ns - self.life.started_ns) / 1e9, greeting.type.name.lower(), greeting.version)
 
     # --- while it runs -----------------------------------------------------------------------------------------------
 
@@ -195,12 +204,24 @@ class DriverProcess:
 
     async def _watch(self, hang_s: float | None) -> None:
         """Kill the driver if it hangs. With `hang_s` None, only log the hang."""
+
+        def hangs(hang: Hang, stack: str) -> None:
+            outcome = "hang_s is None, so the driver is not killed" if hang_s is None else "the driver is killed"
+            words = "the driver process of device %r, with the models %s, hangs: it %s (%s). Its stacks:\n%s"
+            models, extra = _models_of(self._remote), about(device=self.name)
+            logger.warning(words, self.name, models, hang.why, outcome, stack or "(none)", extra=extra)
+            trace.count("driver.hung", device=self.name)
+            if self.life.reports is not None:
+                self.life.reports.hung(self.pid, hang.waited_s, stack, hang_s is not None)
+            if hang_s is not None:
+                self.kill(DriverHungError(self.name, hang.waited_s, stack))
+
         await self._started.wait()
         if self._page is not None and self._remote is not None:
             judge = Judge(hang_s or DEFAULT_HANG_S, self._remote.type is DeviceType.CPU, time.monotonic_ns(), self._when_idle)
             # A process in between (a wrapper around Python) would not survive a driver's own signal.
             ask = partial(self._child.signal, STACKS_SIGNAL) if self._page.pid == self.pid else None
-            await watch(self.name, self._page, judge, self._ended, ask, None if hang_s is None else self.kill)
+            await watch(self._page, judge, self._ended, ask, hangs, partial(setattr, self.life, "hang"))
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
@@ -222,7 +243,8 @@ class DriverProcess:
 
     def _socket_ended(self, error: Exception | None) -> None:
         if error is not None:
-            logger.warning("the driver process of device %r broke the protocol and is killed: %s", self.name, error)
+            words = "the driver process of device %r, with the models %s, broke the protocol and is killed: %s"
+            logger.warning(words, self.name, _models_of(self._remote), error, extra=about(device=self.name))
             self._broke = error
         # A driver without its socket is of no use. If the driver is ending already, the signal changes nothing, not even its exit code.
         self._child.signal(signal.SIGKILL)
@@ -233,8 +255,13 @@ class DriverProcess:
         self.connection.drain()
         error = self._killed_by or self._death()
         if self.alive and not self._dismissed and self._broke is None:
-            models = ", ".join(self._remote.models) if self._remote is not None else ""
-            driver_logger.warning("%s (process %d, with the models %s)", error, self.pid, models or "none")
+            words = "%s (process %d, with the models %s)"
+            logger.warning(words, error, self.pid, _models_of(self._remote), extra=about(device=self.name))
+        if isinstance(error, DriverHungError):
+            self.life.cause = "hung"
+        elif not self._dismissed and not isinstance(self.connection.ended_by, CallerError):  # else aionn has closed it
+            broken = self._broke is not None
+            self.life.cause = "protocol" if broken else "signal" if (self._child.exit_code or 0) < 0 else "exit"
         self._start_failed(error)
         self.connection.end(error)
         self._over()
@@ -248,6 +275,8 @@ class DriverProcess:
         if page is not None:
             self.life.worked = page.read().finished > 0
             page.close()
+        if self.life.reports is not None:
+            self.life.reports.ended(self.pid, self.life.cause, self.life.exit_code)
 
     def _death(self) -> DriverDiedError:
         why = ""
@@ -270,9 +299,14 @@ class DriverProcess:
         self._child.block_until_ended(ABORT_S)
         self._exited()
         if not self._ended.is_set():
-            logger.error("the driver process %d of device %r does not end, even killed; it is left to the system", self.pid, self.name)
+            words = "the driver process %d of device %r does not end, even killed; it is left to the system"
+            logger.error(words, self.pid, self.name, extra=about(device=self.name))
             self._child.give_up()
             self._over()
+
+
+def _models_of(remote: RemoteDevice | None) -> str:
+    return ", ".join(remote.models if remote is not None else ()) or "none"
 
 
 async def end_processes(processes: Sequence[DriverProcess], why: str = "the runtime was closed") -> None:

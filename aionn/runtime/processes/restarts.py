@@ -11,6 +11,10 @@ from dataclasses import dataclass
 
 import anyio
 
+from aionn.runtime.logs import about
+from aionn.runtime.processes.liveness import Hang
+from aionn.runtime.reports import DriverReports
+
 logger = logging.getLogger("aionn.driver")
 
 BACKOFF_S = (0.0, 0.1, 1.0, 10.0)
@@ -28,12 +32,18 @@ class Life:
         started_ns, ended_ns: by CLOCK_MONOTONIC. `ended_ns` is 0 while the process runs.
         worked: whether the driver had finished an execution.
         exit_code: of the process, or minus the signal that ended it. None while it is not known.
+        cause: why it ended, as of `aionn.events.DriverEnded`. It counts once the process has ended.
+        reports: what shows the process, or None for a worker in the background.
+        hang: why the driver counts as hung now, or None.
     """
 
     started_ns: int
     ended_ns: int = 0
     worked: bool = False
     exit_code: int | None = None
+    cause: str = "closed"
+    reports: DriverReports | None = None
+    hang: Hang | None = None
 
 
 class Restarts:
@@ -49,6 +59,11 @@ class Restarts:
         self._died_ns = 0
         self._hurry = anyio.Event()
         self.last_exit_code: int | None = None
+
+    @property
+    def deaths(self) -> int:
+        """How many drivers have died in a row."""
+        return self._deaths
 
     def died(self, life: Life) -> None:
         """Note that a driver has died."""
@@ -77,4 +92,5 @@ class Restarts:
                 self._deaths,
                 self.last_exit_code,
                 f" and a pause of {pause_s:g} s" if left_s > 0 else "",
+                extra=about(device=self._device),
             )

@@ -1,5 +1,7 @@
 """Start the process of a driver. Only this file starts processes.
 
+A driver finds in its environment which process started it (`APP_PID`). So `aionn doctor` recognises one that has lost its app.
+
 A driver is started by posix_spawn and exec, so nothing of the app's loop or threads is copied into it.
 
 `Runtime.open` spawns a driver before it imports what a runtime needs. So this module imports nothing heavy.
@@ -71,6 +73,24 @@ def checked_state_dir(state_dir: object) -> str:
     if not isinstance(state_dir, str | os.PathLike) or not (path := os.fspath(state_dir)) or not isinstance(path, str) or "\0" in path:
         raise CallerError(f"state_dir={state_dir!r}: give the path of a folder, or None for the user's state folder")
     return os.path.abspath(path)
+
+
+APP_PID = "AIONN_APP_PID"
+"""The variable in the environment of a driver with the number of its app, as the app itself knows it."""
+
+
+def start_python(code: str, stdin_fd: int, stdout_fd: int) -> int:
+    """Start this Python with a few lines of code, for `aionn doctor`. Returns the pid. The caller must wait for the process.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    return os.posix_spawn(
+        sys.executable,
+        [sys.executable, "-P", "-S", "-c", code],
+        dict(os.environ),
+        file_actions=[(os.POSIX_SPAWN_DUP2, stdin_fd, 0), (os.POSIX_SPAWN_DUP2, stdout_fd, 1)],
+    )
 
 
 class Spawned:
@@ -193,6 +213,7 @@ def _environment(threads: int) -> dict[str, str]:
     tunables = [tunable for tunable in environment.get("GLIBC_TUNABLES", "").split(":") if tunable]
     if not any(tunable.startswith("glibc.malloc.hugetlb=") for tunable in tunables):
         environment["GLIBC_TUNABLES"] = ":".join([*tunables, _HUGE_PAGES])
+    environment[APP_PID] = str(os.getpid())
     # Buffered prints of an engine would be lost when its driver is killed.
     environment["PYTHONUNBUFFERED"] = "1"
     return environment

@@ -13,6 +13,7 @@ Invariants
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -154,8 +155,10 @@ class CompiledModel:
                 finally:
                     self.gate.open()
 
-    async def swap(self, better: Serving, *, drain_s: float = DRAIN_S, may_swap: Callable[[], bool] = lambda: True) -> None:
+    async def swap(self, better: Serving, *, drain_s: float = DRAIN_S, may_swap: Callable[[], bool] = lambda: True) -> int:
         """Let every execution from now on use `better`. The one before is released when its last execution has ended.
+
+        Returns for how many nanoseconds executions were held back.
 
         Args:
             drain_s: how long new executions are held back for those in flight.
@@ -174,11 +177,13 @@ class CompiledModel:
                     with _within(LINK_S, f"device {better.device!r} did not connect the open bursts"):
                         await self._prepare(better, changes, in_gap=False)
                     self.gate.close()
+                    began_ns = time.monotonic_ns()
                     try:
                         with trace.span("stage.swap", stage=better.stage):
                             old = await self._exchange(better, changes, drain_s, may_swap)
                     finally:
                         self.gate.open()
+                    held_ns = time.monotonic_ns() - began_ns
                 except BaseException:
                     for change in changes.values():
                         if change is not None:
@@ -186,6 +191,7 @@ class CompiledModel:
                     raise
             retired = [change for change in changes.values() if change is not None]
             self._tasks.start_soon(_retire, retired, old, name="the stage before")
+            return held_ns
 
     async def _exchange(
         self, better: Serving, changes: dict[Member, Change | None], drain_s: float, may_swap: Callable[[], bool]

@@ -83,16 +83,16 @@ class Serving:
         """As `aclose`, without waiting."""
         self.prepared.release()
 
-    def enter(self) -> None:
-        """Count an execution that begins. `leave` must follow, once."""
-        if not self.users:
+    def enter(self, estimated: bool = True) -> None:
+        """Count an execution that begins. `leave` must follow, once. `estimated`: whether the pause before it is one of the app's."""
+        if not self.users and estimated:
             self.use.idle_ended()
         self.users += 1
 
-    def leave(self) -> None:
+    def leave(self, estimated: bool = True) -> None:
         self.users -= 1
         if not self.users:
-            self.use.idle_began()
+            self.use.idle_began(known=estimated)
             if self._idle:
                 waiting, self._idle = self._idle, []
                 for event in waiting:
@@ -108,18 +108,27 @@ class Serving:
         finally:
             self.leave()
 
-    def entered(self, settled: Callable[[Result | None], None], deadline_ns: int | None = None) -> Callable[[Result | None], None]:
-        """Count an execution until its request is settled, whatever its caller does. `deadline_ns`: the app's, if it has set one."""
-        self.enter()
-        return partial(self._settled, settled, deadline_ns, self.alive)
+    def entered(
+        self, settled: Callable[[Result | None], None], deadline_ns: int | None = None, *, estimated: bool = True
+    ) -> Callable[[Result | None], None]:
+        """Count an execution until its request is settled, whatever its caller does.
 
-    def _settled(self, settled: Callable[[Result | None], None], deadline_ns: int | None, sent: bool, result: Result | None) -> None:
+        Args:
+            deadline_ns: the app's, if it has set one.
+            estimated: whether the pauses before and after it are the app's.
+        """
+        self.enter(estimated)
+        return partial(self._settled, settled, deadline_ns, self.alive, estimated)
+
+    def _settled(
+        self, settled: Callable[[Result | None], None], deadline_ns: int | None, sent: bool, estimated: bool, result: Result | None
+    ) -> None:
         settled(result)
         if sent and result is None and not self.alive:
             self.lost = True
         if deadline_ns is not None:
             self.use.answered(deadline_ns)
-        self.leave()
+        self.leave(estimated)
 
     async def wait_idle(self) -> None:
         """Return when no execution uses it."""
@@ -177,8 +186,9 @@ class Use:
         if self.executions == self._awaited:
             self._reached.set()
 
-    def idle_began(self) -> None:
-        self._idle_since_ns = time.monotonic_ns()
+    def idle_began(self, known: bool = True) -> None:
+        """Note that nothing is executed now. `known`: whether the app's execution ended just now, so that this pause is the app's."""
+        self._idle_since_ns = time.monotonic_ns() if known else 0
 
     def idle_ended(self) -> None:
         if self._idle_since_ns:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from aionn.errors import AionnError, StageRejected
+from aionn.runtime.preparations import LOADING
 from aionn.runtime.preparing import background
+from aionn.runtime.preparing.progress import Progress
 from aionn.runtime.preparing.renewal import stage_devices
 from aionn.runtime.serving.members import NotNowError
 from aionn.runtime.serving.serving import Serving
 from aionn.runtime.staging import verdicts
 from aionn.runtime.staging.comparing import COMPARE_S, RUNS, TOLERANCES, Comparison, Rules, compare
 from aionn.runtime.staging.measuring import Inputs
-from aionn.runtime.staging.samples import Samples, made_up_inputs
+from aionn.runtime.staging.samples import Samples, guessed_inputs
 from aionn.runtime.staging.stage import Stage, StagePolicy, enter_state
 from aionn.runtime.staging.target import Target
 from aionn.runtime.staging.verdicts import Verdicts
@@ -54,16 +56,19 @@ class StageMaker:
         if (reason := await self._known.known(stage.name, policy)) not in (None, verdicts.APPROVED):
             raise StageRejected(stage.name, f"as an earlier comparison found: {reason}")
         enter_state(stage, "compiling")
-        made = await background.make(
-            target.devices,
-            stage_devices(stage.name, target.stages),
-            target.model,
-            target.options,
-            target.cache,
-            threads=policy.threads,
-            timeout_s=policy.timeout_s,
-            phase=lambda state: enter_state(stage, "loading" if state == "loading" else "compiling"),
-        )
+        with Progress(
+            target.reports, stage.name, lambda step: enter_state(stage, "loading" if step == LOADING else "compiling")
+        ) as progress:
+            made = await background.make(
+                target.devices,
+                stage_devices(stage.name, target.stages),
+                target.model,
+                target.options,
+                target.cache,
+                threads=policy.threads,
+                timeout_s=policy.timeout_s,
+                progress=progress,
+            )
         stage.made_by = made.by
         made.prepared.remember(target.model)
         better = Serving(made.prepared, target.model, target.compiled.use, stage.name)
@@ -110,7 +115,7 @@ class StageMaker:
         """Return recent inputs, or made-up ones while nothing has been executed, and whether they are made up."""
         samples = self._samples
         if not samples.kept and not before.use.executions:
-            for inputs in made_up_inputs(self._target.model):
+            for inputs in guessed_inputs(self._target.model):
                 try:
                     await self._target.run(before, inputs, deadline_of(self._policy.run_timeout_s))
                 except AionnError:
@@ -125,7 +130,8 @@ class StageMaker:
             if self._policy.state == "wait_for_reset":
                 await self._target.compiled.wait_for_new_state()
             try:
-                return await self._target.compiled.swap(better, may_swap=self._may_swap)
+                held_ns = await self._target.compiled.swap(better, may_swap=self._may_swap)
+                return self._target.reports.stage_swapped(better.stage, held_ns)
             except NotNowError as not_now:
                 if attempt == SWAP_TRIES - 1:
                     raise StageRejected(better.stage, f"{not_now}, at each of {SWAP_TRIES} attempts") from not_now

@@ -81,7 +81,7 @@ def samples_of(model: Model) -> Samples:
     return Samples(model, SAMPLES, SAMPLES_BYTES)
 
 
-def made_up_inputs(model: Model) -> Iterator[Inputs]:
+def guessed_inputs(model: Model) -> Iterator[Inputs]:
     """Make inputs that a model may take, for when the app has sent none. They are seeded, with several guesses where shapes are open."""
     guesses: tuple[tuple[int, ...], ...] = ((1, 3, 64, 64), (1, 1, 64, 64), (1, 16, 16, 16), (1, 1, 1, 1))
     if all(operand.size_bytes is not None for operand in model.inputs.values()):

@@ -6,7 +6,7 @@ Only `enter_state` changes the state of a stage.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -44,6 +44,12 @@ class StagePolicy:
         state: what a swap does about device memories. "move" copies them to the new stage's driver. "wait_for_reset" waits with the
             swap until the app has filled each of them anew, as at the beginning of a recording. The way back from a stage that fails
             never waits.
+
+    Examples:
+        >>> runtime.stage_policy = aionn.StagePolicy(executions=100, min_gain=0.2)
+        >>> compilation = await runtime.compile(model, mode="staged", stages=("onnxruntime", "openvino"))
+        >>> [stage.name for stage in compilation.stages]
+        ['onnxruntime', 'openvino']
     """
 
     executions: int = 10
@@ -100,6 +106,7 @@ class Stage:
     made_by: str = ""
     times_s: dict[str, float] = field(default_factory=dict)
     comparison: Comparison | None = None
+    _entered: Callable[[str, str, str], None] | None = field(default=None, repr=False, compare=False)
     _since_ns: int = field(default_factory=time.monotonic_ns, repr=False)
     _settled: anyio.Event = field(default_factory=anyio.Event, repr=False)
 
@@ -107,6 +114,12 @@ class Stage:
     def progress(self) -> float:
         """How much is done, from 0 to 1, by the steps that are done. Engines do not report how far a compile is."""
         return _STEPS.get(self.state, 1.0)
+
+
+def reported_stage(name: str, entered: Callable[[str, str, str], None]) -> Stage:
+    """Return a new stage. `entered`: called with its name, each state that it enters, and the reason."""
+    entered(name, "waiting", "")
+    return Stage(name, _entered=entered)
 
 
 def enter_state(stage: Stage, state: State, reason: str = "") -> None:
@@ -117,6 +130,8 @@ def enter_state(stage: Stage, state: State, reason: str = "") -> None:
         trace.span_at(f"stage.{stage.state}", stage._since_ns, now_ns, stage=stage.name)
         stage._since_ns = now_ns
         trace.count("stage.entered", stage=stage.name, state=state)
+        if stage._entered is not None:
+            stage._entered(stage.name, state, reason)
     stage.state, stage.reason = state, reason
     if state in ("serving", "replaced", "rejected", "skipped"):
         stage._settled.set()

@@ -25,20 +25,22 @@ import anyio
 
 from aionn import trace
 from aionn.errors import AionnError, CallerError, DeadlineError, StageRejected
+from aionn.runtime.logs import about
 from aionn.runtime.preparing.partition import prepare_on
+from aionn.runtime.preparing.progress import CompilationReports, Progress
 from aionn.runtime.preparing.renewal import stage_devices
 from aionn.runtime.serving.planned_model import Prepared
 from aionn.runtime.serving.serving import Serving
 from aionn.runtime.staging.frequency import until_frequent
 from aionn.runtime.staging.making import StageMaker
 from aionn.runtime.staging.samples import samples_of
-from aionn.runtime.staging.stage import Stage, StagePolicy, enter_state, settled
+from aionn.runtime.staging.stage import Stage, StagePolicy, enter_state, reported_stage, settled
 from aionn.runtime.staging.target import Target
 from aionn.runtime.staging.verdicts import Verdicts
 from aionn.runtime.staging.way_back import WayBack
 from aionn.tasks import bounded_shield, checked_seconds
 
-logger = logging.getLogger("aionn.runtime")
+logger = logging.getLogger("aionn.stages")
 
 _IDLE_S = 0.005
 """A compile begins in a pause of this length between two executions, so that its start does not meet an execution."""
@@ -72,7 +74,9 @@ class Staging:
         self._scope = anyio.CancelScope()
         self._over = anyio.Event()
         self._began = self._counted = compiled.use.executions
-        self._way_back = WayBack(compiled, self._before, self._prepare_again, target.run, policy.run_timeout_s, self._gone_back)
+        self._way_back = WayBack(
+            compiled, self._before, self._prepare_again, target.run, policy.run_timeout_s, self._gone_back, self._model
+        )
         compiled.abandoned = self._abandoned
         if any(stage.state == "waiting" for stage in stages):
             compiled.sampling = self._samples  # from the very first execution, because a second one may not come for long
@@ -158,14 +162,15 @@ class Staging:
         except AionnError as error:
             self._reject(stage, f"while {stage.state}: {error}")
         except Exception as error:  # a defect here must not end the app's runtime, and with it the stream
-            logger.exception("making stage %r failed", stage.name)
+            logger.exception("making stage %r of model %r failed", stage.name, self._model, extra=self._about(stage.name))
             self._reject(stage, f"while {stage.state}: {type(error).__name__}: {error}")
 
     def _reject(self, stage: Stage, reason: str, level: int = logging.WARNING) -> None:
         enter_state(stage, "rejected", reason)
         trace.count("stage.rejected", stage=stage.name, reason=reason)
         if not self._target.compiled.closed and not self._target.devices.closed:
-            logger.log(level, "stage %r was not swapped in: %s", stage.name, reason)
+            words = "stage %r of model %r was not swapped in: %s"
+            logger.log(level, words, stage.name, self._model, reason, extra=self._about(stage.name))
 
     async def _use_warrants_it(self) -> None:
         """Wait until the model is used often enough, or until a caller waits for a stage."""
@@ -194,7 +199,14 @@ class Staging:
                 enter_state(other, "replaced")
         enter_state(stage, "serving")
         trace.count("stage.swapped", stage=stage.name, made_by=stage.made_by)
-        logger.info("stage %r serves now: %s", stage.name, stage.comparison)
+        logger.info("stage %r of model %r serves now: %s", stage.name, self._model, stage.comparison, extra=self._about(stage.name))
+
+    @property
+    def _model(self) -> str:
+        return self._target.reports.named.name
+
+    def _about(self, stage: str) -> dict[str, str]:
+        return about(model=self._model, stage=stage)
 
     # --- the way back ------------------------------------------------------------------------------------------------
 
@@ -206,21 +218,27 @@ class Staging:
     async def _prepare_again(self, name: str) -> Prepared:
         target = self._target
         names = stage_devices(name, [stage.name for stage in self.stages])
-        return (await prepare_on(target.devices, names, target.model, target.options, target.cache))[0]
+        with Progress(target.reports, name) as progress:
+            prepared, outcomes = await prepare_on(target.devices, names, target.model, target.options, target.cache, progress)
+            progress.prepared(outcomes)
+            return prepared
 
-    def _gone_back(self, bad: Serving, base: Serving, reason: str) -> None:
+    def _gone_back(self, bad: Serving, base: Serving, reason: str, held_ns: int) -> None:
         enter_state(self.stage(bad.stage), "rejected", reason)
         enter_state(self.stage(base.stage), "serving")
+        if held_ns:
+            self._target.reports.stage_swapped(base.stage, held_ns)
         trace.count("stage.rejected", stage=bad.stage, reason=reason)
-        logger.warning("stage %r no longer serves, and stage %r serves again: %s", bad.stage, base.stage, reason)
+        words = "stage %r of model %r no longer serves, and stage %r serves again: %s"
+        logger.warning(words, bad.stage, self._model, base.stage, reason, extra=self._about(bad.stage))
         self._verdicts.remember_failure(bad, base, reason)
 
 
-def stages_after(staging: Staging, serving: Serving | None) -> list[Stage]:
+def stages_after(staging: Staging, serving: Serving | None, reports: CompilationReports) -> list[Stage]:
     """Return new stages in place of those of a staging that is over. `serving` is what serves now."""
     names = [stage.name for stage in staging.stages]
     now = names[-1] if serving is None else serving.stage
-    stages = [Stage(name) for name in names]
+    stages = [reported_stage(name, reports.stage_entered) for name in names]
     for stage in stages:
         if stage.name == now:
             enter_state(stage, "serving")

@@ -22,13 +22,14 @@ from aionn.errors import AionnError, CallerError, CompilationError, DeadlineErro
 from aionn.hal.model import Model
 from aionn.runtime.preparing import background
 from aionn.runtime.preparing.cached import CacheChoice
+from aionn.runtime.preparing.progress import Progress
 from aionn.runtime.preparing.reading import digested, read
 from aionn.runtime.preparing.renewal import Renewal
 from aionn.runtime.serving.compiled_model import CompiledModel
 from aionn.runtime.serving.members import NotNowError
 from aionn.runtime.serving.serving import Serving
 from aionn.runtime.staging.measuring import Inputs, Run
-from aionn.runtime.staging.samples import Samples, made_up_inputs, samples_of
+from aionn.runtime.staging.samples import Samples, guessed_inputs, samples_of
 from aionn.runtime.staging.stage import Stage, StagePolicy
 from aionn.runtime.staging.stages import Staging, stages_after
 from aionn.tasks import deadline_of
@@ -73,7 +74,7 @@ async def swap_model(target: NewModel, model: Model, timeout_s: float | None) ->
     if cache is not None:
         cache = CacheChoice(cache.store, model.token)
     last = target.last_inputs()  # before the compile, during which later executions may use the frames
-    with _sampled(compiled, renewal.model) as samples:
+    with _sampled(compiled, renewal.model) as samples, Progress(renewal.reports, serving.device) as progress:
         made = await background.make(
             renewal.session.devices,
             renewal.devices_of(serving),
@@ -82,7 +83,7 @@ async def swap_model(target: NewModel, model: Model, timeout_s: float | None) ->
             cache,
             threads=policy.threads,
             timeout_s=math.inf if timeout_s is None else timeout_s,
-            phase=lambda _: None,
+            progress=progress,
         )
         made.prepared.remember(model)
     better = Serving(made.prepared, model, compiled.use)
@@ -104,7 +105,7 @@ async def swap_model(target: NewModel, model: Model, timeout_s: float | None) ->
         raise
     finally:
         if staging is not None and staging.over:
-            target.begin_stages(stages_after(staging, compiled.serving), policy)
+            target.begin_stages(stages_after(staging, compiled.serving, renewal.reports), policy)
 
 
 @contextmanager
@@ -143,7 +144,7 @@ async def _try(target: NewModel, better: Serving, recent: Sequence[Inputs], poli
     if tried:
         return
     failed = None
-    for inputs in made_up_inputs(target.renewal.model):
+    for inputs in guessed_inputs(target.renewal.model):
         failed = await _failure(target.run, better, inputs, policy)
         if failed is None:
             return

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model
 from aionn.runtime.preparing.cached import CacheChoice
+from aionn.runtime.preparing.progress import CompilationReports
 from aionn.runtime.processes.devices import Devices
 from aionn.runtime.serving.compiled_model import CompiledModel
 from aionn.runtime.staging.measuring import Run
@@ -26,6 +27,7 @@ class Target:
         options: how to prepare the model, without a deadline.
         cache: where the compilation is kept, or None.
         run: runs inputs on one prepared model.
+        reports: how the compilation is shown.
         stages: names of all stages. A stage whose device cannot run the whole model shares it with their devices.
     """
 
@@ -35,4 +37,5 @@ class Target:
     options: PrepareOptions
     cache: CacheChoice | None
     run: Run
-    stages: tuple[str, ...] = ()
+    stages: tuple[str, ...]
+    reports: CompilationReports

@@ -27,6 +27,7 @@ from aionn import trace
 from aionn.errors import AionnError, OutputInsufficientSizeError
 from aionn.hal.types import ErrorStatus
 from aionn.runtime.executing.frame_layout import as_array
+from aionn.runtime.logs import about
 from aionn.runtime.serving.compiled_model import CompiledModel
 from aionn.runtime.serving.members import NotNowError
 from aionn.runtime.serving.planned_model import Prepared
@@ -34,7 +35,7 @@ from aionn.runtime.serving.serving import Serving
 from aionn.runtime.staging.measuring import Inputs, Run
 from aionn.tasks import deadline_of
 
-logger = logging.getLogger("aionn.runtime")
+logger = logging.getLogger("aionn.stages")
 
 FAILURES = 3
 WITHIN_S = 60.0
@@ -55,7 +56,8 @@ class WayBack:
         prepare: Callable[[str], Awaitable[Prepared]],
         run: Run,
         run_timeout_s: float,
-        gone_back: Callable[[Serving, Serving, str], None],
+        gone_back: Callable[[Serving, Serving, str, int], None],
+        name: str,
     ) -> None:
         """Watch over the stages of one compilation.
 
@@ -64,7 +66,9 @@ class WayBack:
             prepare: prepares the model for a stage.
             run: runs inputs on one prepared model.
             run_timeout_s: how long a run on inputs that failed may take.
-            gone_back: called with the bad stage, the stage that serves in its place, and the reason.
+            gone_back: called with the bad stage, the stage that serves in its place, the reason, and for how many nanoseconds
+                executions were held back.
+            name: of the compilation.
         """
         self._compiled = compiled
         self._before = before
@@ -72,6 +76,7 @@ class WayBack:
         self._run = run
         self._run_timeout_s = run_timeout_s
         self._gone_back = gone_back
+        self._name = name
         self._failures: deque[tuple[int, Inputs | None]] = deque(maxlen=FAILURES)
         self._stage = ""
         self._bad: dict[str, str] = {}
@@ -100,7 +105,7 @@ class WayBack:
     def _replaced(self, dead: Serving, serving: Serving) -> None:
         """Note that the next use after a driver's death has prepared `serving`."""
         if serving.stage != dead.stage:
-            self._gone_back(dead, serving, self._bad.pop(dead.stage, "its driver has died"))
+            self._gone_back(dead, serving, self._bad.pop(dead.stage, "its driver has died"), 0)
 
     async def watch(self) -> None:
         """Swap the stage before in whenever a stage whose driver lives is bad."""
@@ -115,9 +120,11 @@ class WayBack:
             try:
                 await self._go_back(bad, failing)
             except AionnError as error:
-                logger.warning("stage %r fails, and the stage before cannot take its place: %s", bad.stage, error)
+                words = "stage %r of model %r fails, and the stage before cannot take its place: %s"
+                logger.warning(words, bad.stage, self._name, error, extra=about(model=self._name, stage=bad.stage))
             except Exception:  # a defect here must not end the app's runtime, and with it the stream
-                logger.exception("stage %r fails, and the stage before cannot take its place", bad.stage)
+                words = "stage %r of model %r fails, and the stage before cannot take its place"
+                logger.exception(words, bad.stage, self._name, extra=about(model=self._name, stage=bad.stage))
 
     async def _go_back(self, bad: Serving, failing: Sequence[Inputs]) -> None:
         (name, *_) = self._before(bad.stage)
@@ -131,12 +138,12 @@ class WayBack:
                 if self._compiled.serving is not bad:
                     return  # the driver has died meanwhile
                 try:
-                    await self._compiled.swap(base)
+                    held_ns = await self._compiled.swap(base)
                     break
                 except NotNowError:
                     if attempt == _SWAP_TRIES - 1:
                         raise
-            self._gone_back(bad, base, self._bad.pop(bad.stage))
+            self._gone_back(bad, base, self._bad.pop(bad.stage), held_ns)
         finally:
             if self._compiled.serving is not base:
                 base.release()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from asyncio import _get_running_loop  # the public one raises where there is no loop, and is then caught at every call
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -19,7 +19,7 @@ from aionn import trace
 from aionn.burst import ExecutionBurstController
 from aionn.burst.controller import Sent
 from aionn.errors import CallerError, MemoryAllocationError
-from aionn.hal.types import ErrorStatus
+from aionn.hal.types import ErrorStatus, Result
 from aionn.memory.pool import Frame as MemoryFrame
 from aionn.memory.pool import FramesInFlightError
 from aionn.pages.app_layout import COMPUTED, CONNECTIONS, COPIED_BYTES, DRIVER_BUSY_NS, DROPPED, FAILED, FELL_BACK
@@ -49,9 +49,21 @@ _STATISTICS = {
 
 
 class Burst:
-    """A stream of executions. Made by `Compilation.burst()`, used in `async with`."""
+    """A stream of executions. Made by `Compilation.burst()`, used in `async with`.
 
-    def __init__(self, connection: BurstConnection) -> None:
+    Examples:
+        >>> async with compilation.burst() as burst:
+        ...     outputs = await burst.compute({"x": x})
+        ...     async with burst.frame() as frame:  # without a copy
+        ...         frame["x"][:] = 1
+        ...         outputs = await burst.compute(frame)
+        >>> burst.statistics()["computed"]
+        2
+    """
+
+    def __init__(self, connection: BurstConnection, warm_up: Callable[[], Awaitable[None]] | None = None) -> None:
+        """`warm_up`: runs the model when the burst is opened, before its first frame."""
+        self._warm_up = warm_up
         self._connection = connection
         self._loop = connection.session.loop
         self._executor = connection.executor
@@ -60,6 +72,12 @@ class Burst:
 
     async def __aenter__(self) -> Burst:
         await self._connection.open()
+        if self._warm_up is not None:
+            try:
+                await self._warm_up()
+            except BaseException:
+                await self._connection.aclose()
+                raise
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
@@ -133,56 +151,63 @@ class Burst:
             DriverDiedError, DriverHungError: the driver is gone; the next call starts a new one. `DeviceMemoryLostError` where a
                 `DeviceMemory` among the arguments went with it.
         """
-        if _get_running_loop() is not self._loop:
-            self._connection.session.check_open()  # it says what is wrong
-        deadline_ns = None if timeout_s is None else deadline_of(timeout_s)
-        layout, pool, link = self._connection.usual
-        if layout is not None and layout.input_bytes >= LARGE_BYTES:
-            # The copy holds the loop up for long. Yield first, so that a waiting answer is delivered before it.
-            await asyncio.sleep(0)
+        try:
+            if _get_running_loop() is not self._loop:
+                self._connection.session.check_open()  # it says what is wrong
+            deadline_ns = None if timeout_s is None else deadline_of(timeout_s)
             layout, pool, link = self._connection.usual
-        if layout is None or pool is None or link is None or outputs or type(inputs) is not dict:
-            return await self._unusual(inputs, outputs or {}, measure_timing, deadline_ns)
-        # A stream's usual frame, in one piece: each call less is a tenth of a microsecond of the few that a round trip takes.
-        try:
-            frame = pool.lease()
-        except (FramesInFlightError, CallerError, MemoryAllocationError):
-            return await self._attempt(inputs, {}, measure_timing, deadline_ns)
-        try:
-            arrays = frame.arrays
-            caller = link.controller.caller
-            body = frame.bindings.get((layout, measure_timing)) or plain_body(layout, frame, measure_timing)
-            if layout.input_bytes < LARGE_BYTES:
-                places = arrays.get(layout) or layout.inputs_in(frame)
-                answer = caller.post(places, inputs, body, deadline_ns or 0, trace.active)
-            else:
-                answer = _post_large(link.controller, layout, frame, inputs, body, deadline_ns)
-            if answer is not None:
-                if not isinstance(answer, tuple):
-                    future = answer
-                    try:
-                        answer = await future
-                    except BaseException:
-                        frame.pins += caller.leave(future, frame.settled)  # a request in flight takes the pin over
-                        raise
-                    if answer is None:
-                        raise link.controller.why_over()
-                result, _ = answer
-                count = self._counts.add
-                count(COPIED_BYTES, layout.input_bytes)
-                if result.status is _NONE:
-                    count(COMPUTED, 1)
-                    shapes = result.output_shapes
-                    outcome = (not shapes and arrays.get(layout.outputs_key)) or layout.outputs_in(frame, shapes)
-                    if pool.crowded:
-                        outcome = {name: array.copy() for name, array in outcome.items()}
-                    return Outputs(outcome, link.device, result.timing if measure_timing else None)
-        finally:
-            frame.settled(None)
-        if answer is None:
-            return await self._unusual(inputs, {}, measure_timing, deadline_ns)
+            if layout is not None and layout.input_bytes >= LARGE_BYTES:
+                # The copy holds the loop up for long. Yield first, so that a waiting answer is delivered before it.
+                await asyncio.sleep(0)
+                layout, pool, link = self._connection.usual
+            if layout is None or pool is None or link is None or outputs or type(inputs) is not dict:
+                return await self._unusual(inputs, outputs or {}, measure_timing, deadline_ns)
+            # A stream's usual frame, in one piece: each call less is a tenth of a microsecond of the few that a round trip takes.
+            try:
+                frame = pool.lease()
+            except (FramesInFlightError, CallerError, MemoryAllocationError):
+                return await self._attempt(inputs, {}, measure_timing, deadline_ns)
+            try:
+                arrays = frame.arrays
+                caller = link.controller.caller
+                body = frame.bindings.get((layout, measure_timing)) or plain_body(layout, frame, measure_timing)
+                if layout.input_bytes < LARGE_BYTES:
+                    places = arrays.get(layout) or layout.inputs_in(frame)
+                    answer = caller.post(places, inputs, body, deadline_ns or 0)
+                else:
+                    answer = _post_large(link.controller, layout, frame, inputs, body, deadline_ns)
+                if answer is not None:
+                    if not isinstance(answer, tuple):
+                        future = answer
+                        try:
+                            answer = await future
+                        except BaseException:
+                            frame.pins += caller.leave(future, frame.settled)  # a request in flight takes the pin over
+                            raise
+                        if answer is None:
+                            raise link.controller.why_over()
+                    result, _ = answer
+                    if result.status is _NONE:
+                        self._counts.computed(layout.input_bytes)
+                        shapes = result.output_shapes
+                        outcome = (not shapes and arrays.get(layout.outputs_key)) or layout.outputs_in(frame, shapes)
+                        if pool.crowded:
+                            outcome = {name: array.copy() for name, array in outcome.items()}
+                        return Outputs(outcome, link.device, result.timing if measure_timing else None)
+            finally:
+                frame.settled(None)
+            if answer is None:
+                return await self._unusual(inputs, {}, measure_timing, deadline_ns)
+            call = Call(inputs, {}, measure_timing, deadline_ns, inputs)
+            return await self._with_more_room(link, layout, result, call)
+        except BaseException as error:
+            self._executor.ended(error)
+            raise
+
+    async def _with_more_room(self, link: Link, layout: FrameLayout, result: Result, call: Call) -> Outputs:
+        """Go on after a usual frame whose answer has no outputs."""
+        self._counts.add(COPIED_BYTES, layout.input_bytes)
         self._connection.count_from_now()  # the next frame needs the wider layout
-        call = Call(inputs, {}, measure_timing, deadline_ns, inputs)
         return await Attempt(self._executor, self._connection.route, call).resume(link, layout, result)
 
     async def _unusual(
@@ -205,7 +230,8 @@ class Burst:
             if own[1].pins > 1:
                 raise CallerError("this frame is in flight: wait for its outputs, or get another one with burst.frame()")
             call = Call(inputs, outputs, measure_timing, deadline_ns, placed, own)
-            return await Attempt(self._executor, connection.route, call).run()
+            with trace.captured_at(inputs.captured_ns):
+                return await Attempt(self._executor, connection.route, call).run()
         connection.check_open()
         if type(inputs) is not dict:
             check_mapping(inputs)
@@ -270,7 +296,7 @@ class Burst:
         """Return counts since the burst was made.
 
         computed, failed: executions answered well, or with an error.
-        fell_back: those of the failed that another device has computed (see docs/drivers.md).
+        fell_back: those of the failed that another device has computed (see docs/how-to/several-devices.md).
         connections: drivers that this burst has had.
         dropped: frames that a stream's source has yielded and that were never answered: replaced by a newer one, late, rejected, refused,
             lost with the driver, or in hand when the stream ended.
@@ -299,4 +325,4 @@ def _post_large(
     if not layout.fits(inputs):
         return None
     fill_large(frame, layout, inputs, controller.soon)
-    return controller.caller.send(body, None, deadline_ns or 0, trace.active)
+    return controller.caller.send(body, None, deadline_ns or 0)

@@ -28,6 +28,7 @@ from aionn.pages import Kind
 from aionn.pages.app_layout import CONNECTIONS, SENT
 from aionn.runtime.executing.arguments import Arguments
 from aionn.runtime.executing.attempt import Executor, FallsBack
+from aionn.runtime.executing.counted import Shown
 from aionn.runtime.executing.frame_layout import FrameLayout, Shapes
 from aionn.runtime.executing.frames import Frames
 from aionn.runtime.executing.link import Link, LinkOptions
@@ -35,6 +36,7 @@ from aionn.runtime.executing.links import open_link, release
 from aionn.runtime.preparing.renewal import Renewal
 from aionn.runtime.serving.members import Rest
 from aionn.runtime.serving.serving import Serving
+from aionn.runtime.streaming.drops import Drops
 from aionn.tasks import call_soon_from_anywhere
 
 if TYPE_CHECKING:
@@ -206,7 +208,7 @@ class BurstConnection:
                 return link
             with self._compiled.use.hold():
                 serving = await self._renewal.live(deadline_ns)
-                with trace.span("burst.connect", device=serving.device):
+                with trace.span("burst.connect", device=serving.device, stage=serving.stage, **trace_of(self)):
                     link = await self._link_to(serving)
                 if serving is self._compiled.serving and self._open:
                     before = self.install(link)
@@ -229,7 +231,8 @@ class BurstConnection:
         self._held[:] = [link]
         self.executor.frames.on_gone = link.forget_memory
         self.executor.counts.add(CONNECTIONS, 1)
-        self.session.page.rename(self.executor.counts, "", link.device, link.serving.stage)
+        if self.executor.shown is not None:
+            self.executor.shown.on(link.serving.device, link.serving.stage)
         return before
 
     def rest(self) -> Rest | None:
@@ -248,6 +251,11 @@ class BurstConnection:
         self.usual = _NOTHING
 
 
+def trace_of(connection: BurstConnection) -> dict[str, Any]:
+    """Return what a trace says of a burst."""
+    return {"model": connection._renewal.named.name, "burst": connection._options.name}
+
+
 class Connections:
     """The connections of all bursts of one compilation, and what they share. It knows them weakly.
 
@@ -264,30 +272,54 @@ class Connections:
         self.arguments = arguments
         model = renewal.model
         self.static = all(operand.size_bytes is not None for operand in (*model.inputs.values(), *model.outputs.values()))
-        self._slot = renewal.session.page.slot(Kind.COMPILATION, model.label[:16], parent=renewal.session.slot)
+        self._slot = renewal.session.page.slot(Kind.COMPILATION, renewal.named.name, parent=renewal.session.reports.slot)
         self._all: weakref.WeakSet[BurstConnection] = weakref.WeakSet()
+        renewal.session.reports.each_beat.append(weakref.WeakMethod(self.gauge))
+        self._drops = Drops(renewal.session.reports, renewal.reports)
 
     def __iter__(self) -> Iterator[BurstConnection]:
         return iter(list(self._all))
 
-    def executor(self, in_flight: int) -> Executor:
-        """Return what the app's executions over one burst have in common. `in_flight`: so many frames of each size may be pinned."""
-        counts = self.renewal.session.page.slot(Kind.BURST, parent=self._slot)
-        return Executor(self.arguments, Frames(in_flight), self.renewal.compiled, counts, fallback=self._fallback)
+    def gauge(self) -> None:
+        """Show how much memory the bursts have now."""
+        for connection in self._all:
+            if not connection.closed:
+                frames = connection.executor.frames.count()
+                connection.session.page.gauge(connection.executor.counts, frames["shared_bytes"], frames["free_frames"])
 
-    def new(self, depth: int, queue_capacity: int | None = None, anticipate: bool = False) -> BurstConnection:
-        """Return the connection of a new burst, not yet open. Without `queue_capacity` its queues suit the model."""
+    def executor(self, in_flight: int, kind: Kind = Kind.SINGLE, burst: str = "") -> Executor:
+        """Return what the app's executions over one burst have in common.
+
+        Args:
+            in_flight: so many frames of each size may be pinned.
+            kind: what the page shows it as. burst: its name.
+        """
+        renewal = self.renewal
+        shown = Shown(renewal.session.reports, kind, self._slot, renewal.named.name, burst)
+        serving = renewal.compiled.serving
+        shown.on(renewal.device, renewal.device if serving is None else serving.stage)
+        return Executor(self.arguments, Frames(in_flight), renewal.compiled, shown.counts, fallback=self._fallback, shown=shown)
+
+    def new(self, depth: int, queue_capacity: int | None = None, anticipate: bool = False, name: str | None = None) -> BurstConnection:
+        """Return the connection of a new burst, not yet open. Without `queue_capacity` its queues suit the model.
+
+        `name`: of a burst of the app, perhaps empty. None for the burst behind `Compilation.compute`.
+        """
         if queue_capacity is None:
             model = self.renewal.model
             queue_capacity = enough_datums((*model.inputs.values(), *model.outputs.values()))
         low_power = self.renewal.options.preference is ExecutionPreference.LOW_POWER
-        options = LinkOptions(depth, queue_capacity, low_power, anticipate)
-        connection = BurstConnection(self.renewal, self.executor(depth + 1), options)
+        options = LinkOptions(depth, queue_capacity, low_power, anticipate, name or "")
+        connection = BurstConnection(
+            self.renewal, self.executor(depth + 1, Kind.SINGLE if name is None else Kind.BURST, name or ""), options
+        )
         self._all.add(connection)
+        self._drops.watch(name or "", connection.executor.counts, connection)
         return connection
 
     def close(self) -> None:
         """Take the compilation off the app's statistics page."""
+        self._drops.publish()
         self.renewal.session.page.free(self._slot)
 
 

@@ -67,8 +67,12 @@ class Frame(Mapping[str, NDArray[Any]]):
     `frame["input"]` is a writable view with the input's dtype and shape; `burst.compute(frame)` sends it as it is. After
     the `async with` block, and after a stream's source has yielded it, it is another request's: using it then is a `CallerError`.
     It holds zeros, or what a request before has left there: write all of each input. An input with a default holds that.
+
+    Attributes:
+        captured_ns: set it to when the frame was captured, in ns of `time.monotonic_ns`, and a trace shows that. 0: it is not known.
     """
 
+    captured_ns = 0
     _lease: tuple[FrameLayout, memory_pool.Frame] | None = None
 
     def __init__(self, connection: BurstConnection, shapes: Shapes, leases: Leases | None = None) -> None:
@@ -250,7 +254,7 @@ def take(frame: Frame, connection: BurstConnection) -> Frame:
     for view in views.values():
         view.flags.writeable = False
     taken = Frame(connection, frame._shapes)
-    taken._placed = placed
+    taken._placed, taken.captured_ns = placed, frame.captured_ns
     taken._hold(*lease)
     return taken
 

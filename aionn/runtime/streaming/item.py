@@ -15,12 +15,14 @@ from typing import Any
 
 from aionn import trace
 from aionn.errors import DeadlineError
-from aionn.pages.app_layout import DROPPED
+from aionn.pages.app_layout import AGES, DROPPED, DROPPED_LATE, DROPPED_REJECTED, DROPPED_REPLACED
 from aionn.runtime.executing.arguments import check_mapping
 from aionn.runtime.executing.frame_layout import Outputs
-from aionn.runtime.streaming.connection import BurstConnection
+from aionn.runtime.streaming.connection import BurstConnection, trace_of
 from aionn.runtime.streaming.frame import Frame, Leases, contents_of, end_lease, take
 from aionn.tasks import Answer, running_loop
+
+_REASONS = {"replaced": DROPPED_REPLACED, "late": DROPPED_LATE, "rejected": DROPPED_REJECTED}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,6 +35,13 @@ class Item:
 
     Raises:
         CallerError: `inputs` is not a mapping.
+
+    Examples:
+        >>> def pictures():  # may block: `map` iterates it in a thread
+        ...     for number in range(3):
+        ...         yield aionn.Item({"x": x}, tag=number)
+        >>> [result.tag async for result in burst.map(pictures())]
+        [0, 1, 2]
     """
 
     inputs: Mapping[str, Any]
@@ -73,6 +82,12 @@ class Entry:
     def admit(self) -> None:
         """Make its `answer`."""
         self.answer = Answer(running_loop())
+
+    @property
+    def captured_ns(self) -> int:
+        """When it was captured, as the app has noted it in a leased frame, else when it arrived."""
+        leased = self._leased
+        return self.arrived_ns if leased is None else leased.captured_ns or self.arrived_ns
 
     def answered(self) -> None:
         """Let `inputs` be what the consumer of the results sees. Of a leased frame that is its contents, which outlive the lease."""
@@ -131,6 +146,12 @@ class Arrivals:
         self._unanswered.discard(entry)
         entry.answered()
 
+    def handed_out(self, entry: Entry) -> float:
+        """Count how old an entry is now that its result goes to the app. Returns its age in seconds."""
+        age_ns = time.monotonic_ns() - entry.arrived_ns
+        self._executor.counts.took(AGES, age_ns)
+        return age_ns / 1e9
+
     def failed(self, entry: Entry, error: BaseException) -> None:
         """Leave an entry to the burst's counts if the driver has answered with `error`. Else drop it."""
         if error in self._executor.failures:
@@ -151,6 +172,9 @@ class Arrivals:
         self.leases.end()
 
     def _count(self, seq: int, why: str) -> None:
-        self._executor.counts.add(DROPPED, 1)
+        reason = _REASONS.get(why)
+        if reason is not None:
+            self._executor.counts.add(reason, 1)
+        self._executor.counts.add(DROPPED, 1)  # last: a reader never finds more drops with a reason than drops
         if trace.active:
-            trace.count("stream.dropped", seq=seq, why=why)
+            trace.count("stream.dropped", seq=seq, why=why, **trace_of(self._connection))

@@ -98,12 +98,17 @@ class KeptBurst:
             self._leave()
 
     async def _traced(self, call: Coroutine[Any, Any, Outputs]) -> Outputs:
-        with trace.span("compute", device=self._renewal.device):
+        with trace.span("compute", device=self._renewal.device, model=self._renewal.named.name):
             return await call
 
     async def _without_packets(self, call: Call) -> Outputs:
         """Run what a burst's packets cannot carry, such as memory of more than 4 GiB, over the control socket."""
-        return await Attempt(self._without_burst(), control_route(self._renewal), call).run()
+        executor = self._without_burst()
+        try:
+            return await Attempt(executor, control_route(self._renewal), call).run()
+        except BaseException as error:
+            executor.ended(error)
+            raise
 
     def _without_burst(self) -> Executor:
         """Return what the calls over the control socket have in common."""
@@ -122,7 +127,9 @@ class KeptBurst:
             with ending_by(deadline_ns, _LATE):
                 await turn
             self._renewal.check_usable()
-        except BaseException:
+        except BaseException as error:
+            if self.connection is not None:
+                self.connection.executor.ended(error)
             self._turns.pop(turn, None)
             if turn.done() and not turn.cancelled() and turn.exception() is None:
                 self._leave()  # the place has come, so pass it on
@@ -158,7 +165,7 @@ class KeptBurst:
             return
         self.last_inputs = connection.executor.frames.last_inputs()
         self._end()
-        trace.count("compute.idle")
+        trace.count("compute.idle", model=self._renewal.named.name)
 
     async def aclose(self) -> None:
         """Close for good. Calls that wait end with `CallerError`. Those under way are given `CLOSE_S` to be answered."""

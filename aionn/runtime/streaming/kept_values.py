@@ -57,12 +57,16 @@ class KeptValues(KeptBurst):
             self._calls.add(scope)
             try:
                 found = await compute_values(executor, control_route(self._renewal), call)
+            except BaseException as error:
+                executor.ended(error)
+                raise
             finally:
                 self._calls.discard(scope)
                 if not self._calls:
                     self._settled.set()
             if self.last_inputs is None:
-                self._renewal.session.page.rename(executor.counts, "", self._renewal.device, found.stage)
+                assert executor.shown is not None
+                executor.shown.on(self._renewal.device, found.stage)
             self.last_inputs = call.inputs
             return found
         raise CallerError(CLOSED)

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import anyio
 import anyio.lowlevel
 
+from aionn import trace
 from aionn.errors import CallerError, DeadlineError, ExecutionError
 from aionn.hal.types import ErrorStatus
 from aionn.runtime.executing.frame_layout import Outputs
@@ -137,8 +138,7 @@ class Stream:
                 self._entries.popleft()
                 self._place_freed()
                 if outputs is not None:
-                    age_s = (time.monotonic_ns() - entry.arrived_ns) / 1e9
-                    yield StreamResult(entry.seq, age_s, outputs.stage, outputs, entry.inputs, entry.tag)
+                    yield StreamResult(entry.seq, self.arrivals.handed_out(entry), outputs.stage, outputs, entry.inputs, entry.tag)
                 del outputs, entry  # or the frame would count as held while the next one is computed
         finally:
             self._connection.when_closed.discard(self.cancel)
@@ -278,6 +278,8 @@ class Stream:
         timeout_s = self._options.deadline_s
         if timeout_s is not None:
             timeout_s -= (time.monotonic_ns() - entry.arrived_ns) / 1e9
+        if trace.active:
+            trace.captured_ns.set(entry.captured_ns)  # this task is the frame's
         try:
             if timeout_s is not None and timeout_s <= 0:
                 raise DeadlineError(f"frame {entry.seq} was older than the stream's deadline before it could be sent")

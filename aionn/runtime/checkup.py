@@ -1,0 +1,195 @@
+"""`HealthWatch`: judges the health of an open runtime (`aionn.Health`) from what the app's process knows already.
+
+`HealthWatch.read` waits for nothing, sends nothing and may be called in any thread. It reads attributes that the loop's thread changes,
+each of which is stored whole. So it may see one of them before a change and another one after it, and the next reading is right again.
+The state also stands on the statistics page, for `aionn top`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+from aionn.caching.outcomes import MissReason
+from aionn.pages.app_layout import ANSWERED, DROPPED
+from aionn.runtime.health import CompilationHealth, Health, HealthPolicy, State
+from aionn.runtime.parts import CompilationParts
+from aionn.runtime.preparations import COMPILING, WAITING, Preparation
+from aionn.runtime.preparing.renewal import Renewal
+from aionn.runtime.session import Session
+from aionn.runtime.streaming.connection import BurstConnection
+
+LOOP_STALL_S = 5.0
+"""An event loop that has not run its heartbeat for so long stands still. It should run every half second."""
+
+_LONG_S = 5.0
+"""What a driver does for longer than this is mentioned."""
+
+_DROP_BEATS = 20
+"""The share of dropped frames is that of so many heartbeats, 10 seconds."""
+
+_LEAST_FRAMES = 10
+"""So many frames say something about the share of those that were dropped."""
+
+_USUAL = (MissReason.BUSY, MissReason.SUPERSEDED)
+"""Why an artifact is not stored although the cache is fine: another process was quicker."""
+
+
+class HealthWatch:
+    """Judges the health of one opening of a runtime, and shows it on the statistics page at each heartbeat."""
+
+    def __init__(self, session: Session, policy: HealthPolicy) -> None:
+        self._session = session
+        self._thread = threading.get_ident()
+        self._renewals: weakref.WeakValueDictionary[int, Renewal] = weakref.WeakValueDictionary()
+        self._stagings: weakref.WeakValueDictionary[int, CompilationParts] = weakref.WeakValueDictionary()
+        self._has_served = False
+        self._shown: tuple[str, str] = "starting", ""
+        self._most_dropped = policy.max_drop_rate
+        self._drops = _Drops()
+        session.reports.each_beat.append(weakref.WeakMethod(self.beat))
+
+    def watch(self, parts: CompilationParts) -> None:
+        """Include a compilation that was made, until it is closed or collected. A burst keeps it, too."""
+        self._renewals[id(parts.renewal)] = parts.renewal
+        if parts.staging is not None:
+            self._stagings[id(parts)] = parts
+        self._has_served = True
+
+    def beat(self) -> None:
+        """Count dropped frames, and show the state on the statistics page. Call it in the loop's thread."""
+        if self._most_dropped is not None:
+            self._drops.count(self._alive())
+        health = self.read()
+        shown = health.state, next(iter(health.reasons), "")
+        if shown != self._shown:
+            self._shown = shown
+            reports = self._session.reports
+            reports.page.rename(reports.slot, reports.name, *shown)
+
+    def read(self) -> Health:
+        """Return the health now. Any thread may call this."""
+        session, reports = self._session, self._session.reports
+        if session.inherited:
+            return Health("closed", False, False, ("this process is a child of the one that opened it",))
+        if reports.events.ended:
+            failure = session.tasks.failure
+            return Health("closed", False, False, () if failure is None else (f"an internal error has ended it ({failure!r})",))
+        now_ns, alive = time.monotonic_ns(), self._alive()
+        drivers = [one.health for usual in list(session.devices.by_name.values()) for one in (usual, usual.low_priority) if one is not None]
+        devices = tuple(driver for driver in drivers if driver is not None)
+        under_way = list(reports.preparations.under_way.values())
+        compilations = [_prepared_now(preparation, now_ns) for preparation in under_way]
+        compilations += [_at_rest(renewal) for renewal in alive if renewal.preparation is None]
+        if not session.is_open:
+            return Health("closing", True, False, (), devices, tuple(compilations))
+        stalled = [str(device) for device in devices if device.state == "hung"] + self._standstill(now_ns)
+        if stalled:
+            return Health("stalled", False, False, tuple(stalled), devices, tuple(compilations))
+        state, reasons = self._judged(under_way, compilations, alive)
+        busy = [str(device) for device in devices if device.state in ("loading", "compiling", "executing") and device.seconds > _LONG_S]
+        ready = state in ("serving", "degraded")
+        return Health(state, True, ready, (*reasons, *busy), devices, tuple(compilations))
+
+    def _alive(self) -> list[Renewal]:
+        found = [renewal() for renewal in self._renewals.valuerefs()]
+        return [renewal for renewal in found if renewal is not None and not renewal.compiled.closed]
+
+    def _standstill(self, now_ns: int) -> list[str]:
+        """Say for how long the loop has stood still, unless this is its thread. A loop that calls this runs."""
+        late_s = (now_ns - self._session.reports.beat_ns) / 1e9
+        if late_s <= LOOP_STALL_S or threading.get_ident() == self._thread:
+            return []
+        return [f"the event loop has stood still for {late_s:.1f} s"]
+
+    def _judged(
+        self, under_way: Sequence[Preparation], compilations: Sequence[CompilationHealth], alive: Sequence[Renewal]
+    ) -> tuple[State, list[str]]:
+        shown = list(zip(under_way, compilations, strict=False))  # the first compilations are those under way
+        missing = [one for preparation, one in shown if preparation.required and _keeps_waiting(preparation)]
+        if missing:
+            return "compiling" if any(one.state == "preparing" for one in missing) else "starting", [str(one) for one in missing]
+        if not self._has_served:
+            return "starting", ["no compilation serves yet"]
+        wrong = [str(one) for one in compilations if one.state in ("ended", "failed")]
+        wrong += [str(one) for preparation, one in shown if preparation.cause == "death"]
+        wrong += [reason for renewal in alive for reason in _refusals(renewal)]
+        wrong += [reason for parts in self._stagings.valuerefs() for reason in _rejections(parts())]
+        rate = self._drops.rate
+        if self._most_dropped is not None and rate > self._most_dropped:
+            wrong.append(f"streams have dropped {rate:.1%} of their frames within 10 s, more than {self._most_dropped:.1%}")
+        return "degraded" if wrong else "serving", wrong
+
+
+class _Drops:
+    """The share of dropped frames over the last beats."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, tuple[int, int]] = {}
+        self._beats: deque[tuple[int, int]] = deque(maxlen=_DROP_BEATS)
+        self.rate = 0.0
+
+    def count(self, alive: Sequence[Renewal]) -> None:
+        """Count what the open bursts have dropped and answered since the last call."""
+        now: dict[int, tuple[int, int]] = {}
+        dropped = frames = 0
+        for renewal in alive:
+            for burst in list(renewal.compiled.members):
+                if not isinstance(burst, BurstConnection):
+                    continue  # device memory
+                counts = burst.executor.counts
+                now[id(counts)] = found = counts.get(DROPPED), counts.get(DROPPED) + counts.get(ANSWERED)
+                before = self._before.get(id(counts), (0, 0))
+                dropped += max(0, found[0] - before[0])
+                frames += max(0, found[1] - before[1])
+        self._before = now
+        self._beats.append((dropped, frames))
+        dropped, frames = (sum(numbers) for numbers in zip(*self._beats, strict=True))
+        self.rate = dropped / frames if frames >= _LEAST_FRAMES else 0.0
+
+
+def _keeps_waiting(preparation: Preparation) -> bool:
+    """Return whether calls would wait for long. A model that is only loaded again keeps its callers for less than a restart of traffic."""
+    return preparation.cause == "first" or preparation.step in (COMPILING, WAITING)
+
+
+def _prepared_now(preparation: Preparation, now_ns: int) -> CompilationHealth:
+    failure = preparation.failure
+    return CompilationHealth(
+        preparation.name,
+        preparation.required,
+        "failed" if failure else "preparing",
+        preparation.device,
+        preparation.step,
+        (now_ns - preparation.step_ns) / 1e9,
+        (now_ns - preparation.began_ns) / 1e9,
+        failure,
+    )
+
+
+def _at_rest(renewal: Renewal) -> CompilationHealth:
+    named, serving = renewal.named, renewal.compiled.serving
+    if serving is None or serving.asleep:
+        return CompilationHealth(named.name, named.required, "on demand", renewal.device)
+    ended_by = serving.ended_by
+    if ended_by is None:
+        return CompilationHealth(named.name, named.required, "serving", serving.device)
+    return CompilationHealth(named.name, named.required, "ended", serving.device, reason=str(ended_by))
+
+
+def _refusals(renewal: Renewal) -> Iterator[str]:
+    for outcome in renewal.outcomes:
+        failure = outcome.save_failure
+        if failure is not None and failure.reason not in _USUAL:
+            yield f"the cache does not keep compilation {renewal.named.name!r} ({failure})"
+
+
+def _rejections(parts: CompilationParts | None) -> Iterator[str]:
+    if parts is None or parts.staging is None or parts.compiled.closed:
+        return
+    for stage in parts.staging.stages:
+        if stage.state == "rejected":
+            yield f"stage {stage.name!r} of compilation {parts.renewal.named.name!r} was rejected ({stage.reason})"

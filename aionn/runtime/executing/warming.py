@@ -1,0 +1,77 @@
+"""`warm_up`: runs of a model that prepare the engine for the app's first execution, and that nothing counts.
+
+They go over the control socket, with frames that are freed afterwards. So no burst's statistics, no slot of the app's page, no estimate
+of a stream's rhythm, no sample and no policy of stages sees them. Swaps wait for them as for any execution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import Any
+
+import anyio
+
+from aionn.errors import AionnError, CallerError, ExecutionError
+from aionn.hal.values import outside_frames
+from aionn.runtime.executing.arguments import Arguments, check_mapping
+from aionn.runtime.executing.attempt import Attempt, Call, Executor
+from aionn.runtime.executing.control import control_route
+from aionn.runtime.executing.frames import Frames
+from aionn.runtime.executing.made_up import made_up_inputs
+from aionn.runtime.preparing.renewal import Renewal
+from aionn.tasks import checked_count, ungrouped
+
+_WAY_OUT = "give inputs that the model takes with compilation.warm_up(inputs=...)"
+
+
+async def warm_up(renewal: Renewal, arguments: Arguments, runs: int, inputs: Mapping[str, Any] | None = None) -> None:
+    """Run the model `runs` times on each of its instances. See `Compilation.warm_up`."""
+    runs = checked_count("warm_up: runs", runs, 1)
+    renewal.check_usable()
+    if inputs is not None:
+        check_mapping(inputs)
+    instances = renewal.options.instances
+    executor = Executor(arguments, Frames(instances), None)
+    try:
+        await renewal.live()  # the shapes of a model with mode "jit" may be known from then on only
+        given = made_up_inputs(renewal.model, _WAY_OUT) if inputs is None else inputs
+        for _ in range(runs):
+            await _side_by_side(instances, partial(_run, renewal, executor, given))
+    except ExecutionError as error:
+        if inputs is not None:
+            raise
+        raise CallerError(f"the model does not run on made-up inputs ({error}); {_WAY_OUT}") from error
+    finally:
+        executor.frames.close()
+
+
+async def _side_by_side(instances: int, run: Callable[[], Awaitable[None]]) -> None:
+    """Run the model on all instances at once. Raise only the first error, because one death of a driver ends all these runs."""
+    errors: list[AionnError] = []
+
+    async def one() -> None:
+        try:
+            await run()
+        except AionnError as error:
+            errors.append(error)
+            tasks.cancel_scope.cancel()
+
+    with ungrouped():
+        async with anyio.create_task_group() as tasks:
+            for _ in range(instances):
+                tasks.start_soon(one)
+    if errors:
+        raise errors[0]
+
+
+async def _run(renewal: Renewal, executor: Executor, given: Mapping[str, Any]) -> None:
+    inputs = dict(given)
+    call = Call(inputs, {}, False, None, inputs)
+    route = control_route(renewal, counted=False)
+    if outside_frames(renewal.model):
+        from aionn.runtime.executing.values import compute_values  # few models have such values
+
+        await compute_values(executor, route, call)
+    else:
+        await Attempt(executor, route, call).run()
