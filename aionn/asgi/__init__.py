@@ -1,0 +1,33 @@
+"""aionn in a web app: health routes, a lifespan that compiles in the background, and bursts for request handlers.
+
+It needs Starlette (`pip install 'aionn[web]'`), and works with FastAPI and every other framework over Starlette:
+
+    from fastapi import Depends, FastAPI
+    import aionn.asgi
+
+    app = FastAPI(lifespan=aionn.asgi.lifespan(models={"detector": "detector.onnx"}))
+    app.routes.extend(aionn.asgi.routes())
+
+    @app.post("/detect")
+    async def detect(burst=Depends(aionn.asgi.burst("detector"))):
+        ...
+
+A server answers nothing until the lifespan's startup is complete, not even a probe. So a compile never runs inside the startup.
+
+    starting  `lifespan`: opens a runtime, and has the models compiled while the server serves
+    requests  `burst`, `compilation`, `models`: what a request handler asks for
+    probes    `routes`: /livez, /readyz and /startupz
+    served    `Models`: the models of one app: attempts to compile them, and what serves
+"""
+
+try:
+    import starlette as _starlette  # noqa: F401
+except ImportError as error:
+    raise ImportError("aionn.asgi needs Starlette, which is not installed; run pip install 'aionn[web]'") from error
+
+from aionn.asgi.probes import routes
+from aionn.asgi.requests import burst, compilation, models
+from aionn.asgi.served import Models, ModelSpec
+from aionn.asgi.starting import lifespan
+
+__all__ = ["ModelSpec", "Models", "burst", "compilation", "lifespan", "models", "routes"]

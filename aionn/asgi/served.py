@@ -1,0 +1,157 @@
+"""`Models`: the models of one web app. Each is compiled in a task while the server serves, again after errors that may pass.
+
+An error of a compile ends neither the app nor the other models. It is logged once per attempt, and `Runtime.health` has it as a reason.
+So the app is live and not ready.
+
+    it may pass      a driver died or was hung, a deadline, too little memory: tried again after 1 s, later after 2, 4, ... at most 60 s
+    it will not      the file or an option is wrong, no device can run the model, a defect: not tried again
+
+Invariants
+    The tasks belong to the runtime, and end with it or with `stop`.
+    `burst` and `compilation` of a model are set together, without an await in between.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+
+import aionn
+from aionn.errors import AionnError, CallerError, DeadlineError, DriverDiedError, DriverHungError, MemoryAllocationError
+from aionn.runtime.runtime import opened_of
+
+__all__ = ["ModelSpec", "Models", "Wanted", "checked_models"]
+
+logger = logging.getLogger("aionn.asgi")
+
+ModelSpec = str | os.PathLike[str] | aionn.Model | tuple[str | os.PathLike[str] | aionn.Model, Mapping[str, Any]]
+"""A model's path, or a loaded model. Options of `Runtime.compile` may follow it."""
+
+_MAY_PASS = (DeadlineError, DriverDiedError, DriverHungError, MemoryAllocationError)
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+
+
+@dataclass(slots=True)
+class Wanted:
+    """A model that an app wants.
+
+    Attributes:
+        name: by which the app asks for it. source: its path, or the model. options: of `Runtime.compile`.
+        compilation, burst: what serves; None until then. `burst` stays None for a model whose values no burst takes.
+        failure: why the last attempt failed. Else empty.
+    """
+
+    name: str
+    source: str | os.PathLike[str] | aionn.Model
+    options: Mapping[str, Any] = field(default_factory=dict)
+    compilation: aionn.Compilation | None = None
+    burst: aionn.Burst | None = None
+    failure: str = ""
+
+
+def checked_models(models: Mapping[str, ModelSpec]) -> list[Wanted]:
+    """Return what `lifespan(models=)` asks for.
+
+    Raises:
+        CallerError: a name is not a text, a value is not a path, a model, or a pair of one and options; or an option does not exist.
+    """
+    if not isinstance(models, Mapping):
+        raise CallerError(f"lifespan: models={models!r}; give paths by name, as in models={{'detector': 'detector.onnx'}}")
+    known = {name for name, one in inspect.signature(aionn.Runtime.compile).parameters.items() if one.kind is one.KEYWORD_ONLY} - {"name"}
+    found = []
+    for name, given in models.items():
+        source, options = given if isinstance(given, tuple) and len(given) == 2 else (given, {})
+        if not isinstance(name, str) or not isinstance(source, str | os.PathLike | aionn.Model) or not isinstance(options, Mapping):
+            raise CallerError(
+                f"lifespan: model {name!r} is {given!r}; give a path, or a path and options: ('m.onnx', {{'cache_dir': 'c'}})"
+            )
+        if unknown := sorted(set(options) - known):
+            raise CallerError(f"lifespan: model {name!r} has the option {unknown[0]!r}, which Runtime.compile does not have")
+        found.append(Wanted(name, source, dict(options)))
+    return found
+
+
+class Models:
+    """The models of one app, in an open runtime.
+
+    Attributes:
+        runtime: the app's. `Runtime.health` says how its models do.
+    """
+
+    def __init__(self, runtime: aionn.Runtime, wanted: list[Wanted]) -> None:
+        opened = opened_of(runtime)
+        assert opened is not None
+        self.runtime = runtime
+        self._session = opened.session
+        self._wanted = {one.name: one for one in wanted}
+        self._scope = anyio.CancelScope()
+
+    def start(self) -> None:
+        """Have all models compiled in the background."""
+        self._session.tasks.start_soon(self._work, name="models of a web app")
+
+    def stop(self) -> None:
+        """End what is not compiled yet."""
+        self._scope.cancel()
+
+    def wanted(self, name: str) -> Wanted:
+        """Return the model of that name, which may not serve yet.
+
+        Raises:
+            CallerError: the app has no such model.
+        """
+        found = self._wanted.get(name)
+        if found is None:
+            names = ", ".join(map(repr, self._wanted)) or "none"
+            raise CallerError(f"this app has no model {name!r}; the models given to aionn.asgi.lifespan are {names}")
+        return found
+
+    async def _work(self) -> None:
+        with self._scope:
+            async with anyio.create_task_group() as tasks:
+                for wanted in self._wanted.values():
+                    tasks.start_soon(self._prepare, wanted)
+
+    async def _prepare(self, wanted: Wanted) -> None:
+        """Compile a model, and try again after an error that may pass. Stays, so that health shows the failure, after one that will not."""
+        pause_s = _FIRST_PAUSE_S
+        with self._session.reports.preparations.expecting(wanted.name, bool(wanted.options.get("required", True))) as shown:
+            while (error := await self._attempt(wanted)) is not None:
+                if not self._session.is_open:
+                    return
+                again = isinstance(error, _MAY_PASS)
+                what_next = f"tried again in {pause_s:g} s" if again else "not tried again"
+                wanted.failure = f"{_described(error)}; {what_next}"
+                shown.failed(wanted.failure)
+                logger.error("model %r of the web app was not compiled, and is %s: %s", wanted.name, what_next, _described(error))
+                if not again:
+                    await anyio.sleep_forever()
+                await anyio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _attempt(self, wanted: Wanted) -> Exception | None:
+        """Compile a model once. Returns the error if that failed."""
+        try:
+            source = wanted.source
+            model = source if isinstance(source, aionn.Model) else await self.runtime.load(source)
+            compilation = await self.runtime.compile(model, name=wanted.name, **wanted.options)
+            try:
+                burst = await compilation.burst(name=wanted.name).__aenter__()
+            except CallerError:
+                burst = None  # strings, sequences or maps, which only `compute` takes
+        except Exception as error:
+            if not isinstance(error, AionnError):
+                logger.exception("compiling model %r of the web app failed by a defect", wanted.name)
+            return error
+        wanted.compilation, wanted.burst, wanted.failure = compilation, burst, ""
+        return None
+
+
+def _described(error: Exception) -> str:
+    return str(error) if isinstance(error, AionnError) else f"{type(error).__name__}: {error}"

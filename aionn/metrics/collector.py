@@ -1,0 +1,138 @@
+"""Collectors for prometheus_client: of this process, and of all processes of this user."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector as _Collector
+
+from aionn.caching.outcomes import MissReason
+from aionn.errors import CallerError
+from aionn.metrics.families import families
+from aionn.pages.app_layout import shown_text
+from aionn.pages.totals import OtherPages, OwnPage, Totals
+from aionn.tasks import leave_in_child
+
+if TYPE_CHECKING:
+    from aionn.runtime.runtime import Runtime
+
+__all__ = ["LOOK_S", "AllRuntimes", "Collector"]
+
+LOOK_S = 1.0
+"""How often to look for processes. One look takes about 25 us for each descriptor that processes of this user have."""
+
+_REASONS = [reason.value for reason in MissReason]
+
+_living: weakref.WeakSet[Collector] = weakref.WeakSet()
+_making = threading.Lock()
+
+
+class Collector(_Collector):
+    """Metrics of a runtime of this process, or of all: `prometheus_client.REGISTRY.register(aionn.metrics.Collector())`.
+
+    It holds no runtime. It keeps the statistics page of this process open, so the counts of runtimes that were closed stay. Runtimes of
+    one process that have the same name are counted together. A registry takes only one collector, so two collectors need two registries.
+
+    Args:
+        runtime: an `aionn.Runtime`, open or not. None: all runtimes of this process, also those that are made later.
+
+    Raises:
+        CallerError: another collector has this runtime already. The old one must be unregistered and dropped first.
+        MemoryAllocationError: this process has no statistics page.
+
+    Examples:
+        >>> prometheus_client.REGISTRY.register(aionn.metrics.Collector(runtime))
+        >>> prometheus_client.start_http_server(8000)
+    """
+
+    def __init__(self, runtime: Runtime | None = None) -> None:
+        self._runtime = None if runtime is None else shown_text(runtime.name)
+        with _making:
+            for other in _living:
+                if None in (self._runtime, other._runtime) or other._runtime == self._runtime:
+                    raise CallerError(_refusal(self._runtime, other._runtime))
+            self._own = OwnPage()
+            _living.add(self)
+        self._totals = Totals(_REASONS, self._runtime)
+        self._scraping = threading.Lock()
+        leave_in_child(self)
+
+    def describe(self) -> list[Metric]:
+        """Return nothing, so that registering does not scrape."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics of this moment. Any thread may call it.
+
+        Raises:
+            MemoryAllocationError: this process has no statistics page.
+        """
+        with self._scraping:
+            view = self._own.read()
+            sums = self._totals.now([(view.pid, view)])
+        yield from families(sums)
+
+    def leave(self) -> None:
+        """Begin anew in a child of `os.fork`, which may have been made while another thread was scraping."""
+        self._scraping = threading.Lock()
+        self._totals = Totals(_REASONS, self._runtime)
+
+
+def _refusal(runtime: str | None, other: str | None) -> str:
+    if other is None:
+        return "a Collector for all runtimes of this process exists already; use that one"
+    if runtime is None:
+        return f"runtime {other!r} has a Collector already; make only Collector(), which has all runtimes of this process"
+    return f"runtime {runtime!r} has a Collector already; use that one, or give another runtime another name with Runtime(name=)"
+
+
+class AllRuntimes(_Collector):
+    """Metrics of all runtimes that processes of this user have open, or had open while this collector looked.
+
+    Runtimes with the same name are counted together, as those of a web server's workers. The counts of a process that ended stay, also
+    if it was killed. A process is missed if it lives only between two looks. So call `look` about every `LOOK_S`.
+
+    Examples:
+        >>> everything = aionn.metrics.AllRuntimes()
+        >>> registry = prometheus_client.CollectorRegistry()
+        >>> registry.register(everything)
+    """
+
+    def __init__(self) -> None:
+        self._totals = Totals(_REASONS)
+        self._pages = OtherPages(self._totals)
+        self._looking = threading.Lock()
+        self._looked_at = float("-inf")
+
+    def describe(self) -> list[Metric]:
+        """Return nothing, so that registering does not scrape."""
+        return []
+
+    def look(self) -> None:
+        """Find the processes that have come and those that have ended. Any thread may call it."""
+        with self._looking:
+            self._look()
+
+    def _look(self) -> None:
+        self._pages.look()
+        self._looked_at = time.monotonic()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics of this moment. Any thread may call it. Look for processes if the last look was a second ago."""
+        with self._looking:
+            if time.monotonic() - self._looked_at > LOOK_S:
+                self._look()
+            else:
+                self._pages.retire_ended()
+            sums = self._totals.now(self._pages.views())
+        yield from families(sums)
+
+    def close(self) -> None:
+        """Unmap all pages. Idempotent."""
+        with self._looking:
+            self._pages.close()
