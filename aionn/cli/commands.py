@@ -11,15 +11,14 @@ from typing import Annotated
 
 from cyclopts import App, CycloptsError, Parameter
 
-from aionn.cli.printing import NotDoneError, UsageError, error_console, show_warnings
+from aionn.cli.printing import NotDoneError, UsageError, error_console, printable, show_warnings
 from aionn.errors import AionnError, CallerError
-
-INTERRUPTED = 130
 
 Json = Annotated[bool, Parameter(name="--json", negative="", show_default=False, help="Print one JSON value instead of a table.")]
 StateDir = Annotated[str | None, Parameter(name="--state-dir")]
 Threads = Annotated[int | None, Parameter(name="--threads", help="Engine threads for one run. Default: the engine chooses.")]
 Instances = Annotated[int, Parameter(name="--instances", help="How many runs may go on beside each other, over one copy of the weights.")]
+Shapes = Annotated[list[str] | None, Parameter(name="--shape", negative="")]
 DeviceNames = Annotated[list[str] | None, Parameter(name="--device", negative="")]
 
 app = App(
@@ -92,6 +91,7 @@ def run(
     state_dir: StateDir = None,
     json: Json = False,
     trace: str | None = None,
+    shape: Shapes = None,
 ) -> None:
     """Run a model and show its outputs and its speed.
 
@@ -105,10 +105,33 @@ def run(
         state_dir: Folder of the records that vouch for the cache; it must last as long. Default: $XDG_STATE_HOME/aionn, else
             ~/.local/state/aionn.
         trace: Write what happened to this file, in the format that Perfetto opens.
+        shape: NAME=1x3x224x224, the shape of an input that is made up; give it again for more. For open dimensions.
     """
     from aionn.cli.running import RunOptions, run_model
 
-    run_model(model, RunOptions(input or (), device, repeat, burst, cache_dir, state_dir, trace, threads, instances), json)
+    run_model(model, RunOptions(input or (), device, repeat, burst, cache_dir, state_dir, trace, threads, instances, shape or ()), json)
+
+
+@app.command(name="trace")
+def trace_(
+    *,
+    pid: int,
+    output: Annotated[str, Parameter(name=("--output", "-o"))],
+    seconds: float = 5.0,
+    json: Json = False,
+) -> None:
+    """Trace a running app and its drivers from outside, and write a file that Perfetto opens.
+
+    The app needs no change and goes on as before. It must run as the same user.
+
+    Args:
+        pid: Number of the app's process. `aionn top` lists them.
+        output: The file. It is compressed if its name ends in .gz.
+        seconds: How long to trace.
+    """
+    from aionn.cli.tracing import trace_process
+
+    trace_process(pid, seconds, output, json)
 
 
 @app.command
@@ -117,6 +140,99 @@ def devices(*, json: Json = False) -> None:
     from aionn.cli.listing import list_devices
 
     list_devices(json)
+
+
+@app.command
+def doctor(
+    *,
+    fix: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+    cache_dir: Annotated[str | None, Parameter(name="--cache-dir")] = None,
+    device: DeviceNames = None,
+    state_dir: StateDir = None,
+    json: Json = False,
+) -> None:
+    """Check everything that aionn needs on this machine, and name the way out of what is wrong. Exits 1 if a check fails.
+
+    Args:
+        fix: Remove what aionn itself has left: drivers without an app, and unfinished files in its state directory and in the cache.
+        cache_dir: A cache to check, too.
+        device: Name of a device to try; give it again for more. Default: every installed engine.
+        state_dir: Folder of the records that vouch for the cache. Default: $XDG_STATE_HOME/aionn, else ~/.local/state/aionn.
+    """
+    from aionn.cli.doctor import examine
+
+    examine(state_dir, cache_dir, device, fix=fix, as_json=json)
+
+
+@app.command
+def bench(
+    subject: str = "",
+    /,
+    *,
+    device: str | None = None,
+    shape: Shapes = None,
+    seconds: float = 12.0,
+    compare: str | None = None,
+    json: Json = False,
+) -> None:
+    """Measure how fast aionn is on this machine, beside what does the same work without it.
+
+    Args:
+        subject: burst, cache or stages; or the path of a model. Default: bursts, the cache, and the start of a process.
+        device: Name of the device. Default: for bursts "reference", whose answer is quickest; else the best one.
+        shape: NAME=1x3x224x224, the shape of an input of the model; give it again for more.
+        seconds: About how long to measure. Each kind is measured in at least 5 rounds, whatever time they take.
+        compare: A file that an earlier `aionn bench --json` wrote. Exits 1 if something takes over 10 % longer, beyond chance.
+    """
+    from aionn.cli.bench import BenchOptions, run_bench
+
+    run_bench(BenchOptions(subject, device, shape or (), seconds, compare), json)
+
+
+@app.command
+def top(
+    *,
+    once: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+    pid: int | None = None,
+    interval: float | None = None,
+    json: Json = False,
+) -> None:
+    """Show what runs: runtimes, driver processes and bursts of all your processes. Keys: q quits, s sorts, p pauses.
+
+    Args:
+        once: Print one snapshot. That is also what happens where stdout is not a terminal, and with --json.
+        pid: Show only the app with this process number.
+        interval: Seconds between two looks; default 1. One snapshot has averages since each burst was opened, and with
+            --interval those of that time.
+    """
+    from aionn.cli.top import show_top
+
+    show_top(pid, interval, once=once, as_json=json)
+
+
+@app.command
+def metrics(
+    *,
+    listen: str = "127.0.0.1:9787",
+    once: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+    json: Json = False,
+) -> None:
+    """Serve metrics of all runtimes of this user for Prometheus, until Ctrl-C or SIGTERM.
+
+    Runtimes with the same name are counted together. What a process had counted when it ended stays counted, so no counter falls when
+    a worker restarts. A process that lives for less than a second may be missed.
+
+    Args:
+        listen: HOST:PORT to serve on, under the path /metrics. Port 0 takes a free one. Anyone who can connect can read the metrics.
+        once: Print the metrics of now, and serve nothing.
+        json: Print the metrics of now as one JSON value, and serve nothing.
+    """
+    from aionn.cli.metrics import print_metrics, serve_metrics
+
+    if once or json:
+        print_metrics(json)
+    else:
+        serve_metrics(listen)
 
 
 @cache.command
@@ -206,11 +322,9 @@ def run_command(arguments: Sequence[str] | None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
         return _failed(f"{error.strerror or error}: {error.filename!r}" if error.filename else f"{error.strerror or error}", 1)
-    except KeyboardInterrupt:
-        return _failed("interrupted", INTERRUPTED)
     return 0
 
 
 def _failed(sentence: str, code: int) -> int:
-    error_console().print(f"aionn: {' '.join(sentence.split())}", markup=False, soft_wrap=True)
+    error_console().print(f"aionn: {printable(' '.join(sentence.split()))}", markup=False, soft_wrap=True)
     return code

@@ -8,7 +8,7 @@ inputs.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,59 +17,59 @@ from typing import Any
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 import aionn
-from aionn import trace
 from aionn.caching.outcomes import CacheOutcome, Refusal
 from aionn.caching.store import CacheStore
-from aionn.cli.printing import NotDoneError, digest, duration, error_console, print_json, print_table, size
+from aionn.cli.printing import NotDoneError, digest, duration, error_console, print_json, print_table, printable, size
+from aionn.events import CompileDone, CompileStep, CompileWaiting, Event, StageChanged
 
 __all__ = ["CompileOptions", "compile_model", "describe", "progress"]
 
-# A call to a device shows which step begins.
-_CALLS = {
-    "GetSupportedOperations": "asking what the device can run",
-    "PrepareModel": "compiling",
-    "PrepareModelFromCache": "loading from the cache",
-}
-_SPANS = {"driver.start": "preparing", "cache.lookup": "looked up in the cache (if another process is compiling it, this one waits)"}
+_WORTH_SAYING_S = 0.1
+"""A step is shown with what it took the last time if that was so long."""
 
 
 @contextmanager
-def progress(what: str) -> Iterator[None]:
-    """Show on stderr what is being done: one moving line at a terminal, one line per step elsewhere."""
-    console = error_console()
+def progress(what: str) -> Iterator[Callable[[Event], None]]:
+    """Show on stderr what is being done: one moving line at a terminal, one line per step elsewhere.
+
+    Yields what takes the events of a compilation: `compile(on_event=)`.
+    """
+    console, what = error_console(), printable(what)
     if not console.is_terminal or console.is_dumb_terminal:
         last = [""]
 
-        def print_step(event: trace.Span | trace.Counter) -> None:
+        def print_step(event: Event) -> None:
             step = _step(event)
             if step is not None and step != last[0]:
                 last[0] = step
                 console.print(f"{what}: {step}", markup=False, soft_wrap=True)
 
-        with trace.listen(print_step):
-            yield
+        yield print_step
         return
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(f"{what}: starting the driver")
+        task = bar.add_task(what)
 
-        def show(event: trace.Span | trace.Counter) -> None:
+        def show(event: Event) -> None:
             step = _step(event)
             if step is not None:
-                bar.update(task, description=f"{what}: {step}")
+                bar.reset(task, description=f"{what}: {step}")  # the seconds are those of the step
 
-        with trace.listen(show):
-            yield
+        yield show
 
 
-def _step(event: trace.Span | trace.Counter) -> str | None:
-    if isinstance(event, trace.Counter):
-        if event.name == "stage.entered":
-            return f"stage {event.attributes['stage']!r} is {event.attributes['state']}"
-        return _CALLS.get(event.attributes["call"]) if event.name == "control.call" else None
-    if event.name == "prepare" and "error" not in event.attributes:
-        return "compiled"
-    return _SPANS.get(event.name)
+def _step(event: Event) -> str | None:
+    match event:
+        case CompileStep(step=step, expected_s=expected_s):
+            return step if expected_s is None or expected_s < _WORTH_SAYING_S else f"{step} ({duration(expected_s)} last time)"
+        case CompileWaiting():
+            return "waiting for another process that compiles the same"
+        case StageChanged(stage=stage, state=state) if state != "waiting":
+            return f"stage {stage!r} is {state}"
+        case CompileDone(outcome=outcome, seconds=seconds):
+            done = {"hit": "loaded", "failed": "failed"}.get(outcome, "compiled")
+            return f"{done} in {duration(seconds)}"
+    return None
 
 
 def describe(outcome: CacheOutcome) -> dict[str, Any]:
@@ -150,10 +150,9 @@ async def _compile(path: str, options: CompileOptions) -> list[dict[str, Any]]:
     async with aionn.Runtime(state_dir=options.state_dir, start=() if devices else None) as runtime:
         for name in names:
             began = time.monotonic()
-            with progress(f"{Path(path).name} for {name or 'the best device'}"):
-                compilation = await runtime.compile(
-                    model, devices=None if name is None else (name,), cache_dir=cache_dir, **options.of_engine
-                )
+            with progress(f"{Path(path).name} for {name or 'the best device'}") as show:
+                chosen = None if name is None else (name,)
+                compilation = await runtime.compile(model, devices=chosen, cache_dir=cache_dir, on_event=show, **options.of_engine)
             took_s = time.monotonic() - began
             for outcome in compilation.outcomes:  # of a model that was cut, one for each step
                 done.append({"device": outcome.device, "took_s": took_s, **describe(outcome), **await _stored(cache_dir, outcome)})
@@ -168,8 +167,9 @@ async def _stages(
     runtime: aionn.Runtime, model: aionn.Model, path: str, options: CompileOptions, names: Sequence[str]
 ) -> list[dict[str, Any]]:
     """Return the outcome of each stage as JSON values."""
-    with progress(f"{Path(path).name} in stages"):
-        compilation = await runtime.compile(model, mode="staged", stages=names, cache_dir=options.cache_dir, **options.of_engine)
+    with progress(f"{Path(path).name} in stages") as show:
+        of_engine = options.of_engine
+        compilation = await runtime.compile(model, mode="staged", stages=names, cache_dir=options.cache_dir, on_event=show, **of_engine)
         for name in names:
             with suppress(aionn.StageRejected):  # the table shows its reason
                 await compilation.wait_for_stage(name)

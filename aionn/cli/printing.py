@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 
 __all__ = [
@@ -21,7 +21,9 @@ __all__ = [
     "entries",
     "error_console",
     "print_json",
+    "print_plainly",
     "print_table",
+    "printable",
     "show_warnings",
     "size",
 ]
@@ -29,7 +31,7 @@ __all__ = [
 _WIDE = 10_000
 """Width of a table that goes into a file or a pipe, where nothing is wrapped or cut."""
 
-_PROSE = {"version", "its version", "reason", "state", "stage", "detail"}
+_PROSE = {"version", "its version", "reason", "state", "stage", "detail", "found"}
 """Columns that a narrow terminal may wrap. The others hold what people copy or compare, so they are never cut. Where even they do not
 fit, the terminal itself wraps the lines."""
 
@@ -72,15 +74,31 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
         console.width = max(console.width, least)
         console.print(table)
         return
+    print_plainly(table)
+
+
+def print_plainly(renderable: RenderableType) -> None:
+    """Print what goes into a file or a pipe: unstyled, nothing wrapped or cut, and no blanks at the ends of lines."""
+    console = Console(highlight=False, width=_WIDE)
     with console.capture() as printed:
-        console.print(table)
+        console.print(renderable)
     print("\n".join(line.rstrip() for line in printed.get().splitlines()))
+
+
+def printable(text: str) -> str:
+    """Return a text in which characters that steer a terminal are written as in Python's source, such as "\\x1b".
+
+    Names come from other processes, from files and from models, so they may hold anything.
+    """
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
 
 
 def _plain(text: str) -> Any:
     from rich.text import Text
 
-    return Text(text)  # names of files and nodes may hold brackets, which rich would take for its markup
+    return Text(printable(text))  # names of files and nodes may hold brackets, which rich would take for its markup
 
 
 def size(count: int) -> str:
@@ -101,10 +119,11 @@ def entries(count: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration for people, as "3.2 ms" or "1.25 s"."""
-    if seconds < 1:
-        return f"{seconds * 1e3:.1f} ms"
-    return f"{seconds:.2f} s"
+    """Return a duration for people, with three digits: "12.3 us", "3.21 ms", "1.25 s"."""
+    for unit, length in (("us", 1e-6), ("ms", 1e-3)):
+        if seconds < 999.5 * length:
+            return f"{seconds / length:.3g} {unit}"
+    return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:.0f} s"
 
 
 def ago(at_s: float | None) -> str:
@@ -125,7 +144,8 @@ def digest(content: bytes) -> str:
 
 class _Warnings(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        error_console().print(f"aionn: {record.levelname.lower()}: {record.getMessage()}", markup=False, soft_wrap=True)
+        lines = map(printable, record.getMessage().splitlines())
+        error_console().print(f"aionn: {record.levelname.lower()}: {chr(10).join(lines)}", markup=False, soft_wrap=True)
 
 
 def show_warnings() -> None:

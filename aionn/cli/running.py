@@ -18,10 +18,13 @@ from numpy.typing import NDArray
 import aionn
 from aionn import trace
 from aionn.cli.compiling import describe, progress
-from aionn.cli.printing import NotDoneError, UsageError, duration, error_console, print_json, print_table
+from aionn.cli.printing import NotDoneError, UsageError, duration, error_console, print_json, print_table, printable
+from aionn.cli.shapes import Shape, check_shapes, parse_shapes
+from aionn.cli.tracing import check_output
 from aionn.errors import ExecutionError
+from aionn.runtime.executing.made_up import made_up_array
 
-__all__ = ["RunOptions", "run_model"]
+__all__ = ["RunOptions", "completed", "run_model"]
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -38,6 +41,7 @@ class RunOptions:
         device: None means the best device that can run the model.
         trace: the file for the trace, or None.
         threads: None means that the engine chooses.
+        shapes: "NAME=1x3x224x224" per input that is made up.
     """
 
     inputs: Sequence[str] = ()
@@ -49,23 +53,24 @@ class RunOptions:
     trace: str | None = None
     threads: int | None = None
     instances: int = 1
+    shapes: Sequence[str] = ()
 
 
 def run_model(path: str, options: RunOptions, as_json: bool) -> None:
     """Run a model and print its outputs and its speed.
 
     Raises:
-        UsageError: `repeat` is not positive, or a file cannot be used.
+        UsageError: `repeat` is not positive, or a file or a shape cannot be used.
         NotDoneError: the model does not run on inputs that were made up.
         AionnError: as `Runtime.compile` and `Compilation.compute`.
     """
     if options.repeat < 1:
         raise UsageError(f"--repeat is {options.repeat}, but a model runs at least once; give a number from 1 on")
-    if options.trace is not None and not Path(options.trace).parent.is_dir():
-        raise UsageError(f"--trace {options.trace!r} lies in a directory that does not exist; make the directory, or name another file")
+    if options.trace is not None:
+        check_output("--trace", options.trace)
     recording = trace.record() if options.trace is not None else nullcontext(None)
     with recording as recorded:
-        report = aionn.run(_run, path, _given(options.inputs), options)
+        report = aionn.run(_run, path, _given(options.inputs), parse_shapes(options.shapes), options)
     if recorded is not None and options.trace is not None:
         recorded.write_chrome(options.trace)
     if as_json:
@@ -95,8 +100,12 @@ def _given(inputs: Sequence[str]) -> Arrays:
     return arrays
 
 
-def _completed(given: Arrays, model: aionn.Model) -> Arrays:
-    """Return the inputs given, and random ones for the rest."""
+def completed(given: Arrays, shapes: Mapping[str, Shape], model: aionn.Model) -> Arrays:
+    """Return the inputs given, and random ones for the rest. `shapes` have passed `check_shapes`.
+
+    Raises:
+        UsageError: the model has no such input, or an input cannot be made up.
+    """
     unknown = sorted(set(given) - set(model.inputs))
     if unknown:
         raise UsageError(f"the model has no input {unknown[0]!r}; its inputs are {', '.join(model.inputs)}")
@@ -106,35 +115,38 @@ def _completed(given: Arrays, model: aionn.Model) -> Arrays:
         if name in given:
             inputs[name] = given[name]
             continue
-        if operand.default is not None:
+        if operand.default is not None and name not in shapes:
             continue
         if not operand.in_frames:
             way = f"give --input {name}=FILE.npy with an array of texts" if operand.type.value == operand.word else "run it from Python"
             raise UsageError(f"input {name!r} is of type {operand.word}, and only numbers are made up; {way}")
-        if operand.dimensions is None:
-            raise UsageError(f"input {name!r} has no shape in the model, so none can be made up; give --input {name}=FILE.npy")
-        shape = tuple(extent or 1 for extent in operand.dimensions)
-        dtype = operand.type.dtype
-        inputs[name] = random.random(shape).astype(dtype) if dtype.kind == "f" else random.integers(0, 2, shape).astype(dtype)
-        error_console().print(f"input {name!r}: random {dtype} of shape {shape}", markup=False, soft_wrap=True)
+        if operand.dimensions is None and name not in shapes:
+            raise UsageError(
+                f"input {name!r} has no shape in the model; give --shape {name}=1x3x224x224 with its shape, or --input {name}=FILE.npy"
+            )
+        shape = shapes[name] if name in shapes else tuple(extent or 1 for extent in operand.dimensions or ())
+        inputs[name] = made_up_array(operand, shape, random)
+        error_console().print(f"input {name!r}: random {operand.type.dtype} of shape {shape}", markup=False, soft_wrap=True)
     return inputs
 
 
-async def _run(path: str, given: Arrays, options: RunOptions) -> dict[str, Any]:
+async def _run(path: str, given: Arrays, shapes: Mapping[str, Shape], options: RunOptions) -> dict[str, Any]:
     device, repeat, cache_dir = options.device, options.repeat, options.cache_dir
     model = await aionn.Model.load(path)
+    check_shapes(shapes, given, model)
     async with aionn.Runtime(state_dir=options.state_dir, start=() if device else None) as runtime:
         began = time.monotonic()
-        with progress(f"{Path(path).name} for {device or 'the best device'}"):
+        with progress(f"{Path(path).name} for {device or 'the best device'}") as show:
             compilation = await runtime.compile(
                 model,
                 devices=None if device is None else (device,),
                 threads=options.threads,
                 instances=options.instances,
                 cache_dir=cache_dir,
+                on_event=show,
             )
         prepared_s = time.monotonic() - began
-        inputs = _completed(given, model)
+        inputs = completed(given, shapes, model)
         try:
             if options.burst:
                 async with compilation.burst() as stream:
@@ -145,7 +157,9 @@ async def _run(path: str, given: Arrays, options: RunOptions) -> dict[str, Any]:
             made_up = [name for name in inputs if name not in given]
             if not made_up:
                 raise
-            way_out = f"made up: {', '.join(made_up)}; the model may want other numbers or shapes, give --input {made_up[0]}=FILE.npy"
+            way_out = (
+                f"made up: {', '.join(made_up)}; the model may want other numbers or shapes, give --input {made_up[0]}=FILE.npy or --shape"
+            )
             raise NotDoneError(f"{error} ({way_out})") from error
         return {
             "model": path,
@@ -214,7 +228,7 @@ def _json(value: Any) -> Any:
 def _print(report: dict[str, Any]) -> None:
     cache = report["cache"][0]
     how = "" if cache["outcome"] == "no_cache" else f", cache {cache['outcome']}{' (' + cache['reason'] + ')' if cache['reason'] else ''}"
-    print(f"{Path(report['model']).name} on {report['device']}: prepared in {duration(report['prepared_s'])}{how}")
+    print(f"{printable(Path(report['model']).name)} on {report['device']}: prepared in {duration(report['prepared_s'])}{how}")
     rows = []
     for name, output in report["outputs"].items():
         found = [output[kind] for kind in ("min", "mean", "max")]

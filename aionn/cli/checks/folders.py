@@ -1,0 +1,160 @@
+"""The folders that aionn writes to: the state directory of drivers, and caches. Looking changes nothing in them."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from aionn.caching.state import query, read_database, state_path
+from aionn.caching.store.files import UnsafeFileError, check_owner, is_hex
+from aionn.cgroups import text_of
+from aionn.cli.checks.leavings import cache_leavings, state_leavings
+from aionn.cli.checks.row import ROOT, Row, fail, ok, warn
+from aionn.cli.printing import entries, size
+
+__all__ = ["cache_directory", "file_system", "state_directory"]
+
+_LEAST_FREE_BYTES, _GOOD_FREE_BYTES = 16 << 20, 256 << 20
+_FUTURE_S = 60.0
+
+_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "glusterfs", "lustre", "afs", "beegfs", "gpfs", "ocfs2", "gfs2")
+"""File systems on which flock, or the shared memory of SQLite's WAL mode, may not work between machines."""
+
+
+def state_directory(directory: str | None = None, root: Path = ROOT) -> list[Row]:
+    """Check the directory in which drivers keep what they trust. It must belong to this account alone."""
+    check, path = "state directory", state_path(directory)
+    another = "name another folder: Runtime(state_dir=), --state-dir, $XDG_STATE_HOME"
+    way_out = f"chown {os.geteuid()} {path}, or {another}"
+    needed = "a folder of this account that it can write to; without one nothing is cached"
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return [_missing(check, path, needed, another)]
+    except OSError as error:
+        return [fail(check, f"{path}: {error.strerror}", needed, another)]
+    if not stat.S_ISDIR(status.st_mode):
+        return [fail(check, f"{path} is a symlink, or not a folder", needed, f"remove or rename it, or {another}")]
+    if status.st_uid != os.geteuid():
+        return [fail(check, f"{path} belongs to user {status.st_uid}, this is user {os.geteuid()}", needed, way_out)]
+    if not os.access(path, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
+        mode = f"{stat.S_IMODE(status.st_mode):04o}"
+        return [fail(check, f"{path} has mode {mode} or is read-only: nothing new is cached", needed, f"chmod 0700 {path}, or {another}")]
+    rows = [_databases(check, path, sorted(path.glob("*.sqlite")))]
+    rows += _place("state", path, root)
+    if left := state_leavings(path):
+        rows.append(warn("state leavings", f"{len(left)} unfinished files of ended processes", "none", "aionn doctor --fix removes them"))
+    return rows
+
+
+def cache_directory(directory: str, root: Path = ROOT) -> list[Row]:
+    """Check a cache without reading its artifacts, as `aionn cache verify` does."""
+    check, path = "cache directory", Path(directory)
+    needed = "a folder that belongs to this account, and that no other account may write to"
+    way_out = f"chown {os.geteuid()} {path} and chmod go-w {path}, or give another cache_dir"
+    try:
+        status = path.lstat()
+        if not stat.S_ISDIR(status.st_mode):
+            return [fail(check, f"{path} is a symlink, or not a folder", needed, "remove or rename it, or give another cache_dir")]
+        for part in (path, *(path / name for name in ("entries", "locks", "trash") if (path / name).exists())):
+            check_owner(part.lstat(), str(part))
+    except FileNotFoundError:
+        return [_missing(check, path, needed, way_out)]
+    except UnsafeFileError as error:
+        return [fail(check, str(error), needed, way_out)]
+    except OSError as error:
+        return [fail(check, f"{path}: {error.strerror}", needed, way_out)]
+    if not os.access(path, os.R_OK | os.X_OK, effective_ids=True):
+        return [fail(check, f"{path} cannot be read", needed, f"chmod u+rwx {path}")]
+    if not os.access(path, os.W_OK, effective_ids=True):
+        return [warn(check, f"{path} is read-only: it is used, and nothing new is stored", "a folder that can be written to", way_out)]
+    rows = [_databases(check, path, [index] if (index := path / "index.sqlite").exists() else [], f", {_entries(path)}")]
+    rows += _place("cache", path, root)
+    if left := cache_leavings(path):
+        what = f"{left} leavings of processes that died while they wrote"
+        rows.append(warn("cache leavings", what, "none", f"aionn doctor --fix --cache-dir {path} removes them; so does the next app"))
+    return rows
+
+
+def _missing(check: str, path: Path, needed: str, way_out: str) -> Row:
+    """Return the row of a folder that is not there yet. It is made at its first use, if its parent allows that."""
+    parent = next(parent for parent in path.absolute().parents if parent.exists())
+    if os.access(parent, os.W_OK | os.X_OK, effective_ids=True):
+        return ok(check, f"{path} is not there; it is made at its first use")
+    return fail(check, f"{path} is not there, and {parent} cannot be written to", needed, way_out)
+
+
+def _entries(path: Path) -> str:
+    folder = path / "entries"
+    count = sum(is_hex(name, 64) for name in os.listdir(folder)) if folder.is_dir() else 0
+    return entries(count)
+
+
+def _databases(check: str, path: Path, databases: list[Path], more: str = "") -> Row:
+    """Check that SQLite can read each database and finds it sound."""
+    damaged = [f"{database.name} ({complaint})" for database in databases if (complaint := _complaint(database))]
+    if damaged:
+        way_out = f"none needed for safety: the next use begins it anew; to do so now, rm {path / damaged[0].partition(' ')[0]}*"
+        return fail(check, f"{path}: damaged {', '.join(damaged)}", "databases that SQLite can read", way_out)
+    return ok(check, f"{path}, {len(databases)} sound database{'s' * (len(databases) != 1)}{more}")
+
+
+def _complaint(database: Path) -> str:
+    try:
+        connection = read_database(database)
+        try:
+            ((answer,), *_) = query(connection, "PRAGMA quick_check(1)")
+        finally:
+            connection.close()
+    except FileNotFoundError:
+        return ""  # removed meanwhile
+    except (OSError, sqlite3.Error) as error:
+        return str(error)
+    return "" if answer == "ok" else str(answer)
+
+
+def _place(what: str, path: Path, root: Path) -> Iterator[Row]:
+    """Check the file system of a folder: free space, network, and times that lie in the future."""
+    free = os.statvfs(path)
+    free_bytes = free.f_bavail * free.f_frsize
+    found = f"{size(free_bytes)} free for {path}"
+    if free_bytes >= _GOOD_FREE_BYTES and (free.f_favail or not free.f_files):
+        yield ok(f"{what} space", found)
+    else:
+        judge = fail if free_bytes < _LEAST_FREE_BYTES else warn
+        yield judge(f"{what} space", found, f"{size(_GOOD_FREE_BYTES)} and free inodes", "aionn cache prune --max-bytes, or a larger disk")
+    kind = file_system(path, root)
+    if kind in _NETWORK or kind.startswith("fuse."):
+        yield warn(
+            f"{what} file system",
+            f"{path} lies on {kind}",
+            "a local file system: locks (flock) and SQLite may fail between machines",
+            "give each machine its own folder, and share with aionn fleet or by copying",
+        )
+    ahead_s = max((entry.stat(follow_symlinks=False).st_mtime for entry in _listed(path)), default=0.0) - time.time()
+    if ahead_s > _FUTURE_S:
+        found = f"{path} holds files from {ahead_s / 3600:.1f} h in the future, so the clock was set back"
+        yield warn(f"{what} times", found, "times in the past, by which old entries are forgotten", "let an NTP service set the clock")
+
+
+def _listed(path: Path) -> list[os.DirEntry[str]]:
+    with os.scandir(path) as found:
+        return list(found)
+
+
+def file_system(path: Path, root: Path = ROOT) -> str:
+    """Return the type of the file system that holds a path, or an empty text."""
+    place, best = str(path.resolve()), ("", "")
+    for line in text_of(root / "proc/self/mountinfo").splitlines():
+        front, _, back = line.partition(" - ")
+        fields, kind = front.split(), back.split()
+        if len(fields) < 5 or not kind:
+            continue
+        mount = fields[4].replace("\\040", " ")
+        if (place == mount or place.startswith(mount.rstrip("/") + "/")) and len(mount) >= len(best[0]):
+            best = (mount, kind[0])
+    return best[1]

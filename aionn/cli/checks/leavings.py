@@ -1,0 +1,146 @@
+"""What `aionn doctor --fix` removes: what aionn itself has left, and nothing else.
+
+drivers whose app has ended           killed, after a second look at the same process
+half a key in the state directory     removed when its process has ended and it is an hour old
+trash and staging in a cache          removed under the cache's own locks, as the next app would do
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import select
+import signal
+import stat
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from aionn.caching.manifest import Manifest
+from aionn.caching.store.directory import MANIFEST, CacheDirectory
+from aionn.caching.store.files import is_hex
+from aionn.caching.store.housekeeping import Housekeeping
+from aionn.caching.store.writing import empty_trash
+from aionn.cli.checks.processes import Orphan, is_orphan
+
+__all__ = ["cache_leavings", "clean_cache", "clean_state", "end_orphans", "state_leavings"]
+
+_ASIDE = re.compile(r"blob-cache\.key\.(\d+)\.[0-9a-f]{8}")
+"""A key that is being written (`private_key`), with the number of its process."""
+
+_OLD_S = 3600.0
+"""A process in another container may share the folder. It needs far less than this."""
+
+_ENDS_WITHIN_S = 5.0
+
+
+def end_orphans(found: Sequence[Orphan]) -> list[str]:
+    """Kill drivers whose app has ended. Return what was done."""
+    done = []
+    for orphan in found:
+        with suppress(ProcessLookupError):
+            pidfd = os.pidfd_open(orphan.pid)
+            try:
+                # The descriptor names one process for good. So a number that was given again is noticed here.
+                if is_orphan(orphan):
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                    (waiting := select.poll()).register(pidfd, select.POLLIN)
+                    ended = bool(waiting.poll(_ENDS_WITHIN_S * 1000))
+                    done.append(f"driver {orphan.pid} of app {orphan.app}: {'killed' if ended else 'killed, and it has not ended yet'}")
+            finally:
+                os.close(pidfd)
+    return done
+
+
+def state_leavings(directory: Path) -> list[Path]:
+    """Return files that a process has begun in the state directory, and never finished.
+
+    A symlink, and a folder or a file of another account, is left alone.
+    """
+    left = []
+    with suppress(OSError):
+        for path in directory.iterdir() if _is_own(directory.lstat(), stat.S_ISDIR) else ():
+            aside, status = _ASIDE.fullmatch(path.name), path.lstat()
+            old = _is_own(status, stat.S_ISREG) and time.time() - status.st_mtime > _OLD_S
+            if aside and old and not os.path.exists(f"/proc/{aside[1]}"):
+                left.append(path)
+    return left
+
+
+def _is_own(status: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
+    return is_kind(status.st_mode) and status.st_uid == os.geteuid()
+
+
+def clean_state(directory: Path) -> list[str]:
+    """Remove these files. Return what was done."""
+    done = []
+    for path in state_leavings(directory):
+        with suppress(OSError):
+            path.unlink()
+            done.append(f"{path}: removed")
+    return done
+
+
+def cache_leavings(directory: Path) -> int:
+    """Return how many generations and deleted entries dead processes have left in a cache."""
+    if not _is_cache(directory):
+        return 0
+    cache = CacheDirectory(str(directory))
+    return _trash(directory) + sum(_left_in(cache, key) for key in cache.all_keys())
+
+
+def clean_cache(directory: Path) -> list[str]:
+    """Remove them under the cache's own locks. Return what was done. A cache that is not safe to use is left alone."""
+    if not _is_cache(directory) or not os.access(directory, os.W_OK, effective_ids=True):
+        return []
+    try:
+        cache, before = CacheDirectory(str(directory)), cache_leavings(directory)
+    except OSError:
+        return []  # the row of the cache directory says why
+    house = Housekeeping(str(directory), None, float("inf"))
+    house.directory = cache
+    try:
+        empty_trash(cache)
+        for key in cache.all_keys():
+            if _left_in(cache, key):
+                house.clean_if_free(cache, key)
+    finally:
+        house.close()
+    removed = before - cache_leavings(directory)
+    return [f"{directory}: {removed} leavings removed"] if removed else []
+
+
+def _is_cache(directory: Path) -> bool:
+    return all((directory / part).is_dir() for part in ("entries", "locks", "trash"))
+
+
+def _trash(directory: Path) -> int:
+    return sum(is_hex(name[:64], 64) and name[64:65] == "." and is_hex(name[65:], 8) for name in os.listdir(directory / "trash"))
+
+
+def _left_in(cache: CacheDirectory, key: bytes) -> int:
+    """Return how many files and folders of an entry belong to no manifest, unless a process compiles the entry now."""
+    try:
+        manifest = cache.manifest(key)
+        kept = {MANIFEST, manifest.directory} if isinstance(manifest, Manifest) else set()
+        left = sum(name not in kept for name in os.listdir(f"{cache.path}/entries/{key.hex()}"))
+        return 0 if left and _is_held(cache.compile_lock(key)) else left
+    except OSError:
+        return 0  # replaced or removed meanwhile
+
+
+def _is_held(lock: str) -> bool:
+    """Return whether a process holds a lock. The look takes a shared lock for a moment, which excludes no reader."""
+    try:
+        fd = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
