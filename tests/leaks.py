@@ -247,11 +247,13 @@ def _shm() -> Counter[str]:
 
 
 def leaves_nothing(test: Any) -> Any:
-    """Look for leaks when the test's own events and arrays are gone."""
+    """Look for leaks when the test's own events, arrays and errors are gone, and the finalizers of what stood in circles have run."""
 
     @functools.wraps(test)
     async def checked(*args: Any, **named: Any) -> None:
         async with leak_check():
             await test(*args, **named)
+            gc.collect()
+            await anyio.wait_all_tasks_blocked()
 
     return checked

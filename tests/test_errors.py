@@ -17,6 +17,7 @@ import aionn
 from aionn import errors
 from aionn.errors import AionnError, again
 from aionn.hal.types import ErrorStatus
+from aionn.sources import SourceError
 
 TEXT = "what was found; what was expected"
 SAMPLES: dict[str, Callable[[], BaseException]] = {
@@ -32,6 +33,7 @@ SAMPLES: dict[str, Callable[[], BaseException]] = {
     "DeadlineError": lambda: errors.DeadlineError(TEXT, transient=False),
     "DeviceUnavailableError": lambda: errors.DeviceUnavailableError("npu", TEXT),
     "MemoryAllocationError": lambda: errors.MemoryAllocationError(TEXT, needed_bytes=7, available_bytes=None),
+    "SourceError": lambda: SourceError(TEXT, source="/dev/video0"),
     "StageRejected": lambda: errors.StageRejected("openvino", "it is slower"),
 }
 """Those with parameters of their own; the others are made of their text."""

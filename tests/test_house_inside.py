@@ -102,13 +102,18 @@ def test_no_files_stand_in_a_circle() -> None:
 
 
 RUNTIME_FLOORS = (
+    {"health", "logs", "preparations", "traced"},
+    {"events"},
+    {"reports"},
     {"asked", "imports", "loop", "model", "processes", "serving"},
     {"session"},
     {"preparing"},
     {"executing"},
     {"staging", "streaming"},
     {"parts"},
-    {"compilation"},
+    {"checkup"},
+    {"compilation", "opened"},
+    {"compiles"},
     {"runtime"},
 )
 

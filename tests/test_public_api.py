@@ -43,6 +43,8 @@ FACE = {
     "ExecutionError",
     "Frame",
     "HardwareBuffer",
+    "Health",
+    "HealthPolicy",
     "Item",
     "Memory",
     "MemoryAllocationError",
@@ -51,6 +53,7 @@ FACE = {
     "OutputInsufficientSizeError",
     "Outputs",
     "PlaneLayout",
+    "RecurrentStream",
     "Runtime",
     "Stage",
     "StagePolicy",
@@ -148,7 +151,7 @@ def test_the_face_is_what_is_written_here() -> None:
     public = {name for name, value in vars(aionn).items() if not name.startswith("_") and not inspect.ismodule(value)}
     assert public - FACE == set()
     assert set(dir(aionn)) >= FACE
-    assert all(inspect.ismodule(getattr(aionn, name)) for name in ("caching", "errors", "fmq", "hal", "testing", "trace"))
+    assert all(inspect.ismodule(getattr(aionn, name)) for name in ("caching", "errors", "events", "fmq", "hal", "testing", "trace"))
     with pytest.raises(AttributeError, match="module 'aionn' has no attribute 'Runtimes'"):
         aionn.Runtimes  # type: ignore[attr-defined]  # noqa: B018
 
@@ -203,6 +206,9 @@ def test_a_runtime_compiles_with_these_options() -> None:
         "*priority": "medium",
         "*threads": None,
         "*instances": 1,
+        "*name": None,
+        "*on_event": None,
+        "*required": True,
         "*cache_dir": None,
         "*token": None,
         "*mode": "eager",
@@ -243,6 +249,15 @@ def test_a_burst_computes_frames() -> None:
     assert parameters_of(aionn.Burst.map) == {"frames": EMPTY, "*policy": "block", "*depth": 2, "*deadline_s": None}
     assert {"compute", "frame", "lease", "map", "statistics"} <= set(dir(aionn.Burst))
     assert parameters_of(aionn.Item) == {"inputs": EMPTY, "tag": None}
+
+
+def test_a_recurrent_stream_computes_frames_without_their_states() -> None:
+    assert parameters_of(aionn.Compilation.recurrent) == {"states": EMPTY, "*snapshot_every": 32, "*initial": None, "*name": None}
+    assert not inspect.iscoroutinefunction(aionn.Compilation.recurrent)
+    assert parameters_of(aionn.RecurrentStream.compute) == {"inputs": EMPTY, "*measure_timing": False, "*timeout_s": None}
+    assert parameters_of(aionn.RecurrentStream.map) == parameters_of(aionn.Burst.map)
+    assert parameters_of(aionn.RecurrentStream.reset) == {"*timeout_s": None}
+    assert {"recovered", "statistics", "aclose"} <= set(dir(aionn.RecurrentStream))
 
 
 def test_outputs_are_a_dict_that_tells_more() -> None:

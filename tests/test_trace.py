@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ import pytest
 import aionn
 from aionn import trace
 from aionn.testing import identity_model
+from tests import trace_format
 
 INPUTS = {"input": np.arange(16, dtype=np.float32).reshape(1, 16)}
 
@@ -83,6 +87,37 @@ def test_the_file_is_what_viewers_open(tmp_path: Path) -> None:
     assert [(span["name"], span["dur"] >= 0) for span in spans] == [("work", True)]
     assert {"ts", "pid", "tid", "args"} <= spans[0].keys()
     assert [counter["args"]["value"] for counter in counters] == [2, 3]
+
+
+WRITER = """
+import sys
+from aionn.trace.events import Recorded, Span
+from aionn.trace.file import write
+spans = [Span(f"span {sys.argv[2]}", number * 10, number * 10 + 5) for number in range(int(sys.argv[3]))]
+print("ready", flush=True)
+sys.stdin.readline()
+write(sys.argv[1], Recorded(spans))
+"""
+
+
+@pytest.mark.parametrize("ending", [".json", ".json.gz"])
+def test_of_processes_that_write_one_file_the_last_ones_stays_whole(tmp_path: Path, ending: str) -> None:
+    path = tmp_path / f"t{ending}"
+    with ExitStack() as stack:
+        writers = []
+        for number in range(4):
+            command = [sys.executable, "-c", WRITER, str(path), str(number), str(20_000 - 4000 * number)]
+            writers.append(stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)))
+        for writer in writers:
+            assert writer.stdout is not None
+            assert writer.stdout.readline() == b"ready\n"
+        for writer in writers:
+            assert writer.stdin is not None
+            writer.stdin.close()  # all write at once
+        assert [writer.wait(60) for writer in writers] == [0] * 4
+    names = [event["name"] for event in trace_format.check(path)["traceEvents"] if event["ph"] == "X"]
+    assert len(set(names)) == 1
+    assert len(names) == 20_000 - 4000 * int(names[0].removeprefix("span "))
 
 
 @pytest.mark.anyio

@@ -110,7 +110,7 @@ async def _driver_threads(subject: Subject, **bound: Any) -> int:
 
 
 @asynccontextmanager
-async def _bursts(subject: Subject, options: Options, count: int, **asked: bool) -> AsyncIterator[tuple[list[aionn.Burst], int]]:
+async def _bursts(subject: Subject, options: Options, count: int, **asked: Any) -> AsyncIterator[tuple[list[aionn.Burst], int]]:
     """Open bursts on a driver of their own."""
     async with aionn.Runtime() as runtime:
         compilation = await compile_with(runtime, subject.path)

@@ -60,7 +60,7 @@ async def stream(compilation: aionn.Compilation, frame: Frame, seconds: float) -
 async def alone(model: aionn.Model, frame: Frame, device: str, seconds: float) -> tuple[float, float, float]:
     """Milliseconds to the first result in a process that is up; steady p50 and p99."""
     async with aionn.Runtime() as runtime:
-        await runtime._devices.get(device)
+        await runtime._opened.devices.get(device)
         began = time.perf_counter()
         compilation = await runtime.compile(model, devices=(device,))
         await compilation.compute(frame)
@@ -71,7 +71,7 @@ async def alone(model: aionn.Model, frame: Frame, device: str, seconds: float) -
 
 async def staged(model: aionn.Model, frame: Frame, seconds: float) -> str:
     async with aionn.Runtime() as runtime:
-        await runtime._devices.get("onnxruntime")
+        await runtime._opened.devices.get("onnxruntime")
         began = time.perf_counter()
         compilation = await runtime.compile(model, mode="staged", stages=("onnxruntime", "openvino"))
         await compilation.compute(frame)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from aionn.cli import main
-from aionn.cli.printing import print_table
+from aionn.cli.printing import print_table, show_warnings
 from aionn.testing import FakeDevice, identity_model
 from tests.leaks import leak_check
 
@@ -55,6 +56,21 @@ def test_a_narrow_terminal_wraps_prose_and_leaves_whole_what_is_copied(monkeypat
     assert f"{KEY}  onnxruntime  " in shown.getvalue()  # nothing is cut
 
 
+def test_names_that_would_steer_the_terminal_are_shown_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "m\x1b[2J\x1b]0;x\x07.onnx"
+    path.write_bytes(identity_model())
+    assert main(["run", str(path), "--device", "reference"]) == 0
+    shown = "".join(capsys.readouterr())
+    assert r"m\x1b[2J\x1b]0;x\x07.onnx on reference" in shown
+    assert r"m\x1b[2J\x1b]0;x\x07.onnx for" in shown
+    show_warnings()
+    logging.getLogger("aionn.driver").warning("node %s\nis odd", "\x1b[2J")
+    assert main(["run", "\x1b[2J"]) == 2
+    shown += "".join(capsys.readouterr())
+    assert "node \\x1b[2J\nis odd" in shown
+    assert all(line.isprintable() for line in shown.splitlines())
+
+
 def test_a_command_whose_output_is_closed_does_its_work(tmp_path: Path) -> None:
     (tmp_path / "model.onnx").write_bytes(identity_model({"x": (2,)}))
     command = [sys.executable, "-m", "aionn", "run", "model.onnx", "--device", "reference", "--trace", "t.json"]
@@ -90,6 +106,19 @@ def test_a_file_that_is_no_array_of_numbers_is_told_without_advice_to_unpickle(t
 def test_a_trace_that_cannot_be_written_is_told_before_the_model_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", str(tmp_path / "no model.onnx"), "--trace", str(tmp_path / "nowhere" / "t.json")]) == 2
     assert "--trace" in capsys.readouterr().err
+    for command in (["run", str(tmp_path / "no model.onnx"), "--trace"], ["trace", "--pid", "1", "-o"]):
+        assert main([*command, str(tmp_path)]) == 2
+        assert f"{str(tmp_path)!r} is a directory, or cannot be written to; name another file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["aionn.cli.top_snapshot.snapshot_json", "aionn.cli.commands.run_command"])
+def test_an_interrupt_at_any_time_is_one_line(place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(place, interrupted)
+    assert main(["top", "--json"] if "top" in place else ["devices"]) == 130
+    assert capsys.readouterr().err == "aionn: interrupted\n"
 
 
 def test_a_model_that_refuses_made_up_inputs_is_told_with_the_way_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

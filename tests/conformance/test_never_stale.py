@@ -4,7 +4,7 @@ Each row of `TABLE` is a change. Its test compiles a model, so that it is stored
 row's, and the outputs are those of the model as it is now. After a MISS that was stored, a third compilation is a HIT with them.
 That a HIT computes with the threads that are asked for now is a test in `runtime/test_threads.py`.
 
-`docs/caching.md` has the same table. Print it with `python -m tests.conformance.test_never_stale` when a row has changed.
+`docs/reference/cache.md` has the same table. Print it with `python -m tests.conformance.test_never_stale` when a row has changed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.anyio
 LOADS = ("from_onnx", "load")
 """How the models are read."""
 
-DOCS = Path(__file__).parents[2] / "docs" / "caching.md"
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "cache.md"
 FAKE = FakeDevice.name
 
 
@@ -419,7 +419,7 @@ def in_words(row: Row) -> str:
 
 
 def tables() -> str:
-    """Return the table as `docs/caching.md` has it."""
+    """Return the table as `docs/reference/cache.md` has it."""
     parts = ["\n".join((f"| {title} | |", "|---|---|", *map(in_words, rows))) for title, rows in TABLE.items()]
     return "\n\n".join(parts) + "\n"
 

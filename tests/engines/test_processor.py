@@ -30,21 +30,30 @@ def test_an_exception_leaves_the_block_as_any_other_way() -> None:
     assert denormals_live()
 
 
+V1 = "36 31 0:33 / /cg/cpu rw - cgroup cgroup rw,cpu,cpuacct\n"
+V2 = "30 1 0:26 / /cg rw - cgroup2 cgroup2 rw\n"
+
+
 @pytest.mark.parametrize(
-    ("files", "cpus"),
+    ("mount", "own", "files", "cpus"),
     [
-        ({}, 8),
-        ({"cpu.max": "max 100000\n"}, 8),
-        ({"cpu.max": "250000 100000\n"}, 3),
-        ({"cpu.max": "10000 100000\n"}, 1),
-        ({"cpu.max": "nonsense"}, 8),
-        ({"cpu/cpu.cfs_quota_us": "200000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 2),
-        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 8),
+        (V2, "0::/", {}, 8),
+        (V2, "0::/", {"cpu.max": "max 100000\n"}, 8),
+        (V2, "0::/", {"cpu.max": "250000 100000\n"}, 3),
+        (V2, "0::/", {"cpu.max": "10000 100000\n"}, 1),
+        (V2, "0::/", {"cpu.max": "nonsense"}, 8),
+        (V2, "0::/a/b", {"a/b/cpu.max": "max 100000\n", "a/cpu.max": "200000 100000\n"}, 2),
+        (V1, "1:cpu,cpuacct:/", {"cpu/cpu.cfs_quota_us": "200000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 2),
+        (V1, "1:cpu,cpuacct:/", {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 8),
+        (V1, "1:cpu,cpuacct:/a", {"cpu/a/cpu.cfs_quota_us": "100000\n", "cpu/a/cpu.cfs_period_us": "100000\n"}, 1),
     ],
 )
-def test_a_quota_cuts_the_usable_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], cpus: int) -> None:
-    for name, content in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+def test_a_quota_cuts_the_usable_cpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mount: str, own: str, files: dict[str, str], cpus: int
+) -> None:
+    written = {"proc/self/mountinfo": mount, "proc/self/cgroup": f"{own}\n", **{f"cg/{name}": content for name, content in files.items()}}
+    for name, content in written.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     assert usable_cpus(tmp_path) == cpus

@@ -46,7 +46,7 @@ async def interrupted() -> None:
         signal.raise_signal(signal.SIGINT)
 
     async with aionn.Runtime(start=()) as runtime:
-        runtime._tasks.start_soon(interrupt)
+        runtime._opened._tasks.start_soon(interrupt)
         try:
             await asyncio.sleep(3600)
         finally:

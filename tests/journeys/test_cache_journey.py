@@ -119,7 +119,7 @@ def is_there(path: Path) -> bool:
 
 
 def calls(recording: trace.Recording) -> list[str]:
-    return [counter.attributes["call"] for counter in recording.counters if counter.name == "control.call"]
+    return [counter.attributes["call"] for counter in recording.counters if counter.name == "control.call" and counter.pid == os.getpid()]
 
 
 # --- the workflows ----------------------------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ async def test_a_staged_compilation_whose_closing_is_cancelled_leaves_no_model_a
     serving = compilation._parts.compiled.serving
     assert serving is not None
     assert isinstance(serving.prepared, RemotePreparedModel)
-    assert worker in runtime._devices.worker_pids
+    assert worker in runtime._opened.devices.worker_pids
     assert await cancelled_after(1, compilation.aclose())
     assert await is_released(serving.prepared, compilation)
     with pytest.raises(aionn.StageRejected):

@@ -76,8 +76,8 @@ async def test_closing_twice_and_from_several_tasks_at_once_ends_once(fake: Fake
         async with anyio.create_task_group() as tasks:
             for _ in range(3):
                 tasks.start_soon(runtime.aclose)
-        assert runtime._tasks._owner is not None
-        assert runtime._tasks._owner.done()
+        assert runtime._opened._tasks._owner is not None
+        assert runtime._opened._tasks._owner.done()
         await runtime.aclose()
         with pytest.raises(aionn.CallerError, match="not open"):
             await compilation.compute(INPUTS)
@@ -112,8 +112,8 @@ async def test_an_opener_that_is_cancelled_while_it_opens_leaves_a_closed_runtim
         opener = asyncio.create_task(runtime.open())
         await asyncio.sleep(0)
         await cancelled_when(opener)
-        assert runtime._tasks._owner is not None
-        await asyncio.wait([runtime._tasks._owner])
+        assert runtime._opened._tasks._owner is not None
+        await asyncio.wait([runtime._opened._tasks._owner])
         with pytest.raises(aionn.CallerError, match="not open"):
             await runtime.compile(MODEL)
 
@@ -153,7 +153,7 @@ async def test_cancelling_the_runtimes_own_tasks_kills_its_drivers_and_ends_in_t
         with pytest.raises(aionn.CallerError):
             await running
         ours = asyncio.all_tasks() - others
-        assert runtime._tasks._owner in ours
+        assert runtime._opened._tasks._owner in ours
         with anyio.fail_after(30):
             for _ in range(2):
                 for task in ours:
@@ -172,10 +172,10 @@ async def test_an_error_in_one_of_the_runtimes_tasks_is_one_clear_error(fake: Fa
         runtime = aionn.Runtime()
         await runtime.open()
         compilation = await runtime.compile(MODEL, devices=(fake.name,))
-        runtime._tasks.start_soon(fail)
-        runtime._tasks.start_soon(fail)
-        assert runtime._tasks._owner is not None
-        await asyncio.wait([runtime._tasks._owner])
+        runtime._opened._tasks.start_soon(fail)
+        runtime._opened._tasks.start_soon(fail)
+        assert runtime._opened._tasks._owner is not None
+        await asyncio.wait([runtime._opened._tasks._owner])
         with pytest.raises(aionn.CallerError, match=r"internal error \(KeyError\)") as refused:
             await compilation.compute(INPUTS)
         assert isinstance(refused.value.__cause__, KeyError)
@@ -195,7 +195,7 @@ async def test_one_of_the_runtimes_tasks_that_is_cancelled_ends_alone(fake: Fake
             started.append(asyncio.current_task())
             await asyncio.sleep(3600)
 
-        runtime._tasks.start_soon(stay)
+        runtime._opened._tasks.start_soon(stay)
         await anyio.wait_all_tasks_blocked()
         assert started[0] is not None
         started[0].cancel()

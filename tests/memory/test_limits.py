@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from aionn import cgroups
 from aionn.errors import MemoryAllocationError
 from aionn.memory import limits
 from aionn.memory.limits import Limit
@@ -130,14 +131,14 @@ def use(root: Path, used: int) -> None:
 
 def test_small_reservations_read_the_limits_once_and_are_counted(container: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads = 0
-    text = limits._text
+    text = cgroups.text_of
 
     def counted(path: str | Path) -> str:
         nonlocal reads
         reads += 1
         return text(path)
 
-    monkeypatch.setattr(limits, "_text", counted)
+    monkeypatch.setattr(cgroups, "text_of", counted)
     limits.require(MIB, container)
     first, reads = reads, 0
     assert first > 0

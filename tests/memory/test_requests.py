@@ -270,7 +270,11 @@ def may_run(inputs: list[Operand], outputs: list[Operand], request: Request, poo
             if operand.accepts(shape)
             and (given == () or (len(given) == rank and all(g in (0, s) for g, s in zip(given, shape, strict=True))))
         ]
-        if not shapes or (is_input and 0 in given):
+        if is_input and 0 in given:  # an empty input: it has this very shape, no bytes, and does not lie in memory of the driver
+            if whole or place.length or len(given) not in ranks or not operand.accepts(given):
+                return False
+            continue
+        if not shapes:
             return False
         told = operand.dimensions is not None or given != () or is_input
         if is_input and given == () and not whole:

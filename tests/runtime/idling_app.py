@@ -23,7 +23,7 @@ def x(number: float) -> dict[str, NDArray[np.float32]]:
 
 
 def device_of(runtime: aionn.Runtime, name: str) -> Device:
-    return runtime._devices.find(name)
+    return runtime._opened.devices.find(name)
 
 
 def asleep(compilation: aionn.Compilation) -> bool:

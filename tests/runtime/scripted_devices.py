@@ -16,6 +16,7 @@ from aionn.errors import AionnError, CallerError, DeviceUnavailableError
 from aionn.hal import CacheFiles, CacheHandles, Model, PrepareOptions, Priority
 from aionn.runtime.preparing.cached import CacheChoice
 from aionn.runtime.preparing.preparation import prepare
+from aionn.runtime.preparing.progress import CompilationReports, Named, Progress
 from aionn.runtime.processes.devices import Devices
 from aionn.testing import identity_model
 
@@ -118,7 +119,7 @@ class ScriptedDevices:
         """Nothing ends these devices."""
         yield
 
-    async def get(self, name: str, priority: Priority = Priority.MEDIUM) -> ScriptedDevice:
+    async def get(self, name: str, priority: Priority = Priority.MEDIUM, waits: Callable[[], None] | None = None) -> ScriptedDevice:
         if self._unavailable:
             raise DeviceUnavailableError(name, f"device {name!r} does not answer")
         return self._devices.pop(0) if len(self._devices) > 1 else self._devices[0]
@@ -129,7 +130,8 @@ class ScriptedDevices:
         cache: CacheChoice | None,
         options: PrepareOptions = PrepareOptions(),  # noqa: B008 -- frozen
     ) -> tuple[Any, CacheOutcome]:
-        return await prepare(cast(Devices, self), NAME, model, options, cache)
+        progress = Progress(CompilationReports(None, Named()), NAME)
+        return await prepare(cast(Devices, self), NAME, model, options, cache, progress)
 
 
 @asynccontextmanager

@@ -120,13 +120,13 @@ async def test_whoever_asks_for_a_dead_driver_while_the_runtime_closes_starts_no
                     with anyio.fail_after(20):
                         while device.pid is not None:
                             await anyio.lowlevel.checkpoint()
-                    devices = runtime._devices
+                    devices = runtime._opened.devices
 
                     async def ask(devices: Devices = devices) -> None:
                         with suppress(CallerError, DriverDiedError):
                             await devices.get(fake.name)
 
-                    runtime._tasks.start_soon(ask)
+                    runtime._opened._tasks.start_soon(ask)
                     for _ in range(steps):
                         await anyio.lowlevel.checkpoint()
 
@@ -353,7 +353,7 @@ def test_a_runtime_works_in_two_loops_at_once_and_dies_with_neither(model: aionn
             first = await one.compile(model, devices=(fake.name,))
             second = await two.compile(model, devices=(fake.name,))
             assert len(driver_pids()) == 2
-            await one._devices.aclose()
+            await one._opened.devices.aclose()
             with pytest.raises(CallerError):
                 await first.compute(X)
             await second.compute(X)

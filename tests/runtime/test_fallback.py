@@ -403,10 +403,10 @@ async def test_a_fallback_that_would_take_over_during_a_swap_leaves_the_new_mode
         compiled = compilation._parts.compiled
         swap, begun = compiled.swap, anyio.Event()
 
-        async def late_swap(better: Serving, **options: Any) -> None:
+        async def late_swap(better: Serving, **options: Any) -> int:
             begun.set()
             await swapped.wait()
-            await swap(better, **options)
+            return await swap(better, **options)
 
         swapped = anyio.Event()
         compiled.swap = late_swap  # type: ignore[method-assign]

@@ -249,7 +249,7 @@ async def test_a_device_memory_outlives_its_compilation_and_keeps_the_driver(
         await until(lambda: asleep(compilation))
         pid = device.pid
         for _ in range(3):
-            runtime._devices.end_unused(fake.name, Priority.MEDIUM)
+            runtime._opened.devices.end_unused(fake.name, Priority.MEDIUM)
         assert device.pid == pid is not None
         await memory.aclose()
         await until(lambda: device.pid is None)
@@ -338,7 +338,7 @@ async def test_a_driver_in_which_a_model_is_being_prepared_does_not_end(fake: Fa
             await fake.heard("compile")
             await until(lambda: asleep(compilation))
             for _ in range(3):
-                runtime._devices.end_unused(fake.name, Priority.MEDIUM)
+                runtime._opened.devices.end_unused(fake.name, Priority.MEDIUM)
             assert device.pid == pid is not None
             fake.behave()
         assert device.pid == pid

@@ -156,6 +156,15 @@ def test_a_driver_on_an_accelerator_is_judged_by_its_own_history_only() -> None:
     assert 10.0 < after_s <= 11.1  # never before hang_s
 
 
+@pytest.mark.parametrize("cpu_decides", [True, False])
+def test_a_driver_that_has_made_no_progress_for_long_is_not_looked_at_more_often(cpu_decides: bool) -> None:
+    """As with `hang_s=None`, or with an accelerator that computes for minutes."""
+    case = Case(cpu_decides=cpu_decides)
+    case.begin()
+    case.hung_after(30)
+    assert case.judge.next_look_s >= 0.5
+
+
 def test_a_run_of_fifteen_times_its_usual_time_is_not_hung_and_one_of_more_than_twenty_is() -> None:
     for share in (0.0, 1.0):
         case = Case(cpu_decides=False)

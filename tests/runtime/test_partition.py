@@ -284,7 +284,7 @@ async def test_a_step_that_cannot_be_prepared_leaves_nothing_of_the_others(both:
         with pytest.raises(CompilationError, match="out of luck"):
             await runtime.compile(aionn.Model.from_onnx(three_step_model()), devices=(adds.name, muls.name))
         for device in both:
-            remote = await runtime._devices.get(device.name)
+            remote = await runtime._opened.devices.get(device.name)
             with anyio.fail_after(20):  # a step that was being compiled is released when its driver has answered
                 while not remote.unused:  # noqa: ASYNC110
                     await anyio.sleep(0.01)
@@ -299,7 +299,7 @@ async def test_a_device_that_vanishes_between_plan_and_prepare_is_an_error_and_l
         with pytest.raises(aionn.DriverDiedError, match=r"died|ended"):
             await runtime.compile(aionn.Model.from_onnx(three_step_model()), devices=(adds.name, muls.name))
         assert await muls.heard("compile"), "the driver died before it was asked to compile"
-        remote = await runtime._devices.get(adds.name)
+        remote = await runtime._opened.devices.get(adds.name)
         with anyio.fail_after(20):  # a step that was being compiled is released when its driver has answered
             while not remote.unused:  # noqa: ASYNC110
                 await anyio.sleep(0.01)

@@ -52,10 +52,12 @@ async def test_without_names_the_next_device_takes_over_and_that_is_told(
             outputs = await compilation.compute({"input": x})
         np.testing.assert_array_equal(outputs["input_out"], x)
         assert compilation.device == compilation.outcomes[0].device == REFERENCE
-    failed = [event.attributes for event in told.counters if event.name == "plan.device_failed"]
+    failed = [
+        {name: event.attributes[name] for name in ("device", "error")} for event in told.counters if event.name == "plan.device_failed"
+    ]
     assert failed == [{"device": fake.name, "error": kind.__name__}]
     (warned,) = (record.getMessage() for record in caplog.records if record.name == "aionn.runtime")
-    assert f"device '{fake.name}' failed to prepare the model and is passed over" in warned
+    assert f"device '{fake.name}' failed to prepare model '{compilation.name}' and is passed over" in warned
 
 
 @pytest.mark.parametrize("trouble", TROUBLES)
@@ -93,7 +95,7 @@ async def test_a_device_whose_start_nobody_waited_for_is_listed_once_it_serves(f
         async with anyio.create_task_group() as group:
             group.start_soon(lambda: runtime.compile(model, devices=(fake_device.name,)))
             with anyio.fail_after(10):
-                while (process := runtime._devices.find(fake_device.name)._process) is None:
+                while (process := runtime._opened.devices.find(fake_device.name)._process) is None:
                     await anyio.lowlevel.checkpoint()
             assert process.serving is None  # a driver does not start in the few turns that went by
             group.cancel_scope.cancel()

@@ -472,10 +472,10 @@ async def test_whoever_waits_for_another_compiler_is_told_when_the_runtime_close
     compiling, go, queued = anyio.Event(), anyio.Event(), anyio.Event()
     acquire = CompileQueues.acquire
 
-    async def acquiring(queues: CompileQueues, path: str, wait_s: float) -> CompileRight | None:
+    async def acquiring(queues: CompileQueues, path: str, wait_s: float, waits: Callable[[], None] | None) -> CompileRight | None:
         if compiling.is_set():
             queued.set()
-        return await acquire(queues, path, wait_s)
+        return await acquire(queues, path, wait_s, waits)
 
     monkeypatch.setattr(CompileQueues, "acquire", acquiring)
     told: list[bool] = []
@@ -535,7 +535,7 @@ async def test_whoever_looks_into_a_directory_that_hangs_is_told_when_its_store_
 async def test_all_who_look_into_directories_that_hang_are_told_when_the_runtime_closes(
     tmp_path: Path, fake_device: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aionn.runtime.runtime.CLOSE_STORES_S", 0.05)
+    monkeypatch.setattr("aionn.runtime.opened.CLOSE_STORES_S", 0.05)
     disk = SlowDisk(monkeypatch)
     model = aionn.Model.from_onnx(identity_model())
     told: list[str] = []
@@ -555,7 +555,7 @@ async def test_all_who_look_into_directories_that_hang_are_told_when_the_runtime
             with anyio.fail_after(5):
                 while len(told) < 2:
                     await anyio.lowlevel.checkpoint()
-        stores = list(runtime._stores.values())
+        stores = list(runtime._opened._stores.values())
         assert len(stores) == 2
     finally:
         disk.answers.set()

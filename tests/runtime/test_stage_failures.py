@@ -79,7 +79,7 @@ class App:
             reason = await rejected(compilation, self._best)
             await stream.goes_on()
             assert stream.stages == [self._quick.name]
-            assert self.runtime._devices.worker_pids == []
+            assert self.runtime._opened.devices.worker_pids == []
         self._best.behave()
         return reason
 

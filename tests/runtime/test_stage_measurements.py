@@ -249,7 +249,7 @@ async def test_the_version_of_the_stage_before_is_asked_by_a_driver_that_ends_ag
         compilation = await staged(runtime, MODEL, quick, best, tmp_path / "cache")
         pid = await quick.heard("start")
         assert compilation.device == best.name
-        assert runtime._devices.worker_pids == []
+        assert runtime._opened.devices.worker_pids == []
         assert [device.pid for device in runtime.devices if device.name == quick.name] == [None]
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)

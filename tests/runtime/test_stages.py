@@ -153,7 +153,7 @@ async def test_leaving_in_the_middle_of_a_background_compile_leaves_nothing(
         compilation = await staged(runtime, model, quick, best, tmp_path / "cache")
         compilation._parts.staging._wanted.set()  # type: ignore[union-attr]
         worker = await best.heard("compile")
-        assert runtime._devices.worker_pids == [worker]
+        assert runtime._opened.devices.worker_pids == [worker]
         assert os.getpriority(os.PRIO_PROCESS, worker) == 19
         assert os.sched_getscheduler(worker) == os.SCHED_BATCH
         assert len(os.sched_getaffinity(worker)) == 1

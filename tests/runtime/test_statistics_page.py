@@ -85,8 +85,8 @@ async def test_a_burst_counts_on_the_page_what_it_says_itself(fake: FakeDevice, 
         (compiled,) = slots(Kind.COMPILATION)
         assert {slot.parent for slot in shown.values()} == {compiled.number}
     assert burst.statistics()["computed"] == 20  # also when its slot is another's
-    (compiled,) = slots(Kind.COMPILATION)
-    assert (compiled.counters["computed"], compiled.counters["failed"]) == (21, 1)
+    (past,) = slots(Kind.PAST_BURSTS)
+    assert (past.counters["computed"], past.counters["failed"]) == (21, 1)
     assert slots(Kind.BURST) == []
 
 
@@ -100,16 +100,16 @@ async def test_a_burst_that_the_app_drops_leaves_the_page(compilation: aionn.Com
         while slots(Kind.BURST):
             gc.collect()
             await anyio.sleep(0.01)
-    assert slots(Kind.COMPILATION)[0].counters["computed"] == 1
+    assert slots(Kind.PAST_BURSTS)[0].counters["computed"] == 1
 
 
 async def test_executions_without_a_burst_are_counted_in_the_burst_that_the_compilation_keeps(compilation: aionn.Compilation) -> None:
     for number in range(3):
         await compilation.compute(frame(number))
     (compiled,) = slots(Kind.COMPILATION)
-    (kept,) = slots(Kind.BURST)
+    (kept,) = slots(Kind.SINGLE)
     assert (kept.counters["computed"], kept.parent) == (3, compiled.number)
-    assert compiled.counters["computed"] == 0  # what its bursts count becomes its own when they end
+    assert slots(Kind.BURST) == []
     assert compiled.parent == slots(Kind.RUNTIME)[0].number
 
 
@@ -148,7 +148,7 @@ async def test_two_runtimes_of_a_process_share_a_page_and_the_last_one_closes_it
                     runtimes, compilations = slots(Kind.RUNTIME), slots(Kind.COMPILATION)
                     assert len(runtimes) == 2
                     assert [slot.parent for slot in compilations] == [slot.number for slot in runtimes]
-                    (burst,) = slots(Kind.BURST)
+                    (burst,) = slots(Kind.SINGLE)
                     assert (burst.counters["computed"], burst.parent) == (1, compilations[1].number)
                     pages = find_pages()
                     assert {page.pid for page in pages if page.role == "driver"} >= set(driver_pids())

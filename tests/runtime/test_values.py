@@ -369,7 +369,7 @@ async def test_an_engine_without_values_refuses_the_model_at_compile_time(
 
 async def test_a_plan_goes_on_to_the_next_device_that_runs_values(monkeypatch: pytest.MonkeyPatch) -> None:
     async with aionn.Runtime(start=()) as runtime:
-        monkeypatch.setattr(type(runtime._devices), "installed", ["openvino", "onnxruntime"])
+        monkeypatch.setattr(type(runtime._opened.devices), "installed", ["openvino", "onnxruntime"])
         compilation = await runtime.compile(passing(TEXTS))
         assert compilation.device == "onnxruntime"
         assert (await compilation.compute({"x": texts("a")}))["y"].tolist() == ["a"]

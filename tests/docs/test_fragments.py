@@ -1,6 +1,6 @@
-"""README.md and the pages of docs/ keep their word: each code block runs as it stands, on real models and real driver processes.
+"""Fragments of the pages run as they stand, on real models and real driver processes, and other blocks of README.md and docs/ are true.
 
-A block that needs names (a `burst`, a `camera`) gets them from the world that its section has here; a new block without a world fails.
+A fragment is a block that needs names, such as a `burst` or a `camera`. It gets them from the world that its section has here.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import subprocess
 import sys
 import threading
 import tomllib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import anyio
 import numpy as np
@@ -28,48 +28,13 @@ import pytest
 import aionn
 from aionn.cli import main
 from aionn.runtime.preparing.idling import Idling
-from aionn.testing import FakeDevice
 from aionn.testing.models import identity_model, scaled_model
+from tests.docs.pages import DOCS, ROOT, Block, blocks, programs, the_block
 from tests.engines.provider_shim import install_shim
 from tests.leaks import leak_check
 from tests.runtime.values_models import linear_classifier
 
-ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FRAMES = 4
-
-
-class Block(NamedTuple):
-    page: Path
-    section: str
-    language: str
-    line: int
-    text: str
-
-
-def blocks() -> Iterator[Block]:
-    for page in PAGES:
-        yield from blocks_of(page)
-
-
-def blocks_of(page: Path) -> Iterator[Block]:
-    section, language, begun, lines = "", None, 0, list[str]()
-    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
-        if line.startswith("```"):
-            if language is None:
-                language, begun, lines = line[3:], number, []
-            else:
-                yield Block(page, section, language, begun, "\n".join(lines) + "\n")
-                language = None
-        elif language is not None:
-            lines.append(line)
-        elif line.startswith("#"):
-            section = line.lstrip("# ")
-
-
-def the_block(section: str, language: str) -> Block:
-    (found,) = (block for block in blocks() if (block.section, block.language) == (section, language))
-    return found
 
 
 async def run_block(section: str, world: dict[str, Any]) -> None:
@@ -82,7 +47,6 @@ async def run_block(section: str, world: dict[str, Any]) -> None:
 
 
 WORLDS = {
-    "aionn",
     "A frame without a copy",
     "A chain of models",
     "Fences of the app",
@@ -99,16 +63,15 @@ WORLDS = {
     "Priority",
     "Providers and options of devices",
     "How long a driver process and its memory live",
-    "Testing your app",
     "Checking an engine",
     "Formats other than ONNX",
 }
 
 
-def test_every_python_block_is_run_here() -> None:
-    python = [block.section for block in blocks() if block.language == "python"]
-    assert len(python) == len(set(python))
-    assert set(python) == WORLDS
+def test_every_fragment_is_run_here() -> None:
+    found = [block.section for block in blocks() if block.is_fragment]
+    assert len(found) == len(set(found))
+    assert set(found) == WORLDS
 
 
 def test_the_engines_are_extras_and_the_commands_name_the_first() -> None:
@@ -124,8 +87,13 @@ def test_the_engines_are_extras_and_the_commands_name_the_first() -> None:
     assert all("pip install -e '.[onnxruntime" in command for command in commands)
 
 
+def readme() -> Block:
+    (found,) = (block for block in programs() if block.page.name == "README.md")
+    return found
+
+
 def test_the_ten_lines_that_matter(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "error", "-c", the_block("aionn", "python").text]
+    command = [sys.executable, "-W", "error", "-c", readme().text]
     with leak_check():
         ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
     assert (ran.returncode, ran.stderr) == (0, "")
@@ -413,13 +381,6 @@ async def test_a_provider_gets_its_options_and_is_shown(
     assert json.loads(written.read_text()) == {"device_id": "1"}
 
 
-@pytest.mark.anyio
-async def test_the_test_of_an_app_passes(fake_device: FakeDevice, silero_path: Path) -> None:
-    world: dict[str, Any] = {"aionn": aionn, "pytest": pytest, "model": aionn.Model.from_onnx(silero_path), "inputs": voice()}
-    await run_block("Testing your app", world)
-    await world["test_my_app_survives_a_crash"](fake_device)
-
-
 def test_each_command_at_a_terminal_works(
     tmp_path: Path, silero_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -459,7 +420,7 @@ def test_an_engine_that_a_package_declares_is_a_device(tmp_path: Path, silero_pa
     names, found = aionn.run(speech)
     assert name in names
     assert found == pytest.approx([found[0]] * 2)
-    page = (ROOT / "docs" / "drivers.md").read_text(encoding="utf-8")
+    page = (DOCS / "how-to" / "own-driver.md").read_text(encoding="utf-8")
     needed = re.search(r"An engine is a class with (.+?): the protocol", page, re.DOTALL)
     assert needed is not None
     public = {word for word in vars(aionn.hal.Engine) if not word.startswith("_")} | set(aionn.hal.Engine.__annotations__)
@@ -469,7 +430,7 @@ def test_an_engine_that_a_package_declares_is_a_device(tmp_path: Path, silero_pa
 def test_the_tree_of_errors_is_the_one_that_is_raised() -> None:
     depth_of: dict[int, str] = {}
     told: dict[str, set[str]] = {}
-    for line in the_block("Errors", "").text.splitlines():
+    for line in the_block("The tree", "").text.splitlines():
         branch, name, builtin, rest = re.fullmatch(r"([│├└─ ]*)(\w+)(?:\((\w+)\))?(.*)", line).groups()  # type: ignore[union-attr]
         depth = len(branch) // 4
         depth_of[depth] = name
@@ -492,7 +453,7 @@ async def test_checking_an_engine() -> None:
     await run_block("Checking an engine", world)
     (mark,) = world["test_my_engine"].pytestmark
     assert mark.kwargs["ids"] == [case.__name__ for case in CASES]
-    page = (ROOT / "docs" / "drivers.md").read_text(encoding="utf-8")
+    page = (DOCS / "how-to" / "own-driver.md").read_text(encoding="utf-8")
     assert [name for name in mark.kwargs["ids"] if f"`{name}`" not in page] == []
 
 

@@ -1,0 +1,179 @@
+"""O15: one fault each. That row alone fails, its way out works, and a healthy machine has no failing row."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.doctor_runs import ROOT, Clinic, RealCgroup, among_doctors, with_limit
+from tests.leaks import wait_for_end
+
+QUICK = ("--device", "reference")
+
+
+@pytest.fixture
+def clinic(tmp_path: Path) -> Clinic:
+    return Clinic(tmp_path)
+
+
+def test_a_healthy_machine_passes_and_nothing_is_left(clinic: Clinic) -> None:
+    before = sorted(os.listdir("/dev/shm"))
+    verdict = clinic.run()
+    assert verdict.failed == []
+    for name in ("kernel", "memfd", "eventfd", "futex", "sockets", "pidfd", "parent death", "open files", "cpus", "memory"):
+        assert verdict.ok(name), verdict.rows[name]
+    for name in ("engine onnxruntime", "engine openvino", "engine reference"):
+        assert "loads, compiles" in verdict.rows[name]["found"]
+    reference = (ROOT / "docs" / "reference" / "doctor.md").read_text()
+    assert [name for name in verdict.rows if f"`{name}`" not in reference and not name.startswith("engine ")] == []
+    assert sorted(os.listdir("/dev/shm")) == before
+    assert list(clinic.directory.iterdir()) == [], "not even the state directory was made"
+
+
+def test_a_memory_cgroup_of_64_mb_fails_alone(clinic: Clinic) -> None:
+    with RealCgroup("memory") as cgroup:
+        cgroup.set("memory.limit_in_bytes", 64 << 20)
+        verdict = clinic.run(prefix=cgroup.enter)
+        assert verdict.failed == ["memory"]
+        assert "memory.limit_in_bytes of cgroup /aionn-doctor" in verdict.rows["memory"]["found"]
+        assert verdict.rows["engines"]["found"] == "not started, because of memory"
+        cgroup.set("memory.limit_in_bytes", 1 << 30)
+        healed = clinic.run(*QUICK, prefix=cgroup.enter)
+        assert healed.failed == []
+        assert healed.ok("memory")
+        assert healed.ok("engine reference")
+
+
+def test_a_quota_of_one_cpu_fails_alone(clinic: Clinic) -> None:
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("one CPU cannot exceed a quota of one")
+    with RealCgroup("cpu") as cgroup:
+        cgroup.set("cpu.cfs_period_us", 100_000)
+        cgroup.set("cpu.cfs_quota_us", 100_000)
+        verdict = clinic.run(*QUICK, prefix=cgroup.enter)
+        assert verdict.failed == ["cpus"]
+        assert "allows 1 of" in verdict.rows["cpus"]["found"]
+        assert "a driver plans 1 thread" in verdict.rows["cpus"]["found"]
+        one = str(min(os.sched_getaffinity(0)))
+        assert clinic.run(*QUICK, prefix=(*cgroup.enter, "taskset", "-c", one)).ok("cpus"), "the second way out"
+        cgroup.set("cpu.cfs_quota_us", 100_000 * os.cpu_count())  # type: ignore[operator]
+        assert clinic.run(*QUICK, prefix=cgroup.enter).failed == []
+
+
+def test_64_open_files_fail_alone(clinic: Clinic) -> None:
+    verdict = clinic.run(prefix=with_limit("-n", 64))
+    assert verdict.failed == ["open files"]
+    assert "enough for 4 bursts" in verdict.rows["open files"]["found"]
+    healed = clinic.run(*QUICK, prefix=with_limit("-n", 1024))
+    assert healed.failed == []
+    assert healed.ok("open files")
+
+
+OBEY = "import os, sys; from tests.caching.unprivileged import obey_modes; obey_modes(); os.execv(sys.argv[1], sys.argv[1:])"
+
+
+def test_a_state_directory_that_cannot_be_written_to_fails_alone(clinic: Clinic) -> None:
+    obeying = (sys.executable, "-c", OBEY)
+    clinic.state.mkdir(mode=0o500)
+    verdict = clinic.run(*QUICK, prefix=obeying)
+    assert verdict.failed == ["state directory"]
+    assert "mode 0500" in verdict.rows["state directory"]["found"]
+    assert f"chmod 0700 {clinic.state}" in verdict.rows["state directory"]["way_out"]
+    clinic.state.chmod(0o700)
+    healed = clinic.run(*QUICK, prefix=obeying)
+    assert healed.failed == []
+    assert healed.ok("state directory")
+
+
+BROKEN = """
+class Missing:
+    name = "broken"
+    def __init__(self): raise RuntimeError("the licence has expired")
+
+from aionn.engines.reference import ReferenceEngine
+class Wrong(ReferenceEngine):
+    name = "broken"
+    def compile(self, model, options):
+        made = super().compile(model, options)
+        class Off:
+            def run(self, inputs, outputs, timing):
+                return made.run({name: value + 1 for name, value in inputs.items()}, outputs, timing)
+        return Off()
+
+class Dying(ReferenceEngine):
+    name = "broken"
+    def compile(self, model, options):
+        import os
+        os.kill(os.getpid(), 9)
+"""
+
+
+def install(folder: Path, package: str, name: str, place: str) -> Path:
+    """A package with one engine, as pip installs it."""
+    dist = folder / f"{package}-1.0.dist-info"
+    dist.mkdir(parents=True)
+    (dist / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    (dist / "entry_points.txt").write_text(f"[aionn.engines]\n{name} = {place}\n")
+    return dist
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [("Missing", "the licence has expired"), ("Wrong", "its outputs differ from the reference"), ("Dying", "ended by signal 9")],
+)
+def test_a_broken_engine_fails_alone(clinic: Clinic, kind: str, found: str) -> None:
+    folder = clinic.directory / "site"
+    dist = install(folder, "broken", "broken", f"broken_engine:{kind}")
+    (folder / "broken_engine.py").write_text(BROKEN)
+    clinic.environment["PYTHONPATH"] = f"{ROOT}:{folder}"
+    verdict = clinic.run(*QUICK, "--device", "broken")
+    assert verdict.failed == ["engine broken"]
+    assert found in verdict.rows["engine broken"]["found"]
+    assert verdict.ok("engine reference")
+    if kind == "Missing":  # the way out: uninstall it
+        for file in dist.iterdir():
+            file.unlink()
+        dist.rmdir()
+        assert clinic.run().failed == []
+
+
+def test_an_orphan_driver_fails_alone_and_fix_kills_it_and_no_other(clinic: Clinic) -> None:
+    """A driver without its parent death signal whose loop stands still, and beside it the driver of an app that lives."""
+
+    def start() -> tuple[subprocess.Popen[bytes], int]:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        app = subprocess.Popen(
+            [sys.executable, "-m", "tests.cli.orphaning_app"], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        assert app.stdout is not None
+        driver = int(app.stdout.readline().split()[1])
+        assert app.stdout.readline() == b"orphaning\n", "its driver stands still from now on"
+        return app, driver
+
+    clinic.alone = True
+    with among_doctors(fcntl.LOCK_EX):
+        (dead, orphan), (live, driver) = start(), start()
+        with dead, live:
+            try:
+                dead.kill()
+                dead.wait()
+                assert not wait_for_end(orphan, 0.5), "it lives on, so the case occurred"
+                verdict = clinic.run(*QUICK)
+                assert verdict.failed == ["orphan drivers"]
+                assert verdict.rows["orphan drivers"]["found"] == f"process {orphan} of app {dead.pid}"
+                healed = clinic.run("--fix", *QUICK)
+                assert healed.failed == []
+                assert healed.fixed == [f"driver {orphan} of app {dead.pid}: killed"]
+                assert wait_for_end(orphan, 5)
+                assert not wait_for_end(driver, 0), "the driver of a living app goes on"
+            finally:
+                for pid in (orphan, driver):
+                    if not wait_for_end(pid, 0):
+                        os.kill(pid, signal.SIGKILL)
+                live.kill()

@@ -1,0 +1,32 @@
+"""The directory in which the programs of the pages run: the files that a reader has, by the names that the pages use."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import soundfile
+import soxr
+
+from aionn.testing.models import scaled_model
+from tests.real_models import carried
+
+SAMPLE_RATE = 16_000
+
+
+def fill(folder: Path) -> None:
+    """Put the files into the folder: a small model, Silero VAD, and a recording of two speakers (16 kHz, mono, 28 s)."""
+    (folder / "model.onnx").write_bytes(scaled_model(np.full((1, 16), 2, np.float32)))
+    (folder / "silero_vad.onnx").symlink_to(carried("silero"))
+    samples, rate = soundfile.read(carried("speakers"), dtype="float32")
+    soundfile.write(folder / "speech.wav", soxr.resample(samples, rate, SAMPLE_RATE), SAMPLE_RATE, subtype="PCM_16")
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Return the environment of a program: drivers keep records in the folder, and `aionn` is on the path."""
+    path = os.pathsep.join([sysconfig.get_path("scripts"), str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))}
+    return {**inherited, "PATH": path, "XDG_STATE_HOME": str(folder / "state"), "PYTHONWARNINGS": "default", "COLUMNS": "120"}

@@ -1,0 +1,1 @@
+"""Tests of examples that are more than one file."""
