@@ -100,6 +100,19 @@ def deadline_of(timeout_s: float | None) -> int | None:
     return None if seconds is None else min(time.monotonic_ns() + int(min(seconds * 1e9, 2.0**63)), 2**63 - 1)
 
 
+def checked_name(what: str, name: object) -> str:
+    """Return the name of a runtime, a compilation or a burst. None is an empty name.
+
+    Raises:
+        CallerError: it is not a text of one line.
+    """
+    if name is None:
+        return ""
+    if not isinstance(name, str) or not name or not name.isprintable():
+        raise CallerError(f"{what}: name={name!r}; give a text of one line, or None")
+    return name
+
+
 def checked_seconds(name: str, value: float | None) -> float | None:
     """Return the seconds that an argument gives. None and infinity give None.
 
