@@ -10,6 +10,7 @@ import sqlite3
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -618,10 +619,11 @@ async def test_a_cancelled_waiter_leaves_nothing_and_the_next_goes_on(directory:
     async with CacheStore(directory) as store, CacheStore(directory) as other:
         publisher = await miss(store, wanted())
         async with anyio.create_task_group() as tasks:
-            for waiting in (store, other, store, other):
-                tasks.start_soon(waiting.open, wanted())
-            for _ in range(3):
-                await anyio.wait_all_tasks_blocked()
+            waits = [anyio.Event() for _ in range(4)]
+            for waiting, event in zip((store, other, store, other), waits, strict=True):
+                tasks.start_soon(partial(waiting.open, wanted(), waits=event.set))
+            for event in waits:
+                await event.wait()
             tasks.cancel_scope.cancel()
         fill(publisher.handles, b"artifact")
         assert await publisher.publish() is None
@@ -758,12 +760,12 @@ async def test_a_hit_after_a_wait_is_closed_when_its_caller_is_cancelled_at_the_
                 await asyncio.Event().wait()
 
         monkeypatch.setattr(CompileRight, "release", hanging)
-        publisher = await miss(store, wanted())
-        waiting = asyncio.create_task(other.open(wanted()))
-        await anyio.wait_all_tasks_blocked()
-        fill(publisher.handles, b"artifact")
-        assert await publisher.publish() is None
+        publisher, waits = await miss(store, wanted()), asyncio.Event()
+        waiting = asyncio.create_task(other.open(wanted(), waits=waits.set))
         with anyio.fail_after(20):
+            await waits.wait()  # else the first look could come after the publication, and would not need the right
+            fill(publisher.handles, b"artifact")
+            assert await publisher.publish() is None
             await releasing.wait()
         assert any(f"{directory}/entries/" in name for name in open_descriptors())
         waiting.cancel()
