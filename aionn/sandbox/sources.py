@@ -3,6 +3,8 @@
 The facts are attributes of the class or of its bases. They must be literals, because code that computes them would run before the
 confinement. Names are followed through imports and simple assignments, also into other modules. Python's own modules are not followed.
 
+A base counts if it is in the same top-level package. The author of another package's engine does not know what derived classes do.
+
 This module parses files. So it is imported only for engines whose facts `engines.needs` does not know.
 """
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator, Sequence
+from types import ModuleType
 from typing import Any
 
 from aionn.sandbox.facts import NAMES, Facts, FactsError
@@ -37,41 +40,54 @@ def declared(place: str) -> Facts | None:
 
 def source_of(module: str) -> Source | None:
     """Return the source of a module, or None if it has none. Imports neither the module nor the packages that it is in."""
-    where: Any = None
-    spec = None
     parts = module.split(".")
-    for end in range(1, len(parts) + 1):
-        name = ".".join(parts[:end])
-        for finder in sys.meta_path:
-            spec = finder.find_spec(name, where) if hasattr(finder, "find_spec") else None
-            if spec is not None:
-                break
-        if spec is None:
-            return None
-        where = spec.submodule_search_locations
-        if where is None and end < len(parts):
-            return None
+    stood_in: list[str] = []
+    try:
+        for end in range(1, len(parts)):
+            name = ".".join(parts[:end])
+            spec = _spec(name)
+            if spec is None or spec.submodule_search_locations is None:
+                return None
+            if name not in sys.modules:  # finders of namespace packages look there for the package around it
+                package: Any = ModuleType(name)
+                package.__path__ = spec.submodule_search_locations
+                sys.modules[name] = package
+                stood_in.append(name)
+        spec = _spec(module)
+    finally:
+        for name in stood_in:
+            del sys.modules[name]
     if spec is None or not spec.origin or not spec.origin.endswith(".py") or not hasattr(spec.loader, "get_data"):
         return None
     try:
-        return spec.loader.get_data(spec.origin), where is not None
+        return spec.loader.get_data(spec.origin), spec.submodule_search_locations is not None
     except OSError:
         return None
+
+
+def _spec(module: str) -> Any:
+    """Return where a module is, or None. The packages around it are in `sys.modules`."""
+    around = sys.modules.get(module.rpartition(".")[0])
+    where = getattr(around, "__path__", None)
+    found = (finder.find_spec(module, where) for finder in sys.meta_path if hasattr(finder, "find_spec"))
+    return next((spec for spec in found if spec is not None), None)
 
 
 class _Reader:
     """Follows names from one engine's class.
 
-    Invariant: no class is read twice, so classes that refer to each other end.
+    Invariant: no class and no assignment is read twice, so names that refer to each other end.
     """
 
     def __init__(self, place: str) -> None:
         self._place = place
         self._read: set[tuple[str, tuple[str, ...]]] = set()
 
-    def facts_of(self, module: str, names: tuple[str, ...]) -> dict[str, Any]:
-        """Return the facts of what a module calls `names[0].names[1]...`."""
+    def facts_of(self, module: str, names: tuple[str, ...], within: str = "") -> dict[str, Any]:
+        """Return the facts of what a module calls `names[0].names[1]...`. Only modules of the package `within` count, if it is given."""
         parts = module.split(".")
+        if within and parts[0] != within:
+            return {}
         followed = {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
         if (module, names) in self._read or followed & _NOT_FOLLOWED or module == "aionn":
             return {}
@@ -84,34 +100,32 @@ class _Reader:
         except (SyntaxError, ValueError, RecursionError):
             return {}  # the import says what is wrong
         package = parts if source[1] else parts[:-1]
-        return self._named(_Scope(module, package, (tree.body,)), names)
+        return self._named(_Scope(module, package, (tree.body,)), names, within)
 
-    def _named(self, scope: _Scope, names: tuple[str, ...]) -> dict[str, Any]:
+    def _named(self, scope: _Scope, names: tuple[str, ...], within: str) -> dict[str, Any]:
         """Return the facts of `names` in the innermost body that has the first of them."""
         for depth, body in enumerate(scope.bodies):
             outer = _Scope(scope.module, scope.package, scope.bodies[depth:])
             for node in reversed(list(_statements(body))):
                 if isinstance(node, ast.ClassDef) and node.name == names[0]:
                     inner = _Scope(scope.module, scope.package, (node.body, *outer.bodies))
-                    return self._named(inner, names[1:]) if names[1:] else self._of_class(node, outer)
+                    return self._named(inner, names[1:], within) if names[1:] else self._of_class(node, outer)
                 if isinstance(node, ast.Assign | ast.AnnAssign) and names[0] in _targets(node):
-                    value = _dotted(node.value)
-                    return self._named(outer, (*value, *names[1:])) if value and value[0] != names[0] else {}
+                    value = _dotted(node.value) if self._is_new(scope, node) else ()
+                    return self._named(outer, (*value, *names[1:]), within) if value else {}
                 if isinstance(node, ast.ImportFrom | ast.Import):
                     for module, rest in _imported(node, scope.package, names):
-                        if found := self.facts_of(module, rest):
+                        if found := self.facts_of(module, rest, within):
                             return found
         return {}
 
     def _of_class(self, node: ast.ClassDef, scope: _Scope) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        key = (scope.module, (str(node.lineno), node.name))
-        if key in self._read:
+        if not self._is_new(scope, node):
             return found
-        self._read.add(key)
         for base in reversed(node.bases):  # the first base wins, as in Python
             if names := _dotted(base):
-                found |= self._named(scope, names)
+                found |= self._named(scope, names, scope.module.partition(".")[0])
         for statement in _statements(node.body):
             for name in set(_targets(statement)) & set(NAMES):
                 literal = isinstance(statement, ast.Assign | ast.AnnAssign) and statement in node.body
@@ -119,6 +133,12 @@ class _Reader:
                     continue  # only an annotation
                 found[name] = self._literal(name, statement.value if literal else None)  # type: ignore[attr-defined]
         return found
+
+    def _is_new(self, scope: _Scope, node: ast.stmt) -> bool:
+        key = (scope.module, (str(node.lineno), str(node.col_offset)))
+        known = key in self._read
+        self._read.add(key)
+        return not known
 
     def _literal(self, name: str, value: ast.expr | None) -> Any:
         try:
