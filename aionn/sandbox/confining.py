@@ -44,8 +44,8 @@ def confine(level: str, facts: Facts | None, writable: tuple[str, ...] = ()) -> 
         return Confinement("off")
     _check_threads()
     report = _Report()
-    report.attempt(("limits",), no_core_files, "a crash may write a core file")
-    report.attempt(("no new privileges",), no_new_privileges, "setuid programs keep their privileges")
+    report.attempt(("limits",), no_core_files, "a limit of core files", "a crash may write a core file")
+    report.attempt(("no new privileges",), no_new_privileges, "prctl(PR_SET_NO_NEW_PRIVS)", "setuid programs keep their privileges")
     report.holds.append("environment")
     if facts is None:
         free = "files, network, processes and made code are free"
@@ -54,7 +54,7 @@ def confine(level: str, facts: Facts | None, writable: tuple[str, ...] = ()) -> 
     else:
         wide = too_wide(facts)
         abi = _landlocked(report, facts, writable)
-        by_kernel = not facts.makes_code and report.attempt(("no made code",), no_made_code, "")
+        by_kernel = not facts.makes_code and report.attempt(("no made code",), no_made_code, "prctl(PR_SET_MDWE)", "")
         _filtered(report, facts, strict=level == "strict", no_made_code=not facts.makes_code and not by_kernel)
         if abi >= _SCOPED_ABI and "files" in report.holds and "signals" not in report.holds:
             report.holds.append("signals")
@@ -98,23 +98,24 @@ class _Report:
         if unmet:
             self.unmet.append(sentence)
 
-    def attempt(self, words: tuple[str, ...], act: Callable[[], None], lack: str, needed: bool = False) -> bool:
-        """Return whether `act` worked, and note it. An empty `lack` leaves the failure to the caller."""
+    def attempt(self, words: tuple[str, ...], act: Callable[[], None], what: str, lack: str, needed: bool = False) -> bool:
+        """Return whether `act` worked, and note it.
+
+        Args:
+            words: what holds then.
+            act: tries a mechanism.
+            what: the name of the mechanism.
+            lack: what does not hold otherwise. If empty, the caller notes it.
+            needed: whether level "require" needs it.
+        """
         try:
             act()
         except OSError as error:
             if lack:
-                self.lack(f"{lack}, because {_reason(error)}", needed)
+                self.lack(f"{lack}, because the kernel or an outer sandbox refuses {what} ({error.strerror})", needed)
             return False
         self.holds.extend(words)
         return True
-
-
-def _reason(error: OSError) -> str:
-    """Return what an error of the kernel means for a mechanism that was tried."""
-    if error.errno in (errno.EPERM, errno.EACCES):
-        return f"the kernel or an outer sandbox refuses it ({error.strerror})"
-    return f"the kernel does not offer it ({error.strerror})"
 
 
 def _landlocked(report: _Report, facts: Facts, writable: tuple[str, ...]) -> int:
@@ -129,7 +130,8 @@ def _landlocked(report: _Report, facts: Facts, writable: tuple[str, ...]) -> int
         }.get(error.errno or 0, f"an outer sandbox denies Landlock ({error.strerror})")
         report.lack(f"{free}, because {why}", unmet=True)
         return 0
-    if report.attempt(("files",), lambda: landlock.restrict(rules(facts, writable), abi), free, needed=True) and abi < _LEAST_ABI:
+    restricted = report.attempt(("files",), lambda: landlock.restrict(rules(facts, writable), abi), "rules of Landlock", free, needed=True)
+    if restricted and abi < _LEAST_ABI:
         report.lack(
             f"only the filter of system calls protects files from being cut, because this kernel's Landlock has version {abi}", True
         )
@@ -149,10 +151,12 @@ def _filtered(report: _Report, facts: Facts, *, strict: bool, no_made_code: bool
             name_denied_calls(MACHINES[machine][0])
         code = program(machine, strict=strict, any_ioctl=bool(facts.devices), no_made_code=no_made_code)
         words = (*_BY_FILTER, "no made code") if no_made_code else _BY_FILTER
-        if report.attempt(words, lambda: install(code, machine), free, needed=True):
+        if report.attempt(words, lambda: install(code, machine), "a filter of system calls", free, needed=True):
             return
     if no_made_code:
-        report.lack("memory may be writable and executable, because this kernel has no rule for that (it comes with Linux 6.3)")
+        report.lack(
+            "memory may be writable and executable, because neither the kernel (since Linux 6.3) nor a filter of system calls denies it"
+        )
 
 
 def _note_exceptions(report: _Report, facts: Facts, wide: dict[str, str], level: str) -> None:
