@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import platform
 from collections.abc import Callable
 
 from aionn.sandbox import landlock
@@ -140,7 +139,7 @@ def _landlocked(report: _Report, facts: Facts, writable: tuple[str, ...]) -> int
 
 def _filtered(report: _Report, facts: Facts, *, strict: bool, no_made_code: bool) -> None:
     """Restrict system calls. The filter also keeps memory from being made executable where the kernel has no rule for that."""
-    machine = platform.machine()
+    machine = os.uname().machine
     free = "system calls, network and processes are free"
     if machine not in MACHINES:
         report.lack(f"{free}, because aionn has no table of system calls for {machine}", unmet=True)

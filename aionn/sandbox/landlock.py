@@ -37,10 +37,12 @@ WRITE = READ | _WRITE_FILE | _REMOVE_DIR | _REMOVE_FILE | _MAKE_DIR | _MAKE_REG 
 DEVICE = READ | _WRITE_FILE | _IOCTL_DEV
 
 
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
 def _syscall(number: int, *arguments: int | bytes | None) -> int:
-    libc = ctypes.CDLL(None, use_errno=True)
     given = [ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments]
-    result: int = libc.syscall(ctypes.c_long(number), *given)
+    result: int = _libc.syscall(ctypes.c_long(number), *given)
     if result < 0:
         failed = ctypes.get_errno()
         raise OSError(failed, os.strerror(failed))

@@ -70,7 +70,14 @@ def too_wide(facts: Facts) -> dict[str, str]:
     """Return places that a driver may read although they hold files of people (the root, home folders), and why it may."""
     asked = {found: "its engine asks for it" for path in facts.reads for found in _matching(path)}
     usual = dict.fromkeys((*_python(), *_loaders()), "Python or the system's loader looks for packages or libraries there")
-    return {path: why for path, why in sorted((usual | asked).items()) if _holds_a_home(path)}
+    found: dict[str, str] = {}
+    above = ""
+    for path, why in sorted((usual | asked).items()):
+        if not above or not path.startswith(above):  # else a path that was looked at covers this one
+            above = path.rstrip("/") + "/"
+            if _holds_a_home(path):
+                found[path] = why
+    return found
 
 
 def _matching(path: str) -> list[str]:
@@ -78,10 +85,19 @@ def _matching(path: str) -> list[str]:
 
 
 def _holds_a_home(path: str) -> bool:
-    real = os.path.realpath(path)
-    if real in ("/", "/home") or os.path.dirname(real) == "/home":
-        return True
-    return any(os.path.lexists(f"{real}/{name}") for name in _OF_A_HOME)
+    """Return whether a path is the root, the folder of home folders, or a home folder."""
+    homes = _identity("/home")
+    if _identity(path) in (_identity("/"), homes) or _identity(f"{path}/..") == homes:
+        return os.path.isdir(path)
+    return any(os.path.lexists(f"{path}/{name}") for name in _OF_A_HOME)
+
+
+def _identity(path: str) -> tuple[int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _python() -> set[str]:
