@@ -26,6 +26,8 @@
 
 enum { PATIENCE_WHILE_LOSING_MS = 100, TAKEN_BYTES = 1 << 16, STACK_BYTES = 1 << 16 };
 
+static const char LINE[] = "\n[aionn: the app did not read what this driver process prints; %llu bytes are lost]\n";
+
 struct valve {
     int reading, writing; /* neither waits */
     int patience_ms;
@@ -70,23 +72,28 @@ static void *mind(void *argument)
     const struct valve *valve = argument;
     int size = fcntl(valve->writing, F_GETPIPE_SZ), patience_ms = valve->patience_ms;
     unsigned long long lost = 0, said = 0; /* since the app has last read everything */
+    int line_bytes = 0;                    /* of the line in the pipe that says it, which is lost with the rest */
     for (;;) {
         int something = ready(valve->reading, POLLIN, 0);
-        if (!something) {
+        if (!something && lost == said) {
             lost = said = 0;
+            line_bytes = 0;
             patience_ms = valve->patience_ms;
             something = ready(valve->reading, POLLIN, -1);
         }
         if (something < 0)
             return NULL; /* an engine has closed what is not its own */
         if (!ready(valve->writing, POLLOUT, 0) && !ready(valve->writing, POLLOUT, patience_ms)) {
-            lost += emptied(valve, size > 0 ? size : TAKEN_BYTES);
+            lost += emptied(valve, size > 0 ? size : TAKEN_BYTES) - (unsigned long long)line_bytes;
+            line_bytes = 0;
             patience_ms = PATIENCE_WHILE_LOSING_MS;
         }
         if (lost != said) {
-            int length = snprintf(taken, sizeof taken, "\n[aionn: the app did not read what this driver process prints; %llu bytes are lost]\n", lost);
-            if (write(valve->writing, taken, (size_t)length) == length)
+            int length = snprintf(taken, sizeof taken, LINE, lost);
+            if (write(valve->writing, taken, (size_t)length) == length) {
                 said = lost;
+                line_bytes = length;
+            }
         }
         nap(patience_ms / 2);
     }
