@@ -1,4 +1,4 @@
-/* `open_valve`: a thread that keeps this process from waiting on its own full output.
+/* `open_valve`: a thread that keeps this process from waiting on its full output.
  *
  * Descriptors 1 and 2 are a pipe that the app reads in its event loop. An app whose loop stands still reads nothing, and a thread that
  * prints would wait in `write`. A pipe that does not wait would be worse: a C++ stream that fails once prints nothing any more. So
@@ -9,7 +9,7 @@
  *
  * Invariants
  *     While the pipe is empty the thread sleeps until something is printed. Else it looks at most twice in `patience_ms`.
- *     It writes without waiting, through a description of its own.
+ *     It writes without waiting, because its open file description does not wait.
  *     It owns both descriptors, and ends with the process. */
 #define _GNU_SOURCE
 #define PY_SSIZE_T_CLEAN
