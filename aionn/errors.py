@@ -116,6 +116,8 @@ class OutputInsufficientSizeError(ExecutionError):
 class DriverDiedError(AionnError):
     """The driver process has ended, and will never answer its open calls. It is safe to make the same call again.
 
+    If the process has written to stderr, a note (`__notes__`) has its last lines.
+
     Attributes:
         device: the name of the device whose driver it was.
         exit_code: as in `subprocess` (a negative number is the signal that killed it), or None if it is not known.

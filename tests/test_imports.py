@@ -110,7 +110,7 @@ DRIVEN = """
 
 
 def test_a_driver_that_greets_has_imported_its_engine_and_what_serves(tmp_path: Path) -> None:
-    """Python itself writes what a driver imports, into the stderr that the driver shares with its app."""
+    """Python itself writes what a driver imports, and the app writes it to its own stderr."""
     environment = dict(os.environ, PYTHONPROFILEIMPORTTIME="1", PYTHONPYCACHEPREFIX=str(tmp_path))
     script = textwrap.dedent(DRIVEN)
     out = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=60, check=True, env=environment)

@@ -1,7 +1,7 @@
 """The first lines of a driver process: tie its life to its parent's, give its rights away, open its socket.
 
 All of it happens with one thread, and before NumPy, the loop's library or an engine is imported. A thread made earlier would keep its
-rights. So this module imports nothing heavy.
+rights. So this module imports nothing heavy. The thread that watches the output is made last.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import resource
 import signal
 import socket
+import stat
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,6 +32,13 @@ GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 The app handles them and may still finish its work. Its drivers end with it.
 """
+
+PATIENCE_S = 5.0
+"""How long a thread may wait that prints while the app does not read. Then the oldest output is dropped, and a line says how much.
+It is less than the usual `hang_s`, after which a driver whose loop waits is killed."""
+
+_STARTED_BY_AN_APP = "AIONN_APP_PID"
+"""A driver that was started by hand has a stderr of its user's."""
 
 
 def bind_to_parent() -> None:
@@ -69,6 +77,34 @@ def close_inherited(keep: int) -> None:
                 os.close(fd)
         except OSError:
             continue  # the descriptor of the listing itself
+
+
+def own_pipe() -> tuple[int, int] | None:
+    """Open both ends of the pipe that is this process's stderr, by descriptions that do not wait.
+
+    Call it before the process is confined, because a confined process may not open descriptors again. Returns None where no app has
+    given this process a pipe.
+    """
+    try:
+        if _STARTED_BY_AN_APP not in os.environ or not stat.S_ISFIFO(os.fstat(2).st_mode):
+            return None
+        reading = os.open("/proc/self/fd/2", os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return None  # without /proc, or with a stderr of another user
+    try:
+        return reading, os.open("/proc/self/fd/2", os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        os.close(reading)
+        return None
+
+
+def watch_pipe(ends: tuple[int, int] | None) -> None:
+    """Drop output that the app does not read, from now on. Call it after the process is confined, because it starts a thread."""
+    if ends is None:
+        return
+    from aionn.driver._valve import open_valve
+
+    open_valve(*ends, int(PATIENCE_S * 1000))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +161,12 @@ def begin(arguments: list[str]) -> Begun | int:
         private_directory(state)
         private_directory(records)
     level = arguments[4] if len(arguments) > 4 else "off"
-    refusal, confinement = "", Confinement()
+    refusal, confinement, pipe = "", Confinement(), own_pipe()
     try:
         confinement = confine(level, None if level == "off" else facts_of(*_place(name, home)), (str(records),))
     except (SandboxError, FactsError) as error:
         refusal = f"device {name!r} cannot start: {error}"
+    watch_pipe(pipe)
     return Begun(name, home, sock, str(records), confinement, refusal)
 
 

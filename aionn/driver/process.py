@@ -57,6 +57,8 @@ async def serve(begun: Begun) -> None:
         except ConnectionError:
             return  # the app has gone meanwhile
         return
+    if not faulthandler.is_enabled():
+        faulthandler.enable(2, all_threads=False)
     faulthandler.register(STACKS_SIGNAL, file=page.fd, all_threads=True)
     _beat(page)
     gc.freeze()  # what exists now stays, so no collection needs to look at it again

@@ -72,8 +72,8 @@ class Runtime:
         sandbox: how much of its rights a driver gives away before it sees a model (`docs/security.md`). "auto": as much as this kernel
             allows; `Device.sandbox` and `aionn devices` show it. "require": a device that cannot be confined raises
             `DeviceUnavailableError`. "off": drivers keep the app's rights. None: the variable `AIONN_SANDBOX` decides, else "auto".
-        driver_env: environment variables for drivers, by name. A confined driver gets no others than those that Python, its libraries and
-            engines are known to read.
+        driver_env: environment variables for drivers, by name. They beat the app's. A confined driver gets no others of the app than those
+            that Python, its libraries and engines are known to read.
 
     Raises:
         CallerError: an argument is not as described; or `start` names a device that is not installed.

@@ -1,7 +1,7 @@
 """Engines that run only some nodes, so that a model over two of them is cut. Asked for as "tests.bench.partial_engines:Front".
 
 Even, Odd      compute nothing; the nodes whose names begin with "even" or "odd"
-Front, Back    ONNX Runtime; Back has the nodes that the file named by AIONN_BENCH_BACK lists, and Front has the others
+Front, Back    ONNX Runtime; Back has the nodes that the file named by AIONN_TEST_BENCH_BACK lists, and Front has the others
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from aionn.engines.onnxruntime import OnnxRuntimeEngine
 from aionn.hal import Model, OptionValue
 from tests.bench.empty_engine import EmptyEngine
 
-BACK = "AIONN_BENCH_BACK"
+BACK = "AIONN_TEST_BENCH_BACK"
 
 
 class Even(EmptyEngine):

@@ -1,6 +1,6 @@
 """The reference engine with a cache, in a process that writes down every path that Python code opens.
 
-Ask a driver for it as `NAME`. The file that AIONN_OPENED names gets one line for each path, as the code named it.
+Ask a driver for it as `NAME`. The file that AIONN_TEST_OPENED names gets one line for each path, as the code named it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from aionn.hal import CompileOptions, Model
 from tests.conformance.storing_reference import StoringReference
 
 NAME = "tests.conformance.watched_opens:WatchedReference"
-WATCHED = "AIONN_OPENED"
+WATCHED = "AIONN_TEST_OPENED"
 
 
 def _write_down(path: str) -> None:

@@ -1,4 +1,4 @@
-"""An engine with a bug in the act that AIONN_BUG names, such as "run KeyError". Its driver is a process like any other."""
+"""An engine with a bug in the act that AIONN_TEST_BUG names, such as "run KeyError". Its driver is a process like any other."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Stray(RuntimeError):
 
 
 def act(name: str) -> None:
-    wanted, _, kind = os.environ.get("AIONN_BUG", "").partition(" ")
+    wanted, _, kind = os.environ.get("AIONN_TEST_BUG", "").partition(" ")
     if wanted == name:
         error: type[Exception] = getattr(builtins, kind, None) or globals()[kind]
         raise error("the bug")

@@ -13,12 +13,12 @@ from aionn.engines.onnxruntime import OnnxRuntimeEngine
 
 
 class KilledWhileItCompiles(OnnxRuntimeEngine):
-    """Reports the bytes it has written in the file that AIONN_KILLED_ENGINE names, and dies."""
+    """Reports the bytes it has written in the file that AIONN_TEST_KILLED_ENGINE names, and dies."""
 
     def _session(self, graph: bytes, settings: Any, *rest: Any) -> Any:
         session = super()._session(graph, settings, *rest)
         written_bytes = os.stat(settings.optimized_model_filepath).st_size
-        with open(os.environ["AIONN_KILLED_ENGINE"], "a", encoding="ascii") as report:
+        with open(os.environ["AIONN_TEST_KILLED_ENGINE"], "a", encoding="ascii") as report:
             report.write(f"{written_bytes}\n")
         os.kill(os.getpid(), signal.SIGKILL)
         return session

@@ -27,7 +27,7 @@ class LoggingEngine(FakeEngine):
 class LoggingExecutable(FakeExecutable):
     def run(self, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]], timing: bool) -> ExecutionReport:
         if inputs["input"].ravel()[0]:
-            if os.environ.get("AIONN_LOGS") == "bug":
+            if os.environ.get("AIONN_TEST_LOGS") == "bug":
                 raise KeyError("a bug")
             for number in range(LINES):
                 logging.getLogger("aionn.driver").error("line %d", number)

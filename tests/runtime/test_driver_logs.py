@@ -74,7 +74,7 @@ async def test_an_engine_that_logs_ten_thousand_lines_fills_no_log(model: aionn.
 
 
 async def test_a_traceback_of_a_driver_comes_whole_and_once(model: aionn.Model, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AIONN_LOGS", "bug")
+    monkeypatch.setenv("AIONN_TEST_LOGS", "bug")
     async with aionn.Runtime() as runtime:
         compilation = await runtime.compile(model, devices=(NAME,))
         async with compilation.burst() as burst:

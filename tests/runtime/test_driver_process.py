@@ -204,7 +204,7 @@ async def test_a_driver_killed_while_onnx_runtime_writes_its_artifact_leaves_no_
 ) -> None:
     temporary, report = tmp_path / "temporary", tmp_path / "report"
     temporary.mkdir()
-    for name, value in (("TMPDIR", temporary), ("AIONN_KILLED_ENGINE", report), ("PYTHONPATH", Path(__file__).parents[2])):
+    for name, value in (("TMPDIR", temporary), ("AIONN_TEST_KILLED_ENGINE", report), ("PYTHONPATH", Path(__file__).parents[2])):
         monkeypatch.setenv(name, str(value))
     async with leak_check(), aionn.Runtime() as runtime:
         with pytest.raises(DriverDiedError) as caught:

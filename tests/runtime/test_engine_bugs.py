@@ -56,7 +56,7 @@ def expect_note(error: BaseException) -> None:
 async def test_a_bug_in_a_preparation_shows_where_it_lies(
     act: str, where: str, model: aionn.Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("AIONN_BUG", f"{act} KeyError")
+    monkeypatch.setenv("AIONN_TEST_BUG", f"{act} KeyError")
     async with aionn.Runtime() as runtime:
         with pytest.raises(CompilationError, match="KeyError: 'the bug'") as raised:
             await runtime.compile(model, devices=(NAME,))
@@ -68,7 +68,7 @@ async def test_a_bug_in_a_preparation_shows_where_it_lies(
 async def test_a_bug_in_a_run_is_logged_once_and_noted_each_time(
     model: aionn.Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("AIONN_BUG", "run ZeroDivisionError")
+    monkeypatch.setenv("AIONN_TEST_BUG", "run ZeroDivisionError")
     async with aionn.Runtime() as runtime:
         compilation = await runtime.compile(model, devices=(NAME,))
         for _ in range(2):
@@ -85,7 +85,7 @@ async def test_a_bug_in_a_run_is_logged_once_and_noted_each_time(
 
 
 async def test_a_bug_in_a_run_with_values_shows_where_it_lies(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setenv("AIONN_BUG", "run ZeroDivisionError")
+    monkeypatch.setenv("AIONN_TEST_BUG", "run ZeroDivisionError")
     async with aionn.Runtime() as runtime:
         compilation = await runtime.compile(passing(TEXTS), devices=(NAME,))
         for _ in range(2):
@@ -101,7 +101,7 @@ async def test_a_bug_in_a_run_with_values_shows_where_it_lies(monkeypatch: pytes
 async def test_an_error_without_a_text_or_with_stray_bytes_is_as_good_as_another(
     act: str, kind: str, model: aionn.Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("AIONN_BUG", f"{act} {kind}")
+    monkeypatch.setenv("AIONN_TEST_BUG", f"{act} {kind}")
     words = "no text can be made of it" if kind == "Unprintable" else r"the bug \\udcff"
     async with aionn.Runtime() as runtime:
         if act in ("export", "load"):
@@ -127,7 +127,7 @@ async def test_an_error_without_a_text_or_with_stray_bytes_is_as_good_as_another
 async def test_a_bug_that_costs_only_the_cache_is_in_the_log(
     act: str, model: aionn.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("AIONN_BUG", f"{act} TypeError")
+    monkeypatch.setenv("AIONN_TEST_BUG", f"{act} TypeError")
     async with aionn.Runtime() as runtime:
         for _ in range(2):
             compilation = await runtime.compile(model, devices=(NAME,), cache_dir=tmp_path / "cache")
@@ -138,7 +138,7 @@ async def test_a_bug_that_costs_only_the_cache_is_in_the_log(
 
 
 async def test_a_bug_in_the_start_of_an_engine_is_noted(model: aionn.Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AIONN_BUG", "start AttributeError")
+    monkeypatch.setenv("AIONN_TEST_BUG", "start AttributeError")
     async with aionn.Runtime() as runtime:
         with pytest.raises(DeviceUnavailableError, match="cannot start: AttributeError: the bug") as raised:
             await runtime.compile(model, devices=(NAME,))
@@ -149,7 +149,7 @@ async def test_a_bug_in_the_start_of_an_engine_is_noted(model: aionn.Model, monk
 async def test_what_a_library_raises_is_no_bug(
     act: str, model: aionn.Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("AIONN_BUG", f"{act} RuntimeError")
+    monkeypatch.setenv("AIONN_TEST_BUG", f"{act} RuntimeError")
     async with aionn.Runtime() as runtime:
         with pytest.raises((CompilationError, ExecutionError), match="the bug") as raised:
             compilation = await runtime.compile(model, devices=(NAME,))

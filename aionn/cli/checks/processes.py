@@ -13,7 +13,7 @@ from aionn.cli.checks.row import Row, fail, ok, warn
 from aionn.pages import find_headers, start_time_of
 from aionn.pages.layout import RELEASE, VERSION
 from aionn.pages.process_use import own_pid_of, status_of
-from aionn.runtime.processes.spawning import APP_PID
+from aionn.runtime.processes.surroundings import APP_PID
 
 __all__ = ["Orphan", "is_orphan", "orphan_drivers", "orphans", "releases", "time_namespaces"]
 

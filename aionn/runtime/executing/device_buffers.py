@@ -116,4 +116,7 @@ def losing(device: str) -> Iterator[None]:
 
 def lost_with(device: str, error: BaseException) -> DeviceMemoryLostError:
     """Return what the end of a driver means to the memory in it."""
-    return DeviceMemoryLostError(device, error.exit_code if isinstance(error, DriverDiedError) else None)
+    lost = DeviceMemoryLostError(device, error.exit_code if isinstance(error, DriverDiedError) else None)
+    for note in getattr(error, "__notes__", ()):
+        lost.add_note(note)
+    return lost

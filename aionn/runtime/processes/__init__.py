@@ -4,6 +4,7 @@ devices   `Device` and `Devices`: which devices a runtime has, and the driver pr
 process   `DriverProcess`: one driver process and the connection to it
 early     drivers that start when the runtime opens
 child     a child process, signalled and waited for through its pidfd
+output    what a driver process prints, on its way to the app's stderr
 spawning  `posix_spawn` of a driver
 surroundings  the environment of a driver, and how much confines it
 facts     what a driver has reported about its device

@@ -1,10 +1,11 @@
-"""A child process, signalled and waited for through its pidfd.
+"""A child process, signalled and waited for through its pidfd, and what it prints.
 
 Invariants
     A child is waited for (`waitid`) once, in `reap`. `exit_code` is set after it, unless the app reaped the child itself
     (SIGCHLD ignored, a stray `os.wait`).
     Signals go through the pidfd. The number of a process may belong to another process by now.
     `_pidfd` is -1 from the moment it is closed.
+    What the child has printed was written to the app's stderr when `reap` returns.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import select
 import signal
 from collections.abc import Callable
 
+from aionn.runtime.processes.output import Output
 from aionn.tasks import leave_in_child, running_loop
 
 
@@ -25,14 +27,21 @@ class Child:
         exit_code: of the process that has ended, or minus the signal that ended it. None if it is not known.
     """
 
-    def __init__(self, pid: int, pidfd: int, exited: Callable[[], None]) -> None:
-        """Take over the pidfd. `exited` is called when the process has ended, until `reap` or `give_up` has been called."""
+    def __init__(self, pid: int, pidfd: int, output: Output, exited: Callable[[], None]) -> None:
+        """Take over the pidfd and the output. `exited` is called when the process has ended, until `reap` or `give_up` has been called."""
         self.pid = pid
         self.exit_code: int | None = None
         self._pidfd = pidfd
         self._loop = running_loop()
         self._loop.add_reader(pidfd, exited)
+        self._output = output
+        output.forward()
         leave_in_child(self)
+
+    @property
+    def last_lines(self) -> str:
+        """The last lines that it has printed so far, without control characters. May be empty."""
+        return self._output.last_lines
 
     def signal(self, number: int) -> None:
         """Send a signal, unless the process has ended."""
@@ -64,14 +73,15 @@ class Child:
             waiting.poll(seconds * 1000)
 
     def give_up(self) -> None:
-        """Close the pidfd. A process that still runs is left to the system."""
+        """Close the pidfd and the output. A process that still runs is left to the system."""
+        self._output.end()
         fd, self._pidfd = self._pidfd, -1
         if fd >= 0:
             self._loop.remove_reader(fd)
             os.close(fd)
 
     def leave(self) -> None:
-        """Close the pidfd in a child of fork: the process is the parent's."""
+        """Close the pidfd in a child of fork: the process is the parent's. The output leaves by itself."""
         if self._pidfd >= 0:
             os.close(self._pidfd)
             self._pidfd = -1

@@ -88,8 +88,8 @@ class DriverProcess:
         self._remote: RemoteDevice | None = None
         self._page: PageReader | None = None
         self.life = Life(spawned.started_ns, reports=reports)
-        pidfd, ours = spawned.take_over()
-        self._child = Child(spawned.pid, pidfd, self._exited)
+        pidfd, ours, output = spawned.take_over()
+        self._child = Child(spawned.pid, pidfd, output, self._exited)
         if reports is not None:
             reports.spawned(spawned.pid)
         self._calls: asyncio.Queue[tuple[int, CallBody, Descriptors] | None] = asyncio.Queue()
@@ -255,8 +255,8 @@ class DriverProcess:
         self.connection.drain()
         error = self._killed_by or self._death()
         if self.alive and not self._dismissed and self._broke is None:
-            words = "%s (process %d, with the models %s)"
-            logger.warning(words, error, self.pid, _models_of(self._remote), extra=about(device=self.name))
+            words, notes = "%s (process %d, with the models %s)%s", "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
+            logger.warning(words, error, self.pid, _models_of(self._remote), notes, extra=about(device=self.name))
         if isinstance(error, DriverHungError):
             self.life.cause = "hung"
         elif not self._dismissed and not isinstance(self.connection.ended_by, CallerError):  # else aionn has closed it
@@ -284,7 +284,10 @@ class DriverProcess:
             why = f"after it had broken the protocol ({self._broke})"
         elif not self._started.is_set():
             why = "before it was ready (what it wrote to stderr tells why)"
-        return DriverDiedError(self.name, self._child.exit_code, why)
+        error = DriverDiedError(self.name, self._child.exit_code, why)
+        if lines := self._child.last_lines:
+            error.add_note(f"the last lines that the driver process wrote to stderr:\n{lines}")
+        return error
 
     def close(self, why: str) -> None:
         """End the connection, so that the driver ends by itself. Callers that wait get a `CallerError`, which says why."""

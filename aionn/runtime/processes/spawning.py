@@ -1,6 +1,6 @@
 """Start the process of a driver. Only this file starts processes.
 
-A driver finds in its environment which process started it (`APP_PID`). So `aionn doctor` recognises one that has lost its app.
+A driver finds in its environment which process started it (`surroundings.APP_PID`). So `aionn doctor` recognises one that has lost its app.
 
 A driver is started by posix_spawn and exec, so nothing of the app's loop or threads is copied into it.
 
@@ -17,11 +17,12 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
 from aionn.caching.private_folder import user_state_directory
 from aionn.errors import CallerError, DeviceUnavailableError
+from aionn.runtime.processes.output import Output, output_pipe
 from aionn.runtime.processes.surroundings import driver_environment
 from aionn.tasks import leave_in_child
 
@@ -75,10 +76,6 @@ def checked_state_dir(state_dir: object) -> str:
     return os.path.abspath(path)
 
 
-APP_PID = "AIONN_APP_PID"
-"""The variable in the environment of a driver with the number of its app, as the app itself knows it."""
-
-
 def start_python(code: str, stdin_fd: int, stdout_fd: int) -> int:
     """Start this Python with a few lines of code, for `aionn doctor`. Returns the pid. The caller must wait for the process.
 
@@ -94,12 +91,13 @@ def start_python(code: str, stdin_fd: int, stdout_fd: int) -> int:
 
 
 class Spawned:
-    """A driver process that was just started. Its owner takes the pidfd and the socket over, or calls `end`.
+    """A driver process that was just started. Its owner takes the pidfd, the socket and the output over, or calls `end`.
 
     Attributes:
         pid: its number.
         pidfd: a descriptor of the process. -1 once it was taken over or closed.
         sock: the app's end of the control socket.
+        output: what the process prints. Nothing reads it before it was taken over.
         home: "package.module:Class" of its engine, or an empty text.
         started_ns: by CLOCK_MONOTONIC.
     """
@@ -113,29 +111,32 @@ class Spawned:
         self.home = home
         self.started_ns = time.monotonic_ns()
         try:
-            self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-            with theirs:
-                try:
-                    self.pid, self.pidfd = _spawn(f"{name}={home}" if home else name, name, theirs, schedule, settings)
-                except BaseException:
-                    self.sock.close()
-                    raise
+            with ExitStack() as theirs, ExitStack() as ours:
+                self.output, printing = output_pipe()
+                theirs.callback(os.close, printing)
+                ours.callback(self.output.end)
+                self.sock, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+                theirs.enter_context(control)
+                ours.enter_context(self.sock)
+                engine = f"{name}={home}" if home else name
+                self.pid, self.pidfd = _spawn(engine, name, (control.fileno(), printing), schedule, settings)
+                ours.pop_all()
         except OSError as error:
             raise DeviceUnavailableError(
                 name, f"device {name!r} cannot start: its driver process ({sys.executable}) was not made: {error.strerror}"
             ) from error
         leave_in_child(self)
 
-    def take_over(self) -> tuple[int, socket.socket]:
-        """Give the pidfd and the socket to the caller, who must close them and wait for the process."""
+    def take_over(self) -> tuple[int, socket.socket, Output]:
+        """Give the pidfd, the socket and the output to the caller, who must close them and wait for the process."""
         pidfd, self.pidfd = self.pidfd, -1
-        return pidfd, self.sock
+        return pidfd, self.sock, self.output
 
     def end(self) -> None:
         """Kill the process and wait for its end, unless it was taken over. A process that does not end is left to the system."""
         if self.pidfd < 0:
             return
-        pidfd, sock = self.take_over()
+        pidfd, sock, output = self.take_over()
         try:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
@@ -147,19 +148,22 @@ class Spawned:
         finally:
             os.close(pidfd)
             sock.close()
+            output.end()
 
     def leave(self) -> None:
         """Close the descriptors in a child of fork: the process is the parent's."""
         if self.pidfd >= 0:
-            pidfd, sock = self.take_over()
+            pidfd, sock, _ = self.take_over()  # the output leaves by itself
             os.close(pidfd)
             sock.close()
 
 
-def _spawn(engine: str, name: str, theirs: socket.socket, schedule: str, settings: Settings) -> tuple[int, int]:
+def _spawn(engine: str, name: str, theirs: tuple[int, int], schedule: str, settings: Settings) -> tuple[int, int]:
     """Start `python -m aionn.driver ENGINE`. Returns the pid and the pidfd.
 
-    The child has the socket as descriptor 3, no stdin, and prints to the app's stderr. `schedule` is as for `DriverProcess`.
+    Args:
+        theirs: a socket, which the child has as descriptor 3, and the end of a pipe, which it has as stdout and stderr. It has no stdin.
+        schedule: as for `DriverProcess`.
 
     Raises:
         OSError: the process cannot be started. Nothing of it is left.
@@ -170,28 +174,30 @@ def _spawn(engine: str, name: str, theirs: socket.socket, schedule: str, setting
         raise DeviceUnavailableError(
             name, f"device {name!r} cannot start: sys.executable {found}; set it to a Python that has aionn installed"
         )
-    # A number above the child's numbers, so that each dup2 really duplicates and clears close-on-exec.
-    high = fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD_CLOEXEC, 10)
+    # Numbers above the child's numbers, so that each dup2 really duplicates and clears close-on-exec.
+    high: list[int] = []
     try:
+        for fd in theirs:
+            high.append(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10))
         pid = os.posix_spawn(
             sys.executable,
             [
                 *(sys.executable, "-P", "-m", "aionn.driver", engine, str(_SOCKET_FD), schedule),
                 *(settings.state_dir or os.path.abspath(user_state_directory()), settings.sandbox),
             ],
-            {**driver_environment(settings.sandbox, settings.threads, settings.environment), APP_PID: str(os.getpid())},
+            driver_environment(settings.sandbox, settings.threads, settings.environment),
             file_actions=[
-                *([] if _has_stderr() else [(os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0)]),
-                (os.POSIX_SPAWN_DUP2, 2, 1),
                 (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-                (os.POSIX_SPAWN_DUP2, high, _SOCKET_FD),
+                *((os.POSIX_SPAWN_DUP2, high[1], fd) for fd in (1, 2)),
+                (os.POSIX_SPAWN_DUP2, high[0], _SOCKET_FD),
             ],
             # The app handles a signal to the process group. The driver unblocks signals once it ignores those.
             setsigmask=signal.valid_signals(),
             setsigdef=[signal.SIGPIPE, signal.SIGCHLD],
         )
     finally:
-        os.close(high)
+        for fd in high:
+            os.close(fd)
     try:
         return pid, os.pidfd_open(pid)
     except BaseException:
@@ -199,11 +205,3 @@ def _spawn(engine: str, name: str, theirs: socket.socket, schedule: str, setting
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         raise
-
-
-def _has_stderr() -> bool:
-    """Return whether descriptor 2 is the app's stderr. In a daemon it is closed, or another file has got its number."""
-    try:
-        return os.get_inheritable(2)
-    except OSError:
-        return False

@@ -1,0 +1,123 @@
+"""The environment of drivers: what a confined one gets, what an app adds, and what never passes."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import numpy as np
+import pytest
+
+import aionn
+from aionn.errors import CallerError
+from aionn.runtime.processes.surroundings import APP_PID, checked_driver_env, driver_environment
+from aionn.testing import identity_model
+from tests.leaks import leak_check
+from tests.runtime.printing_engine import NAME, Act
+
+SECRETS = {
+    name: f"secret-{name}"
+    for name in (
+        *("AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "OPENAI_API_KEY", "GITHUB_TOKEN", "DATABASE_URL", "http_proxy", "HTTPS_PROXY", "ALL_PROXY"),
+        *("NVIDIA_API_KEY", "NGC_API_KEY", "PYTHON_KEYRING_BACKEND", "PYTHONSTARTUP", "PYTHONBREAKPOINT", "PYTHONINSPECT"),
+        *("LC_GIT_TOKEN", "LC_ANYTHING", "ORT_HTTP_PASSWORD", "ORT_HTTP_USERNAME", "OV_API_KEY", "CUDA_REGISTRY_TOKEN", "MKL_LICENSE_KEY"),
+        *("AIONN_CACHE_TOKEN", "AIONN_ANYTHING", "AIONN_TEST_TOKEN", "CONDA_TOKEN", "ANACONDA_API_TOKEN", "COVERAGE_PROCESS_START"),
+        *("SSH_AUTH_SOCK", "DBUS_SESSION_BUS_ADDRESS", "USER", "LOGNAME", "MAIL", "PWD", "OLDPWD", "HOSTNAME", "KUBECONFIG", "VAULT_ADDR"),
+        *("XDG_STATE_HOME", "XDG_RUNTIME_DIR", "XDG_CONFIG_HOME", "TMPDIR", "OPENVINO_TOKEN", "PIP_INDEX_URL", "UV_INDEX_URL"),
+    )
+}
+KEPT = {
+    name: f"kept-{name}"
+    for name in (
+        *("LANG", "LC_ALL", "LC_CTYPE", "TZ", "PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONPATH", "PYTHONWARNINGS"),
+        *("OMP_NUM_THREADS", "KMP_AFFINITY", "GOMP_CPU_AFFINITY", "OPENBLAS_CORETYPE", "NPY_DISABLE_CPU_FEATURES", "MKL_NUM_THREADS"),
+        *("ORT_DISABLE_TELEMETRY", "ORT_INTRA_OP_NUM_THREADS", "OV_CPU_MAX_ISA", "OPENVINO_LOG_LEVEL", "TBB_MALLOC_USE_HUGE_PAGES"),
+        *("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "HSA_OVERRIDE_GFX_VERSION", "ROCR_VISIBLE_DEVICES"),
+        *("ASAN_OPTIONS", "LSAN_OPTIONS", "TSAN_OPTIONS", "UBSAN_OPTIONS", "MALLOC_ARENA_MAX", "ONEDNN_VERBOSE", "TF_CPP_MIN_LOG_LEVEL"),
+        *("AIONN_LANES", "AIONN_FAKE_DEVICE", "AIONN_TEST_ENGINE"),
+    )
+}
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (SECRETS | KEPT).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+
+
+@pytest.mark.usefixtures("full")
+@pytest.mark.parametrize("level", ["auto", "require", "strict"])
+def test_a_confined_driver_gets_what_libraries_read_and_no_secret(level: str) -> None:
+    found = driver_environment(level, 0, {})
+    assert [name for name in SECRETS if name in found] == []
+    assert {name: found.get(name) for name in KEPT} == KEPT
+    assert found["HOME"] == "/nonexistent"
+    assert (found["PYTHONUNBUFFERED"], found[APP_PID]) == ("1", str(os.getpid()))
+
+
+@pytest.mark.usefixtures("full")
+def test_a_driver_that_is_not_confined_gets_everything() -> None:
+    found = driver_environment("off", 0, {})
+    assert {name: found.get(name) for name in os.environ} == {**os.environ, "PYTHONUNBUFFERED": "1"}
+
+
+@pytest.mark.usefixtures("full")
+@pytest.mark.parametrize("level", ["auto", "off"])
+def test_what_the_app_adds_beats_what_it_has_and_what_aionn_chooses(level: str) -> None:
+    more = {"HF_TOKEN": "for drivers", "HOME": "/srv", "OMP_NUM_THREADS": "7", "PATH": "", "GLIBC_TUNABLES": "glibc.malloc.check=1"}
+    found = driver_environment(level, 3, more)
+    assert {name: found[name] for name in more} == {**more, "GLIBC_TUNABLES": "glibc.malloc.check=1:glibc.malloc.hugetlb=1"}
+    assert found["OPENBLAS_NUM_THREADS"] == "3"
+    own = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}
+    assert driver_environment(level, 0, own)["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=0"
+
+
+@pytest.mark.parametrize(
+    ("driver_env", "sentence"),
+    [
+        (["A=b"], "driver_env: expected a mapping from names of variables to texts, or None, got list"),
+        ("hunter2", "driver_env: expected a mapping from names of variables to texts, or None, got str"),
+        ({"": "hunter2"}, "driver_env: '' cannot name a variable; give a text without '=' and without a zero byte"),
+        ({"A=B": "hunter2"}, "driver_env: 'A=B' cannot name a variable; give a text without '=' and without a zero byte"),
+        ({b"A": "hunter2"}, "driver_env: b'A' cannot name a variable; give a text without '=' and without a zero byte"),
+        ({"\ud800": "hunter2"}, r"driver_env: '\ud800' cannot name a variable; give a text without '=' and without a zero byte"),
+        ({"A": 5}, "driver_env: 'A' is int; give a text without a zero byte"),
+        ({"A": None}, "driver_env: 'A' is NoneType; give a text without a zero byte"),
+        ({"A": "hunter2\0"}, "driver_env: 'A' is a text that cannot be a value; give a text without a zero byte"),
+        ({"A": "hunter2\ud800"}, "driver_env: 'A' is a text that cannot be a value; give a text without a zero byte"),
+        ({APP_PID: "1"}, "driver_env: aionn sets AIONN_APP_PID for its drivers; leave it out"),
+        ({"PYTHONUNBUFFERED": "0"}, "driver_env: aionn sets PYTHONUNBUFFERED for its drivers; leave it out"),
+        ({"UV_USE_IO_URING": "1"}, "driver_env: aionn sets UV_USE_IO_URING for its drivers; leave it out"),
+    ],
+)
+def test_a_bad_variable_is_refused_in_one_sentence_without_its_value(driver_env: object, sentence: str) -> None:
+    with pytest.raises(CallerError) as caught:
+        aionn.Runtime(driver_env=driver_env)  # type: ignore[arg-type]
+    assert str(caught.value) == sentence
+    assert "hunter2" not in sentence
+
+
+def test_variables_are_copied_when_they_are_checked() -> None:
+    mine = {"A": "b", "EMPTY": "", "BYTES": "\udcff"}
+    checked = checked_driver_env(mine)
+    mine["A"] = "c"
+    assert checked == {"A": "b", "EMPTY": "", "BYTES": "\udcff"}
+    assert checked_driver_env(None) == {}
+
+
+@pytest.mark.anyio
+@pytest.mark.usefixtures("surroundings")
+async def test_a_real_driver_sees_no_secret_of_its_app(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    for name, value in SECRETS.items():
+        if not name.startswith(("PYTHON", "XDG_STATE")):
+            monkeypatch.setenv(name, value)
+    monkeypatch.setenv("LANG", "C.UTF-8")
+    async with leak_check(), aionn.Runtime(driver_env={"MY_ENGINE": "on"}) as runtime:
+        compilation = await runtime.compile(aionn.Model.from_onnx(identity_model()), devices=(NAME,))
+        await compilation.compute({"input": np.full((1, 16), Act.ENVIRONMENT, np.float32)})
+    found = json.loads(capfd.readouterr().err)
+    assert [name for name, value in found.items() if name in SECRETS or "secret" in value] == []
+    assert (found["MY_ENGINE"], found["LANG"], found["HOME"], found[APP_PID]) == ("on", "C.UTF-8", "/nonexistent", str(os.getpid()))
+    own = {APP_PID, "PYTHONUNBUFFERED", "UV_USE_IO_URING", "OPENBLAS_THREAD_TIMEOUT", "GLIBC_TUNABLES", "HOME", "MY_ENGINE", "LC_CTYPE"}
+    assert set(found) - own <= set(os.environ)
