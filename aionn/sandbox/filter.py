@@ -25,11 +25,27 @@ _SECCOMP = {"x86_64": 317, "aarch64": 277}
 _SET_MODE_FILTER, _TSYNC = 1, 1
 
 _LOAD, _EQUAL, _ABOVE, _ANY_BIT, _RETURN = 0x20, 0x15, 0x25, 0x45, 0x06  # BPF_LD|W|ABS, JMP|JEQ, JMP|JGT, JMP|JSET, RET (all |K)
+_AND = 0x54  # BPF_ALU|AND|K
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data; each argument has 8 bytes
 _ALLOW, _ERROR, _TRAP = 0x7FFF_0000, 0x0005_0000, 0x0003_0000
 
 _CLONE_THREAD, _NEW_NAMESPACES = 0x0001_0000, 0x7E02_0080  # linux/sched.h: CLONE_NEW{NS,CGROUP,UTS,IPC,USER,PID,NET,TIME}
 _AF_UNIX = 1
+_PAIRS = (1, 5)
+"""SOCK_STREAM, SOCK_SEQPACKET. A socket of a pair of datagram sockets can send to any address, such as /dev/log."""
+_TYPE_OF_SOCKET = 0xF
+_SOL_SOCKET = 1
+_SOCKET_OPTIONS = (7, 8, 20, 21, 66, 67)
+"""SO_SNDBUF, SO_RCVBUF, SO_RCVTIMEO, SO_SNDTIMEO, and the latter two with 64 bits. Others take programs (SO_ATTACH_FILTER)."""
+_POISON = (100, 101)
+"""MADV_HWPOISON, MADV_SOFT_OFFLINE. They take memory away from the machine, if root makes them."""
+_FCNTLS = (
+    *range(8),  # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_GETLK, F_SETLK, F_SETLKW
+    *(36, 37, 38),  # F_OFD_GETLK, F_OFD_SETLK, F_OFD_SETLKW
+    *(1027, 1028, 1030),  # F_DUPFD_QUERY, F_CREATED_QUERY, F_DUPFD_CLOEXEC
+    *(1031, 1032, 1033, 1034),  # F_SETPIPE_SZ, F_GETPIPE_SZ, F_ADD_SEALS, F_GET_SEALS
+)
+"""Not F_SETOWN and F_SETSIG: by them the kernel sends a signal of choice to a process of choice."""
 _IOCTLS = (
     0x5401,  # TCGETS: is it a terminal?
     0x5413,  # TIOCGWINSZ
@@ -71,6 +87,11 @@ def _one_of(values: tuple[int, ...], deny: int) -> list[_Instruction]:
     return [*listed, (_RETURN, 0, 0, deny), (_RETURN, 0, 0, _ALLOW)]
 
 
+def _only(argument: int, value: int, deny: int) -> list[_Instruction]:
+    """Deny if an argument has another value, else go on."""
+    return [(_LOAD, 0, 0, _first(argument)), (_EQUAL, 1, 0, value), (_RETURN, 0, 0, deny)]
+
+
 def _checked(name: str, deny: int, pid: int, any_ioctl: bool) -> list[_Instruction]:
     """Return what follows if a call of `CHECKED` is made."""
     match name:
@@ -88,7 +109,21 @@ def _checked(name: str, deny: int, pid: int, any_ioctl: bool) -> list[_Instructi
         case "prctl":
             return [(_LOAD, 0, 0, _first(0)), *_one_of(_PRCTLS, deny)]
         case "socketpair":
-            return [(_LOAD, 0, 0, _first(0)), *_one_of((_AF_UNIX,), deny)]
+            return [*_only(0, _AF_UNIX, deny), (_LOAD, 0, 0, _first(1)), (_AND, 0, 0, _TYPE_OF_SOCKET), *_one_of(_PAIRS, deny)]
+        case "setsockopt":
+            return [*_only(1, _SOL_SOCKET, deny), (_LOAD, 0, 0, _first(2)), *_one_of(_SOCKET_OPTIONS, deny)]
+        case "fcntl":
+            return [(_LOAD, 0, 0, _first(1)), *_one_of(_FCNTLS, deny)]
+        case "madvise":
+            return [
+                (_LOAD, 0, 0, _first(2)),
+                (_EQUAL, 2, 0, _POISON[0]),
+                (_EQUAL, 1, 0, _POISON[1]),
+                (_RETURN, 0, 0, _ALLOW),
+                (_RETURN, 0, 0, deny),
+            ]
+        case "sched_setaffinity":  # of itself; libraries that name a thread by its number go on without
+            return [(_LOAD, 0, 0, _first(0)), *_one_of((0, pid), _ERROR | errno.EPERM)]
         case "kill" | "tgkill":  # signals to itself: abort, faulthandler
             return [(_LOAD, 0, 0, _first(0)), *_one_of((pid,), deny)]
         case "tkill":  # the number of a thread does not show whose thread it is
