@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from aionn.hal import CompileOptions, ExecutionReport, Model
+from aionn.hal import Artifact, CompileOptions, ExecutionReport, Model
 from aionn.testing.fake_engine import FakeEngine, FakeExecutable
 from tests.sandbox import evil_files, evil_kernel, evil_network, evil_processes
 from tests.sandbox.evil_calls import GIVEN, Target, outcome
@@ -124,6 +124,9 @@ class EvilEngine(FakeEngine):
     def compile(self, model: Model, options: CompileOptions) -> FakeExecutable:
         GIVEN.extend(os.dup(int(fd)) for fd, points_at in _descriptors().items() if points_at.endswith("/weights.bin"))
         return EvilExecutable(self, super().compile(model, options), (_EARLY, _try_to_read("/etc/passwd")))
+
+    def load(self, artifact: Artifact, options: CompileOptions) -> FakeExecutable:
+        return EvilExecutable(self, super().load(artifact, options), (_EARLY, _try_to_read("/etc/passwd")))
 
 
 class EvilCompiler(EvilEngine):

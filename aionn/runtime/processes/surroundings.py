@@ -45,6 +45,8 @@ _KEPT_FAMILIES = (
     "TSAN_",
     "UBSAN_",
 )
+_SECRETS = frozenset(("AUTH", "CREDENTIAL", "CREDENTIALS", "KEY", "PASSWD", "PASSWORD", "SECRET", "TOKEN"))
+"""A variable with one of these words in its name is left out, whatever family it belongs to, such as NVIDIA_API_KEY."""
 _NO_HOME = "/nonexistent"
 
 
@@ -59,7 +61,7 @@ def driver_environment(sandbox: str, threads: int, more: Mapping[str, str]) -> d
     if sandbox == "off":
         environment = dict(os.environ)
     else:
-        environment = {name: value for name, value in os.environ.items() if name in _KEPT or name.startswith(_KEPT_FAMILIES)}
+        environment = {name: value for name, value in os.environ.items() if _may_pass(name)}
         environment["HOME"] = _NO_HOME
     if threads:
         environment.update(dict.fromkeys(_POOL_SIZES, str(threads)))
@@ -69,6 +71,11 @@ def driver_environment(sandbox: str, threads: int, more: Mapping[str, str]) -> d
     # Buffered prints of an engine would be lost when its driver is killed.
     environment["PYTHONUNBUFFERED"] = "1"
     return {**environment, **more}
+
+
+def _may_pass(name: str) -> bool:
+    """Return whether a confined driver may know a variable of the app."""
+    return name in _KEPT or (name.startswith(_KEPT_FAMILIES) and _SECRETS.isdisjoint(name.upper().split("_")))
 
 
 def checked_driver_env(driver_env: object) -> dict[str, str]:
