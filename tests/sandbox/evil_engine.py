@@ -6,6 +6,7 @@ The first class has the facts of ONNX Runtime, the second those of OpenVINO. A q
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,11 @@ from aionn.testing.fake_engine import FakeEngine, FakeExecutable
 from tests.sandbox import evil_files, evil_kernel, evil_network, evil_processes
 from tests.sandbox.evil_calls import GIVEN, Target, outcome
 
-__all__ = ["BYTES", "EVIL", "EVIL_COMPILER", "Answer", "Question", "packed", "unpacked"]
+__all__ = ["BYTES", "EVIL", "EVIL_COMPILER", "HALTING", "Answer", "Question", "packed", "unpacked"]
 
 EVIL = "tests.sandbox.evil_engine:EvilEngine"
 EVIL_COMPILER = "tests.sandbox.evil_engine:EvilCompiler"
+HALTING = "tests.sandbox.evil_engine:HaltingEngine"
 BYTES = 1 << 16
 """Length of a question and of an answer, with zeros at the end."""
 
@@ -134,3 +136,16 @@ class EvilCompiler(EvilEngine):
 
     name = "evil2"
     makes_code = True
+
+
+class HaltingEngine(EvilEngine):
+    """It stops its process while it compiles, so that a test can look at it. Outputs repeat inputs."""
+
+    name = "halting"
+
+    def compile(self, model: Model, options: CompileOptions) -> FakeExecutable:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return FakeEngine.compile(self, model, options)
+
+    def load(self, artifact: Artifact, options: CompileOptions) -> FakeExecutable:
+        return FakeEngine.load(self, artifact, options)
