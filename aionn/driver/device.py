@@ -109,11 +109,13 @@ class EngineDevice:
         act: Callable[[Mapping[str, OptionValue]], T],
     ) -> T:
         """Let `run` run `act` in a thread, with options as the engine gets them. The thread has duplicates of the files that they name."""
-        if not options:
-            return await run(lambda: act({}))
         lent = LentDescriptors(file.fileno() for file in options.opened.values())
+
+        def work(fds: Sequence[int]) -> T:
+            return act(self.optional.given(options, dict(zip(options.opened, fds, strict=True))))
+
         try:
-            return await run(lambda: lent.during(lambda fds: act(self.optional.given(options, dict(zip(options.opened, fds))))))
+            return await run(lambda: lent.during(work))
         finally:
             lent.give_up()
 
