@@ -19,34 +19,41 @@ that time: 390 instead of 510 ms for 500 MB (ONNX Runtime 1.31). Other C librari
 _POOL_SIZES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS")
 """Variables that bound the thread pools of libraries which an engine's settings do not reach, such as NumPy's BLAS."""
 
-_KEPT = ("GLIBC_TUNABLES", "LANG", "LANGUAGE", "LD_LIBRARY_PATH", "LD_PRELOAD", "PATH", "TZ", "VIRTUAL_ENV")
+_LOCALE = "LANG LANGUAGE LC_ALL LC_COLLATE LC_CTYPE LC_MESSAGES LC_MONETARY LC_NUMERIC LC_TIME LOCALE_ARCHIVE LOCPATH TZ TZDIR"
+_SYSTEM = "GLIBC_TUNABLES LD_BIND_NOW LD_DEBUG LD_LIBRARY_PATH LD_PRELOAD NIX_LD NIX_LD_LIBRARY_PATH PATH"
+_PYTHON = """
+    CONDA_PREFIX PYTHONASYNCIODEBUG PYTHONCASEOK PYTHONCOERCECLOCALE PYTHONDEBUG PYTHONDEVMODE PYTHONDONTWRITEBYTECODE PYTHONFAULTHANDLER
+    PYTHONHASHSEED PYTHONHOME PYTHONINTMAXSTRDIGITS PYTHONIOENCODING PYTHONMALLOC PYTHONMALLOCSTATS PYTHONNODEBUGRANGES PYTHONNOUSERSITE
+    PYTHONOPTIMIZE PYTHONPATH PYTHONPERFSUPPORT PYTHONPLATLIBDIR PYTHONPROFILEIMPORTTIME PYTHONPYCACHEPREFIX PYTHONSAFEPATH
+    PYTHONTRACEMALLOC PYTHONUSERBASE PYTHONUTF8 PYTHONVERBOSE PYTHONWARNDEFAULTENCODING PYTHONWARNINGS PYTHON_COLORS PYTHON_CPU_COUNT
+    PYTHON_FROZEN_MODULES PYTHON_GIL PYTHON_JIT PYTHON_PERF_JIT_SUPPORT PYTHON_TLBC VIRTUAL_ENV
+"""
+_NUMPY = "BLIS_NUM_THREADS GOTO_NUM_THREADS NPY_DISABLE_CPU_FEATURES NPY_ENABLE_CPU_FEATURES NUMPY_MADVISE_HUGEPAGE RAYON_NUM_THREADS"
+_ENGINES = """
+    OPENVINO_LOG_LEVEL OPENVINO_TRACE_DEPTH OCL_ICD_FILENAMES OCL_ICD_VENDORS ZE_AFFINITY_MASK ZE_FLAT_DEVICE_HIERARCHY
+    LITERT_DISABLE_OPENCL TF_CPP_MAX_VLOG_LEVEL TF_CPP_MIN_LOG_LEVEL
+    NVIDIA_DRIVER_CAPABILITIES NVIDIA_TF32_OVERRIDE NVIDIA_VISIBLE_DEVICES AMD_LOG_LEVEL GPU_DEVICE_ORDINAL GPU_MAX_HW_QUEUES ROCM_PATH
+"""
+_SANITIZERS = "ASAN_OPTIONS HWASAN_OPTIONS LSAN_OPTIONS MSAN_OPTIONS TSAN_OPTIONS UBSAN_OPTIONS"
+_OWN = "AIONN_FAKE_DEVICE AIONN_FAKE_DEVICE_2 AIONN_LANES"
+_KEPT = frozenset(" ".join((_LOCALE, _SYSTEM, _PYTHON, _NUMPY, _ENGINES, _SANITIZERS, _OWN)).split())
 _KEPT_FAMILIES = (
-    "AIONN_",
-    "ASAN_",
-    "CUDA_",
-    "GOMP_",
-    "HIP_",
-    "KMP_",
-    "LC_",
-    "LSAN_",
-    "MALLOC_",
-    "MKL_",
-    "NVIDIA_",
-    "OMP_",
-    "ONEDNN_",
-    "OPENBLAS_",
-    "OPENVINO_",
-    "ORT_",
-    "OV_",
-    "PYTHON",
-    "RAYON_",
-    "ROCR_",
-    "TBB_",
-    "TSAN_",
-    "UBSAN_",
+    *("AIONN_TEST_", "CUDA_", "CUDNN_", "DNNL_", "GOMP_", "HIP_", "HSA_", "HWLOC_", "KMP_", "MALLOC_", "MIGRAPHX_", "MIOPEN_", "MKL_"),
+    *("MLAS_", "OMP_", "ONEDNN_", "OPENBLAS_", "ORT_", "OV_", "ROCR_", "TBB_"),
 )
-_SECRETS = frozenset(("AUTH", "CREDENTIAL", "CREDENTIALS", "KEY", "PASSWD", "PASSWORD", "SECRET", "TOKEN"))
-"""A variable with one of these words in its name is left out, whatever family it belongs to, such as NVIDIA_API_KEY."""
+"""Beginnings of names that belong to one library. Other beginnings also name secrets: NVIDIA_API_KEY, PYTHON_KEYRING_BACKEND, and LC_
+variables, which ssh passes on."""
+
+_SECRETS = frozenset(
+    ("APIKEY", "AUTH", "COOKIE", "CREDENTIAL", "CREDENTIALS", "KEY", "PASS", "PASSPHRASE", "PASSWD", "PASSWORD", "PROXY", "PWD", "SECRET")
+) | {"TOKEN", "URL", "USERNAME"}
+"""Words of a name that keep a variable of a family back. The OSS Review Toolkit has an ORT_HTTP_PASSWORD."""
+
+APP_PID = "AIONN_APP_PID"
+"""The variable in the environment of a driver with the number of its app, as the app itself knows it."""
+
+_SET_BY_AIONN = frozenset((APP_PID, "PYTHONUNBUFFERED", "UV_USE_IO_URING"))
+
 _NO_HOME = "/nonexistent"
 
 
@@ -65,17 +72,16 @@ def driver_environment(sandbox: str, threads: int, more: Mapping[str, str]) -> d
         environment["HOME"] = _NO_HOME
     if threads:
         environment.update(dict.fromkeys(_POOL_SIZES, str(threads)))
+    environment.update(more)
     tunables = [tunable for tunable in environment.get("GLIBC_TUNABLES", "").split(":") if tunable]
     if not any(tunable.startswith("glibc.malloc.hugetlb=") for tunable in tunables):
         environment["GLIBC_TUNABLES"] = ":".join([*tunables, _HUGE_PAGES])
     # Buffered prints of an engine would be lost when its driver is killed.
-    environment["PYTHONUNBUFFERED"] = "1"
-    return {**environment, **more}
+    return {**environment, "PYTHONUNBUFFERED": "1", APP_PID: str(os.getpid())}
 
 
 def _may_pass(name: str) -> bool:
-    """Return whether a confined driver may know a variable of the app."""
-    return name in _KEPT or (name.startswith(_KEPT_FAMILIES) and _SECRETS.isdisjoint(name.upper().split("_")))
+    return name in _KEPT or (name.startswith(_KEPT_FAMILIES) and not _SECRETS.intersection(name.upper().split("_")))
 
 
 def checked_driver_env(driver_env: object) -> dict[str, str]:
@@ -87,12 +93,25 @@ def checked_driver_env(driver_env: object) -> dict[str, str]:
     if driver_env is None:
         return {}
     if not isinstance(driver_env, Mapping):
-        raise CallerError(f"driver_env={driver_env!r}: give a mapping from names of variables to texts, or None")
-    for name, value in driver_env.items():
-        fits = isinstance(name, str) and name and not set(name) & set("=\0")
-        if not fits or not isinstance(value, str) or "\0" in value:
-            raise CallerError(f"driver_env: {name!r}: {value!r} is not a variable; give the name and the value as texts")
+        found = type(driver_env).__name__
+        raise CallerError(f"driver_env: expected a mapping from names of variables to texts, or None, got {found}")
+    for name, value in driver_env.items():  # no sentence shows a value, which may be a secret
+        if not isinstance(name, str) or not name or set(name) & set("=\0") or not _is_encodable(name):
+            raise CallerError(f"driver_env: {name!r} cannot name a variable; give a text without '=' and without a zero byte")
+        if not isinstance(value, str) or "\0" in value or not _is_encodable(value):
+            found = "a text that cannot be a value" if isinstance(value, str) else type(value).__name__
+            raise CallerError(f"driver_env: {name!r} is {found}; give a text without a zero byte")
+        if name in _SET_BY_AIONN:
+            raise CallerError(f"driver_env: aionn sets {name} for its drivers; leave it out")
     return dict(driver_env)
+
+
+def _is_encodable(text: str) -> bool:
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def checked_sandbox(sandbox: str | None) -> str:
