@@ -148,9 +148,3 @@ def ipv6(target: Target) -> None:
 def pair_of_another_family(target: Target) -> None:
     """The kernel refuses it, too, but only after it has made the sockets."""
     call("socketpair", socket.AF_INET, socket.SOCK_STREAM, 0, bytes(8), reaches=(errno.EOPNOTSUPP,))
-
-
-@attack
-def look_up_a_name(target: Target) -> None:
-    socket.getaddrinfo("localhost", 80, family=socket.AF_INET)
-    socket.socket(socket.AF_INET, socket.SOCK_DGRAM).close()
