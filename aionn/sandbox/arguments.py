@@ -24,6 +24,9 @@ _PROT_WRITE, _PROT_EXEC = 2, 4
 _AF_UNIX, _SOCK_STREAM, _SOCK_CLOEXEC, _SOCK_NONBLOCK = 1, 1, 0x8_0000, 0x800
 _STREAMS = tuple(_SOCK_STREAM | flags for flags in (0, _SOCK_CLOEXEC, _SOCK_NONBLOCK, _SOCK_CLOEXEC | _SOCK_NONBLOCK))
 
+_POISON, _OFFLINE = 100, 101
+"""MADV_HWPOISON and MADV_SOFT_OFFLINE of asm-generic/mman-common.h. If root gives this advice, the machine loses the memory."""
+
 _FCNTLS = (
     0,  # F_DUPFD
     *(1, 2),  # F_GETFD, F_SETFD
@@ -87,6 +90,8 @@ def checked(name: str, deny: int, pid: int, *, any_ioctl: bool, no_made_code: bo
             return [_low(2), (ANY_BIT, 1, 0, _PROT_EXEC), (RETURN, 0, 0, ALLOW), (RETURN, 0, 0, deny)]
         case "mmap" | "mprotect" | "pkey_mprotect":
             return [(RETURN, 0, 0, ALLOW)]
+        case "madvise":
+            return [_low(2), (EQUAL, 2, 0, _POISON), (EQUAL, 1, 0, _OFFLINE), (RETURN, 0, 0, ALLOW), (RETURN, 0, 0, deny)]
         case "fcntl":
             return [_low(1), *_one_of(_FCNTLS, deny)]
         case "ioctl":

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
+from aionn.caching.export_folder import name_folder, remove_folder
 from aionn.caching.private_folder import user_state_directory
 from aionn.errors import CallerError, DeviceUnavailableError
 from aionn.runtime.processes.output import Output, output_pipe
@@ -100,6 +101,8 @@ class Spawned:
         output: what the process prints. Nothing reads it before it was taken over.
         home: "package.module:Class" of its engine, or an empty text.
         started_ns: by CLOCK_MONOTONIC.
+        exports: the folder for temporary files that the process may have made, or an empty text. The owner removes it
+            (`export_folder.remove_folder`) when the process has ended.
     """
 
     def __init__(self, name: str, home: str, schedule: str, settings: Settings) -> None:
@@ -110,6 +113,7 @@ class Spawned:
         """
         self.home = home
         self.started_ns = time.monotonic_ns()
+        self.exports = "" if settings.sandbox == "off" else name_folder()
         try:
             with ExitStack() as theirs, ExitStack() as ours:
                 self.output, printing = output_pipe()
@@ -119,7 +123,7 @@ class Spawned:
                 theirs.enter_context(control)
                 ours.enter_context(self.sock)
                 engine = f"{name}={home}" if home else name
-                self.pid, self.pidfd = _spawn(engine, name, (control.fileno(), printing), schedule, settings)
+                self.pid, self.pidfd = _spawn(engine, name, (control.fileno(), printing), schedule, settings, self.exports)
                 ours.pop_all()
         except OSError as error:
             raise DeviceUnavailableError(
@@ -149,6 +153,7 @@ class Spawned:
             os.close(pidfd)
             sock.close()
             output.end()
+            remove_folder(self.exports)
 
     def leave(self) -> None:
         """Close the descriptors in a child of fork: the process is the parent's."""
@@ -158,7 +163,7 @@ class Spawned:
             sock.close()
 
 
-def _spawn(engine: str, name: str, theirs: tuple[int, int], schedule: str, settings: Settings) -> tuple[int, int]:
+def _spawn(engine: str, name: str, theirs: tuple[int, int], schedule: str, settings: Settings, exports: str) -> tuple[int, int]:
     """Start `python -m aionn.driver ENGINE`. Returns the pid and the pidfd.
 
     Args:
@@ -183,7 +188,7 @@ def _spawn(engine: str, name: str, theirs: tuple[int, int], schedule: str, setti
             sys.executable,
             [
                 *(sys.executable, "-P", "-m", "aionn.driver", engine, str(_SOCKET_FD), schedule),
-                *(settings.state_dir or os.path.abspath(user_state_directory()), settings.sandbox),
+                *(settings.state_dir or os.path.abspath(user_state_directory()), settings.sandbox, exports),
             ],
             driver_environment(settings.sandbox, settings.threads, settings.environment),
             file_actions=[
