@@ -35,7 +35,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from aionn.caching.state import device_database, open_database, private_key, private_state, transaction
+from aionn.caching.state import StateFolder, device_database, open_database, private_key, private_state, transaction
 from aionn.errors import CallerError
 
 __all__ = ["BlobCache", "Capacity", "Limits", "Policy", "Victim"]
@@ -95,7 +95,7 @@ class BlobCache:
         policy: Policy | None = None,
         device: str = "",
         version: str = "",
-        state_directory: str | os.PathLike[str] | None = None,
+        state_directory: StateFolder = None,
     ) -> None:
         """Open or make the cache.
 

@@ -31,6 +31,7 @@ from aionn.caching.artifact_files import Purpose, check_descriptors, digests_of_
 from aionn.caching.outcomes import MissReason, Refusal, refusal_of_os_error
 from aionn.caching.private_folder import UnsafeStateError
 from aionn.caching.state import (
+    StateFolder,
     device_database,
     is_damage,
     mark_used,
@@ -71,7 +72,7 @@ class IntegrityStore:
     """Digests of one engine's cache files, by token. Thread-safe; several processes may use one store at once."""
 
     def __init__(
-        self, device: str, version: str, files: CacheFiles, *, state_directory: str | os.PathLike[str] | None = None, max_tokens: int = 4096
+        self, device: str, version: str, files: CacheFiles, *, state_directory: StateFolder = None, max_tokens: int = 4096
     ) -> None:
         """Open the store of this version of `device`, and remove stores of its other versions that were not used for long.
 

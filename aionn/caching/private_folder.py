@@ -16,14 +16,14 @@ import errno
 import fcntl
 import os
 import stat
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 __all__ = [
-    "RefusedFolder",
+    "RecordsFolder",
     "UnsafeStateError",
     "device_folder",
     "free_folder",
@@ -58,23 +58,41 @@ def device_folder(state_directory: str | os.PathLike[str], device: str) -> Path:
     return Path(state_directory, letters)
 
 
-@dataclass(frozen=True, slots=True)
-class RefusedFolder:
-    """A records folder that a driver could not use in its first lines. A confined driver cannot find out later why.
+class RecordsFolder:
+    """The folder of one device's records in a state directory. Thread-safe.
 
-    Attributes:
-        path: of the folder.
-        error: why it cannot be used.
+    It is made and held at its first use, and by a confined driver before that, because later it can make none. The first attempt
+    counts, so a driver that could not use its folder says why for as long as it lives.
     """
 
-    path: str
-    error: OSError
-
-    def __fspath__(self) -> str:
-        return self.path
+    def __init__(self, state_directory: str, device: str) -> None:
+        """Name the folder. Makes nothing."""
+        self._state_directory = state_directory
+        self._path = device_folder(state_directory, device)
+        self._lock = threading.Lock()
+        self._held_by = -1  # open until the process ends
+        self._error: OSError | None = None
 
     def __str__(self) -> str:
-        return self.path
+        return str(self._path)
+
+    def made(self) -> Path:
+        """Return the folder, made and held.
+
+        Raises:
+            UnsafeStateError: it or the state directory is a symlink, is not a directory, or belongs to another account.
+            OSError: it cannot be made.
+        """
+        with self._lock:
+            if self._held_by < 0 and self._error is None:
+                try:
+                    private_directory(self._state_directory)
+                    self._held_by = hold(self._path)
+                except OSError as error:
+                    self._error = error
+        if self._error is not None:
+            raise self._error
+        return self._path
 
 
 def hold(path: str | os.PathLike[str]) -> int:

@@ -20,11 +20,12 @@ from typing import Any
 from blake3 import blake3
 
 from aionn.caching.outcomes import MissReason, Refusal
-from aionn.caching.private_folder import RefusedFolder, UnsafeStateError, private_directory, user_state_directory
+from aionn.caching.private_folder import RecordsFolder, UnsafeStateError, private_directory, user_state_directory
 
 __all__ = [
     "BUSY_TIMEOUT_S",
     "UNUSED_KEPT_S",
+    "StateFolder",
     "device_database",
     "is_damage",
     "mark_used",
@@ -37,6 +38,9 @@ __all__ = [
     "state_path",
     "transaction",
 ]
+
+StateFolder = str | os.PathLike[str] | RecordsFolder | None
+"""Where records are kept. None stands for the user's state directory."""
 
 BUSY_TIMEOUT_S = 5.0  # another process holds the write lock for one small transaction; far more than it ever needs
 UNUSED_KEPT_S = 30 * 86400.0  # longer than the caches keep the entries of a version that is not used
@@ -58,14 +62,14 @@ def state_path(directory: str | os.PathLike[str] | None = None) -> Path:
     return Path(user_state_directory() if directory is None else directory)
 
 
-def private_state(directory: str | os.PathLike[str] | None) -> Path:
-    """Return the folder for records, made if it is missing. None is as for `state_path`.
+def private_state(directory: StateFolder) -> Path:
+    """Return the folder for records, made if it is missing.
 
     Raises:
-        OSError: as `private_directory`, or as the driver's first lines found it.
+        OSError: as `private_directory`.
     """
-    if isinstance(directory, RefusedFolder):
-        raise directory.error
+    if isinstance(directory, RecordsFolder):
+        return directory.made()
     return private_directory(state_path(directory))
 
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from aionn.caching.outcomes import MissReason, Refusal
+from aionn.caching.private_folder import RecordsFolder
 from aionn.driver.bugs import report_bug
 from aionn.driver.lent import LentDescriptors
 from aionn.errors import AionnError, CallerError, CompilationError, text_of
@@ -87,7 +88,7 @@ class LentHandles:
 class Artifacts:
     """Stores and loads one engine's artifacts. Every method blocks, so call it in a thread. Several may run at once."""
 
-    def __init__(self, engine: Engine, state_directory: str | os.PathLike[str] | None = None) -> None:
+    def __init__(self, engine: Engine, state_directory: str | os.PathLike[str] | RecordsFolder | None = None) -> None:
         self._engine = engine
         self._state_directory = state_directory
         self.files: CacheFiles = engine.cache_files

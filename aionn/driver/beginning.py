@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from aionn.caching.export_folder import make_folder
-from aionn.caching.private_folder import RefusedFolder, device_folder, hold, private_directory
+from aionn.caching.private_folder import RecordsFolder
 from aionn.driver.schedule import is_schedule, schedule_of
 from aionn.engines.installed import home_of
 from aionn.engines.needs import facts_of
@@ -116,8 +116,8 @@ class Begun:
         name: of the device.
         home: "package.module:Class" if the parent has looked it up, or an empty text.
         sock: the control socket.
-        state_directory: where the device keeps its records.
-        held: descriptors that hold folders of this process while it lives.
+        records: where the device keeps its records.
+        held: descriptors that hold folders for temporary files while this process lives.
         confinement: what the process has given away.
         refusal: why the driver may not serve, or an empty text.
     """
@@ -125,7 +125,7 @@ class Begun:
     name: str
     home: str
     sock: socket.socket
-    state_directory: str | RefusedFolder
+    records: RecordsFolder
     held: tuple[int, ...]
     confinement: Confinement
     refusal: str = ""
@@ -161,12 +161,14 @@ def begin(arguments: list[str]) -> Begun | int:
         return 2
     sock.set_inheritable(False)
     state = arguments[3] if len(arguments) > 3 else os.path.expanduser("~/.local/state/aionn")
-    records, held = _records(state, name)
     level, exports = (*arguments[4:], *("off", "")[len(arguments[4:]) :])
-    refusal, confinement, pipe = "", Confinement(), own_pipe()
+    records = RecordsFolder(state, name)
+    refusal, confinement, held, writable, pipe = "", Confinement(), list[int](), list[str](), own_pipe()
     try:
         facts = None if level == "off" else facts_of(*_place(name, home))
-        writable = [] if isinstance(records, RefusedFolder) else [records]
+        if facts is not None:  # else it is made when it is used
+            with suppress(OSError):  # the store of digests says why it cannot be used
+                writable.append(str(records.made()))
         if facts is not None and facts.writes_by_path and exports:
             with suppress(OSError):  # the engine's export fails, and says that it has no temporary directory
                 held.append(make_folder(exports))
@@ -177,16 +179,6 @@ def begin(arguments: list[str]) -> Begun | int:
         refusal = f"device {name!r} cannot start: {error}"
     watch_pipe(pipe)
     return Begun(name, home, sock, records, tuple(held), confinement, refusal)
-
-
-def _records(state: str, device: str) -> tuple[str | RefusedFolder, list[int]]:
-    """Make and hold the folder of a device's records. Returns it, and the descriptors that hold it."""
-    folder = str(device_folder(state, device))
-    try:
-        private_directory(state)
-        return folder, [hold(folder)]
-    except OSError as error:
-        return RefusedFolder(folder, error), []
 
 
 def _place(name: str, home: str) -> tuple[str, str]:

@@ -10,6 +10,8 @@ import os
 import threading
 from typing import TYPE_CHECKING
 
+from aionn.caching.private_folder import RecordsFolder
+
 if TYPE_CHECKING:
     from aionn.caching.blob_cache import BlobCache
 
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 class DeviceBlobs:
     """The blob cache of one version of one device. Satisfies `IBlobCache`."""
 
-    def __init__(self, device: str, version: str, state_directory: str | os.PathLike[str] | None) -> None:
+    def __init__(self, device: str, version: str, state_directory: str | os.PathLike[str] | RecordsFolder | None) -> None:
         self._device, self._version, self._state_directory = device, version, state_directory
         self._lock = threading.Lock()
         self._cache: BlobCache | None = None

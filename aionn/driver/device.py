@@ -20,6 +20,7 @@ from anyio.abc import TaskGroup
 from aionn import trace
 from aionn.burst import ExecutionBurstServer
 from aionn.caching.outcomes import MissReason, Refusal
+from aionn.caching.private_folder import RecordsFolder
 from aionn.driver.artifacts import Artifacts, LentHandles
 from aionn.driver.blobs import DeviceBlobs
 from aionn.driver.compiling import compilation_error, compiled_model
@@ -58,7 +59,7 @@ class EngineDevice:
     Args:
         engine: made once for this process.
         tasks: where burst listeners run. They end with it.
-        state_directory: where digests and the blob cache are kept. None means the user's state directory.
+        state_directory: the folder for digests and the blob cache. None means the user's state directory.
         page: the statistics page that shows what the device does, or None.
 
     Attributes:
@@ -67,7 +68,11 @@ class EngineDevice:
     """
 
     def __init__(
-        self, engine: Engine, tasks: TaskGroup, state_directory: str | os.PathLike[str] | None = None, page: DriverPage | None = None
+        self,
+        engine: Engine,
+        tasks: TaskGroup,
+        state_directory: str | os.PathLike[str] | RecordsFolder | None = None,
+        page: DriverPage | None = None,
     ) -> None:
         self._engine = engine
         self._page = page

@@ -41,7 +41,7 @@ class EngineOptions(Mapping[str, OptionValue]):
     Attributes:
         files: the digest of each file that a value names, by the option's name.
         opened: these files, where the app has opened them for a driver process, which cannot open a path of the app's. They are open
-            while the call lasts that brought the options. Their offsets belong to nobody: read with `os.pread`.
+            while the call lasts that brought the options. Read them with `os.pread`, because threads may share an offset.
         encoded: names and encoded values, sorted by name. Two options are equal if these are.
     """
 

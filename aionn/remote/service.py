@@ -187,11 +187,11 @@ class DeviceService:
                     reply = Flags(tuple(await self._device.get_supported_operations(model, **more)))
             case PrepareModel(model=message, options=options, cache=cache):
                 reply = await self._prepare(message, options, cache, descriptors)
-            case PrepareModelFromCache(options=message, cache=cache):
+            case PrepareModelFromCache(options=sent, cache=cache):
                 with Received() as received:
-                    asked = received.prepare_options(message, self._device.name, descriptors)
+                    prepare = received.prepare_options(sent, self._device.name, descriptors)
                     with Handles(cache, descriptors) as handles:
-                        reply = self._keep(await self._device.prepare_model_from_cache(asked, handles))
+                        reply = self._keep(await self._device.prepare_model_from_cache(prepare, handles))
             case ConfigureExecutionBurst():
                 reply = await self._configure(body, descriptors)
             case ExportAgain(prepared=number, cache=cache):

@@ -11,6 +11,7 @@ import pytest
 
 import aionn
 from aionn.caching.outcomes import CacheOutcome, MissReason
+from aionn.caching.private_folder import device_folder
 from aionn.testing import FakeDevice, identity_model
 
 pytestmark = pytest.mark.anyio
@@ -88,7 +89,7 @@ async def test_records_lost_with_a_cache_that_survives_are_one_warning_with_the_
         else:
             assert reasons == [MissReason.NO_INTEGRITY_RECORD] * 3
             (warning,) = warnings(caplog)
-            for part in (str(tmp_path / "cache"), f" in {state};", "Runtime(state_dir=)", "--state-dir"):
+            for part in (str(tmp_path / "cache"), f" in {device_folder(state, fake.name)};", "Runtime(state_dir=)", "--state-dir"):
                 assert part in warning
         shutil.rmtree(state)
 
