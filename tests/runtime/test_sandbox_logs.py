@@ -9,7 +9,7 @@ import pytest
 import aionn
 from aionn.testing import identity_model
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("surroundings")]
 
 NOTHING_DECLARED = "tests.conformance.storing_reference:StoringReference"
 MODEL = aionn.Model.from_onnx(identity_model())

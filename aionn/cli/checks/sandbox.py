@@ -25,6 +25,8 @@ _PR_GET_MDWE = 66  # linux/prctl.h, Linux 6.3
 _USUAL = ("limits", "no new privileges", "environment")
 """What holds for every driver is not shown beside more. `aionn devices` shows it."""
 
+_INSTEAD = "the filter of system calls does most of it instead"
+
 _FREE = "so model files could reach what the app's user can reach"
 
 
@@ -69,17 +71,13 @@ def system_calls(root: Path = ROOT) -> Row:
 
 
 def made_code(root: Path = ROOT) -> Row:
-    """Check that the kernel can keep memory from being writable and executable (MDWE)."""
-    check = "made code"
+    """Look whether the kernel itself can keep memory from being writable and executable (MDWE)."""
     libc = ctypes.CDLL(None, use_errno=True)
     zero = ctypes.c_ulong(0)
     if libc.prctl(_PR_GET_MDWE, zero, zero, zero, zero) >= 0:
-        return ok(check, "memory can be kept from being writable and executable")
-    found = f"memory cannot be kept from being writable and executable: {os.strerror(ctypes.get_errno())}"
-    way_out = "run Linux 6.3 or later; the other rows about the sandbox matter more"
-    if _is_filtered(root):
-        way_out += "; a seccomp filter is active in this process, so allow prctl(PR_SET_MDWE) in the profile of the container"
-    return warn(check, found, "memory that is never writable and executable, which makes a fault harder to exploit", way_out)
+        return ok("made code", "the kernel can keep memory from being writable and executable")
+    why = "an outer sandbox may forbid prctl(PR_SET_MDWE)" if _is_filtered(root) else "Linux 6.3 has it"
+    return ok("made code", f"the kernel cannot keep memory from being writable and executable ({why}); {_INSTEAD}")
 
 
 def confined(device: str, confinement: Confinement | None) -> list[Row]:
@@ -97,7 +95,7 @@ def confined(device: str, confinement: Confinement | None) -> list[Row]:
     found = "; ".join((f"confined: {', '.join(shown) or 'nothing'}", *confinement.lacks))
     if {"files", "system calls"} <= set(confinement.holds):
         return [ok(check, found)]
-    if any("declares" in lack for lack in confinement.lacks):
+    if any("declares none" in lack for lack in confinement.lacks):
         way_out = "ask the authors of its package to declare what the engine needs, as docs/how-to/own-driver.md says"
     else:
         way_out = "see the rows landlock and seccomp"

@@ -10,7 +10,6 @@ from aionn.remote.device import RemoteDevice
 from aionn.runtime.logs import about
 from aionn.sandbox.report import Confinement
 
-
 logger = logging.getLogger("aionn.driver")
 
 
