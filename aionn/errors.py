@@ -28,6 +28,7 @@ __all__ = [
     "StageRejected",
 ]
 
+_SIGSYS = 31  # on every architecture that aionn has tables for
 E = TypeVar("E", bound=BaseException)
 A = TypeVar("A", bound="AionnError")
 
@@ -125,6 +126,8 @@ class DriverDiedError(AionnError):
         how = "and its exit code is not known" if exit_code is None else f"with exit code {exit_code}"
         if exit_code is not None and exit_code < 0:
             how = f"by signal {-exit_code}"
+        if exit_code == -_SIGSYS:
+            how += " (SIGSYS: its sandbox denied a system call)"
         why = f" {why}" if why else ""
         super().__init__(f"the driver process of device {device!r} ended {how}{why}; the next use starts a new one")
         self.device = device

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from aionn.engines.installed import BUILT_IN
-from aionn.sandbox.facts import Facts, declared
+from aionn.sandbox.facts import Facts
 
 _FACTS = {
     BUILT_IN["onnxruntime"]: Facts(),
@@ -30,7 +30,11 @@ def facts_of(place: str, provider: str) -> Facts | None:
     Raises:
         FactsError: the class says it in a way that cannot be read.
     """
-    facts = _FACTS.get(place) or declared(place)
+    facts = _FACTS.get(place)
+    if facts is None:
+        from aionn.sandbox.sources import declared  # it parses
+
+        facts = declared(place)
     if facts is None or provider.lower() in ("", _CPU):
         return facts
     reads, devices = (*facts.reads, *_OF_ACCELERATORS["reads"]), (*facts.devices, *_OF_ACCELERATORS["devices"])

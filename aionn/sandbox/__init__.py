@@ -4,13 +4,20 @@ A driver parses foreign files in C++. So it gives its own rights away in its fir
 NumPy, uvloop or an engine. Linux lets every process do that, without root. What is taken away stays away.
 
     facts       what an engine needs beyond the usual: files, device files, code made at run time
+    sources     reads those facts in the source of an engine's class, which is not imported yet
     paths       which files any Python driver must read
     landlock    rules of the kernel about files, TCP, signals and abstract sockets
     calls       numbers of system calls, and which of them a driver may make
-    filter      the seccomp program made of them
+    arguments   which arguments some of them may have
+    filter      the seccomp program made of both
     limits      no_new_privs, rlimits, memory that is writable or executable but never both
     confining   all of that in its order. The result says what holds, and what this kernel lacks
+    strict      for tests: names a denied system call on stderr before it ends the driver (`_strict.c`)
     report      that result
 
 Nothing here is assumed: each mechanism is tried, and what the kernel refuses stands in the report. `docs/security.md` has the threat model.
+
+There is one stage. A second one after the engine's import could drop more, such as code from files. But Landlock before its ABI 8 restricts
+one thread, and an imported engine has several. A second filter reaches all threads, but aionn imports `onnx` and `sqlite3` when they are
+needed first, and engines load parts of themselves with the first model. To load all of that before would delay each start.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 from collections.abc import Callable
@@ -10,13 +11,18 @@ from aionn.sandbox import landlock
 from aionn.sandbox.facts import Facts
 from aionn.sandbox.filter import MACHINES, install, program
 from aionn.sandbox.limits import no_core_files, no_made_code, no_new_privileges
-from aionn.sandbox.paths import rules
+from aionn.sandbox.paths import rules, too_wide
 from aionn.sandbox.report import Confinement
 
-__all__ = ["SandboxError", "confine", "usual"]
+__all__ = ["SandboxError", "confine"]
 
 _LEAST_ABI = 3
-"""The first version of Landlock without a gap that matters: before it a driver may cut files that it may not write."""
+"""What level "require" asks for. Older versions of Landlock do not see that a file is cut, which only the filter denies then."""
+
+_SCOPED_ABI = 6
+"""From this version on, Landlock denies signals to other processes."""
+
+_BY_FILTER = ("system calls", "network", "processes", "signals")
 
 
 class SandboxError(Exception):
@@ -36,37 +42,41 @@ def confine(level: str, facts: Facts | None, writable: tuple[str, ...] = ()) -> 
     """
     if level == "off":
         return Confinement("off")
-    threads = len(os.listdir("/proc/self/task"))
+    _check_threads()
+    report = _Report()
+    report.attempt(("limits",), no_core_files, "a crash may write a core file")
+    report.attempt(("no new privileges",), no_new_privileges, "setuid programs keep their privileges")
+    report.holds.append("environment")
+    if facts is None:
+        free = "files, network, processes and made code are free"
+        # Engines that tests define say nothing about themselves.
+        report.lack(f"{free}, because the engine's class declares none of its needs", unmet=level != "strict")
+    else:
+        wide = too_wide(facts)
+        abi = _landlocked(report, facts, writable)
+        by_kernel = not facts.makes_code and report.attempt(("no made code",), no_made_code, "")
+        _filtered(report, facts, strict=level == "strict", no_made_code=not facts.makes_code and not by_kernel)
+        if abi >= _SCOPED_ABI and "files" in report.holds and "signals" not in report.holds:
+            report.holds.append("signals")
+        _note_exceptions(report, facts, wide if "files" in report.holds else {}, level)
+    if level in ("require", "strict") and report.unmet:
+        raise SandboxError(f"sandbox={level!r} cannot be had: {'; '.join(report.unmet)}")
+    return Confinement(level, tuple(report.holds), tuple(report.lacks))
+
+
+def _check_threads() -> None:
+    """Refuse to go on with more than one thread."""
+    try:
+        threads = len(os.listdir("/proc/self/task"))
+    except OSError as error:
+        raise SandboxError(
+            f"its threads cannot be counted before it is confined ({error}); mount /proc, or choose sandbox='off'"
+        ) from error
     if threads != 1:
         raise SandboxError(
             f"it has {threads} threads before it is confined, and each would keep its rights; remove what starts a thread when Python "
             "starts (sitecustomize, .pth files), or choose sandbox='off'"
         )
-    report = _Report()
-    report.attempt(("limits",), no_core_files)
-    report.attempt(("no new privileges",), no_new_privileges)
-    report.holds.append("environment")
-    if facts is None:
-        report.lacks.append("files, network, processes and made code are free, because the engine's class declares none of its needs")
-    else:
-        abi = _landlocked(report, facts, writable)
-        if facts.makes_code:
-            report.lacks.append("the engine makes code at run time, so memory may be writable and executable")
-        else:
-            report.attempt(("no made code",), no_made_code)
-        _filtered(report, facts, strict=level == "strict")
-        if facts.devices:
-            report.lacks.append(f"the driver may use the device files {', '.join(facts.devices)}")
-        if level == "require" and abi < _LEAST_ABI and "files" in report.holds:
-            report.unmet.append(f"the kernel's Landlock has version {abi}, and {_LEAST_ABI} is needed")
-    if level in ("require", "strict"):
-        _check(report, facts, level)
-    return Confinement(level, tuple(report.holds), tuple(report.lacks))
-
-
-def usual(error: OSError) -> str:
-    """Return what an error of the kernel means for a mechanism that was tried."""
-    return f"{error.strerror or error}"
 
 
 class _Report:
@@ -74,7 +84,7 @@ class _Report:
 
     Attributes:
         holds, lacks: as in `Confinement`.
-        unmet: why level "require" is not met, beside what `lacks` says of mechanisms that were refused.
+        unmet: those of `lacks` that keep level "require" from being met.
     """
 
     def __init__(self) -> None:
@@ -82,45 +92,74 @@ class _Report:
         self.lacks: list[str] = []
         self.unmet: list[str] = []
 
-    def attempt(self, words: tuple[str, ...], act: Callable[[], None]) -> bool:
-        """Return whether `act` worked, and note it."""
+    def lack(self, sentence: str, unmet: bool = False) -> None:
+        """Note what does not hold, and whether level "require" needs it."""
+        self.lacks.append(sentence)
+        if unmet:
+            self.unmet.append(sentence)
+
+    def attempt(self, words: tuple[str, ...], act: Callable[[], None], lack: str, needed: bool = False) -> bool:
+        """Return whether `act` worked, and note it. An empty `lack` leaves the failure to the caller."""
         try:
             act()
         except OSError as error:
-            self.lacks.append(f"{', '.join(words)}: the kernel refuses it ({usual(error)})")
+            if lack:
+                self.lack(f"{lack}, because {_reason(error)}", needed)
             return False
         self.holds.extend(words)
         return True
 
 
+def _reason(error: OSError) -> str:
+    """Return what an error of the kernel means for a mechanism that was tried."""
+    if error.errno in (errno.EPERM, errno.EACCES):
+        return f"the kernel or an outer sandbox refuses it ({error.strerror})"
+    return f"the kernel does not offer it ({error.strerror})"
+
+
 def _landlocked(report: _Report, facts: Facts, writable: tuple[str, ...]) -> int:
     """Restrict files, and with a later kernel signals. Returns the version of Landlock, or 0."""
+    free = "files are free, and so is the memory of the user's other processes"
     try:
         abi = landlock.best_abi()
     except OSError as error:
-        report.lacks.append(f"files: the kernel has no Landlock, or it is switched off ({usual(error)})")
+        why = {
+            errno.ENOSYS: "this kernel has no Landlock (it comes with Linux 5.13)",
+            errno.EOPNOTSUPP: "Landlock is switched off on this machine (add landlock to `lsm=` on the kernel's command line)",
+        }.get(error.errno or 0, f"an outer sandbox denies Landlock ({error.strerror})")
+        report.lack(f"{free}, because {why}", unmet=True)
         return 0
-    report.attempt(("files",), lambda: landlock.restrict(rules(facts, writable), abi))
+    if report.attempt(("files",), lambda: landlock.restrict(rules(facts, writable), abi), free, needed=True) and abi < _LEAST_ABI:
+        report.lack(
+            f"only the filter of system calls protects files from being cut, because this kernel's Landlock has version {abi}", True
+        )
     return abi
 
 
-def _filtered(report: _Report, facts: Facts, *, strict: bool) -> None:
+def _filtered(report: _Report, facts: Facts, *, strict: bool, no_made_code: bool) -> None:
+    """Restrict system calls. The filter also keeps memory from being made executable where the kernel has no rule for that."""
     machine = platform.machine()
+    free = "system calls, network and processes are free"
     if machine not in MACHINES:
-        report.lacks.append(f"system calls, network, processes, signals: there is no table of calls for {machine}")
-        return
-    code = program(machine, strict=strict, any_ioctl=bool(facts.devices))
-    report.attempt(("system calls", "network", "processes", "signals"), lambda: install(code, machine))
+        report.lack(f"{free}, because aionn has no table of system calls for {machine}", unmet=True)
+    else:
+        if strict:
+            from aionn.sandbox.strict import name_denied_calls  # tests only
+
+            name_denied_calls(MACHINES[machine][0])
+        code = program(machine, strict=strict, any_ioctl=bool(facts.devices), no_made_code=no_made_code)
+        words = (*_BY_FILTER, "no made code") if no_made_code else _BY_FILTER
+        if report.attempt(words, lambda: install(code, machine), free, needed=True):
+            return
+    if no_made_code:
+        report.lack("memory may be writable and executable, because this kernel has no rule for that (it comes with Linux 6.3)")
 
 
-def _check(report: _Report, facts: Facts | None, level: str) -> None:
-    """Refuse to go on where the level is not met."""
-    if facts is None:
-        if level == "strict":
-            return  # engines that tests define say nothing about themselves
-        raise SandboxError(f"sandbox='require' cannot be had: {report.lacks[-1]}")
-    if facts.devices and level == "require":
-        report.unmet.append(report.lacks[-1])
-    missing = [*report.unmet, *(lack for lack in report.lacks if lack.startswith(("files:", "system calls")))]
-    if missing:
-        raise SandboxError(f"sandbox={level!r} cannot be had: {'; '.join(missing)}")
+def _note_exceptions(report: _Report, facts: Facts, wide: dict[str, str], level: str) -> None:
+    """Note what the engine may do beyond the usual."""
+    if facts.makes_code:
+        report.lack("memory may be writable and executable, because the engine makes code at run time")
+    if facts.devices:
+        report.lack(f"the driver may use the device files {', '.join(facts.devices)}, because its engine needs them", level == "require")
+    for path, why in wide.items():
+        report.lack(f"the driver may read all of {path}, because {why}", level == "require")

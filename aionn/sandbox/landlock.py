@@ -11,9 +11,8 @@ import os
 import stat
 import struct
 from collections.abc import Iterable
-from contextlib import suppress
 
-__all__ = ["READ", "READ_AND_RUN", "WRITE", "best_abi", "restrict"]
+__all__ = ["DEVICE", "READ", "READ_AND_RUN", "WRITE", "best_abi", "restrict", "rights_of"]
 
 # Numbers of the calls; the same on x86_64 and aarch64.
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
@@ -61,30 +60,39 @@ def restrict(rules: Iterable[tuple[str, int]], abi: int) -> None:
     """Confine this thread: files and folders that no rule names can neither be opened nor changed.
 
     Args:
-        rules: path and rights. A path that is not there is skipped.
+        rules: path and rights. A path that cannot be opened is skipped. Those below /proc stay open.
         abi: of this kernel.
 
     Raises:
         OSError: the kernel refuses.
     """
-    handled = max(rights for first, rights in _FILE_RIGHTS_OF.items() if first <= abi)
-    tcp, scopes = _TCP_RIGHTS if abi >= 4 else 0, _SCOPES if abi >= 6 else 0
-    attributes = struct.pack("=QQQ", handled, tcp, scopes)[: 8 if abi < 4 else 16 if abi < 6 else 24]
+    handled = rights_of(abi)
+    attributes = struct.pack("=QQQ", handled, _TCP_RIGHTS, _SCOPES)[: 8 if abi < 4 else 16 if abi < 6 else 24]
     ruleset = _syscall(_CREATE_RULESET, attributes, len(attributes), 0)
     try:
         for path, rights in rules:
-            with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
-                _add(ruleset, path, rights & handled)
+            _add(ruleset, path, rights & handled)
         _syscall(_RESTRICT_SELF, ruleset, 0)
     finally:
         os.close(ruleset)
 
 
+def rights_of(abi: int) -> int:
+    """Return all rights about files that a version of Landlock knows, as bits."""
+    return max(rights for first, rights in _FILE_RIGHTS_OF.items() if first <= abi)
+
+
 def _add(ruleset: int, path: str, rights: int) -> None:
-    fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    try:
+        fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except OSError:
+        return  # not there, or not for this user
     try:
         if not stat.S_ISDIR(os.fstat(fd).st_mode):
             rights &= _OF_A_FILE
         _syscall(_ADD_RULE, ruleset, _RULE_PATH_BENEATH, struct.pack("=Qi", rights, fd), 0)
     finally:
-        os.close(fd)
+        # A rule is about an inode. Where memory is short, the kernel drops names of procfs that are not in use, and makes a new inode at
+        # the next use, which no rule knows. So these names stay in use. Such a descriptor gives no access.
+        if not path.startswith("/proc/"):
+            os.close(fd)

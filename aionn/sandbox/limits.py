@@ -15,6 +15,8 @@ __all__ = ["no_core_files", "no_made_code", "no_new_privileges"]
 # linux/prctl.h
 _PR_SET_NO_NEW_PRIVS = 38
 _PR_SET_MDWE, _MDWE_REFUSE_EXEC_GAIN = 65, 1
+# linux/personality.h
+_QUERY, _READ_IMPLIES_EXEC = 0xFFFF_FFFF, 0x040_0000
 
 
 def _prctl(option: int, value: int) -> None:
@@ -35,7 +37,7 @@ def no_new_privileges() -> None:
 
 
 def no_core_files() -> None:
-    """A crash writes no core file, which would hold the app's frames.
+    """A crash writes no core file, which would hold the app's frames. Programs that collect cores, such as systemd's, respect the limit.
 
     Raises:
         OSError: the kernel refuses.
@@ -46,7 +48,13 @@ def no_core_files() -> None:
 def no_made_code() -> None:
     """No mapping is writable and executable, and none that was writable becomes executable (Linux 6.3).
 
+    A file in memory can still be written first and mapped as code then.
+
     Raises:
         OSError: the kernel has no such rule.
     """
+    # A process that was started by `setarch -X` gets no readable memory under this rule.
+    libc = ctypes.CDLL(None)
+    if libc.personality(ctypes.c_ulong(_QUERY)) & _READ_IMPLIES_EXEC:
+        libc.personality(ctypes.c_ulong(libc.personality(ctypes.c_ulong(_QUERY)) & ~_READ_IMPLIES_EXEC))
     _prctl(_PR_SET_MDWE, _MDWE_REFUSE_EXEC_GAIN)

@@ -6,26 +6,27 @@ import glob
 import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from aionn.sandbox.facts import Facts
 from aionn.sandbox.landlock import DEVICE, READ, READ_AND_RUN, WRITE
 
-__all__ = ["rules"]
+__all__ = ["rules", "too_wide"]
 
-_LIBRARIES = ("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/local/lib", "/usr/local/lib64", "/etc/ld.so.cache")
+_LIBRARIES = (
+    *("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/local/lib", "/usr/local/lib64", "/etc/ld.so.cache"),
+    *("/nix/store", "/gnu/store"),  # every package of NixOS and Guix; they are public
+)
 _TEXTS = (
     "/etc/ld.so.preload",
     "/etc/localtime",
     "/etc/os-release",
     "/usr/share/locale",
     "/usr/share/zoneinfo",
-    "/proc/self",
+    "/proc/self",  # with mounts. Not for writing: a write to its `mem` passes by every protection of memory
     "/proc/cpuinfo",
     "/proc/driver/nvidia",
     "/proc/filesystems",
     "/proc/meminfo",
-    "/proc/mounts",
     "/proc/stat",
     "/proc/sys/vm",
     "/proc/version",
@@ -42,6 +43,9 @@ _TEXTS = (
     "/dev/urandom",
     "/dev/zero",
 )
+_LOADER_SETTINGS = "/etc/ld.so.conf.d/*.conf"
+_OF_A_PREFIX = ("bin", "lib", "lib32", "lib64", "libexec", "share", "pyvenv.cfg")
+_OF_A_HOME = (".bash_history", ".bashrc", ".gnupg", ".netrc", ".ssh", ".zshrc")
 
 
 def rules(facts: Facts, writable: tuple[str, ...]) -> Iterator[tuple[str, int]]:
@@ -51,9 +55,7 @@ def rules(facts: Facts, writable: tuple[str, ...]) -> Iterator[tuple[str, int]]:
         facts: of its engine.
         writable: folders in which it may make, write and remove files.
     """
-    for path in _python():
-        yield path, READ_AND_RUN
-    for path in _LIBRARIES:
+    for path in (*_python(), *_LIBRARIES, *_loaders()):
         yield path, READ_AND_RUN
     for path in (*_TEXTS, *facts.reads):
         yield from ((found, READ) for found in _matching(path))
@@ -64,16 +66,58 @@ def rules(facts: Facts, writable: tuple[str, ...]) -> Iterator[tuple[str, int]]:
         yield from ((found, DEVICE) for found in _matching(path))
 
 
+def too_wide(facts: Facts) -> dict[str, str]:
+    """Return places that a driver may read although they hold files of people (the root, home folders), and why it may."""
+    asked = {found: "its engine asks for it" for path in facts.reads for found in _matching(path)}
+    usual = dict.fromkeys((*_python(), *_loaders()), "Python or the system's loader looks for packages or libraries there")
+    return {path: why for path, why in sorted((usual | asked).items()) if _holds_a_home(path)}
+
+
 def _matching(path: str) -> list[str]:
     return glob.glob(path) if "*" in path else [path]
 
 
+def _holds_a_home(path: str) -> bool:
+    real = os.path.realpath(path)
+    if real in ("/", "/home") or os.path.dirname(real) == "/home":
+        return True
+    return any(os.path.lexists(f"{real}/{name}") for name in _OF_A_HOME)
+
+
 def _python() -> set[str]:
-    """Return where Python and everything that it may import lie. Several installs are known by a path alone (editable ones)."""
-    found = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix, str(Path(__file__).parents[1])}
-    found.update(path for path in sys.path if path)
-    found.update(path for path in os.environ.get("LD_LIBRARY_PATH", "").split(":") if path)
-    for name, module in list(sys.modules.items()):
-        if name.startswith("__editable__"):  # setuptools: these packages are found without an entry of sys.path
-            found.update(str(path) for path in getattr(module, "MAPPING", {}).values())
+    """Return where Python and everything that it may import lie."""
+    found = {os.path.dirname(os.path.dirname(os.path.abspath(__file__))), os.path.dirname(os.__file__)}
+    for prefix in {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix}:
+        found.update([f"{prefix}/{part}" for part in _OF_A_PREFIX] if _holds_a_home(prefix) else [prefix])
+    found.update(os.path.abspath(path) for path in sys.path if path)
+    for finder in sys.meta_path:
+        found.update(_of_finder(finder))
     return found
+
+
+def _of_finder(finder: object) -> Iterator[str]:
+    """Yield the places that a finder of editable packages knows. These have no entry in `sys.path`."""
+    if isinstance(finder, type):  # Python's own, and setuptools': its module has the places
+        module = sys.modules.get(finder.__module__) if finder.__module__.startswith("__editable__") else None
+        known: list[object] = [getattr(module, "MAPPING", None), getattr(module, "NAMESPACES", None)]
+    else:  # those of scikit-build-core and meson-python keep them as attributes
+        known = list(vars(finder).values()) if hasattr(finder, "__dict__") else []
+    for value in known:
+        entries = value.values() if isinstance(value, dict) else [value]
+        for entry in entries:
+            for path in entry if isinstance(entry, list | tuple | set | frozenset) else [entry]:
+                if isinstance(path, str) and os.path.isabs(path):
+                    # The path of a single module may lack its ending.
+                    yield path if os.path.isdir(path) else os.path.dirname(path)
+
+
+def _loaders() -> list[str]:
+    """Return folders in which the system's loader looks for libraries, beyond `_LIBRARIES`."""
+    found = os.environ.get("LD_LIBRARY_PATH", "").split(":")
+    for settings in glob.glob(_LOADER_SETTINGS):
+        try:
+            with open(settings, encoding="utf-8", errors="surrogateescape") as lines:
+                found.extend(line.strip() for line in lines)
+        except OSError:
+            continue
+    return [path for path in found if path.startswith("/")]
