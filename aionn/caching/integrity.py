@@ -29,16 +29,16 @@ from dataclasses import dataclass
 from aionn import trace
 from aionn.caching.artifact_files import Purpose, check_descriptors, digests_of_files, read_private, sole_writer, write_whole
 from aionn.caching.outcomes import MissReason, Refusal, refusal_of_os_error
-from aionn.caching.private_folder import UnsafeStateError, private_directory
+from aionn.caching.private_folder import UnsafeStateError
 from aionn.caching.state import (
     device_database,
     is_damage,
     mark_used,
     open_database,
+    private_state,
     query,
     read_database,
     refusal_of_database_error,
-    state_path,
     transaction,
 )
 from aionn.file_ranges import ShortFileError, digest_of
@@ -90,7 +90,7 @@ class IntegrityStore:
         self._read_only = False  # the records are believed, and no record can be added
         self._used: dict[bytes, None] = {}  # tokens loaded since `note_uses`, the latest last
         try:
-            directory = private_directory(state_path(state_directory))
+            directory = private_state(state_directory)
             self._path = device_database(directory, "integrity", device, version)
             self._database = self._open()
         except (OSError, sqlite3.Error) as error:

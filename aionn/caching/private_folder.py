@@ -1,14 +1,39 @@
-"""A folder that belongs to this account alone. It imports nothing heavy, because a driver uses it in its first lines."""
+"""Folders that belong to this account alone. It imports nothing heavy, because a driver uses it in its first lines.
+
+    STATE/                       state directory, which an app may choose
+        onnxruntime/             records of one device. Its driver can write there, and no other confined driver can
+            integrity-*.sqlite   digests of what the driver has stored, one per version of the engine
+            blobs-*.sqlite       the engine's blob cache, one per version
+            blob-cache.key       the key of its digests
+
+A process that uses a folder holds a shared lock on the folder itself, for as long as it lives. So a folder that `free_folder` finds has no
+living user, in whatever container.
+"""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["UnsafeStateError", "device_folder", "private_directory", "user_state_directory"]
+__all__ = [
+    "RefusedFolder",
+    "UnsafeStateError",
+    "device_folder",
+    "free_folder",
+    "hold",
+    "private_directory",
+    "user_state_directory",
+]
+
+_TRIES, _PAUSE_S = 100, 0.01
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 _LONGEST_NAME = 200  # a file name has at most 255 bytes
 
@@ -26,11 +51,78 @@ def user_state_directory() -> str:
 def device_folder(state_directory: str | os.PathLike[str], device: str) -> Path:
     """Return where the driver of one device keeps its records. No other driver can write there."""
     letters = "".join(letter if (letter.isalnum() and letter.isascii()) or letter in "-_." else f"%{ord(letter):x}%" for letter in device)
-    if len(letters) > _LONGEST_NAME or letters.startswith("."):
+    if not letters or len(letters) > _LONGEST_NAME or letters.startswith("."):
         from blake3 import blake3
 
         letters = f"{letters[:40].lstrip('.')}-{blake3(device.encode()).hexdigest()[:32]}"
     return Path(state_directory, letters)
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedFolder:
+    """A records folder that a driver could not use in its first lines. A confined driver cannot find out later why.
+
+    Attributes:
+        path: of the folder.
+        error: why it cannot be used.
+    """
+
+    path: str
+    error: OSError
+
+    def __fspath__(self) -> str:
+        return self.path
+
+    def __str__(self) -> str:
+        return self.path
+
+
+def hold(path: str | os.PathLike[str]) -> int:
+    """Make a folder if it is missing, and hold it. Returns a descriptor, which holds the folder until it is closed.
+
+    On a file system without locks, and where another process keeps its right to remove the folder for a second, nothing holds it.
+
+    Raises:
+        UnsafeStateError: as `private_directory`.
+        OSError: it cannot be made.
+    """
+    for tries_left in reversed(range(_TRIES)):
+        private_directory(path)
+        try:
+            fd = os.open(path, _FOLDER_FLAGS)
+        except FileNotFoundError:
+            continue  # removed by a process that found it free
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            usable = os.fstat(fd).st_nlink > 0
+        except BlockingIOError:  # a process removes it just now
+            usable = not tries_left
+            time.sleep(_PAUSE_S)
+        except OSError:
+            usable = True
+        if usable:
+            return fd
+        os.close(fd)
+    raise OSError(errno.EBUSY, "another process removes it again and again", os.fspath(path))
+
+
+@contextmanager
+def free_folder(path: str | os.PathLike[str]) -> Iterator[int]:
+    """Yield a descriptor of a folder of this account that no process holds, or -1. No process takes hold of it meanwhile."""
+    try:
+        fd = os.open(path, _FOLDER_FLAGS)
+    except OSError:
+        yield -1
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        usable = os.fstat(fd).st_uid == os.geteuid()
+    except OSError:
+        usable = False
+    try:
+        yield fd if usable else -1
+    finally:
+        os.close(fd)
 
 
 def private_directory(directory: str | os.PathLike[str]) -> Path:
@@ -45,7 +137,7 @@ def private_directory(directory: str | os.PathLike[str]) -> Path:
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = os.open(path, _FOLDER_FLAGS)
     except OSError as error:
         if error.errno not in (errno.ENOTDIR, errno.ELOOP):
             raise

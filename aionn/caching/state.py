@@ -20,7 +20,7 @@ from typing import Any
 from blake3 import blake3
 
 from aionn.caching.outcomes import MissReason, Refusal
-from aionn.caching.private_folder import UnsafeStateError, user_state_directory
+from aionn.caching.private_folder import RefusedFolder, UnsafeStateError, private_directory, user_state_directory
 
 __all__ = [
     "BUSY_TIMEOUT_S",
@@ -30,6 +30,7 @@ __all__ = [
     "mark_used",
     "open_database",
     "private_key",
+    "private_state",
     "query",
     "read_database",
     "refusal_of_database_error",
@@ -55,6 +56,17 @@ _DAMAGE = {
 def state_path(directory: str | os.PathLike[str] | None = None) -> Path:
     """Return the path of the state directory, which need not exist. None stands for the user's (`private_folder.user_state_directory`)."""
     return Path(user_state_directory() if directory is None else directory)
+
+
+def private_state(directory: str | os.PathLike[str] | None) -> Path:
+    """Return the folder for records, made if it is missing. None is as for `state_path`.
+
+    Raises:
+        OSError: as `private_directory`, or as the driver's first lines found it.
+    """
+    if isinstance(directory, RefusedFolder):
+        raise directory.error
+    return private_directory(state_path(directory))
 
 
 def _refuse_unsafe(path: Path) -> None:

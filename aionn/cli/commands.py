@@ -154,7 +154,7 @@ def doctor(
     """Check everything that aionn needs on this machine, and name the way out of what is wrong. Exits 1 if a check fails.
 
     Args:
-        fix: Remove what aionn itself has left: drivers without an app, and unfinished files in its state directory and in the cache.
+        fix: Remove what aionn itself has left: drivers without an app, unneeded records, and unfinished files in its folders.
         cache_dir: A cache to check, too.
         device: Name of a device to try; give it again for more. Default: every installed engine.
         state_dir: Folder of the records that vouch for the cache. Default: $XDG_STATE_HOME/aionn, else ~/.local/state/aionn.

@@ -72,9 +72,9 @@ def _rows(folders: _Folders, devices: Sequence[str] | None) -> list[Row]:
 
 
 def _of_folders(folders: _Folders) -> list[Row]:
-    from aionn.cli.checks.folders import cache_directory, state_directory
+    from aionn.cli.checks.folders import cache_directory, export_folders, state_directory
 
-    rows = state_directory(folders.state_dir)
+    rows = state_directory(folders.state_dir) + export_folders()
     return rows if folders.cache_dir is None else rows + cache_directory(folders.cache_dir)
 
 
@@ -106,10 +106,10 @@ def _of_engines(rows: Sequence[Row], folders: _Folders, devices: Sequence[str] |
 
 def _fix(folders: _Folders) -> list[str]:
     from aionn.caching.state import state_path
-    from aionn.cli.checks.leavings import clean_cache, clean_state, end_orphans
+    from aionn.cli.checks.leavings import clean_cache, clean_exports, clean_state, end_orphans
     from aionn.cli.checks.processes import orphans
 
-    done = end_orphans(orphans()) + clean_state(state_path(folders.state_dir))
+    done = end_orphans(orphans()) + clean_state(state_path(folders.state_dir)) + clean_exports()
     return done if folders.cache_dir is None else done + clean_cache(Path(folders.cache_dir))
 
 

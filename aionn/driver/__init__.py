@@ -16,6 +16,7 @@
     tuning     better artifacts that an engine offers while it runs
     priority   lets executions of high priority go first
     threads    the threads for compiling and loading
+    lent       duplicates of a client's descriptors for a thread
     artifacts  stores what was compiled, and loads it verified
     blobs      the blob cache that a device hands to its engine
     bugs       what is a bug in an engine, where it lies, and its traceback in the log

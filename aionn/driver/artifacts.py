@@ -15,7 +15,6 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
@@ -24,6 +23,7 @@ import msgspec
 
 from aionn.caching.outcomes import MissReason, Refusal
 from aionn.driver.bugs import report_bug
+from aionn.driver.lent import LentDescriptors
 from aionn.errors import AionnError, CallerError, CompilationError, text_of
 from aionn.hal.engine import Artifact, CompileOptions, Engine, Executable
 from aionn.hal.interfaces import CacheHandles
@@ -64,21 +64,11 @@ class Loaded:
 
 
 class LentHandles:
-    """Duplicates of a client's cache files for one blocking act. The act's end closes them, or `give_up` if the act has not begun.
-
-    A preparation that was cancelled or is late is abandoned while its thread still runs, and the client's descriptors are closed
-    then. Their numbers may already name other files when the thread uses them.
-    """
+    """Duplicates of a client's cache files for one blocking act; see `lent`. The integrity store refuses a file that is not open."""
 
     def __init__(self, handles: CacheHandles) -> None:
-        self._lock = threading.Lock()
-        self._taken = False
-        self._handles = CacheHandles(tuple(map(_duplicate, handles.model)), tuple(map(_duplicate, handles.data)), handles.token)
-
-    def _take(self) -> bool:
-        with self._lock:
-            taken, self._taken = self._taken, True
-        return not taken
+        self._models, self._token = len(handles.model), handles.token
+        self._lent = LentDescriptors((*handles.model, *handles.data))
 
     def during(self, act: Callable[[CacheHandles], T]) -> T:
         """Run `act` with the duplicates.
@@ -86,29 +76,12 @@ class LentHandles:
         Raises:
             CallerError: the duplicates have been given up.
         """
-        if not self._take():
-            raise CallerError("the preparation was given up before it touched its cache files")
-        try:
-            return act(self._handles)
-        finally:
-            self._close()
+        models = self._models
+        return self._lent.during(lambda fds: act(CacheHandles(tuple(fds[:models]), tuple(fds[models:]), self._token)))
 
     def give_up(self) -> None:
         """Prevent the act from beginning. An act that has begun goes on, and its end closes the duplicates."""
-        if self._take():
-            self._close()
-
-    def _close(self) -> None:
-        for fd in (*self._handles.model, *self._handles.data):
-            if fd >= 0:
-                os.close(fd)
-
-
-def _duplicate(fd: int) -> int:
-    """Return a duplicate, or -1 if `fd` is not open. The integrity store refuses -1 as a bad handle."""
-    with suppress(OSError, OverflowError):
-        return os.dup(fd)
-    return -1
+        self._lent.give_up()
 
 
 class Artifacts:

@@ -15,7 +15,8 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass
 
-from aionn.caching.private_folder import device_folder, private_directory
+from aionn.caching.export_folder import make_folder
+from aionn.caching.private_folder import RefusedFolder, device_folder, hold, private_directory
 from aionn.driver.schedule import is_schedule, schedule_of
 from aionn.engines.installed import home_of
 from aionn.engines.needs import facts_of
@@ -80,6 +81,7 @@ class Begun:
         home: "package.module:Class" if the parent has looked it up, or an empty text.
         sock: the control socket.
         state_directory: where the device keeps its records.
+        held: descriptors that hold folders of this process while it lives.
         confinement: what the process has given away.
         refusal: why the driver may not serve, or an empty text.
     """
@@ -87,22 +89,25 @@ class Begun:
     name: str
     home: str
     sock: socket.socket
-    state_directory: str
+    state_directory: str | RefusedFolder
+    held: tuple[int, ...]
     confinement: Confinement
     refusal: str = ""
 
 
 def begin(arguments: list[str]) -> Begun | int:
-    """Prepare this process: `python -m aionn.driver NAME[=HOME] FD [SCHEDULE [STATE_DIR [SANDBOX]]]`. Returns an exit code for bad usage.
+    """Prepare this process: `python -m aionn.driver NAME[=HOME] FD [SCHEDULE [STATE_DIR [SANDBOX [EXPORTS]]]]`.
+
+    Returns an exit code for bad usage.
 
     Args:
         arguments: NAME of the device, with HOME ("package.module:Class") if the parent has looked it up. FD, the socket. SCHEDULE is a
             number of CPUs for a driver in the background, 0 for the app's own priority, or "idle" for SCHED_IDLE. `__main__` has
-            taken it up. Each device keeps its records in a folder of STATE_DIR. SANDBOX is a level of
-            `sandbox.report`.
+            taken it up. Each device keeps its records in a folder of STATE_DIR. SANDBOX is a level of `sandbox.report`. EXPORTS is
+            the path of a folder for an engine that writes temporary files by path; see `caching.export_folder`.
     """
-    if not 2 <= len(arguments) <= 5 or not arguments[1].isdigit() or not is_schedule(schedule_of(arguments)):
-        usage = "python -m aionn.driver ENGINE[=MODULE:CLASS] SOCKET_FD [CPUS|idle [STATE_DIR [SANDBOX]]]"
+    if not 2 <= len(arguments) <= 6 or not arguments[1].isdigit() or not is_schedule(schedule_of(arguments)):
+        usage = "python -m aionn.driver ENGINE[=MODULE:CLASS] SOCKET_FD [CPUS|idle [STATE_DIR [SANDBOX [EXPORTS]]]]"
         print(f"usage: {usage}  (started by aionn's runtime; see `aionn devices`)", file=sys.stderr)
         return 2
     name, equals, home = arguments[0].rpartition("=")  # a provider's name may have one, too
@@ -120,17 +125,31 @@ def begin(arguments: list[str]) -> Begun | int:
         return 2
     sock.set_inheritable(False)
     state = arguments[3] if len(arguments) > 3 else os.path.expanduser("~/.local/state/aionn")
-    records = device_folder(state, name)
-    with suppress(OSError):  # the store of digests tries again, and says why it cannot be used
-        private_directory(state)
-        private_directory(records)
-    level = arguments[4] if len(arguments) > 4 else "off"
+    records, held = _records(state, name)
+    level, exports = (*arguments[4:], *("off", "")[len(arguments[4:]) :])
     refusal, confinement = "", Confinement()
     try:
-        confinement = confine(level, None if level == "off" else facts_of(*_place(name, home)), (str(records),))
+        facts = None if level == "off" else facts_of(*_place(name, home))
+        writable = [] if isinstance(records, RefusedFolder) else [records]
+        if facts is not None and facts.writes_by_path and exports:
+            with suppress(OSError):  # the engine's export fails, and says that it has no temporary directory
+                held.append(make_folder(exports))
+                writable.append(exports)
+                os.environ["TMPDIR"] = exports
+        confinement = confine(level, facts, tuple(writable))
     except (SandboxError, FactsError) as error:
         refusal = f"device {name!r} cannot start: {error}"
-    return Begun(name, home, sock, str(records), confinement, refusal)
+    return Begun(name, home, sock, records, tuple(held), confinement, refusal)
+
+
+def _records(state: str, device: str) -> tuple[str | RefusedFolder, list[int]]:
+    """Make and hold the folder of a device's records. Returns it, and the descriptors that hold it."""
+    folder = str(device_folder(state, device))
+    try:
+        private_directory(state)
+        return folder, [hold(folder)]
+    except OSError as error:
+        return RefusedFolder(folder, error), []
 
 
 def _place(name: str, home: str) -> tuple[str, str]:

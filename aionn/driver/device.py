@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
 import anyio
@@ -24,6 +24,7 @@ from aionn.driver.artifacts import Artifacts, LentHandles
 from aionn.driver.blobs import DeviceBlobs
 from aionn.driver.compiling import compilation_error, compiled_model
 from aionn.driver.instances import instances_of
+from aionn.driver.lent import LentDescriptors
 from aionn.driver.memories import EngineBuffer, constants_of
 from aionn.driver.options import OptionalFacts, runs_on
 from aionn.driver.prepared_model import EnginePreparedModel
@@ -35,7 +36,7 @@ from aionn.errors import CompilationError, DeadlineError
 from aionn.hal.engine import CancelFlag, CompileOptions, Engine, Executable
 from aionn.hal.interfaces import CacheHandles, IPreparedModel, PrepareOptions
 from aionn.hal.model import Model
-from aionn.hal.options import NO_OPTIONS, EngineOptions
+from aionn.hal.options import NO_OPTIONS, EngineOptions, OptionValue
 from aionn.hal.types import BufferDesc, BufferRole, CacheFiles, DeviceType
 from aionn.hal.values import from_messages
 from aionn.memory import DeviceBuffers, reserve
@@ -85,7 +86,9 @@ class EngineDevice:
         self.priority_matters: bool = getattr(engine, "priority_matters", False)
 
     async def get_supported_operations(self, model: Model, *, options: EngineOptions = NO_OPTIONS) -> Sequence[bool]:
-        supported = await self._threads.run(lambda: self._shown(lambda: self._judge(model, options)))
+        supported = await self._with_files(
+            options, lambda act: self._threads.run(lambda: self._shown(act)), lambda given: self._judge(model, given)
+        )
         self._return_freed_memory(model)
         found, wanted = len(supported), len(model.operations)
         if found != wanted:
@@ -99,8 +102,25 @@ class EngineDevice:
         if sum(constant.location.length for constant in model.constants) >= _LARGE_BYTES:
             self._threads.behind(trim_arenas)
 
-    def _judge(self, model: Model, options: EngineOptions) -> tuple[bool, ...]:
-        asked = (self.optional.given(options),) if options else ()
+    async def _with_files(
+        self,
+        options: EngineOptions,
+        run: Callable[[Callable[[], T]], Awaitable[T]],
+        act: Callable[[Mapping[str, OptionValue]], T],
+    ) -> T:
+        """Let `run` run `act` in a thread, with options as the engine gets them. The thread has duplicates of the files that they name."""
+        lent = LentDescriptors(file.fileno() for file in options.opened.values())
+
+        def work(fds: Sequence[int]) -> T:
+            return act(self.optional.given(options, dict(zip(options.opened, fds, strict=True))))
+
+        try:
+            return await run(lambda: lent.during(work))
+        finally:
+            lent.give_up()
+
+    def _judge(self, model: Model, options: Mapping[str, OptionValue]) -> tuple[bool, ...]:
+        asked = (options,) if options else ()
         try:
             return tuple(bool(fits) for fits in self._engine.supported_operations(model, *asked))
         except Exception as error:  # an engine's own exception types end here
@@ -157,8 +177,9 @@ class EngineDevice:
         return known or fresh, executables
 
     async def _compile_options(self, options: PrepareOptions, flag: CancelFlag) -> CompileOptions:
-        own = options.of(self.name)
-        given = await self._blocking(lambda: self.optional.given(own), flag, options.deadline_ns) if own else {}
+        own, given = options.of(self.name), dict[str, OptionValue]()
+        if own:
+            given = await self._with_files(own, lambda act: self._blocking(act, flag, options.deadline_ns), lambda given: dict(given))
         return CompileOptions(
             options.preference,
             options.priority,

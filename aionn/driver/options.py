@@ -1,8 +1,9 @@
 """What an engine may say of itself, and options: checked against what the engine takes, with private copies of the files they name.
 
-A file is copied into memory that no other process can write to, and its digest is compared with the app's. The engine gets the path of
-that copy. So what an engine loads is what the cache key names. Two versions of a library at one path are two files here, although the
-C library would take a path that it has loaded before for the same library. A copy lives as long as this process, like a loaded library.
+The app opens such a file and sends its descriptor, because a confined driver opens no path of the app's. The file is copied into memory
+that no other process can write to, and its digest is compared with the app's. The engine gets the path of that copy. So what an engine
+loads is what the cache key names. Two versions of a library at one path are two files here, although the C library would take a path that
+it has loaded before for the same library. A copy lives as long as this process, like a loaded library.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from blake3 import blake3
 
@@ -21,6 +23,8 @@ from aionn.hal.options import EngineOptions, OptionValue
 from aionn.hal.performance import Performance
 
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+
+_PIECE_BYTES = 16 << 20
 
 _WORDS: Mapping[type, str] = {str: "a text", int: "an integer", float: "a float", bool: "True or False", Path: "the path of a file"}
 
@@ -41,16 +45,20 @@ class OptionalFacts:
         self._lock = threading.Lock()
         self._copies: dict[bytes, str] = {}
 
-    def given(self, options: EngineOptions) -> Mapping[str, OptionValue]:
+    def given(self, options: EngineOptions, fds: Mapping[str, int] = MappingProxyType({})) -> Mapping[str, OptionValue]:
         """Return options as the engine gets them. Blocks, and may be called in several threads.
+
+        Args:
+            fds: descriptors of the files that options name. A file without one is opened by its path, in a device that shares the
+                process with its client.
 
         Raises:
             CallerError: the engine has no such option, or a value has another type; or a file was changed since the app asked.
         """
         for name, value in options.items():
             self._check(name, value, name in options.files)
-        copies = {name: self._copy(name, str(options[name]), digest) for name, digest in options.files.items() if name in options}
-        return {**options, **copies}
+        named = {name: digest for name, digest in options.files.items() if name in options}
+        return {**options, **{name: self._copy(name, str(options[name]), digest, fds.get(name)) for name, digest in named.items()}}
 
     def _check(self, name: str, value: OptionValue, is_file: bool) -> None:
         kinds = self._kinds.get(name) or self._kinds.get("*")
@@ -64,16 +72,16 @@ class OptionalFacts:
             found = "the path of a file" if is_file else f"{value!r} ({type(value).__name__})"
             raise CallerError(f"option {name!r} of device {self._name!r} is {found}; it must be {wanted}")
 
-    def _copy(self, name: str, path: str, digest: bytes) -> str:
+    def _copy(self, name: str, path: str, digest: bytes, fd: int | None) -> str:
         with self._lock:
             copy = self._copies.get(digest)
             if copy is None:
-                copy = self._copies[digest] = self._copied(name, path, digest)
+                copy = self._copies[digest] = self._copied(name, path, digest, fd)
         return copy
 
-    def _copied(self, name: str, path: str, digest: bytes) -> str:
+    def _copied(self, name: str, path: str, digest: bytes, source: int | None) -> str:
         try:
-            content = Path(path).read_bytes()
+            content = Path(path).read_bytes() if source is None else _content(source)
         except OSError as error:
             raise CallerError(f"option {name!r}: the file {path!r} cannot be read ({error.strerror}); compile the model again") from error
         if blake3(content).digest() != digest:
@@ -82,12 +90,20 @@ class OptionalFacts:
         try:
             with open(fd, "wb", closefd=False) as copy:
                 copy.write(content)
-            os.fchmod(fd, 0o500)  # a library is mapped as code
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         except BaseException:
             os.close(fd)
             raise
         return f"/proc/self/fd/{fd}"
+
+
+def _content(fd: int) -> bytes:
+    """Return what a file holds from its beginning. A pipe has no such place, so reading it is an error and waits for no writer."""
+    pieces, offset = [], 0
+    while piece := os.pread(fd, _PIECE_BYTES, offset):
+        pieces.append(piece)
+        offset += len(piece)
+    return b"".join(pieces)
 
 
 def runs_on(executable: Executable) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
+from typing import Protocol
 
 __all__ = ["NO_OPTIONS", "EngineOptions", "OptionValue", "is_unicode"]
 
@@ -27,19 +28,34 @@ def is_unicode(text: str) -> bool:
     return True
 
 
+class IOptionFile(Protocol):
+    """An open file that an option names."""
+
+    def fileno(self) -> int:
+        """Return the descriptor. Raise `CallerError` once the file is closed."""
+
+
 class EngineOptions(Mapping[str, OptionValue]):
     """Options of one engine by name. They do not change.
 
     Attributes:
         files: the digest of each file that a value names, by the option's name.
+        opened: these files, where the app has opened them for a driver process, which cannot open a path of the app's. They are open
+            while the call lasts that brought the options. Their offsets belong to nobody: read with `os.pread`.
         encoded: names and encoded values, sorted by name. Two options are equal if these are.
     """
 
-    __slots__ = ("_values", "encoded", "files")
+    __slots__ = ("_values", "encoded", "files", "opened")
 
-    def __init__(self, values: Mapping[str, OptionValue], files: Mapping[str, bytes]) -> None:
+    def __init__(
+        self,
+        values: Mapping[str, OptionValue],
+        files: Mapping[str, bytes],
+        opened: Mapping[str, IOptionFile] = MappingProxyType({}),
+    ) -> None:
         self._values = MappingProxyType(dict(sorted(values.items())))
         self.files = MappingProxyType(dict(files))
+        self.opened = MappingProxyType(dict(opened))
         self.encoded = tuple((name, _encoded(value, files.get(name))) for name, value in self._values.items())
 
     def __getitem__(self, name: str) -> OptionValue:

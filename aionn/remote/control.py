@@ -33,7 +33,7 @@ from aionn.hal.values import Border
 from aionn.remote.parts import CacheMessage, ControlMessage, ModelMessage, MQMessage, OptionsMessage, PoolMessage
 from aionn.sandbox.report import Confinement
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Grows with every change of a message. Two ends with different numbers refuse each other at once."""
 
 STACKS_SIGNAL = int(signal.SIGRTMIN) + 7
@@ -53,7 +53,7 @@ class ControlError(AionnError):
 
 
 class GetSupportedOperations(ControlMessage, frozen=True):
-    """Attributes: `options` and `files` are as in `OptionsMessage`."""
+    """Attributes: `options` and `files` are as in `OptionsMessage`, whose descriptors follow those of the model."""
 
     model: ModelMessage
     options: dict[str, str | int | float | bool] = msgspec.field(default_factory=dict)

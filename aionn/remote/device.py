@@ -52,6 +52,7 @@ from aionn.remote.control import (
 from aionn.remote.fenced import Fenced, fenced_answer, send_fenced
 from aionn.remote.handles import RemoteBuffer, RemoteBurstContext
 from aionn.remote.messages import cache_fds, cache_message, model_message, options_message, pool_fds, queue_message
+from aionn.remote.option_files import opened_files
 from aionn.remote.parts import PoolMessage
 
 
@@ -101,7 +102,8 @@ class RemoteDevice:
     ) -> Sequence[bool]:
         """Ask as the HAL says. At `deadline_ns` the caller stops waiting and gets `DeadlineError`."""
         body = GetSupportedOperations(model_message(model), dict(options), dict(options.files))
-        flags, _ = await self.connection.call(body, Flags, pool_fds(model), deadline_ns=deadline_ns)
+        async with opened_files(options) as files:
+            flags, _ = await self.connection.call(body, Flags, (*pool_fds(model), *files), deadline_ns=deadline_ns)
         if len(flags.supported) != len(model.operations):
             found, wanted = len(flags.supported), len(model.operations)
             raise CompilationError(
@@ -130,17 +132,20 @@ class RemoteDevice:
 
     async def _compile(self, model: Model, options: PrepareOptions, cache: CacheHandles | None) -> RemotePreparedModel:
         body = PrepareModel(model_message(model), options_message(options, self.name), None if cache is None else cache_message(cache))
-        prepared = await self._prepare(body, (*pool_fds(model), *cache_fds(cache)), options.deadline_ns)
+        prepared = await self._prepare(body, pool_fds(model), options, cache_fds(cache))
         self.remember(prepared.number, model)
         return prepared
 
     async def prepare_model_from_cache(self, options: PrepareOptions, cache: CacheHandles) -> RemotePreparedModel:
-        return await self._prepare(
-            PrepareModelFromCache(options_message(options, self.name), cache_message(cache)), cache_fds(cache), options.deadline_ns
-        )
+        body = PrepareModelFromCache(options_message(options, self.name), cache_message(cache))
+        return await self._prepare(body, (), options, cache_fds(cache))
 
-    async def _prepare(self, body: CallBody, fds: Sequence[int], deadline_ns: int | None) -> RemotePreparedModel:
-        prepared, _ = await self.connection.call(body, Prepared, fds, unwanted=self._release, deadline_ns=deadline_ns)
+    async def _prepare(self, body: CallBody, pools: Sequence[int], options: PrepareOptions, cache: Sequence[int]) -> RemotePreparedModel:
+        """Send a preparation with its descriptors: pools of a model, files that options name, cache files."""
+        async with opened_files(options.of(self.name)) as files:
+            prepared, _ = await self.connection.call(
+                body, Prepared, (*pools, *files, *cache), unwanted=self._release, deadline_ns=options.deadline_ns
+            )
         self._models[prepared.prepared] = ""  # until its owner says which model it is
         return RemotePreparedModel(self, prepared)
 

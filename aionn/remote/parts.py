@@ -45,7 +45,10 @@ class CacheMessage(ControlMessage, frozen=True):
 
 
 class OptionsMessage(ControlMessage, frozen=True):
-    """`PrepareOptions`, with the options and files of `EngineOptions` for this one device."""
+    """`PrepareOptions`, with the options and files of `EngineOptions` for this one device.
+
+    The descriptors of these files travel beside the message in the order of `files`, behind those of a model and before cache files.
+    """
 
     preference: ExecutionPreference
     priority: Priority

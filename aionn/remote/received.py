@@ -1,25 +1,27 @@
-"""What came with a control call: memories and cache files. They are freed when the call is done with them."""
+"""What came with a control call: memories, cache files and files that options name. They are freed when the call is done with them."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 from aionn.errors import AionnError, CallerError, CompilationError
-from aionn.hal.interfaces import CacheHandles
+from aionn.hal.interfaces import CacheHandles, PrepareOptions
 from aionn.hal.model import Model
+from aionn.hal.options import EngineOptions, OptionValue
 from aionn.hal.types import IMemory, MemoryDescription, MemoryKind
 from aionn.hal.values import from_messages
 from aionn.memory import Access, MappingError, Memory, Region
 from aionn.memory.descriptors import check_description, check_descriptor
 from aionn.remote.channel import Descriptors
-from aionn.remote.parts import CacheMessage, ModelMessage
+from aionn.remote.parts import CacheMessage, ModelMessage, OptionsMessage
 
 
 class Received:
     """Memories that came with a call. They are unmapped when the call is done with them."""
 
     def __init__(self) -> None:
-        self._regions: list[Region | _File] = []
+        self._regions: list[Region | _File | _OptionFile] = []
 
     def __enter__(self) -> Received:
         return self
@@ -61,6 +63,26 @@ class Received:
             return self.part(descriptors, description, offset, length)
         except AionnError as error:
             return _Unmapped(description, error)
+
+    def options(self, values: Mapping[str, OptionValue], files: Mapping[str, bytes], descriptors: Descriptors) -> EngineOptions:
+        """Return options with the files that they name, which are closed with what else was received."""
+        opened = {name: _OptionFile(fd) for name, fd in zip(files, descriptors.take_many(len(files)), strict=True)}
+        self._regions.extend(opened.values())
+        return EngineOptions(values, files, opened)
+
+    def prepare_options(self, message: OptionsMessage, device: str, descriptors: Descriptors) -> PrepareOptions:
+        """Return a message as the options for the device of that name, with the files as for `options`."""
+        own = self.options(message.options, message.files, descriptors)
+        return PrepareOptions(
+            message.preference,
+            message.priority,
+            message.deadline_ns,
+            message.threads,
+            message.open_outputs,
+            message.at_most,
+            message.instances,
+            ((device, own),) if own else (),
+        )
 
     def model(self, message: ModelMessage, descriptors: Descriptors) -> Model:
         """Return the client's model. Files with constants are not mapped, because another process may cut them off at any time.
@@ -129,6 +151,24 @@ class _File:
 
     def view(self) -> memoryview:
         raise CallerError("a model's constants in files are not mapped; read them with aionn.graph.constant_arrays")
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class _OptionFile:
+    """A file that an option names. Satisfies `IOptionFile`."""
+
+    def __init__(self, fd: int) -> None:
+        """Take over the descriptor."""
+        self._fd = fd
+
+    def fileno(self) -> int:
+        if self._fd < 0:
+            raise CallerError("the files that options name are open during the call that brought them only; copy what must live longer")
+        return self._fd
 
     def close(self) -> None:
         fd, self._fd = self._fd, -1

@@ -19,8 +19,7 @@ from anyio.abc import TaskGroup
 
 from aionn.burst import result_of
 from aionn.errors import AionnError, CallerError
-from aionn.hal.interfaces import IBuffer, IBurstContext, IDevice, IPreparedModel, PrepareOptions
-from aionn.hal.options import EngineOptions
+from aionn.hal.interfaces import IBuffer, IBurstContext, IDevice, IPreparedModel
 from aionn.hal.performance import Performance
 from aionn.hal.queues import MQDescriptor
 from aionn.hal.types import Dependency, IMemory, Result
@@ -184,13 +183,15 @@ class DeviceService:
                 with Received() as received:
                     model = received.model(message, descriptors)
                     # A device that is written by hand need not know of options that no app gives.
-                    more = {"options": EngineOptions(asked, files)} if asked else {}
+                    more = {"options": received.options(asked, files, descriptors)} if asked else {}
                     reply = Flags(tuple(await self._device.get_supported_operations(model, **more)))
             case PrepareModel(model=message, options=options, cache=cache):
                 reply = await self._prepare(message, options, cache, descriptors)
-            case PrepareModelFromCache(options=options, cache=cache):
-                with Handles(cache, descriptors) as handles:
-                    reply = self._keep(await self._device.prepare_model_from_cache(_options(options, self._device.name), handles))
+            case PrepareModelFromCache(options=message, cache=cache):
+                with Received() as received:
+                    asked = received.prepare_options(message, self._device.name, descriptors)
+                    with Handles(cache, descriptors) as handles:
+                        reply = self._keep(await self._device.prepare_model_from_cache(asked, handles))
             case ConfigureExecutionBurst():
                 reply = await self._configure(body, descriptors)
             case ExportAgain(prepared=number, cache=cache):
@@ -232,11 +233,12 @@ class DeviceService:
         received = Received()
         try:
             model = received.model(message, descriptors)
+            asked = received.prepare_options(options, self._device.name, descriptors)
             if cache is None:
-                prepared = await self._device.prepare_model(model, _options(options, self._device.name))
+                prepared = await self._device.prepare_model(model, asked)
             else:
                 with Handles(cache, descriptors) as handles:
-                    prepared = await self._device.prepare_model(model, _options(options, self._device.name), handles)
+                    prepared = await self._device.prepare_model(model, asked, handles)
         finally:
             # Views keep alive what the engine uses in place, so the descriptors are not needed any more.
             received.close()
@@ -372,20 +374,6 @@ class DeviceService:
 
 def _descriptor(message: MQMessage, descriptors: Descriptors) -> MQDescriptor:
     return MQDescriptor(message.grantors, message.quantum, message.flavor, descriptors.take_many(message.fds))
-
-
-def _options(message: OptionsMessage, device: str) -> PrepareOptions:
-    """Return a message as the options for the device of that name."""
-    return PrepareOptions(
-        message.preference,
-        message.priority,
-        message.deadline_ns,
-        message.threads,
-        message.open_outputs,
-        message.at_most,
-        message.instances,
-        ((device, EngineOptions(message.options, message.files)),) if message.options else (),
-    )
 
 
 def _known(table: Mapping[int, T], number: int, what: str) -> T:

@@ -145,7 +145,7 @@ def main(scenario: str, directory: str) -> None:
         mount_read_only(closed)
         anyio.run(read_only, place)
         return
-    for database in (place / "state").glob("*.sqlite"):
+    for database in (place / "state").glob("*/*.sqlite"):
         connection = sqlite3.connect(database)  # its last user leaves no log behind, unlike a driver that is ended
         connection.execute("SELECT token FROM records")
         connection.close()

@@ -16,6 +16,7 @@ from typing import Any
 import anyio
 import pytest
 
+from aionn.caching.private_folder import hold
 from aionn.cli.checks import containers, engines, folders, kernel, leavings, machine, process_limits, processes
 from aionn.pages import find_headers
 from aionn.pages.layout import RELEASE
@@ -191,15 +192,17 @@ def database(path: Path) -> Path:
 
 
 def test_a_damaged_database_fails_until_it_is_removed_as_the_way_out_says(tmp_path: Path) -> None:
-    damaged = database(tmp_path / "integrity-a.sqlite")
-    database(tmp_path / "integrity-b.sqlite")
+    for device in ("a", "b"):
+        (tmp_path / device).mkdir()
+    damaged = database(tmp_path / "a" / "integrity-a.sqlite")
+    database(tmp_path / "b" / "integrity-b.sqlite")
     assert folders.state_directory(str(tmp_path))[0].found == f"{tmp_path}, 2 sound databases"
     content = bytearray(damaged.read_bytes())
     content[4096:12288] = b"\xff" * 8192
     damaged.write_bytes(content)
     row = folders.state_directory(str(tmp_path))[0]
     assert row.status == "fail"
-    assert "integrity-a.sqlite" in row.found
+    assert "a/integrity-a.sqlite" in row.found
     subprocess.run(["sh", "-c", row.way_out.rpartition("; to do so now, ")[2]], check=True)
     row = folders.state_directory(str(tmp_path))[0]
     assert row.found == f"{tmp_path}, 1 sound database"
@@ -237,8 +240,8 @@ def test_a_network_file_system_and_files_of_the_future_are_warnings(tmp_path: Pa
     assert folders.file_system(tmp_path, root) == "ext4"
     rows = {row.check: row for row in folders.state_directory(str(place), root)}
     assert rows["state file system"].found == f"{place} lies on nfs4"
-    later = place / "integrity.sqlite"
-    database(later)
+    (place / "device").mkdir()
+    later = database(place / "device" / "integrity.sqlite")
     os.utime(later, (time.time() + 7200, time.time() + 7200))
     rows = {row.check: row for row in folders.state_directory(str(place))}
     assert "2.0 h in the future" in rows["state times"].found
@@ -290,11 +293,14 @@ def test_fix_removes_what_a_killed_compile_left_and_nothing_else(tmp_path: Path)
     assert stranger.read_text() == "mine"
 
 
-def test_fix_removes_half_a_key_of_an_ended_process_only(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", ["", "onnxruntime"])
+def test_fix_removes_half_a_key_of_an_ended_process_only(tmp_path: Path, device: str) -> None:
     ended = subprocess.Popen(["true"])
     ended.wait()
+    folder = tmp_path / device
+    folder.mkdir(exist_ok=True)
     old, young, living, other = (
-        tmp_path / name
+        folder / name
         for name in (
             f"blob-cache.key.{ended.pid}.00112233",
             f"blob-cache.key.{ended.pid}.44556677",
@@ -308,14 +314,63 @@ def test_fix_removes_half_a_key_of_an_ended_process_only(tmp_path: Path) -> None
     os.utime(young)
     assert [row.check for row in folders.state_directory(str(tmp_path)) if row.status == "warn"] == ["state leavings"]
     assert leavings.clean_state(tmp_path) == [f"{old}: removed"]
-    assert sorted(tmp_path.iterdir()) == sorted([young, living, other])
+    assert sorted(folder.iterdir()) == sorted([young, living, other])
+
+
+def test_fix_removes_the_records_of_earlier_releases_which_no_driver_reads(tmp_path: Path) -> None:
+    earlier = [tmp_path / name for name in ("blob-cache.key", "integrity-fake-0011.sqlite", "integrity-fake-0011.sqlite-wal")]
+    kept = [tmp_path / "notes", tmp_path / "fake" / "integrity-fake-0011.sqlite", tmp_path / "fake" / "blob-cache.key"]
+    kept[1].parent.mkdir()
+    for path in (*earlier, *kept):
+        path.write_bytes(b"")
+    rows = {row.check: row for row in folders.state_directory(str(tmp_path))}
+    assert rows["state leavings"].found == "3 files of an earlier release"
+    assert leavings.clean_state(tmp_path) == [f"{path}: removed" for path in earlier]
+    assert all(path.exists() for path in kept)
+    assert leavings.clean_state(tmp_path) == []
+
+
+def test_fix_removes_the_folder_of_a_device_that_no_driver_has_used_for_long(tmp_path: Path) -> None:
+    unused, held, used, foreign = (tmp_path / name for name in ("unused", "held", "used", "foreign"))
+    for folder in (unused, held, used, foreign):
+        folder.mkdir()
+        database(folder / "integrity-x-00.sqlite")
+    (foreign / "notes").write_text("mine")
+    for path in (*tmp_path.glob("*/*"), *tmp_path.iterdir()):
+        os.utime(path, (0, 0))
+    os.utime(used / "integrity-x-00.sqlite")
+    fd = hold(held)
+    try:
+        rows = {row.check: row for row in folders.state_directory(str(tmp_path))}
+        assert rows["state leavings"].found == "1 devices unused for 30 days"
+        assert leavings.clean_state(tmp_path) == [f"{unused}: removed"]
+    finally:
+        os.close(fd)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["foreign", "held", "used"]
+    assert leavings.clean_state(tmp_path) == [f"{held}: removed"]
+
+
+def test_fix_removes_folders_for_temporary_files_that_no_driver_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aionn.caching.export_folder._places", lambda: (str(tmp_path),))
+    left, held = tmp_path / "aionn-exports-1-00", tmp_path / "aionn-exports-2-00"
+    left.mkdir()
+    (left / "artifact").write_bytes(b"half")
+    fd = hold(held)
+    try:
+        (row,) = folders.export_folders()
+        assert (row.status, str(left) in row.found, str(held) in row.found) == ("warn", True, False)
+        assert leavings.clean_exports() == [f"{left}: removed"]
+        assert folders.export_folders() == []
+    finally:
+        os.close(fd)
+    assert list(tmp_path.iterdir()) == [held]
 
 
 @pytest.mark.parametrize("part", ["folder", "file"])
 def test_fix_leaves_alone_what_belongs_to_another_account(tmp_path: Path, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (left := tmp_path / "blob-cache.key.4194305.00112233").write_bytes(b"half")
     os.utime(left, (0, 0))
-    assert leavings.state_leavings(tmp_path) == [left]
+    assert leavings.state_leavings(tmp_path).unfinished == (left,)
     look = Path.lstat
 
     def of_another(self: Path) -> os.stat_result:

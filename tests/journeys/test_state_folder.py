@@ -39,7 +39,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def databases(folder: Path) -> list[Path]:
-    return sorted(folder.glob("integrity-*.sqlite"))
+    return sorted(folder.glob("*/integrity-*.sqlite"))
 
 
 async def test_a_runtimes_drivers_keep_their_records_in_its_own_folder(fake: FakeDevice, tmp_path: Path, users_state: Path) -> None:

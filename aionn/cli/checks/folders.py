@@ -9,14 +9,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from aionn.caching.export_folder import left_folders
 from aionn.caching.state import query, read_database, state_path
 from aionn.caching.store.files import UnsafeFileError, check_owner, is_hex
 from aionn.cgroups import text_of
-from aionn.cli.checks.leavings import cache_leavings, state_leavings
+from aionn.cli.checks.leavings import cache_leavings, records_folders, state_leavings
 from aionn.cli.checks.row import ROOT, Row, fail, ok, warn
 from aionn.cli.printing import entries, size
 
-__all__ = ["cache_directory", "file_system", "state_directory"]
+__all__ = ["cache_directory", "export_folders", "file_system", "state_directory"]
 
 _LEAST_FREE_BYTES, _GOOD_FREE_BYTES = 16 << 20, 256 << 20
 _FUTURE_S = 60.0
@@ -44,11 +45,21 @@ def state_directory(directory: str | None = None, root: Path = ROOT) -> list[Row
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
         mode = f"{stat.S_IMODE(status.st_mode):04o}"
         return [fail(check, f"{path} has mode {mode} or is read-only: nothing new is cached", needed, f"chmod 0700 {path}, or {another}")]
-    rows = [_databases(check, path, sorted(path.glob("*.sqlite")))]
+    folders = records_folders(path)
+    rows = [_databases(check, path, sorted(database for folder in folders for database in folder.glob("*.sqlite")))]
     rows += _place("state", path, root)
-    if left := state_leavings(path):
-        rows.append(warn("state leavings", f"{len(left)} unfinished files of ended processes", "none", "aionn doctor --fix removes them"))
+    if left := str(state_leavings(path)):
+        rows.append(warn("state leavings", left, "none", "aionn doctor --fix removes them"))
     return rows
+
+
+def export_folders() -> list[Row]:
+    """Look for folders for temporary files that drivers of a killed app have left."""
+    left = left_folders()
+    if not left:
+        return []
+    words = f"{len(left)} folders for temporary files of ended drivers: {', '.join(left)}"
+    return [warn("export leavings", words, "none", "aionn doctor --fix removes them; so does the next driver of such an engine")]
 
 
 def cache_directory(directory: str, root: Path = ROOT) -> list[Row]:
@@ -96,7 +107,7 @@ def _entries(path: Path) -> str:
 
 def _databases(check: str, path: Path, databases: list[Path], more: str = "") -> Row:
     """Check that SQLite can read each database and finds it sound."""
-    damaged = [f"{database.name} ({complaint})" for database in databases if (complaint := _complaint(database))]
+    damaged = [f"{database.relative_to(path)} ({complaint})" for database in databases if (complaint := _complaint(database))]
     if damaged:
         way_out = f"none needed for safety: the next use begins it anew; to do so now, rm {path / damaged[0].partition(' ')[0]}*"
         return fail(check, f"{path}: damaged {', '.join(damaged)}", "databases that SQLite can read", way_out)
@@ -135,7 +146,8 @@ def _place(what: str, path: Path, root: Path) -> Iterator[Row]:
             "a local file system: locks (flock) and SQLite may fail between machines",
             "give each machine its own folder, and share with aionn fleet or by copying",
         )
-    ahead_s = max((entry.stat(follow_symlinks=False).st_mtime for entry in _listed(path)), default=0.0) - time.time()
+    within = (entry for folder in (path, *(records_folders(path) if what == "state" else ())) for entry in _listed(folder))
+    ahead_s = max((entry.stat(follow_symlinks=False).st_mtime for entry in within), default=0.0) - time.time()
     if ahead_s > _FUTURE_S:
         found = f"{path} holds files from {ahead_s / 3600:.1f} h in the future, so the clock was set back"
         yield warn(f"{what} times", found, "times in the past, by which old entries are forgotten", "let an NTP service set the clock")

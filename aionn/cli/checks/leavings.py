@@ -2,6 +2,9 @@
 
 drivers whose app has ended           killed, after a second look at the same process
 half a key in the state directory     removed when its process has ended and it is an hour old
+records of earlier releases           removed, because no process of this release reads them
+records of devices that are gone      removed when no driver has used them for 30 days and no process holds their folder
+folders for temporary files           removed when no process holds them
 trash and staging in a cache          removed under the cache's own locks, as the next app would do
 """
 
@@ -16,19 +19,38 @@ import stat
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
+from aionn.caching.export_folder import clean_up
 from aionn.caching.manifest import Manifest
+from aionn.caching.private_folder import free_folder
+from aionn.caching.state import UNUSED_KEPT_S
 from aionn.caching.store.directory import MANIFEST, CacheDirectory
 from aionn.caching.store.files import is_hex
 from aionn.caching.store.housekeeping import Housekeeping
 from aionn.caching.store.writing import empty_trash
 from aionn.cli.checks.processes import Orphan, is_orphan
 
-__all__ = ["cache_leavings", "clean_cache", "clean_state", "end_orphans", "state_leavings"]
+__all__ = [
+    "StateLeavings",
+    "cache_leavings",
+    "clean_cache",
+    "clean_exports",
+    "clean_state",
+    "end_orphans",
+    "records_folders",
+    "state_leavings",
+]
 
 _ASIDE = re.compile(r"blob-cache\.key\.(\d+)\.[0-9a-f]{8}")
 """A key that is being written (`private_key`), with the number of its process."""
+
+_RECORD = re.compile(r"(integrity|blobs)-.*\.sqlite(-wal|-shm|-journal)?|blob-cache\.key(\.\d+\.[0-9a-f]{8})?")
+"""The files of a device."""
+
+_OF_EARLIER = re.compile(r"(integrity|blobs)-.*\.sqlite(-wal|-shm|-journal)?|blob-cache\.key")
+"""The same files straight in the state directory, where releases before the sandbox kept them."""
 
 _OLD_S = 3600.0
 """A process in another container may share the folder. It needs far less than this."""
@@ -54,19 +76,71 @@ def end_orphans(found: Sequence[Orphan]) -> list[str]:
     return done
 
 
-def state_leavings(directory: Path) -> list[Path]:
-    """Return files that a process has begun in the state directory, and never finished.
+@dataclass(frozen=True, slots=True)
+class StateLeavings:
+    """What no driver needs in a state directory.
 
-    A symlink, and a folder or a file of another account, is left alone.
+    Attributes:
+        unfinished: files that a process has begun and never finished.
+        earlier: files of releases that kept the records of all devices in one folder.
+        gone: folders of devices that no driver has used for long.
     """
-    left = []
+
+    unfinished: tuple[Path, ...] = ()
+    earlier: tuple[Path, ...] = ()
+    gone: tuple[Path, ...] = ()
+
+    def __str__(self) -> str:
+        parts = (
+            (len(self.unfinished), "unfinished files of ended processes"),
+            (len(self.earlier), "files of an earlier release"),
+            (len(self.gone), f"devices unused for {UNUSED_KEPT_S / 86400:.0f} days"),
+        )
+        return ", ".join(f"{count} {what}" for count, what in parts if count)
+
+
+def state_leavings(directory: Path) -> StateLeavings:
+    """Return what a state directory holds in vain. A symlink, and a folder or a file of another account, is left alone."""
+    folders = records_folders(directory)
+    files = [path for folder in (directory, *folders) for path in _own_files(folder)]
+    return StateLeavings(
+        tuple(path for path in files if _is_unfinished(path)),
+        tuple(path for path in files if path.parent == directory and _OF_EARLIER.fullmatch(path.name)),
+        tuple(folder for folder in folders if _is_unused(folder)),
+    )
+
+
+def records_folders(directory: Path) -> list[Path]:
+    """Return the folders of devices in a state directory, sorted."""
     with suppress(OSError):
-        for path in directory.iterdir() if _is_own(directory.lstat(), stat.S_ISDIR) else ():
-            aside, status = _ASIDE.fullmatch(path.name), path.lstat()
-            old = _is_own(status, stat.S_ISREG) and time.time() - status.st_mtime > _OLD_S
-            if aside and old and not os.path.exists(f"/proc/{aside[1]}"):
-                left.append(path)
-    return left
+        if _is_own(directory.lstat(), stat.S_ISDIR):
+            return sorted(path for path in directory.iterdir() if _is_own(path.lstat(), stat.S_ISDIR))
+    return []
+
+
+def _own_files(folder: Path) -> list[Path]:
+    with suppress(OSError):
+        if _is_own(folder.lstat(), stat.S_ISDIR):
+            return sorted(path for path in folder.iterdir() if _is_own(path.lstat(), stat.S_ISREG))
+    return []
+
+
+def _is_unfinished(path: Path) -> bool:
+    aside = _ASIDE.fullmatch(path.name)
+    with suppress(OSError):
+        return aside is not None and time.time() - path.lstat().st_mtime > _OLD_S and not os.path.exists(f"/proc/{aside[1]}")
+    return False
+
+
+def _is_unused(folder: Path) -> bool:
+    """Return whether a folder has only records, all of which are old, and no process holds it."""
+    with suppress(OSError):
+        names = os.listdir(folder)
+        if all(_RECORD.fullmatch(name) for name in names):
+            used = max(os.lstat(path).st_mtime for path in (folder, *(folder / name for name in names)))
+            with free_folder(folder) as fd:
+                return fd >= 0 and time.time() - used > UNUSED_KEPT_S
+    return False
 
 
 def _is_own(status: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
@@ -74,13 +148,25 @@ def _is_own(status: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
 
 
 def clean_state(directory: Path) -> list[str]:
-    """Remove these files. Return what was done."""
-    done = []
-    for path in state_leavings(directory):
+    """Remove what `state_leavings` finds. Return what was done."""
+    done, left = [], state_leavings(directory)
+    for path in (*left.unfinished, *left.earlier):
         with suppress(OSError):
             path.unlink()
             done.append(f"{path}: removed")
+    for folder in left.gone:
+        with free_folder(folder) as fd, suppress(OSError):
+            if fd >= 0:  # no driver can begin to use it now
+                for name in os.listdir(fd):
+                    os.unlink(name, dir_fd=fd)
+                folder.rmdir()
+                done.append(f"{folder}: removed")
     return done
+
+
+def clean_exports() -> list[str]:
+    """Remove the folders for temporary files that no driver holds. Return what was done."""
+    return [f"{folder}: removed" for folder in clean_up()]
 
 
 def cache_leavings(directory: Path) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import stat
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -18,6 +17,7 @@ from blake3 import blake3
 from aionn.errors import CallerError
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.options import EngineOptions, OptionValue, is_unicode
+from aionn.remote.option_files import open_option
 from aionn.runtime.preparing.in_time import in_time
 from aionn.runtime.processes.devices import Devices
 
@@ -106,13 +106,11 @@ async def _digests(devices: Devices, files: Mapping[str, str]) -> dict[str, byte
 
 def _digest(option: str, path: str) -> bytes:
     hasher = blake3()
+    way_out = "give the path of a file"
     try:
-        # Opened without waiting: a pipe without a writer would hold the thread, and the interpreter's end with it.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise CallerError(f"option {option!r}: {path!r} is not a regular file; give the path of a file")
+        with open(open_option(option, path, way_out), "rb") as file:
             while chunk := file.read(_CHUNK_BYTES):
                 hasher.update(chunk)
     except OSError as error:
-        raise CallerError(f"option {option!r}: the file {path!r} cannot be read ({error.strerror}); give the path of a file") from error
+        raise CallerError(f"option {option!r}: the file {path!r} cannot be read ({error.strerror}); {way_out}") from error
     return hasher.digest()

@@ -21,6 +21,7 @@ from functools import partial
 import anyio
 
 from aionn import trace
+from aionn.caching.export_folder import remove_folder
 from aionn.errors import AionnError, CallerError, DeviceUnavailableError, DriverDiedError, DriverHungError, again
 from aionn.hal.types import DeviceType
 from aionn.pages import Activity, LayoutError, PageReader, traced_until_ns
@@ -89,6 +90,7 @@ class DriverProcess:
         self._page: PageReader | None = None
         self.life = Life(spawned.started_ns, reports=reports)
         pidfd, ours = spawned.take_over()
+        self._exports = spawned.exports
         self._child = Child(spawned.pid, pidfd, self._exited)
         if reports is not None:
             reports.spawned(spawned.pid)
@@ -269,6 +271,7 @@ class DriverProcess:
 
     def _over(self) -> None:
         self._calls.put_nowait(None)
+        remove_folder(self._exports)
         self.life.exit_code, self.life.ended_ns = self._child.exit_code, time.monotonic_ns()
         self._ended.set()
         page, self._page = self._page, None

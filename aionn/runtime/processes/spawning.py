@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from aionn.caching.export_folder import name_folder, remove_folder
 from aionn.caching.private_folder import user_state_directory
 from aionn.errors import CallerError, DeviceUnavailableError
 from aionn.runtime.processes.surroundings import driver_environment
@@ -102,6 +103,8 @@ class Spawned:
         sock: the app's end of the control socket.
         home: "package.module:Class" of its engine, or an empty text.
         started_ns: by CLOCK_MONOTONIC.
+        exports: the folder for temporary files that the process may have made, or an empty text. The owner removes it
+            (`export_folder.remove_folder`) when the process has ended.
     """
 
     def __init__(self, name: str, home: str, schedule: str, settings: Settings) -> None:
@@ -112,11 +115,12 @@ class Spawned:
         """
         self.home = home
         self.started_ns = time.monotonic_ns()
+        self.exports = "" if settings.sandbox == "off" else name_folder()
         try:
             self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
             with theirs:
                 try:
-                    self.pid, self.pidfd = _spawn(f"{name}={home}" if home else name, name, theirs, schedule, settings)
+                    self.pid, self.pidfd = _spawn(f"{name}={home}" if home else name, name, theirs, schedule, settings, self.exports)
                 except BaseException:
                     self.sock.close()
                     raise
@@ -147,6 +151,7 @@ class Spawned:
         finally:
             os.close(pidfd)
             sock.close()
+            remove_folder(self.exports)
 
     def leave(self) -> None:
         """Close the descriptors in a child of fork: the process is the parent's."""
@@ -156,7 +161,7 @@ class Spawned:
             sock.close()
 
 
-def _spawn(engine: str, name: str, theirs: socket.socket, schedule: str, settings: Settings) -> tuple[int, int]:
+def _spawn(engine: str, name: str, theirs: socket.socket, schedule: str, settings: Settings, exports: str) -> tuple[int, int]:
     """Start `python -m aionn.driver ENGINE`. Returns the pid and the pidfd.
 
     The child has the socket as descriptor 3, no stdin, and prints to the app's stderr. `schedule` is as for `DriverProcess`.
@@ -177,7 +182,7 @@ def _spawn(engine: str, name: str, theirs: socket.socket, schedule: str, setting
             sys.executable,
             [
                 *(sys.executable, "-P", "-m", "aionn.driver", engine, str(_SOCKET_FD), schedule),
-                *(settings.state_dir or os.path.abspath(user_state_directory()), settings.sandbox),
+                *(settings.state_dir or os.path.abspath(user_state_directory()), settings.sandbox, exports),
             ],
             {**driver_environment(settings.sandbox, settings.threads, settings.environment), APP_PID: str(os.getpid())},
             file_actions=[

@@ -1,0 +1,73 @@
+"""Files that options name, opened by the app for a driver process.
+
+A confined driver opens no path of the app's. So each call that brings options brings descriptors of these files, too. A file that was
+replaced or changed since the compile has another digest, and the driver refuses it.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+
+from aionn.errors import CallerError
+from aionn.hal.options import EngineOptions
+
+__all__ = ["open_option", "opened_files"]
+
+
+@asynccontextmanager
+async def opened_files(options: EngineOptions) -> AsyncIterator[Sequence[int]]:
+    """Open the files of options for the body, in the order of `options.files`.
+
+    Raises:
+        CallerError: a file cannot be opened any more.
+    """
+    if not options.files:
+        yield ()
+        return
+    from aionn.caching.store.threads import run_in_thread
+
+    paths = {name: str(options[name]) for name in options.files}
+    fds = await run_in_thread(_open_all, paths, undo=_close_all)
+    try:
+        yield fds
+    finally:
+        _close_all(fds)
+
+
+def _open_all(paths: Mapping[str, str]) -> list[int]:
+    fds: list[int] = []
+    try:
+        for name, path in paths.items():
+            fds.append(open_option(name, path, "compile the model again"))
+    except BaseException:
+        _close_all(fds)
+        raise
+    return fds
+
+
+def _close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+def open_option(option: str, path: str, way_out: str) -> int:
+    """Open the file that an option names. Blocks, but never for a writer of a pipe.
+
+    Args:
+        way_out: ends the text of the error.
+
+    Raises:
+        CallerError: it cannot be opened, or is not a regular file.
+    """
+    try:
+        # Opened without waiting: a pipe without a writer would hold the thread, and the interpreter's end with it.
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise CallerError(f"option {option!r}: the file {path!r} cannot be read ({error.strerror}); {way_out}") from error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise CallerError(f"option {option!r}: {path!r} is not a regular file; give the path of a file")
+    return fd
