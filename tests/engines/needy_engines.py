@@ -67,7 +67,7 @@ class DeclaresByCode(DeclaresNothing):
 
 
 class DeclaresTheWrongType(StoringReference):
-    reads = "/etc/passwd"
+    reads = "/etc/passwd"  # type: ignore[assignment]  # the fault
 
 
 class ComputesWhatItDeclares(StoringReference):

@@ -11,7 +11,7 @@ from aionn.testing import identity_model
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("surroundings")]
 
-NOTHING_DECLARED = "tests.conformance.storing_reference:StoringReference"
+NOTHING_DECLARED = "tests.engines.needy_engines:DeclaresNothing"
 MODEL = aionn.Model.from_onnx(identity_model())
 
 
@@ -51,8 +51,8 @@ async def test_nothing_is_logged_where_all_holds_or_the_app_wants_no_sandbox(cap
         device = named(runtime, NOTHING_DECLARED)
         assert device.sandbox == aionn.Confinement("off")
     async with aionn.Runtime(start=(), sandbox="auto") as runtime:
+        assert named(runtime, "reference").sandbox is None
+        await named(runtime, "reference").restart()
         device = named(runtime, "reference")
-        assert device.sandbox is None
-        await device.restart()
         assert device.sandbox is not None
         assert len(lines(caplog)) == bool(device.sandbox.lacks)
