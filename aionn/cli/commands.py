@@ -136,7 +136,7 @@ def trace_(
 
 @app.command
 def devices(*, json: Json = False) -> None:
-    """List the devices whose engine is installed, and start each one to see whether it works."""
+    """List the devices whose engine is installed, and start each one to see whether it works and what confines its driver."""
     from aionn.cli.listing import list_devices
 
     list_devices(json)

@@ -56,13 +56,14 @@ def examine(state_dir: str | None, cache_dir: str | None, devices: Sequence[str]
 
 def _rows(folders: _Folders, devices: Sequence[str] | None) -> list[Row]:
     """Run the checks. Those that import much come last, because little memory must be noticed before it is used."""
-    from aionn.cli.checks import containers, kernel, machine, process_limits
+    from aionn.cli.checks import containers, kernel, machine, process_limits, sandbox
 
     clock = machine.ClockWatch()
     rows = [kernel.kernel(), process_limits.python(), process_limits.open_files(), process_limits.address_space()]
     rows += [containers.cpus(), containers.memory()]
     rows += [check(Path("/")) for check in kernel.CHECKS]
     rows += kernel.child_processes()
+    rows += [check(Path("/")) for check in sandbox.CHECKS]
     rows += [check() for check in (machine.clock_source, machine.governor, machine.huge_pages, machine.busy)]
     rows += _of_folders(folders)
     rows += _of_processes()

@@ -1,7 +1,9 @@
-"""`aionn devices`: every installed engine, started once to see what it is and whether it works here."""
+"""`aionn devices`: every installed engine, started once to see what it is, whether it works here, and what confines its driver."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import aionn
@@ -17,6 +19,11 @@ def list_devices(as_json: bool) -> None:
     if as_json:
         print_json(found)
         return
+    _print_devices(found)
+    _print_confinement([one for one in found if one["sandbox"] is not None])
+
+
+def _print_devices(found: Sequence[dict[str, Any]]) -> None:
     print_table(
         "",
         ["device", "type", "providers", "version", "cache files", "state"],
@@ -34,6 +41,20 @@ def list_devices(as_json: bool) -> None:
     )
 
 
+def _print_confinement(found: Sequence[dict[str, Any]]) -> None:
+    """Print what holds for each driver, with a line for each thing that does not hold."""
+    if not found:
+        return
+    print()
+    rows = []
+    for one in found:
+        sandbox = one["sandbox"]
+        holds = ", ".join(sandbox["holds"]) or "nothing"
+        lacks = list(sandbox["lacks"]) or ["" if sandbox["level"] != "off" else "all of it, because the sandbox is off"]
+        rows += [(one["name"], sandbox["level"], holds, lacks[0]), *(("", "", "", lack) for lack in lacks[1:])]
+    print_table("", ["device", "sandbox", "confined", "not confined"], rows)
+
+
 async def _devices() -> list[dict[str, Any]]:
     found = []
     async with aionn.Runtime(start=()) as runtime:
@@ -43,7 +64,7 @@ async def _devices() -> list[dict[str, Any]]:
                 await device.restart()  # none runs yet, so this only starts it
             except AionnError as unavailable:
                 error = str(unavailable)
-            files = device.cache_files
+            files, sandbox = device.cache_files, device.sandbox
             found.append(
                 {
                     "name": device.name,
@@ -52,6 +73,7 @@ async def _devices() -> list[dict[str, Any]]:
                     "runs_on": device.runs_on,
                     "version": device.version,
                     "cache_files": None if files is None else {"model": files.model, "data": files.data},
+                    "sandbox": None if sandbox is None else asdict(sandbox),
                     "available": not error,
                     "error": error or None,
                 }

@@ -31,7 +31,7 @@ __all__ = [
 _WIDE = 10_000
 """Width of a table that goes into a file or a pipe, where nothing is wrapped or cut."""
 
-_PROSE = {"version", "its version", "reason", "state", "stage", "detail", "found"}
+_PROSE = {"version", "its version", "reason", "state", "stage", "detail", "found", "confined", "not confined"}
 """Columns that a narrow terminal may wrap. The others hold what people copy or compare, so they are never cut. Where even they do not
 fit, the terminal itself wraps the lines."""
 

@@ -6,13 +6,11 @@ A case raises AssertionError with one sentence, or `Inapplicable`. Whatever else
 from __future__ import annotations
 
 import gc
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 
@@ -21,6 +19,7 @@ from aionn.hal.engine import Artifact, CancelFlag, CompileOptions, Executable
 from aionn.hal.types import CacheFiles, DeviceType, Operand, OperandType
 from aionn.testing.checked_models import CheckedModel, unknown_operator
 from aionn.testing.damaged import FORMAT, LOADER, packed
+from aionn.testing.driver_cases import DRIVER_CASES
 from aionn.testing.engine_check import (
     EngineCheck,
     Inapplicable,
@@ -346,32 +345,6 @@ def timing_is_true(check: EngineCheck) -> None:
         expect_right({**into, **report.outputs}, checked, 0, "a run with timing")
 
 
-def a_driver_serves_it(check: EngineCheck) -> None:
-    """In a driver process the engine compiles, computes and answers in a burst, and the next process loads what was stored."""
-    import aionn
-
-    if not check.name:
-        raise Inapplicable("a driver process finds an engine by its name only")
-    checked = next(each for each in check.supported(check.make()) if each.model.inputs)
-    can_cache = check.make().cache_files.supported
-
-    async def serve(folder: str) -> None:
-        for _ in range(2):
-            async with aionn.Runtime(state_dir=Path(folder, "state")) as runtime:
-                compilation = await runtime.compile(checked.model, devices=(check.name,), cache_dir=Path(folder, "cache"))
-                (outcome,) = compilation.outcomes
-                computed = await compilation.compute(dict(checked.runs[0]))
-                expect_right(computed, checked, 0, "an execution in a driver")
-                async with compilation.burst() as burst:
-                    for run in (0, 1, 0):
-                        expect_right(await burst.compute(dict(checked.runs[run])), checked, run, "a frame of a burst")
-        if can_cache:
-            expect(outcome.kind.name in ("HIT", "DECLINED"), f"another process was not served from the cache: {outcome}")
-
-    with tempfile.TemporaryDirectory() as folder:
-        in_a_loop(lambda: serve(folder))
-
-
 def _copied(artifact: Artifact) -> Artifact:
     """Return an artifact whose files are read-only views of other memory."""
     return Artifact(*(tuple(memoryview(bytes(content)) for content in files) for files in (artifact.model, artifact.data)))
@@ -395,6 +368,6 @@ CASES: tuple[Callable[[EngineCheck], None], ...] = (
     a_failed_run_does_no_harm,
     runs_keep_nothing,
     timing_is_true,
-    a_driver_serves_it,
+    *DRIVER_CASES,
 )
 """In the order in which an author meets them."""

@@ -146,20 +146,37 @@ def resident_bytes() -> int:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def in_a_loop(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Run a coroutine in another thread, with an event loop. Driver processes find modules where this process does."""
+def in_a_loop(work: Callable[[], Coroutine[Any, Any, T]], variables: Mapping[str, str] | None = None) -> T:
+    """Run a coroutine in another thread, with an event loop. Driver processes find modules where this process does.
+
+    Args:
+        work: makes the coroutine.
+        variables: of the environment, as long as it runs.
+    """
     import aionn
 
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    with environment({"PYTHONPATH": python_path(), **(variables or {})}), ThreadPoolExecutor(1) as pool:  # this thread may have a loop
+        return pool.submit(aionn.run, work).result()
+
+
+def python_path(*first: str) -> str:
+    """Return a PYTHONPATH with which another process finds the modules that this process finds, and those in folders before them."""
+    return os.pathsep.join([*first, *(path or os.getcwd() for path in sys.path)])
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of the environment within the block."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
-        with ThreadPoolExecutor(1) as pool:  # this thread may have a loop
-            return pool.submit(aionn.run, work).result()
+        yield
     finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _importable(engine: object) -> str:

@@ -4,6 +4,9 @@ Each output repeats the input at its own place (cyclically, in the output's shap
 a `fake_model` are zeros. `FakeDevice.answer` replaces either.
 Its orders stand in the file that AIONN_FAKE_DEVICE names. The engine reads them before each act, and while it hangs. It announces
 each act in the FIFO beside the file. Without the variable it has no orders.
+
+The file, the FIFO and the socket are out of reach for a confined driver. So the classes declare none of their needs, and their drivers
+are hardly confined.
 """
 
 from __future__ import annotations

@@ -7,7 +7,13 @@ import os
 import struct
 import sys
 
-NUMBERS = {"memfd_create": (319, 279), "pidfd_open": (434, 434), "eventfd2": (290, 19)}
+NUMBERS = {
+    "memfd_create": (319, 279),
+    "pidfd_open": (434, 434),
+    "eventfd2": (290, 19),
+    "landlock_create_ruleset": (444, 444),
+    "seccomp": (317, 277),
+}
 """On x86_64 and aarch64."""
 
 _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _FILTER = 38, 22, 2

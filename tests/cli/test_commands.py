@@ -145,6 +145,22 @@ def test_devices_lists_what_is_installed_and_whether_it_works(terminal: Terminal
     assert (found["reference"]["providers"], found["reference"]["runs_on"]) == ([], None)
 
 
+def test_devices_show_what_confines_each_driver(terminal: Terminal) -> None:
+    found = {one["name"]: one["sandbox"] for one in terminal.json("devices")}
+    both = {"files", "network", "processes", "signals", "system calls", "environment"}
+    assert both | {"no made code"} <= set(found["onnxruntime"]["holds"])
+    assert both <= set(found["openvino"]["holds"])
+    assert "makes code" in found["openvino"]["lacks"][0]
+    out, _ = terminal.run("devices")
+    (line,) = [line for line in out.splitlines() if line.startswith("onnxruntime") and "network" in line]
+    assert "no made code" in line
+    terminal.environment["AIONN_SANDBOX"] = "off"
+    assert {one["name"]: one["sandbox"]["level"] for one in terminal.json("devices")} == dict.fromkeys(found, "off")
+    assert "all of it, because the sandbox is off" in terminal.run("devices")[0]
+    terminal.environment["AIONN_SANDBOX"] = "maybe"
+    assert "AIONN_SANDBOX='maybe': expected" in terminal.fails("devices", code=2)
+
+
 def test_run_computes_what_it_is_given(terminal: Terminal) -> None:
     np.save(terminal.directory / "x.npy", np.arange(64, dtype=np.float32))
     told = terminal.json("run", "model.onnx", "--input", "x=x.npy", "--device", "onnxruntime")
@@ -253,7 +269,7 @@ def test_an_error_is_one_sentence_and_an_exit_code(
 
 def test_devices_are_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["devices"]) == 0
-    assert {"onnxruntime", "openvino", "reference"} <= {line.split()[0] for line in capsys.readouterr().out.splitlines()}
+    assert {"onnxruntime", "openvino", "reference"} <= {line.split()[0] for line in capsys.readouterr().out.splitlines() if line}
 
 
 def test_errors_of_the_real_command(terminal: Terminal) -> None:

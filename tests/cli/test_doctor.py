@@ -30,8 +30,9 @@ def test_a_healthy_machine_passes_and_nothing_is_left(clinic: Clinic) -> None:
         assert verdict.ok(name), verdict.rows[name]
     for name in ("engine onnxruntime", "engine openvino", "engine reference"):
         assert "loads, compiles" in verdict.rows[name]["found"]
+        assert verdict.ok(f"sandbox {name.removeprefix('engine ')}")
     reference = (ROOT / "docs" / "reference" / "doctor.md").read_text()
-    assert [name for name in verdict.rows if f"`{name}`" not in reference and not name.startswith("engine ")] == []
+    assert [name for name in verdict.rows if f"`{name}`" not in reference and not name.startswith(("engine ", "sandbox "))] == []
     assert sorted(os.listdir("/dev/shm")) == before
     assert list(clinic.directory.iterdir()) == [], "not even the state directory was made"
 

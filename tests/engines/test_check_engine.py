@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import subprocess
 import sys
@@ -13,12 +14,18 @@ import numpy as np
 import pytest
 
 import aionn.testing
+from aionn.engines.installed import BUILT_IN
+from aionn.engines.needs import facts_of
+from aionn.sandbox.facts import NAMES, Facts, FactsError
 from aionn.testing import CheckedModel
+from aionn.testing.driver_cases import needs_are_declared, works_in_its_sandbox
 from aionn.testing.engine_cases import CASES
 from aionn.testing.engine_check import EngineCheck, Inapplicable
 from tests.conformance.storing_reference import NAME as STORING
+from tests.conformance.storing_reference import StoringReference
 from tests.engines import faulty_engines
 from tests.engines.faulty_engines import FAULTS, Right
+from tests.engines.needy_engines import DECLARED, NEEDS
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -58,6 +65,30 @@ def test_a_fault_is_found_by_a_named_case(engine: type[Right]) -> None:
     assert str(found.value)
 
 
+@pytest.mark.parametrize("engine", NEEDS, ids=lambda engine: engine.__name__)
+def test_a_need_that_is_not_declared_is_found_and_named(engine: type[Any]) -> None:
+    name, words = NEEDS[engine]
+    (case,) = [case for case in CASES if case.__name__ == name]
+    with pytest.raises((AssertionError, FactsError)) as found:
+        case(EngineCheck(engine))
+    assert words in str(found.value)
+
+
+@pytest.mark.parametrize("engine", DECLARED, ids=lambda engine: engine.__name__)
+def test_a_declared_need_is_met(engine: type[StoringReference]) -> None:
+    needs_are_declared(EngineCheck(engine))
+    works_in_its_sandbox(EngineCheck(engine))
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_the_facts_that_a_driver_knows_by_heart_are_those_of_the_class(name: str) -> None:
+    module, _, attribute = BUILT_IN[name].partition(":")
+    engine = getattr(importlib.import_module(module), attribute)
+    known = facts_of(BUILT_IN[name], "")
+    assert any(hasattr(engine, fact) for fact in NAMES)
+    assert known == Facts(**{fact: getattr(engine, fact, getattr(Facts(), fact)) for fact in NAMES})
+
+
 @pytest.mark.parametrize(
     "engine", [Right, Right(), lambda: Right(), f"{Right.__module__}:Right"], ids=["class", "engine", "function", "name"]
 )
@@ -79,7 +110,7 @@ class Refusing(Right):
 
 
 def test_every_case_finds_a_fault() -> None:
-    assert set(FAULTS.values()) == {case.__name__ for case in CASES}
+    assert {*FAULTS.values(), *(name for name, _ in NEEDS.values())} == {case.__name__ for case in CASES}
     assert all(engine.__module__ == faulty_engines.__name__ for engine in FAULTS)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 import aionn
 from aionn.cli.checks.row import Row, fail, ok, warn
+from aionn.cli.checks.sandbox import confined
 from aionn.engines.installed import BUILT_IN, GROUP, with_descriptors
 from aionn.errors import AionnError
 from aionn.testing.checked_models import CheckedModel, standard_models
@@ -83,20 +84,26 @@ async def engines(names: Sequence[str], state_dir: str | None = None) -> list[Ro
 
 
 async def _engine(runtime: aionn.Runtime, name: str, subject: CheckedModel) -> list[Row]:
-    rows = [await _tried(runtime, name, subject)]
+    rows = await _tried(runtime, name, subject)
     device = next((device for device in runtime.devices if device.name == name), None)
     if rows[0].status != "ok" or device is None:
         return rows
     for provider in device.providers or ():
         if provider.lower() != "cpu" and provider.lower() not in _REMOTE:
-            row = await _tried(runtime, f"{name}:{provider}", subject)
+            row, *more = await _tried(runtime, f"{name}:{provider}", subject)
             # The engine works, and lists a provider whose hardware or library is not there.
-            rows.append(row if row.status == "ok" else warn(row.check, row.found, row.needed, row.way_out))
+            rows += [row if row.status == "ok" else warn(row.check, row.found, row.needed, row.way_out), *more]
     return rows
 
 
-async def _tried(runtime: aionn.Runtime, name: str, subject: CheckedModel) -> Row:
-    """Compile and run the model on one device."""
+async def _tried(runtime: aionn.Runtime, name: str, subject: CheckedModel) -> list[Row]:
+    """Compile and run the model on one device. Returns its row, and one about its sandbox if its driver ran."""
+    row = await _judged(runtime, name, subject)
+    device = next((device for device in runtime.devices if device.name == name), None)
+    return [row, *confined(name, None if device is None else device.sandbox)]
+
+
+async def _judged(runtime: aionn.Runtime, name: str, subject: CheckedModel) -> Row:
     check, needed = f"engine {name}", "an engine that loads, compiles and computes what the reference computes"
     try:
         with anyio.fail_after(ENGINE_S):

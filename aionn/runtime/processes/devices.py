@@ -67,9 +67,12 @@ class Device:
 
     def introduced(self, remote: RemoteDevice) -> RemoteDevice:
         """Note what its driver has reported about the device."""
-        for device in (self, self._usual):
-            if device is not None:
-                device._facts = DeviceFacts.of(remote)
+        devices = [device for device in (self, self._usual) if device is not None]
+        known, facts = [device._facts.sandbox for device in devices], DeviceFacts.of(remote)
+        for device in devices:
+            device._facts = facts
+        if facts.sandbox not in known:  # once for each device, and not at each start
+            facts.log_gaps(self.name)
         return remote
 
     @property

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 from aionn.hal.types import CacheFiles, DeviceType
 from aionn.remote.device import RemoteDevice
+from aionn.runtime.logs import about
 from aionn.sandbox.report import Confinement
+
+logger = logging.getLogger("aionn.driver")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +28,12 @@ class DeviceFacts:
     def of(cls, remote: RemoteDevice) -> DeviceFacts:
         """Return the facts that a driver has greeted with."""
         return cls(remote.version, remote.type, remote.cache_files, remote.providers, remote.runs_on or None, remote.sandbox)
+
+    def log_gaps(self, name: str) -> None:
+        """Log what does not confine the driver of the device with that name, unless its app has turned the sandbox off."""
+        if self.sandbox is not None and self.sandbox.level != "off" and self.sandbox.lacks:
+            words = "the sandbox of device %r does not have everything (aionn devices lists it): %s"
+            logger.info(words, name, "; ".join(self.sandbox.lacks), extra=about(device=name))
 
 
 _ORDER = ("onnxruntime", "openvino")
