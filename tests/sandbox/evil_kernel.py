@@ -10,7 +10,7 @@ import os
 import struct
 from typing import Any
 
-from tests.sandbox.evil_calls import ATTACKS, MADE_CODE, OPTIONAL, PRIVILEGED, Target, attack, call, optional, raw
+from tests.sandbox.evil_calls import ATTACKS, MADE_CODE, OPTIONAL, PRIVILEGED, Target, attack, call, raw
 
 _PAGE = mmap.PAGESIZE
 _X32 = 0x4000_0000
@@ -186,6 +186,3 @@ def memory_becomes_code_by_the_personality_of_readers(target: Target) -> None:
         call("munmap", _mapped(_PAGE, 7, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), _PAGE)
     finally:
         call("personality", 0)
-
-
-_ = optional

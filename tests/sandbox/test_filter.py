@@ -83,6 +83,9 @@ CASES: list[tuple[str, tuple[int, ...], bool]] = [
     ("sched_setaffinity", (0, 128, 0x1000), True),
     ("sched_setaffinity", (ME, 128, 0x1000), True),
     ("sched_setaffinity", (1, 128, 0x1000), False),
+    ("madvise", (0x1000, 4096, 4), True),
+    ("madvise", (0x1000, 4096, 100), False),  # MADV_HWPOISON
+    ("madvise", (0x1000, 4096, 101), False),  # MADV_SOFT_OFFLINE
     ("fcntl", (3, 1030, 0), True),
     ("fcntl", (3, 4, 0o4000), True),
     ("fcntl", (3, 1033, 0xF), True),

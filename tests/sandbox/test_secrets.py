@@ -93,7 +93,7 @@ async def test_no_file_of_the_user_can_be_read_by_a_driver(
     other = EVIL if device == EVIL_COMPILER else EVIL_COMPILER
     for sandbox in ("auto", "off"):
         async with aionn.Runtime(sandbox=sandbox) as runtime:
-            cached = {"cache_dir": cache, "token": model.token}
+            cached: dict[str, Any] = {"cache_dir": cache, "token": model.token}
             sibling = await ask(await runtime.compile(model, devices=(other,), **cached), Question())
             compilation = await runtime.compile(model, devices=(device,), **cached)
             everything = files_below(tmp_path)
