@@ -16,7 +16,6 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass
 
-from aionn.caching.export_folder import make_folder
 from aionn.caching.private_folder import RecordsFolder
 from aionn.driver.schedule import is_schedule, schedule_of
 from aionn.engines.installed import home_of
@@ -166,14 +165,16 @@ def begin(arguments: list[str]) -> Begun | int:
     refusal, confinement, held, writable, pipe = "", Confinement(), list[int](), list[str](), own_pipe()
     try:
         facts = None if level == "off" else facts_of(*_place(name, home))
-        if facts is not None:  # else it is made when it is used
+        if facts is not None:  # else the records' folder is made at its first use
             with suppress(OSError):  # the store of digests says why it cannot be used
                 writable.append(str(records.made()))
-        if facts is not None and facts.writes_by_path and exports:
-            with suppress(OSError):  # the engine's export fails, and says that it has no temporary directory
-                held.append(make_folder(exports))
-                writable.append(exports)
-                os.environ["TMPDIR"] = exports
+            if facts.writes_by_path and exports:
+                from aionn.caching.export_folder import make_folder  # few engines need it
+
+                with suppress(OSError):  # the engine's export fails, and says that it has no temporary directory
+                    held.append(make_folder(exports))
+                    writable.append(exports)
+                    os.environ["TMPDIR"] = exports
         confinement = confine(level, facts, tuple(writable))
     except (SandboxError, FactsError) as error:
         refusal = f"device {name!r} cannot start: {error}"

@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import anyio
@@ -25,7 +25,6 @@ from aionn.driver.artifacts import Artifacts, LentHandles
 from aionn.driver.blobs import DeviceBlobs
 from aionn.driver.compiling import compilation_error, compiled_model
 from aionn.driver.instances import instances_of
-from aionn.driver.lent import LentDescriptors
 from aionn.driver.memories import EngineBuffer, constants_of
 from aionn.driver.options import OptionalFacts, runs_on
 from aionn.driver.prepared_model import EnginePreparedModel
@@ -91,7 +90,7 @@ class EngineDevice:
         self.priority_matters: bool = getattr(engine, "priority_matters", False)
 
     async def get_supported_operations(self, model: Model, *, options: EngineOptions = NO_OPTIONS) -> Sequence[bool]:
-        supported = await self._with_files(
+        supported = await self.optional.with_files(
             options, lambda act: self._threads.run(lambda: self._shown(act)), lambda given: self._judge(model, given)
         )
         self._return_freed_memory(model)
@@ -106,23 +105,6 @@ class EngineDevice:
         """Return what a compilation of a large model has freed to the system, after the answer."""
         if sum(constant.location.length for constant in model.constants) >= _LARGE_BYTES:
             self._threads.behind(trim_arenas)
-
-    async def _with_files(
-        self,
-        options: EngineOptions,
-        run: Callable[[Callable[[], T]], Awaitable[T]],
-        act: Callable[[Mapping[str, OptionValue]], T],
-    ) -> T:
-        """Let `run` run `act` in a thread, with options as the engine gets them. The thread has duplicates of the files that they name."""
-        lent = LentDescriptors(file.fileno() for file in options.opened.values())
-
-        def work(fds: Sequence[int]) -> T:
-            return act(self.optional.given(options, dict(zip(options.opened, fds, strict=True))))
-
-        try:
-            return await run(lambda: lent.during(work))
-        finally:
-            lent.give_up()
 
     def _judge(self, model: Model, options: Mapping[str, OptionValue]) -> tuple[bool, ...]:
         asked = (options,) if options else ()
@@ -184,7 +166,9 @@ class EngineDevice:
     async def _compile_options(self, options: PrepareOptions, flag: CancelFlag) -> CompileOptions:
         own, given = options.of(self.name), dict[str, OptionValue]()
         if own:
-            given = await self._with_files(own, lambda act: self._blocking(act, flag, options.deadline_ns), lambda given: dict(given))
+            given = await self.optional.with_files(
+                own, lambda act: self._blocking(act, flag, options.deadline_ns), lambda given: dict(given)
+            )
         return CompileOptions(
             options.preference,
             options.priority,

@@ -11,16 +11,20 @@ from __future__ import annotations
 import fcntl
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import TypeVar
 
 from blake3 import blake3
 
+from aionn.driver.lent import LentDescriptors
 from aionn.errors import CallerError
 from aionn.hal.engine import Engine, Executable
 from aionn.hal.options import EngineOptions, OptionValue
 from aionn.hal.performance import Performance
+
+T = TypeVar("T")
 
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
@@ -59,6 +63,23 @@ class OptionalFacts:
             self._check(name, value, name in options.files)
         named = {name: digest for name, digest in options.files.items() if name in options}
         return {**options, **{name: self._copy(name, str(options[name]), digest, fds.get(name)) for name, digest in named.items()}}
+
+    async def with_files(
+        self,
+        options: EngineOptions,
+        run: Callable[[Callable[[], T]], Awaitable[T]],
+        act: Callable[[Mapping[str, OptionValue]], T],
+    ) -> T:
+        """Let `run` run `act` in a thread, with options as the engine gets them. The thread has duplicates of the files that they name."""
+        lent = LentDescriptors(file.fileno() for file in options.opened.values())
+
+        def work(fds: Sequence[int]) -> T:
+            return act(self.given(options, dict(zip(options.opened, fds, strict=True))))
+
+        try:
+            return await run(lambda: lent.during(work))
+        finally:
+            lent.give_up()
 
     def _check(self, name: str, value: OptionValue, is_file: bool) -> None:
         kinds = self._kinds.get(name) or self._kinds.get("*")

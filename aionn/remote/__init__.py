@@ -13,7 +13,8 @@
     callback     the driver's questions about the memories of a burst
     service      the same device as a driver process offers it; everything that its client made is freed with the client
     values       strings, sequences, maps and optionals as bytes, and back (sans-IO); `value_calls` carries them
-    received     the memories and cache files that came with a call
+    option_files files that options name, opened by the app for a driver
+    received     the memories and files that came with a call
 
 Neither end trusts the other to be correct. Lengths and descriptors are bounded before anything grows, and every field is decoded
 against its type. A peer that breaks the protocol loses the connection. `runtime.processes` starts, watches and ends the processes.

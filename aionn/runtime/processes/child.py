@@ -15,6 +15,7 @@ import select
 import signal
 from collections.abc import Callable
 
+from aionn.caching.export_folder import remove_folder
 from aionn.runtime.processes.output import Output
 from aionn.tasks import leave_in_child, running_loop
 
@@ -27,11 +28,15 @@ class Child:
         exit_code: of the process that has ended, or minus the signal that ended it. None if it is not known.
     """
 
-    def __init__(self, pid: int, pidfd: int, output: Output, exited: Callable[[], None]) -> None:
-        """Take over the pidfd and the output. `exited` is called when the process has ended, until `reap` or `give_up` has been called."""
+    def __init__(self, pid: int, pidfd: int, output: Output, exited: Callable[[], None], exports: str = "") -> None:
+        """Take over the pidfd and the output. `exited` is called when the process has ended, until `reap` or `give_up` has been called.
+
+        `exports` is the folder for temporary files that the process may have made. It is removed with the process.
+        """
         self.pid = pid
         self.exit_code: int | None = None
         self._pidfd = pidfd
+        self._exports = exports
         self._loop = running_loop()
         self._loop.add_reader(pidfd, exited)
         self._output = output
@@ -79,6 +84,7 @@ class Child:
         if fd >= 0:
             self._loop.remove_reader(fd)
             os.close(fd)
+            remove_folder(self._exports)
 
     def leave(self) -> None:
         """Close the pidfd in a child of fork: the process is the parent's. The output leaves by itself."""

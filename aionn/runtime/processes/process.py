@@ -21,7 +21,6 @@ from functools import partial
 import anyio
 
 from aionn import trace
-from aionn.caching.export_folder import remove_folder
 from aionn.errors import AionnError, CallerError, DeviceUnavailableError, DriverDiedError, DriverHungError, again
 from aionn.hal.types import DeviceType
 from aionn.pages import Activity, LayoutError, PageReader, traced_until_ns
@@ -90,8 +89,7 @@ class DriverProcess:
         self._page: PageReader | None = None
         self.life = Life(spawned.started_ns, reports=reports)
         pidfd, ours, output = spawned.take_over()
-        self._exports = spawned.exports
-        self._child = Child(spawned.pid, pidfd, output, self._exited)
+        self._child = Child(spawned.pid, pidfd, output, self._exited, spawned.exports)
         if reports is not None:
             reports.spawned(spawned.pid)
         self._calls: asyncio.Queue[tuple[int, CallBody, Descriptors] | None] = asyncio.Queue()
@@ -271,7 +269,6 @@ class DriverProcess:
 
     def _over(self) -> None:
         self._calls.put_nowait(None)
-        remove_folder(self._exports)
         self.life.exit_code, self.life.ended_ns = self._child.exit_code, time.monotonic_ns()
         self._ended.set()
         page, self._page = self._page, None
