@@ -10,6 +10,8 @@ import gc
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,6 +44,9 @@ def pytest_configure(config: pytest.Config) -> None:
         # Theirs is kept elsewhere, since the environment forbids it here.
         os.environ["PYTHONPYCACHEPREFIX"] = bytecode = tempfile.mkdtemp(prefix="aionn-tests-bytecode-")
         config.add_cleanup(lambda: shutil.rmtree(bytecode, ignore_errors=True))
+        # Drivers are confined, so none of them could keep the bytecode of its engine.
+        for engine in ("onnx", "onnxruntime", "openvino"):
+            subprocess.run([sys.executable, "-c", f"import {engine}"], check=False, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -57,6 +57,8 @@ def rules(facts: Facts, writable: tuple[str, ...]) -> Iterator[tuple[str, int]]:
     """
     for path in (*_python(), *_LIBRARIES, *_loaders()):
         yield path, READ_AND_RUN
+    if sys.pycache_prefix:
+        yield sys.pycache_prefix, READ
     for path in (*_TEXTS, *facts.reads):
         yield from ((found, READ) for found in _matching(path))
     yield "/dev/null", WRITE
