@@ -22,8 +22,10 @@ from aionn.caching.token import decode_parts, device_token, encoded_keys
 from aionn.driver.device import EngineDevice
 from aionn.driver.sharing import identity_of_stored
 from aionn.errors import CallerError, CompilationError
-from aionn.fleet import BuilderKey
+from aionn.fleet import BuilderKey, Keyring
 from aionn.hal import CacheFiles, CompileOptions, ExecutionPreference, Model, PrepareOptions
+from aionn.hal.trust import encode_keyring
+from aionn.hal.types import KEYRING_NEEDED
 from tests.fleet.signed import DEVICE, Driver, Made, RecordingEngine, keyring, limited, make, opened, small_model
 
 _HEAD = 32 + 64
@@ -132,7 +134,10 @@ def _cases(folder: Path, made: Made, other: Made, key: BuilderKey, stranger: Bui
     yield case("head of one, body of another", MissReason.BAD_SIGNATURE, signed=good[:_HEAD] + replayed[_HEAD:])
     yield case("signature of another", MissReason.BAD_SIGNATURE, signed=good[:32] + replayed[32:_HEAD] + good[_HEAD:])
     # signed by a trusted builder, yet for another device, version, model or entry
-    yield case("other device or version", MissReason.OTHER_FINGERPRINT, signed=elsewhere.signed(key), paths=elsewhere.paths)
+    yield case("other version", MissReason.OTHER_FINGERPRINT, signed=elsewhere.signed(key), paths=elsewhere.paths)
+    parts = encoded_keys(dataclasses.replace(decode_parts(made.statement.parts), device="other:Engine"))
+    other_device = {"parts": parts.encoded, "key": parts.entry, "family": parts.family, "device": "other:Engine"}
+    yield case("other device", MissReason.OTHER_FINGERPRINT, signed=made.signed(key, **other_device))
     lies = {"model_digest": bytes(32), "model": made.statement.model * 2, "data": (), "model ": made.statement.model[:0]}
     for field, value in lies.items():
         reason = MissReason.OTHER_MODEL if field == "model_digest" else MissReason.WRONG_FILES
@@ -143,17 +148,20 @@ def _cases(folder: Path, made: Made, other: Made, key: BuilderKey, stranger: Bui
     # builders
     yield case("a stranger's signature", MissReason.UNTRUSTED_BUILDER, signed=made.signed(stranger))
     yield case("a stranger under the builder's id", MissReason.BAD_SIGNATURE, signed=key.public.id + made.signed(stranger)[32:])
-    for what, ring in {
-        "no keyring": b"",
+    rings = {
         "an empty keyring": keyring(),
         "only a stranger's key": keyring(stranger.public),
         "for another device": limited(key, devices=("onnxruntime",)),
         "expired": limited(key, not_after_s=1.0),
+    }
+    unsound = {
+        "no keyring": b"",
         "not a keyring": b"\xff" * 20,
         "a keyring cut off": keyring(key.public)[:-3],
-    }.items():
-        reasons = {MissReason.UNSAFE, MissReason.UNTRUSTED_BUILDER}
-        yield Case(what, reasons, good, made.paths, ring)
+        "a keyring with a fault": encode_keyring(Keyring(fault="unsafe")),
+    }
+    for what, ring in (rings | unsound).items():
+        yield Case(what, MissReason.UNTRUSTED_BUILDER if what in rings else MissReason.UNSAFE, good, made.paths, ring)
 
 
 def test_two_hundred_mutations_are_refused_and_the_engine_loads_none(
@@ -306,26 +314,27 @@ def test_a_key_that_is_gone_revokes_what_it_signed(made: Made, key: BuilderKey, 
         driver.load(made.statement, made.paths, keys)
 
 
-@pytest.mark.parametrize("unknown", [b"", b"\xff"])
-def test_a_keyring_that_is_not_known_believes_nothing_and_revokes_nothing(
-    made: Made, key: BuilderKey, driver: Driver, unknown: bytes
-) -> None:
+@pytest.mark.parametrize("unknown", [b"", b"\xff", encode_keyring(Keyring(fault="unsafe"))])
+def test_a_keyring_that_is_not_known_believes_and_revokes_nothing(made: Made, key: BuilderKey, driver: Driver, unknown: bytes) -> None:
     keys = keyring(key.public)
     driver.adopt(made.statement, made.signed(key), made.paths, keys)
     with pytest.raises(CompilationError) as caught:
         driver.load(made.statement, made.paths, unknown)
-    assert refusal(caught.value) is MissReason.UNSAFE
+    assert refusal(caught.value) is (MissReason.UNSAFE if unknown else MissReason.UNTRUSTED_BUILDER)
+    assert caught.value.reason.endswith(KEYRING_NEEDED) is not bool(unknown)
     driver.load(made.statement, made.paths, keys)
 
 
 def test_what_this_driver_has_stored_itself_needs_no_key(made: Made, model: Model, key: BuilderKey, driver: Driver) -> None:
     """Also where the same bytes were adopted before, and the key is revoked afterwards."""
-    driver.adopt(made.statement, made.signed(key), made.paths, keyring(key.public))
+    keys = keyring(key.public)
+    driver.adopt(made.statement, made.signed(key), made.paths, keys)
     token = device_token(made.statement.key, made.statement.model_digest)
     with opened(made.paths, token, flags=os.O_RDWR) as handles:
         compiled = driver.engine.compile(model, CompileOptions(may_export=True))
         assert driver.artifacts.save(compiled, model, handles) == "saved"
-    assert driver.load(made.statement, made.paths, keyring()).key_id == b""
+    for known in (keys, keyring(), encode_keyring(Keyring(fault="unsafe"))):
+        assert driver.load(made.statement, made.paths, known).key_id == b""
 
 
 def test_records_of_two_builders_are_revoked_one_by_one(made: Made, key: BuilderKey, driver: Driver) -> None:
