@@ -7,8 +7,8 @@
     keyring    the builders' keys that a user trusts     adopting    the checks before an artifact of another machine is believed
     offers     what another machine has compiled         adopted     the records of what was adopted
                                                          statement  what a builder signs of an artifact, and the check of it
-    outcomes   what happened, as a value (both sides)    state       a private directory for both
-    measurements  what a comparison of stages measured
+    outcomes   what happened, as a value (both sides)    state       databases in a private folder, for both
+    measurements  what a comparison of stages measured   private_folder  that folder, made and checked
 
 The store guards the *entry*: one generation of all its files or none, across crashes, full disks and many processes. One process compiles
 and the others wait. The store trusts no byte of a file. The driver guards the *bytes*. It remembers the digest of every buffer it ever

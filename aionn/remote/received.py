@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 
 from aionn.errors import AionnError, CallerError, CompilationError
-from aionn.hal.interfaces import CacheHandles
+from aionn.hal.interfaces import CacheHandles, IDevice, IPreparedModel, PrepareOptions
 from aionn.hal.model import Model
 from aionn.hal.types import IMemory, MemoryDescription, MemoryKind
 from aionn.hal.values import from_messages
 from aionn.memory import Access, MappingError, Memory, Region
 from aionn.memory.descriptors import check_description, check_descriptor
 from aionn.remote.channel import Descriptors
+from aionn.remote.control import Adopt
 from aionn.remote.parts import CacheMessage, ModelMessage
 
 
@@ -164,6 +165,19 @@ class Handles:
 
     def __exit__(self, *_: object) -> None:
         Descriptors((*self._model, *self._data)).close()
+
+
+async def adopted(device: IDevice, options: PrepareOptions, message: Adopt, descriptors: Descriptors) -> IPreparedModel:
+    """Let a device adopt what came with a call.
+
+    Raises:
+        CompilationError: the device refuses it, or adopts nothing.
+    """
+    with Handles(message.cache, descriptors) as handles:
+        if not hasattr(device, "adopt"):  # one that is written by hand
+            why = f"device {device.name!r} adopts no compilation of another machine"
+            raise CompilationError(why, reason=f"refused_by_device: {why}")
+        return await device.adopt(options, handles, message.model_digest, message.signed)
 
 
 def attached(fd: int, description: MemoryDescription, access: Access | None = None) -> Region:

@@ -18,7 +18,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from aionn.burst import result_of
-from aionn.errors import AionnError, CallerError, CompilationError
+from aionn.errors import AionnError, CallerError
 from aionn.hal.interfaces import IBuffer, IBurstContext, IDevice, IPreparedModel, PrepareOptions
 from aionn.hal.options import EngineOptions
 from aionn.hal.performance import Performance
@@ -62,7 +62,8 @@ from aionn.remote.control import (
 )
 from aionn.remote.fences import Waits, check_fence, dependency_failed, execute_fenced_by, refusal, settle, since_launch
 from aionn.remote.parts import CacheMessage, ModelMessage, MQMessage, OptionsMessage
-from aionn.remote.received import Handles, Received
+from aionn.remote.received import Handles, Received, adopted
+from aionn.sandbox.report import Confinement
 
 T = TypeVar("T")
 logger = logging.getLogger("aionn.driver")
@@ -88,7 +89,15 @@ class DeviceService:
             owning the descriptor.
     """
 
-    def __init__(self, device: IDevice, sock: socket.socket, tasks: TaskGroup, page_fd: int | None = None) -> None:
+    def __init__(
+        self,
+        device: IDevice,
+        sock: socket.socket,
+        tasks: TaskGroup,
+        page_fd: int | None = None,
+        confinement: Confinement = Confinement(),  # noqa: B008 -- frozen
+    ) -> None:
+        self._confinement = confinement
         self._page_fds = () if page_fd is None else (page_fd,)
         self._device = device
         self._tasks = tasks
@@ -108,7 +117,7 @@ class DeviceService:
         facts = device.name, device.version, device.type, cache_files, device.priority_matters
         optional = getattr(device, "optional", device)  # of its engine, or of a device that is written by hand
         said = getattr(optional, "performance", Performance()), getattr(optional, "providers", ()), getattr(optional, "runs_on", "")
-        ready = Ready(PROTOCOL, *facts, *said)
+        ready = Ready(PROTOCOL, *facts, *said, self._confinement)
         self._connection.greet(ready, self._page_fds)
 
     def log(self, level: int, name: str, text: str) -> None:
@@ -184,7 +193,7 @@ class DeviceService:
                 with Handles(cache, descriptors) as handles:
                     reply = self._keep(await self._device.prepare_model_from_cache(_options(options, self._device.name), handles))
             case Adopt():
-                reply = self._keep(await _adopted(self._device, body, descriptors))
+                reply = self._keep(await adopted(self._device, _options(body.options, self._device.name), body, descriptors))
             case ConfigureExecutionBurst():
                 reply = await self._configure(body, descriptors)
             case ExportAgain(prepared=number, cache=cache):
@@ -362,14 +371,6 @@ class DeviceService:
         if closable is not None:
             await closable.aclose()
         return Done()
-
-
-async def _adopted(device: IDevice, body: Adopt, descriptors: Descriptors) -> IPreparedModel:
-    with Handles(body.cache, descriptors) as handles:
-        if not hasattr(device, "adopt"):  # one that is written by hand
-            why = f"device {device.name!r} adopts no compilation of another machine"
-            raise CompilationError(why, reason=f"refused_by_device: {why}")
-        return await device.adopt(_options(body.options, device.name), handles, body.model_digest, body.signed)
 
 
 def _descriptor(message: MQMessage, descriptors: Descriptors) -> MQDescriptor:
