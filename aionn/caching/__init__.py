@@ -4,6 +4,9 @@
     token      the key: 32 bytes for one compilation     integrity   which bytes this driver stored under a key
     store      entries, locks, budget; files' only room  artifact_files  reads and writes the files that the app gave
                manifest  what was stored, reason to miss blob_cache  a small map from bytes to bytes, for engines
+    keyring    the builders' keys that a user trusts     adopting    the checks before an artifact of another machine is believed
+    offers     what another machine has compiled         adopted     the records of what was adopted
+                                                         statement  what a builder signs of an artifact, and the check of it
     outcomes   what happened, as a value (both sides)    state       databases in a private folder, for both
     measurements  what a comparison of stages measured   private_folder  that folder, made, checked and held
                                                          export_folder  temporary files of an engine, removed by the app

@@ -55,6 +55,10 @@ class MissReason(enum.Enum):
     NO_SPACE = "no_space"
     NO_PERMISSION = "no_permission"
     IO_ERROR = "io_error"
+    UNTRUSTED_BUILDER = "untrusted_builder"  # no key of the keyring may sign it
+    BAD_SIGNATURE = "bad_signature"
+    OTHER_FINGERPRINT = "other_fingerprint"  # signed for another device, or another version of the device
+    REVOKED = "revoked"  # it was adopted, and the key that signed it is not trusted any more
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TypeVar
 
 import anyio
@@ -21,7 +22,7 @@ from aionn import trace
 from aionn.burst import ExecutionBurstServer
 from aionn.caching.outcomes import MissReason, Refusal
 from aionn.caching.private_folder import RecordsFolder
-from aionn.driver.artifacts import Artifacts, LentHandles
+from aionn.driver.artifacts import Artifacts, LentHandles, Loaded
 from aionn.driver.blobs import DeviceBlobs
 from aionn.driver.compiling import compilation_error, compiled_model
 from aionn.driver.instances import instances_of
@@ -45,6 +46,7 @@ from aionn.pages import DriverPage, Slot, private_slot
 from aionn.tasks import seconds_until
 
 T = TypeVar("T")
+_Load = Callable[[CacheHandles, CompileOptions], Loaded]
 logger = logging.getLogger("aionn.driver")
 
 _COMPILES_AT_ONCE = 4
@@ -60,6 +62,7 @@ class EngineDevice:
         tasks: where burst listeners run. They end with it.
         state_directory: the folder for digests and the blob cache. None means the user's state directory.
         page: the statistics page that shows what the device does, or None.
+        known_as: the name by which the app knows the device, if it is not the engine's.
 
     Attributes:
         turns: lets runs of high priority go first. Every prepared model of the process shares them.
@@ -72,13 +75,14 @@ class EngineDevice:
         tasks: TaskGroup,
         state_directory: str | os.PathLike[str] | RecordsFolder | None = None,
         page: DriverPage | None = None,
+        known_as: str = "",
     ) -> None:
         self._engine = engine
         self._page = page
         self._tasks = tasks
         self._threads = Threads(f"{engine.name} compilation", _COMPILES_AT_ONCE)
         self.behind = self._threads.behind  # runs what no answer waits for
-        self._artifacts = Artifacts(engine, state_directory)
+        self._artifacts = Artifacts(engine, state_directory, known_as)
         self._blobs = DeviceBlobs(engine.name, engine.version, state_directory)
         self.buffers = DeviceBuffers(reserve)
         self.turns = Turns()
@@ -93,18 +97,13 @@ class EngineDevice:
         supported = await self.optional.with_files(
             options, lambda act: self._threads.run(lambda: self._shown(act)), lambda given: self._judge(model, given)
         )
-        self._return_freed_memory(model)
+        _return_freed_memory(model, self.behind)
         found, wanted = len(supported), len(model.operations)
         if found != wanted:
             raise CompilationError(
                 f"device {self.name!r} judged {found} operations, but the model has {wanted}; the fault lies in its engine"
             )
         return supported
-
-    def _return_freed_memory(self, model: Model) -> None:
-        """Return what a compilation of a large model has freed to the system, after the answer."""
-        if sum(constant.location.length for constant in model.constants) >= _LARGE_BYTES:
-            self._threads.behind(trim_arenas)
 
     def _judge(self, model: Model, options: Mapping[str, OptionValue]) -> tuple[bool, ...]:
         asked = (options,) if options else ()
@@ -135,7 +134,7 @@ class EngineDevice:
                 shared, executables = await self._executables(identity, Shared(compiled.executable), options, flag)
                 if lent is not None and not outcome:
                     outcome = await self._save(compiled.executable, model, lent, flag, options.deadline_ns)
-                self._return_freed_memory(model)
+                _return_freed_memory(model, self.behind)
         finally:
             if lent is not None:
                 lent.give_up()
@@ -207,19 +206,28 @@ class EngineDevice:
             return str(Refusal(MissReason.TOO_SLOW, "storing the model took longer than the deadline allows"))
 
     async def prepare_model_from_cache(self, options: PrepareOptions, cache: CacheHandles) -> EnginePreparedModel:
-        flag = CancelFlag()
         known = self._sharing.loaded(options)
+        return await self._from_files(options, cache, lambda handles, how: self._artifacts.load(handles, how, known), known)
+
+    async def adopt(self, options: PrepareOptions, cache: CacheHandles, model_digest: bytes, signed: bytes) -> EnginePreparedModel:
+        return await self._from_files(options, cache, lambda handles, how: self._artifacts.adopt(handles, how, model_digest, signed))
+
+    async def _from_files(
+        self, options: PrepareOptions, cache: CacheHandles, load: _Load, known: Mapping[bytes, Loaded] = MappingProxyType({})
+    ) -> EnginePreparedModel:
+        """Prepare what `load` makes of the files. `known`: what it may return without loading, as for `Artifacts.load`."""
+        flag = CancelFlag()
         lent = LentHandles(cache)
         try:
             compile_options = dataclasses.replace(await self._compile_options(options, flag), give_back=give_back)
             with trace.span("driver.load", device=self.name):
                 loaded = await self._blocking(
-                    lambda: lent.during(lambda handles: self._artifacts.load(handles, compile_options, known)),
+                    lambda: lent.during(lambda handles: load(handles, compile_options)),
                     flag,
                     options.deadline_ns,
                     loading=True,
                 )
-            identity = identity_of_stored(loaded.description, options)
+            identity = identity_of_stored(loaded, options)
             fresh = Shared(loaded.executable, loaded)
             shared, executables = await self._executables(identity, fresh, options, flag, again=loaded.digests in known)
         finally:
@@ -229,11 +237,12 @@ class EngineDevice:
             self._threads.behind(trim_arenas)
         stored = loaded.description
         prepared = EnginePreparedModel(
-            self, executables, from_messages(stored.inputs), from_messages(stored.outputs), options, shared=shared
+            self, executables, from_messages(stored.inputs), from_messages(stored.outputs), options, loaded.outcome, shared=shared
         )
         prepared.runs_on = runs_on(shared.executable)
-        description = stored.model_token, prepared.inputs, prepared.outputs
-        prepared.tuning = Tuning(self.name, executables, self._threads, self._artifacts, description)
+        if not loaded.key_id:  # what is made of an adopted executable must not outlive the trust in its builder
+            description = stored.model_token, prepared.inputs, prepared.outputs
+            prepared.tuning = Tuning(self.name, executables, self._threads, self._artifacts, description)
         return prepared
 
     async def allocate(
@@ -289,12 +298,19 @@ class EngineDevice:
 
     def serve(self, server: ExecutionBurstServer, ended: Callable[[ExecutionBurstServer], None]) -> None:
         """Run a burst's listener, and call `ended` when it is over. An error of the listener ends that burst and nothing else."""
-        self._tasks.start_soon(self._listen, server, ended, name="burst listener")
+        self._tasks.start_soon(_listen, self.name, server, ended, name="burst listener")
 
-    async def _listen(self, server: ExecutionBurstServer, ended: Callable[[ExecutionBurstServer], None]) -> None:
-        try:
-            await server.serve()
-        except Exception:
-            logger.exception("a burst of device %r ended by an error of its listener", self.name)
-        finally:
-            ended(server)
+
+async def _listen(name: str, server: ExecutionBurstServer, ended: Callable[[ExecutionBurstServer], None]) -> None:
+    try:
+        await server.serve()
+    except Exception:
+        logger.exception("a burst of device %r ended by an error of its listener", name)
+    finally:
+        ended(server)
+
+
+def _return_freed_memory(model: Model, behind: Callable[[Callable[[], None]], None]) -> None:
+    """Return what a compilation of a large model has freed to the system, after the answer."""
+    if sum(constant.location.length for constant in model.constants) >= _LARGE_BYTES:
+        behind(trim_arenas)

@@ -73,7 +73,7 @@ async def _serve_one(made: Any, begun: Begun, page: DriverPage) -> None:
             async with entered(made) as device:
                 await _serve_until_gone(device, begun, tasks, page)
         else:
-            await _serve_until_gone(EngineDevice(made, tasks, begun.records, page), begun, tasks, page)
+            await _serve_until_gone(EngineDevice(made, tasks, begun.records, page, begun.name), begun, tasks, page)
         tasks.cancel_scope.cancel()
 
 

@@ -7,6 +7,7 @@
     model       the ONNX graph with its large constants taken out
     interfaces  `IDevice` and its objects, which the runtime calls
     options     what an app asks of one engine, as plain values by name
+    trust       the builders whose compiled artifacts an app believes
     engine      `Engine` and what it makes, which a driver author writes
 
 This package is the public face for driver authors.

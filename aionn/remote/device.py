@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -18,12 +18,13 @@ from aionn.hal.interfaces import CacheHandles, IBuffer, IBurstCallback, IPrepare
 from aionn.hal.model import Model
 from aionn.hal.options import NO_OPTIONS, EngineOptions
 from aionn.hal.queues import MQDescriptor
-from aionn.hal.types import BufferDesc, BufferRole, CacheFiles, Dependency, FencedResult, IMemory, Operand, Request, Result
+from aionn.hal.types import KEYRING_NEEDED, BufferDesc, BufferRole, CacheFiles, Dependency, FencedResult, IMemory, Operand, Request, Result
 from aionn.hal.values import ValuesResult, from_messages
 from aionn.memory.region import Region
 from aionn.remote.channel import Descriptors
 from aionn.remote.connection import Connection
 from aionn.remote.control import (
+    Adopt,
     Allocate,
     Allocated,
     CallBody,
@@ -138,20 +139,27 @@ class RemoteDevice:
 
     async def prepare_model_from_cache(self, options: PrepareOptions, cache: CacheHandles) -> RemotePreparedModel:
         body = PrepareModelFromCache(options_message(options, self.name), cache_message(cache))
+        try:
+            return await self._prepare(body, (), options, cache_fds(cache))
+        except CompilationError as error:  # most contents were not adopted, and need no keyring
+            if cache.keyring or not error.reason.endswith(KEYRING_NEEDED):
+                raise
+        from aionn.caching.keyring import current_keyring
+
+        return await self.prepare_model_from_cache(options, replace(cache, keyring=await current_keyring()))
+
+    async def adopt(self, options: PrepareOptions, cache: CacheHandles, model_digest: bytes, signed: bytes) -> RemotePreparedModel:
+        body = Adopt(options_message(options, self.name), cache_message(cache), model_digest, signed)
         return await self._prepare(body, (), options, cache_fds(cache))
 
     async def _prepare(self, body: CallBody, pools: Sequence[int], options: PrepareOptions, cache: Sequence[int]) -> RemotePreparedModel:
         """Send a preparation with its descriptors: pools of a model, files that options name, cache files."""
         async with opened_files(options.of(self.name)) as files:
             prepared, _ = await self.connection.call(
-                body, Prepared, (*pools, *files, *cache), unwanted=self._release, deadline_ns=options.deadline_ns
+                body, Prepared, (*pools, *files, *cache), unwanted=self._free, deadline_ns=options.deadline_ns
             )
         self._models[prepared.prepared] = ""  # until its owner says which model it is
         return RemotePreparedModel(self, prepared)
-
-    def _release(self, unwanted: ReplyBody) -> None:
-        if isinstance(unwanted, Prepared):
-            self.post(ReleasePreparedModel(unwanted.prepared))
 
     def post(self, body: CallBody) -> None:
         """Make a call without waiting for its answer."""
@@ -178,7 +186,10 @@ class RemoteDevice:
         return RemoteBuffer(self, allocated.token)
 
     def _free(self, unwanted: ReplyBody) -> None:
-        if isinstance(unwanted, Allocated):
+        """Free what the driver has made for a caller that has gone."""
+        if isinstance(unwanted, Prepared):
+            self.post(ReleasePreparedModel(unwanted.prepared))
+        elif isinstance(unwanted, Allocated):
             self.post(FreeBuffer(unwanted.token))
 
     def forget_buffer(self, token: int) -> None:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 
 from aionn.errors import AionnError, CallerError, CompilationError
-from aionn.hal.interfaces import CacheHandles, PrepareOptions
+from aionn.hal.interfaces import CacheHandles, IDevice, IPreparedModel, PrepareOptions
 from aionn.hal.model import Model
 from aionn.hal.options import EngineOptions, OptionValue
 from aionn.hal.types import IMemory, MemoryDescription, MemoryKind
@@ -14,6 +14,7 @@ from aionn.hal.values import from_messages
 from aionn.memory import Access, MappingError, Memory, Region
 from aionn.memory.descriptors import check_description, check_descriptor
 from aionn.remote.channel import Descriptors
+from aionn.remote.control import Adopt
 from aionn.remote.parts import CacheMessage, ModelMessage, OptionsMessage
 
 
@@ -197,13 +198,26 @@ class Handles:
     def __init__(self, message: CacheMessage, descriptors: Descriptors) -> None:
         self._model = descriptors.take_many(message.model)
         self._data = descriptors.take_many(message.data)
-        self._token = message.token
+        self._token, self._keyring = message.token, message.keyring
 
     def __enter__(self) -> CacheHandles:
-        return CacheHandles(self._model, self._data, self._token)
+        return CacheHandles(self._model, self._data, self._token, self._keyring)
 
     def __exit__(self, *_: object) -> None:
         Descriptors((*self._model, *self._data)).close()
+
+
+async def adopted(device: IDevice, options: PrepareOptions, message: Adopt, descriptors: Descriptors) -> IPreparedModel:
+    """Let a device adopt what came with a call.
+
+    Raises:
+        CompilationError: the device refuses it, or adopts nothing.
+    """
+    with Handles(message.cache, descriptors) as handles:
+        if not hasattr(device, "adopt"):  # one that is written by hand
+            why = f"device {device.name!r} adopts no compilation of another machine"
+            raise CompilationError(why, reason=f"refused_by_device: {why}")
+        return await device.adopt(options, handles, message.model_digest, message.signed)
 
 
 def attached(fd: int, description: MemoryDescription, access: Access | None = None) -> Region:

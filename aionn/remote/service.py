@@ -31,6 +31,7 @@ from aionn.remote.channel import Descriptors
 from aionn.remote.connection import Connection
 from aionn.remote.control import (
     PROTOCOL,
+    Adopt,
     Allocate,
     Allocated,
     CallBody,
@@ -60,7 +61,7 @@ from aionn.remote.control import (
 )
 from aionn.remote.fences import Waits, check_fence, dependency_failed, execute_fenced_by, refusal, settle, since_launch
 from aionn.remote.parts import CacheMessage, ModelMessage, MQMessage, OptionsMessage
-from aionn.remote.received import Handles, Received
+from aionn.remote.received import Handles, Received, adopted
 from aionn.sandbox.report import Confinement
 
 T = TypeVar("T")
@@ -155,7 +156,7 @@ class DeviceService:
     async def _serve(self, call_id: int, scope: anyio.CancelScope, body: CallBody, descriptors: Descriptors) -> None:
         try:
             # Only calls that may take minutes are stopped. The pools of an execution must stay the driver's until it is done with them.
-            if isinstance(body, GetSupportedOperations | PrepareModel | PrepareModelFromCache):
+            if isinstance(body, GetSupportedOperations | PrepareModel | PrepareModelFromCache | Adopt):
                 with scope:
                     await self._answer(call_id, body, descriptors)
                 if scope.cancelled_caught:
@@ -192,6 +193,10 @@ class DeviceService:
                     prepare = received.prepare_options(sent, self._device.name, descriptors)
                     with Handles(cache, descriptors) as handles:
                         reply = self._keep(await self._device.prepare_model_from_cache(prepare, handles))
+            case Adopt():
+                with Received() as received:
+                    prepare = received.prepare_options(body.options, self._device.name, descriptors)
+                    reply = self._keep(await adopted(self._device, prepare, body, descriptors))
             case ConfigureExecutionBurst():
                 reply = await self._configure(body, descriptors)
             case ExportAgain(prepared=number, cache=cache):
