@@ -19,7 +19,7 @@ FLOORS = (
     {"remote"},
     {"runtime", "driver"},
     {"__init__", "testing"},
-    {"asgi", "metrics", "otel", "sources"},
+    {"asgi", "metrics", "otel", "sources", "fleet"},
     {"cli"},
     {"__main__"},
 )
@@ -36,6 +36,7 @@ SANS_IO = (
     "remote/control.py",
     "remote/failures.py",
     "caching/manifest.py",
+    "caching/statement.py",
     "caching/token.py",
     "fmq/layout.py",
 )

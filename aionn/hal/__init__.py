@@ -7,6 +7,7 @@
     model       the ONNX graph with its large constants taken out
     interfaces  `IDevice` and its objects, which the runtime calls
     options     what an app asks of one engine, as plain values by name
+    trust       the builders whose compiled artifacts an app believes
     engine      `Engine` and what it makes, which a driver author writes
 
 This package is the public face for driver authors.
@@ -18,6 +19,7 @@ from aionn.hal.model import Constant, Model, Operation, model_bytes
 from aionn.hal.options import EngineOptions, OptionValue
 from aionn.hal.performance import Performance, PerformanceInfo
 from aionn.hal.queues import GrantorDescriptor, MQDescriptor, MQFlavor
+from aionn.hal.trust import Keyring, TrustedKey
 from aionn.hal.types import (
     CACHE_TOKEN_BYTES,
     CONSTANT_COPY_BYTES,
@@ -81,6 +83,7 @@ __all__ = [
     "IDevice",
     "IMemory",
     "IPreparedModel",
+    "Keyring",
     "MQDescriptor",
     "MQFlavor",
     "MemoryDescription",
@@ -99,6 +102,7 @@ __all__ = [
     "RequestArgument",
     "Result",
     "Timing",
+    "TrustedKey",
     "ValueKind",
     "ValueType",
     "ValuesResult",

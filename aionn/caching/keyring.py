@@ -1,0 +1,165 @@
+"""The keyring: which builders the user of this account trusts. The app's side; drivers get what is read here with each call.
+
+A folder holds one file per key, `NAME.pub` (JSON). It is `$AIONN_TRUSTED_BUILDERS`, else `aionn/trusted_builders` in the user's
+configuration folder. Without the folder no builder is trusted. `AIONN_ADOPT=off` empties the keyring, whatever the folder holds.
+
+A key lets its owner run code in this account's drivers. So the keyring is used only if no other account could have written it: the folder
+and its files belong to this account or to root, no other account may write to them, none is a symlink, and no folder above may be written
+to by others either. If one thing is wrong, no key is used. The files are read through the descriptor of the folder that was checked.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import stat
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from aionn.errors import CallerError
+from aionn.hal.trust import KEY_BYTES, MAX_KEYS, Keyring, TrustedKey
+
+__all__ = ["ADOPT", "FOLDER", "decode_public_key", "encode_public_key", "keyring_folder", "read_keyring", "warn_of_fault"]
+
+FOLDER = "AIONN_TRUSTED_BUILDERS"
+ADOPT = "AIONN_ADOPT"
+ENDING = ".pub"
+_log = logging.getLogger("aionn.caching")
+_MAX_FILE_BYTES = 4096
+_OPEN = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_warned: set[str] = set()
+
+
+class _KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A public key file, see `TrustedKey`."""
+
+    ed25519: Annotated[str, msgspec.Meta(pattern=f"^[0-9a-f]{{{2 * KEY_BYTES}}}$")]
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
+    devices: tuple[str, ...] = ()
+    not_after: Annotated[datetime, msgspec.Meta(tz=True)] | None = None
+
+
+_decoder = msgspec.json.Decoder(_KeyFile)
+
+
+def encode_public_key(key: TrustedKey) -> bytes:
+    """Return a key as the content of a `.pub` file."""
+    from datetime import UTC
+
+    not_after = None if key.not_after_s is None else datetime.fromtimestamp(key.not_after_s, UTC)
+    return msgspec.json.format(msgspec.json.encode(_KeyFile(key.public_key.hex(), key.name, key.devices, not_after))) + b"\n"
+
+
+def decode_public_key(content: bytes) -> TrustedKey:
+    """Return the key in a `.pub` file.
+
+    Raises:
+        CallerError: the content is not that of a `.pub` file.
+    """
+    try:
+        file = _decoder.decode(content)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise CallerError(f"a public key file cannot be read: {error}; make one with `aionn fleet keygen`") from error
+    not_after_s = None if file.not_after is None else file.not_after.timestamp()
+    return TrustedKey(bytes.fromhex(file.ed25519), file.name, file.devices, not_after_s)
+
+
+def keyring_folder() -> Path | None:
+    """Return where the keyring is, or None if adopting is switched off. The folder need not exist."""
+    if os.environ.get(ADOPT, "") not in ("", "on"):  # an unknown word is "off", too
+        return None
+    if folder := os.environ.get(FOLDER):
+        return Path(os.path.abspath(folder))
+    import platformdirs
+
+    return Path(platformdirs.user_config_path("aionn")) / "trusted_builders"
+
+
+def read_keyring(folder: str | os.PathLike[str] | None = None) -> Keyring:
+    """Read the keyring. It is empty if there is none, and has a fault if it cannot be used. Blocking; raises nothing.
+
+    Args:
+        folder: None stands for `keyring_folder()`.
+    """
+    path = keyring_folder() if folder is None else Path(os.path.abspath(folder))
+    if path is None:
+        return Keyring()
+    try:
+        return _read(path)
+    except FileNotFoundError:
+        return Keyring()
+    except (OSError, CallerError) as error:
+        return Keyring(fault=f"keyring {path}: {error.strerror if isinstance(error, OSError) and error.strerror else error}")
+
+
+def warn_of_fault(keyring: Keyring) -> None:
+    """Log the fault of a keyring, if it has one. Each fault is logged once per process."""
+    if keyring.fault and keyring.fault not in _warned:
+        _warned.add(keyring.fault)
+        _log.warning("no compiled artifact of another machine is adopted: %s", keyring.fault)
+
+
+class _Unsafe(CallerError):
+    """Another account could have written a part of the keyring."""
+
+
+def _read(path: Path) -> Keyring:
+    try:
+        fd = os.open(path, _OPEN | os.O_DIRECTORY)
+    except OSError as error:
+        if error.errno in (errno.ENOTDIR, errno.ELOOP) and path.is_symlink():
+            raise _Unsafe("it is a symlink; give the folder itself") from error
+        raise
+    try:
+        _refuse_unsafe(os.fstat(fd), "the folder")
+        for above in Path(os.path.realpath(path)).parents:
+            _refuse_unsafe(above.lstat(), f"the folder {above} above it", sticky=True)
+        names = sorted(name for name in os.listdir(fd) if name.endswith(ENDING))
+        if len(names) > MAX_KEYS:
+            raise CallerError(f"it has {len(names)} keys, at most {MAX_KEYS} are read")
+        keys = [_key(name, fd) for name in names]
+    finally:
+        os.close(fd)
+    twice = [key.name for key in keys if sum(other.public_key == key.public_key for other in keys) > 1]
+    if twice:
+        raise CallerError(f"one key is in several files (builders {', '.join(twice)}); keep one of them")
+    return Keyring(tuple(keys))
+
+
+def _key(name: str, folder: int) -> TrustedKey:
+    try:
+        fd = os.open(name, _OPEN, dir_fd=folder)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise _Unsafe(f"{name} is a symlink; copy the file itself") from error
+        raise
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise _Unsafe(f"{name} is not a regular file")
+        _refuse_unsafe(status, name)
+        content = os.read(fd, _MAX_FILE_BYTES + 1)
+    finally:
+        os.close(fd)
+    if len(content) > _MAX_FILE_BYTES:
+        raise CallerError(f"{name} has more than {_MAX_FILE_BYTES} bytes")
+    try:
+        return decode_public_key(content)
+    except CallerError as error:
+        raise CallerError(f"{name}: {error}") from error
+
+
+def _refuse_unsafe(status: os.stat_result, what: str, *, sticky: bool = False) -> None:
+    """Refuse what another account owns or may write to.
+
+    Args:
+        sticky: allow a folder in which accounts can rename only what is theirs, such as /tmp.
+    """
+    if status.st_uid not in (os.geteuid(), 0):
+        raise _Unsafe(f"{what} belongs to user {status.st_uid}; it must belong to this account or to root")
+    if status.st_mode & 0o022 and not (sticky and status.st_mode & stat.S_ISVTX):
+        raise _Unsafe(f"other accounts may write to {what} (mode {stat.S_IMODE(status.st_mode):o}); take that away with chmod go-w")

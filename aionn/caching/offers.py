@@ -1,0 +1,83 @@
+"""Artifacts that another machine compiled, as they are asked for and offered. No I/O but closing descriptors.
+
+A compile that finds nothing in its cache may ask a `CompileBackend` before it compiles: an object store, a farm. What the backend offers is
+not believed. The driver checks the signed statement and the bytes (`caching.statement`, `IDevice.adopt`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from aionn.hal.interfaces import PrepareOptions
+from aionn.hal.types import CacheFiles
+
+__all__ = ["CompileBackend", "CompileRequest", "Offered"]
+
+
+@dataclass(frozen=True, slots=True)
+class CompileRequest:
+    """What a compile needs.
+
+    Attributes:
+        key: of the entry, 32 bytes. A statement for another key is refused.
+        parts: what the key was made of (`token.encode_parts`).
+        device, device_version: the device that shall run it.
+        model_digest: `Model.token` of the model; 32 bytes.
+        files: how many cache files the device has.
+        options: preference, priority, engine options, and the deadline of the compile (`deadline_ns`).
+        model_bytes: returns the model as ONNX bytes, with its weights. Call it only where they are needed.
+    """
+
+    key: bytes
+    parts: bytes
+    device: str
+    device_version: str
+    model_digest: bytes
+    files: CacheFiles
+    options: PrepareOptions
+    model_bytes: Callable[[], Awaitable[bytes]]
+
+
+class Offered:
+    """An artifact that a backend offers. Its holder closes it (`with`).
+
+    Attributes:
+        signed: the signed statement.
+        model, data: descriptors of regular files, open for reading, in the device's order. `Offered` owns them.
+    """
+
+    def __init__(self, signed: bytes, model: Sequence[int], data: Sequence[int] = ()) -> None:
+        self.signed, self.model, self.data = signed, tuple(model), tuple(data)
+        self._open = True
+
+    def close(self) -> None:
+        """Close the descriptors. May be called again."""
+        if self._open:
+            self._open = False
+            for fd in (*self.model, *self.data):
+                os.close(fd)
+
+    def __enter__(self) -> Offered:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class CompileBackend(Protocol):
+    """Where a compile asks for an artifact that its cache does not have."""
+
+    @property
+    def wait_s(self) -> float:
+        """How many seconds a compile waits for an answer. Then it compiles locally."""
+        ...
+
+    async def compile(self, request: CompileRequest) -> Offered | None:
+        """Return an artifact for the request, or None if there is none.
+
+        The task is cancelled when the compile does not wait any more. An error counts as None, and is logged.
+        """
+        ...

@@ -1,0 +1,30 @@
+"""Compiled artifacts that travel between machines with a signature. Optional (`pip install aionn[fleet]`); nothing below imports it.
+
+    keys    a builder's private key: made, kept in a file, and used to sign the entries of a cache
+
+What a driver checks lies below: `caching.statement` (the signed statement), `caching.keyring` (the keys that a user trusts).
+"""
+
+from aionn.caching.keyring import decode_public_key, encode_public_key, keyring_folder, read_keyring
+from aionn.caching.offers import CompileBackend, CompileRequest, Offered
+from aionn.caching.statement import Statement, claimed_statement, sign_statement, statement_of, verified_statement
+from aionn.fleet.keys import BuilderKey
+from aionn.hal.trust import Keyring, TrustedKey
+
+__all__ = [
+    "BuilderKey",
+    "CompileBackend",
+    "CompileRequest",
+    "Keyring",
+    "Offered",
+    "Statement",
+    "TrustedKey",
+    "claimed_statement",
+    "decode_public_key",
+    "encode_public_key",
+    "keyring_folder",
+    "read_keyring",
+    "sign_statement",
+    "statement_of",
+    "verified_statement",
+]

@@ -1,0 +1,84 @@
+"""Which builders an app trusts to compile for it. The app reads the keys from its user's configuration, and drivers check with them.
+
+A driver believes an artifact of another machine only if its statement (`caching.statement`) is signed by one of these keys. The keys come
+with the call. They never come from a store, from an artifact or from the driver's records.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from blake3 import blake3
+
+from aionn.errors import CallerError
+
+__all__ = ["KEY_BYTES", "MAX_KEYS", "NO_KEYRING", "Keyring", "TrustedKey"]
+
+KEY_BYTES = 32
+"""Bytes of an ed25519 public key, and of a key's id."""
+
+MAX_KEYS = 64
+"""The most keys of one keyring."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrustedKey:
+    """The public key of a builder, and what it may sign.
+
+    Attributes:
+        public_key: ed25519, 32 bytes.
+        name: of the builder, for people.
+        devices: names of the devices that it may compile for. Empty: every device.
+        not_after_s: seconds since the epoch, after which nothing that it signed is adopted. None: it does not expire. What was adopted
+            before stays, until the key is removed.
+
+    Raises:
+        CallerError: the key has another length.
+    """
+
+    public_key: bytes
+    name: str
+    devices: tuple[str, ...] = ()
+    not_after_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.public_key) != KEY_BYTES:
+            raise CallerError(f"the key of builder {self.name!r} has {len(self.public_key)} bytes; an ed25519 public key has {KEY_BYTES}")
+
+    @property
+    def id(self) -> bytes:
+        """32 bytes that name the key, made of the public key alone."""
+        return blake3(self.public_key, derive_key_context="aionn 1 builder key").digest()
+
+    def allows(self, device: str) -> bool:
+        """Return whether the key may sign for a device."""
+        return not self.devices or device in self.devices
+
+
+@dataclass(frozen=True, slots=True)
+class Keyring:
+    """The keys that an app trusts at this moment.
+
+    Attributes:
+        keys: no two have the same id.
+        fault: why the keyring cannot be used, or empty. A keyring with a fault has no keys.
+
+    Raises:
+        CallerError: there are too many keys, or one is given twice, or there are keys beside a fault.
+    """
+
+    keys: tuple[TrustedKey, ...] = ()
+    fault: str = ""
+
+    def __post_init__(self) -> None:
+        if len(self.keys) > MAX_KEYS or len({key.public_key for key in self.keys}) < len(self.keys) or (self.keys and self.fault):
+            raise CallerError(
+                f"a keyring of {len(self.keys)} keys: at most {MAX_KEYS}, each once, and none beside a fault ({self.fault!r})"
+            )
+
+    def find(self, key_id: bytes) -> TrustedKey | None:
+        """Return the key of that id, or None."""
+        return next((key for key in self.keys if key.id == key_id), None)
+
+
+NO_KEYRING = Keyring(fault="the app sent no keyring")
