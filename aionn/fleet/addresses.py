@@ -81,7 +81,8 @@ def _folder(address: str, path: Path, patience_s: float, make: bool) -> OpenedSt
 
 def _bucket(address: str, bucket: str, prefix: str, patience_s: float) -> OpenedStore:
     backoff = {"init_backoff": timedelta(seconds=_FIRST_BACKOFF_S), "max_backoff": timedelta(seconds=1), "base": 2}
-    retries: RetryConfig = {"max_retries": 10, "retry_timeout": timedelta(seconds=patience_s), "backoff": backoff}  # type: ignore[typeddict-item]
+    # `Requests` asks again, too. It must hear the reason of a failure before its patience ends.
+    retries: RetryConfig = {"max_retries": 2, "retry_timeout": timedelta(seconds=patience_s / 2), "backoff": backoff}  # type: ignore[typeddict-item]
     limits: ClientConfig = {
         "connect_timeout": timedelta(seconds=patience_s),
         "read_timeout": timedelta(seconds=patience_s),

@@ -131,10 +131,19 @@ class ArtifactStore:
         raise StoreError(self.address, f"pushing {place.path}", f"its objects disappeared {_LOOKS} times while it was written")
 
     async def _statement_at(self, place: StatementPlace, files_of: FilesOf) -> _Statement | None:
-        encoded, found = await self.statement(place), await self.requests.find(place.path)
-        if encoded is None or found is None:
+        found = await self.requests.find(place.path)
+        encoded = None if found is None else await self.read_statement(place, found)
+        if found is None or encoded is None:
             return None
         return _Statement(encoded, files_of(place, encoded), found.written_s)
+
+    async def read_statement(self, place: StatementPlace, found: Found) -> bytes | None:
+        """Return a statement that was found, None if it is gone by now, or b"" if it is too large for one.
+
+        Raises:
+            StoreError: the store cannot be used.
+        """
+        return b"" if found.size_bytes > MAX_STATEMENT_BYTES else await self.statement(place)
 
     async def _put_file(self, stored: StoredFile, content: bytes | memoryview) -> None:
         path = file_path(stored.digest)

@@ -60,10 +60,8 @@ async def check_store(store: ArtifactStore, judge: FilesOf, *, remove: bool = Fa
     named: dict[str, list[tuple[str, StoredFile]]] = {}
 
     async def read_statement(place: StatementPlace, found: Found) -> None:
-        encoded = await store.statement(place)
+        encoded = await store.read_statement(place, found)
         if encoded is None:
-            if await store.requests.find(place.path) is not None:
-                bad.append(BadObject(place.path, MissReason.UNREADABLE, f"{found.size_bytes} bytes are not a statement"))
             return
         files = judge(place, encoded)
         if isinstance(files, Refusal):

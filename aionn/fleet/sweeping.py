@@ -85,9 +85,9 @@ class _Sweep:
         fresh: list[_Marked] = []
 
         async def read(place: StatementPlace, found: Found) -> None:
-            encoded = await self.store.statement(place)
-            if encoded is not None or await self.store.requests.find(place.path) is not None:
-                files = self.files_of(place, encoded or b"")
+            encoded = await self.store.read_statement(place, found)
+            if encoded is not None:
+                files = self.files_of(place, encoded)
                 fresh.append(_Marked(place, found, None if isinstance(files, Refusal) else files))
 
         await each(partial(read, place, found) for place, found in await self.store.statements() if place.path not in paths)
