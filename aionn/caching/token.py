@@ -33,7 +33,7 @@ from blake3 import blake3
 from aionn.errors import CallerError
 from aionn.hal.types import CACHE_TOKEN_BYTES, ExecutionPreference, Priority
 
-__all__ = ["KeyParts", "Keys", "changed_parts", "decode_parts", "described_change", "encode_parts", "encoded_keys"]
+__all__ = ["KeyParts", "Keys", "changed_parts", "decode_parts", "described_change", "device_token", "encode_parts", "encoded_keys"]
 
 _MAGIC = b"aionn.key\x01"
 _FAMILY_MAGIC = b"aionn.family\x01"
@@ -169,6 +169,11 @@ def encoded_keys(parts: KeyParts) -> Keys:
     encoded = encode_parts(parts)
     without_version = b"".join(_field(tag, payload) for tag, payload in _fields(encoded) if tag != _VERSION)
     return Keys(encoded, blake3(encoded).digest(), blake3(_FAMILY_MAGIC + without_version).digest())
+
+
+def device_token(key: bytes, model_digest: bytes) -> bytes:
+    """Return the token by which a device knows an artifact: made of the entry's key and the digest of the model."""
+    return blake3(key + model_digest, derive_key_context="aionn 1 cache entry and model").digest()
 
 
 def changed_parts(before: KeyParts, after: KeyParts) -> tuple[str, ...]:

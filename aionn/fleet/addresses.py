@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
-from obstore.exceptions import BaseError
-from obstore.store import LocalStore, MemoryStore, S3Store
-
 from aionn.errors import CallerError
 from aionn.fleet.errors import StoreError
+
+try:
+    from obstore.exceptions import BaseError
+    from obstore.store import LocalStore, MemoryStore, S3Store
+except ImportError as error:
+    raise ImportError("artifact stores need obstore; install it with: pip install 'aionn[fleet]'") from error
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig

@@ -49,7 +49,6 @@ class Pushed(enum.Enum):
     REPAIRED: it was there, and some of its files were missing.
     """
 
-
     ADDED = "added"
     PRESENT = "present"
     REPAIRED = "repaired"

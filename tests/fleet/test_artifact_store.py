@@ -119,7 +119,9 @@ async def test_large_files_travel_in_parts(s3: FakeS3, tmp_path: Path, monkeypat
     store = ArtifactStore(open_address("s3://artifacts", patience_s=20.0))
     one = artifact("one", some_bytes(3, 12_000_000))
     assert await one.push(store) is Pushed.ADDED
-    assert [(method, key) for method, key in s3.requests if method == "POST"] == [("POST", f"artifacts/blake3/{one.files[0][0].digest.hex()}")] * 2
+    assert [(method, key) for method, key in s3.requests if method == "POST"] == [
+        ("POST", f"artifacts/blake3/{one.files[0][0].digest.hex()}")
+    ] * 2
     assert await read(store, one, tmp_path) == [*one.contents]
     before = len(s3.requests)
     assert await one.push(store) is Pushed.PRESENT
@@ -199,7 +201,7 @@ async def test_a_folder_that_cannot_be_used_is_one_error(tmp_path: Path) -> None
     with pytest.raises(StoreError, match="there is no directory"):
         open_address(tmp_path / "missing", patience_s=1.0)
     (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match="Not a directory|File exists"):
+    with pytest.raises(StoreError, match=r"Not a directory|File exists"):
         open_address(tmp_path / "file" / "below", patience_s=1.0, make=True)
     for address in ("", "ftp://host/path", "gs://bucket", "file://host/path"):
         with pytest.raises(CallerError, match="give a directory"):
