@@ -4,9 +4,10 @@
     token      the key: 32 bytes for one compilation     integrity   which bytes this driver stored under a key
     store      entries, locks, budget; files' only room  artifact_files  reads and writes the files that the app gave
                manifest  what was stored, reason to miss blob_cache  a small map from bytes to bytes, for engines
-    keyring    the builders' keys that a user trusts     statement  what a builder signs of an artifact, and the check of it
+    keyring    the builders' keys that a user trusts     adopting   the checks before an artifact of another machine is believed
+    trusting   where they are, and when they are read  adopted    the records of what was adopted
+    offers     what another machine has compiled         statement  what a builder signs of an artifact, and the check of it
     outcomes   what happened, as a value (both sides)    state       a private directory for both
-    offers     what another machine has compiled for this one
     measurements  what a comparison of stages measured
 
 The store guards the *entry*: one generation of all its files or none, across crashes, full disks and many processes. One process compiles

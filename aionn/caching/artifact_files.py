@@ -18,7 +18,7 @@ from typing import Any, Literal
 from aionn.caching.outcomes import MissReason, Refusal
 from aionn.file_ranges import FileRange, ShortFileError, copy_ranges, digest_of, digest_ranges, private_memory
 
-__all__ = ["Purpose", "check_descriptors", "digests_of_files", "read_private", "sole_writer", "write_whole"]
+__all__ = ["Purpose", "check_descriptors", "digests_of_files", "read_private", "record_of", "sole_writer", "write_whole"]
 
 _SMALL_BYTES = 2 << 20  # files of fewer bytes in all are read at once, each in one call
 _WRITABLE_BYTES = 64 << 10  # smaller copies are `bytes`
@@ -136,6 +136,11 @@ def _read_at_once(fd: int, length: int) -> bytes | memoryview:
     if count != length:
         raise ShortFileError(f"the file has only {count} of {length} bytes")
     return copy
+
+
+def record_of(lengths: Sequence[int], digests: Sequence[bytes]) -> bytes:
+    """Return what is recorded of an artifact: for each file its length in 8 bytes, little-endian, and its digest of 32 bytes."""
+    return b"".join(length.to_bytes(8, "little") + digest for length, digest in zip(lengths, digests, strict=True))
 
 
 def digests_of_files(fds: Sequence[int], lengths: Sequence[int]) -> list[bytes]:

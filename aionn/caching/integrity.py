@@ -8,8 +8,10 @@ A token has up to `_CANDIDATES` records, newest first, because the files switch 
 die in between. Two processes may save at once. Two apps may keep the same model in two caches. This driver wrote each of those sets of
 files, whole, and has its record. A mix of two sets has no record.
 
+`adopted` has the records of artifacts that another machine has compiled and signed. They are believed while the key is trusted.
+
 Invariants
-    Every digest in the store was computed from an engine's buffer in this process family, never from a file.
+    Every digest in `records` was computed from an engine's buffer in this process family, never from a file.
     All records of a store were made by one version of the engine, because each version has a separate database (`state.device_database`).
 
 Nothing here raises for the state of a cache: `save` and `load` return a `Refusal`. Both block; call them in a thread.
@@ -28,7 +30,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aionn import trace
-from aionn.caching.artifact_files import Purpose, check_descriptors, digests_of_files, read_private, sole_writer, write_whole
+from aionn.caching.adopted import believed, has_table, note_adopted, prepare_table
+from aionn.caching.artifact_files import Purpose, check_descriptors, digests_of_files, read_private, record_of, sole_writer, write_whole
 from aionn.caching.outcomes import MissReason, Refusal, refusal_of_os_error
 from aionn.caching.state import (
     UnsafeStateError,
@@ -62,17 +65,26 @@ class Verified:
     Attributes:
         digests: the record: for each file, model files first, its length in 8 bytes, little-endian, and its BLAKE3 of 32 bytes.
         artifact: private copies of the files, or None if the caller needs none.
+        key_id: of the builder's key that signed what was adopted, or empty for what this driver has stored.
     """
 
     digests: bytes
     artifact: Artifact | None
+    key_id: bytes = b""
 
 
 class IntegrityStore:
     """Digests of one engine's cache files, by token. Thread-safe; several processes may use one store at once."""
 
     def __init__(
-        self, device: str, version: str, files: CacheFiles, *, state_directory: str | os.PathLike[str] | None = None, max_tokens: int = 4096
+        self,
+        device: str,
+        version: str,
+        files: CacheFiles,
+        *,
+        state_directory: str | os.PathLike[str] | None = None,
+        max_tokens: int = 4096,
+        known_as: str = "",
     ) -> None:
         """Open the store of this version of `device`, and remove stores of its other versions that were not used for long.
 
@@ -81,14 +93,17 @@ class IntegrityStore:
             files: how many cache files the engine has.
             state_directory: None stands for the user's (`platformdirs.user_state_path("aionn")`).
             max_tokens: beyond it the store forgets the token unused for longest.
+            known_as: the name by which the app, and so a builder's key, knows the device. Empty stands for `device`.
 
         A directory that cannot be used raises nothing. `unavailable` says why, and every save and load is refused with it.
         """
         self.device, self.version, self.files, self.max_tokens = device, version, files, max_tokens
+        self.known_as = known_as or device
         self.unavailable: Refusal | None = None
         self._lock = threading.Lock()
         self._database: sqlite3.Connection | None = None
         self._read_only = False  # the records are believed, and no record can be added
+        self._has_adopted = True  # a read-only database of an older release has no such table
         self._used: dict[bytes, None] = {}  # tokens loaded since `note_uses`, the latest last
         try:
             directory = private_directory(Path(state_directory) if state_directory is not None else None)
@@ -112,7 +127,9 @@ class IntegrityStore:
             if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM) or not self._path.exists():
                 raise
             self._read_only = True
-            return read_database(self._path)
+            database = read_database(self._path)
+            self._has_adopted = has_table(database)
+            return database
 
     def _prepare(self, database: sqlite3.Connection) -> None:
         database.execute("CREATE TABLE IF NOT EXISTS tokens (token BLOB PRIMARY KEY, used INTEGER NOT NULL) WITHOUT ROWID")
@@ -121,6 +138,7 @@ class IntegrityStore:
             "CREATE TABLE IF NOT EXISTS records (number INTEGER PRIMARY KEY AUTOINCREMENT, token BLOB NOT NULL, digests BLOB NOT NULL, "
             "UNIQUE (token, digests))"
         )
+        prepare_table(database)
         database.execute("SELECT token, used FROM tokens LIMIT 1")
         database.execute("SELECT number, token, digests FROM records LIMIT 1")
 
@@ -182,7 +200,7 @@ class IntegrityStore:
             if trailer:
                 files[0].append(memoryview(trailer))
             lengths = [sum(piece.nbytes for piece in pieces) for pieces in files]
-            refusal = self._record(handles.token, _record(lengths, [digest_of(*pieces) for pieces in files]))
+            refusal = self._record(handles.token, record_of(lengths, [digest_of(*pieces) for pieces in files]))
             if refusal is not None:
                 return refusal
             fds = (*handles.model, *handles.data)
@@ -201,7 +219,16 @@ class IntegrityStore:
             return refusal_of_database_error(error, "recording the digests")
         return None
 
-    def _record(self, token: bytes, digests: bytes) -> Refusal | None:
+    def note_adopted(self, token: bytes, digests: bytes, key_id: bytes) -> Refusal | None:
+        """Record an artifact that `adopting` has verified and the engine has loaded. Returns None if it is believed from now on."""
+        try:
+            return self._record(token, digests, key_id)
+        except sqlite3.Error as error:
+            self._begin_anew_if_damaged(error)
+            return refusal_of_database_error(error, "recording the digests")
+
+    def _record(self, token: bytes, digests: bytes, key_id: bytes = b"") -> Refusal | None:
+        """Record digests of what this driver has stored, or with a `key_id` of what it has adopted."""
         with self._lock:
             if self._database is None:
                 return self.unavailable
@@ -211,17 +238,21 @@ class IntegrityStore:
                 self._write_uses(database)
                 database.execute("INSERT OR IGNORE INTO tokens VALUES (?, 0)", (token,))
                 self._touch(database, token)
-                # OR REPLACE: the same bytes saved again become the newest record.
-                database.execute("INSERT OR REPLACE INTO records (token, digests) VALUES (?, ?)", (token, digests))
-                database.execute(
-                    "DELETE FROM records WHERE token = ? AND number NOT IN "
-                    "(SELECT number FROM records WHERE token = ? ORDER BY number DESC LIMIT ?)",
-                    (token, token, _CANDIDATES),
-                )
+                if key_id:
+                    note_adopted(database, token, digests, key_id)
+                else:
+                    # OR REPLACE: the same bytes saved again become the newest record.
+                    database.execute("INSERT OR REPLACE INTO records (token, digests) VALUES (?, ?)", (token, digests))
+                    database.execute(
+                        "DELETE FROM records WHERE token = ? AND number NOT IN "
+                        "(SELECT number FROM records WHERE token = ? ORDER BY number DESC LIMIT ?)",
+                        (token, token, _CANDIDATES),
+                    )
                 (tokens,) = database.execute("SELECT COUNT(*) FROM tokens").fetchone()
                 if tokens > self.max_tokens:
                     oldest = database.execute("SELECT token FROM tokens ORDER BY used LIMIT ?", (tokens - self.max_tokens,)).fetchall()
                     database.executemany("DELETE FROM records WHERE token = ?", oldest)
+                    database.executemany("DELETE FROM adopted WHERE token = ?", oldest)
                     database.executemany("DELETE FROM tokens WHERE token = ?", oldest)
             mark_used(self._path)
         return None
@@ -295,7 +326,7 @@ class IntegrityStore:
         refusal = self._check(handles, "read")
         if refusal is not None:
             return refusal
-        recorded = self._recorded(handles.token)
+        recorded = self._recorded(handles.token, handles.keyring)
         if isinstance(recorded, Refusal):
             return recorded
         fds = (*handles.model, *handles.data)
@@ -306,24 +337,29 @@ class IntegrityStore:
             stored = " or ".join(str(_lengths(digests)) for digests in recorded)
             return Refusal(MissReason.WRONG_LENGTH, f"the files have {lengths} bytes, stored were {stored}")
         if known and any(digests in known for digests in candidates):
-            found = _record(lengths, digests_of_files(fds, lengths))
+            found = record_of(lengths, digests_of_files(fds, lengths))
             if not _matches(found, candidates):
                 return _wrong_bytes(fds)
             if found in known:
-                return Verified(found, None)
+                return Verified(found, None, recorded[found])
         copies, digests = read_private(fds, lengths)
-        found = _record(lengths, digests)
+        found = record_of(lengths, digests)
         if not _matches(found, candidates):
             return _wrong_bytes(fds)
-        return Verified(found, Artifact(tuple(copies[: self.files.model]), tuple(copies[self.files.model :])))
+        return Verified(found, Artifact(tuple(copies[: self.files.model]), tuple(copies[self.files.model :])), recorded[found])
 
-    def _recorded(self, token: bytes) -> list[bytes] | Refusal:
-        """Return the records of a token, the newest first, and note its use."""
+    def _recorded(self, token: bytes, keyring: bytes) -> dict[bytes, bytes] | Refusal:
+        """Return the records of a token, each with the id of the builder's key if it was adopted, and note the token's use."""
         with self._lock:
             if self._database is None:
                 return self.unavailable or Refusal(MissReason.IO_ERROR, "integrity store is closed")
             rows = query(self._database, "SELECT digests FROM records WHERE token = ? ORDER BY number DESC", (token,))
-            recorded = [digests for (digests,) in rows if isinstance(digests, bytes)]  # SQLite keeps any type in any column
+            recorded = {digests: b"" for (digests,) in rows if isinstance(digests, bytes)}  # SQLite keeps any type in any column
+            adopted = believed(self._database, token, self.known_as, keyring) if self._has_adopted else {}
+            if isinstance(adopted, dict):
+                recorded = adopted | recorded
+            elif not recorded:
+                return adopted
             if recorded:
                 self._used.pop(token, None)
                 self._used[token] = None
@@ -344,11 +380,6 @@ class IntegrityStore:
         if len(handles.token) != CACHE_TOKEN_BYTES:
             return Refusal(MissReason.WRONG_TOKEN, f"the token has {len(handles.token)} bytes, expected {CACHE_TOKEN_BYTES}")
         return check_descriptors((*handles.model, *handles.data), purpose)
-
-
-def _record(lengths: Sequence[int], digests: Sequence[bytes]) -> bytes:
-    """Return what is recorded of an artifact: for each file its length in 8 bytes, little-endian, and its digest of 32 bytes."""
-    return b"".join(length.to_bytes(8, "little") + digest for length, digest in zip(lengths, digests, strict=True))
 
 
 def _matches(found: bytes, candidates: Sequence[bytes]) -> bool:

@@ -1,7 +1,6 @@
 """The keyring: which builders the user of this account trusts. The app's side; drivers get what is read here with each call.
 
-A folder holds one file per key, `NAME.pub` (JSON). It is `$AIONN_TRUSTED_BUILDERS`, else `aionn/trusted_builders` in the user's
-configuration folder. Without the folder no builder is trusted. `AIONN_ADOPT=off` empties the keyring, whatever the folder holds.
+A folder (`trusting.keyring_folder`) holds one file per key, `NAME.pub` (JSON). Without the folder no builder is trusted.
 
 A key lets its owner run code in this account's drivers. So the keyring is used only if no other account could have written it: the folder
 and its files belong to this account or to root, no other account may write to them, none is a symlink, and no folder above may be written
@@ -20,10 +19,20 @@ from typing import Annotated
 
 import msgspec
 
+from aionn.caching.trusting import keyring_folder
 from aionn.errors import CallerError
-from aionn.hal.trust import KEY_BYTES, MAX_KEYS, Keyring, TrustedKey
+from aionn.hal.trust import KEY_BYTES, MAX_KEYS, Keyring, TrustedKey, encode_keyring
 
-__all__ = ["ADOPT", "FOLDER", "decode_public_key", "encode_public_key", "keyring_folder", "read_keyring", "warn_of_fault"]
+__all__ = [
+    "ADOPT",
+    "FOLDER",
+    "decode_public_key",
+    "encode_public_key",
+    "encoded_keyring",
+    "keyring_folder",
+    "read_keyring",
+    "warn_of_fault",
+]
 
 FOLDER = "AIONN_TRUSTED_BUILDERS"
 ADOPT = "AIONN_ADOPT"
@@ -68,32 +77,29 @@ def decode_public_key(content: bytes) -> TrustedKey:
     return TrustedKey(bytes.fromhex(file.ed25519), file.name, file.devices, not_after_s)
 
 
-def keyring_folder() -> Path | None:
-    """Return where the keyring is, or None if adopting is switched off. The folder need not exist."""
-    if os.environ.get(ADOPT, "") not in ("", "on"):  # an unknown word is "off", too
-        return None
-    if folder := os.environ.get(FOLDER):
-        return Path(os.path.abspath(folder))
-    import platformdirs
-
-    return Path(platformdirs.user_config_path("aionn")) / "trusted_builders"
-
-
 def read_keyring(folder: str | os.PathLike[str] | None = None) -> Keyring:
     """Read the keyring. It is empty if there is none, and has a fault if it cannot be used. Blocking; raises nothing.
 
     Args:
         folder: None stands for `keyring_folder()`.
     """
-    path = keyring_folder() if folder is None else Path(os.path.abspath(folder))
-    if path is None:
+    folder = keyring_folder() if folder is None else folder
+    if folder is None:
         return Keyring()
+    path = Path(os.path.abspath(folder))
     try:
         return _read(path)
     except FileNotFoundError:
         return Keyring()
     except (OSError, CallerError) as error:
         return Keyring(fault=f"keyring {path}: {error.strerror if isinstance(error, OSError) and error.strerror else error}")
+
+
+def encoded_keyring() -> bytes:
+    """Read the keyring, and warn if it cannot be used. Return it as bytes for a driver. Blocking."""
+    keyring = read_keyring()
+    warn_of_fault(keyring)
+    return encode_keyring(keyring)
 
 
 def warn_of_fault(keyring: Keyring) -> None:

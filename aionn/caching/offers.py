@@ -53,6 +53,12 @@ class Offered:
         self.signed, self.model, self.data = signed, tuple(model), tuple(data)
         self._open = True
 
+    def taken(self) -> Offered:
+        """Give the descriptors to a new object, which owns them from now on. Closing this one does nothing then."""
+        other = Offered(self.signed, self.model, self.data)
+        other._open, self._open = self._open, False
+        return other
+
     def close(self) -> None:
         """Close the descriptors. May be called again."""
         if self._open:

@@ -46,10 +46,6 @@ class MissReason(enum.Enum):
     BAD_HANDLE = "bad_handle"  # a descriptor that is not a regular file opened read-write
     UNREADABLE = "unreadable"  # the manifest is damaged
     UNSAFE = "unsafe"  # a symlink, a foreign owner, or open to other accounts
-    UNTRUSTED_BUILDER = "untrusted_builder"  # no key of the keyring may sign it
-    BAD_SIGNATURE = "bad_signature"
-    OTHER_FINGERPRINT = "other_fingerprint"  # signed for another device, or another version of the device
-    REVOKED = "revoked"  # it was adopted, and the key that signed it is not trusted any more
     CHANGED_WEIGHTS = "changed_weights"  # only as `save_failure`: the compiled weights are not those that the model's token names
     REFUSED_BY_DEVICE = "refused_by_device"  # verified, yet the engine could not load it
     BUSY = "busy"  # another process still compiles, reads or writes it
@@ -59,6 +55,10 @@ class MissReason(enum.Enum):
     NO_SPACE = "no_space"
     NO_PERMISSION = "no_permission"
     IO_ERROR = "io_error"
+    UNTRUSTED_BUILDER = "untrusted_builder"  # no key of the keyring may sign it
+    BAD_SIGNATURE = "bad_signature"
+    OTHER_FINGERPRINT = "other_fingerprint"  # signed for another device, or another version of the device
+    REVOKED = "revoked"  # it was adopted, and the key that signed it is not trusted any more
 
 
 @dataclass(frozen=True, slots=True)

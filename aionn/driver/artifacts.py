@@ -11,9 +11,11 @@ Saving never fails a compilation. It ends with a word for the client: "saved", "
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import struct
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -56,11 +58,15 @@ class Loaded:
 
     Attributes:
         digests: lengths and digests of the files, as `caching.integrity.Verified` has them.
+        key_id: of the builder's key that signed them, or empty for what this driver has stored.
+        outcome: "saved" if files with these digests are believed from now on, or why not. Empty where that is not the question.
     """
 
     executable: Executable
     description: Description
     digests: bytes
+    key_id: bytes = b""
+    outcome: str = ""
 
 
 class LentHandles:
@@ -73,7 +79,8 @@ class LentHandles:
     def __init__(self, handles: CacheHandles) -> None:
         self._lock = threading.Lock()
         self._taken = False
-        self._handles = CacheHandles(tuple(map(_duplicate, handles.model)), tuple(map(_duplicate, handles.data)), handles.token)
+        model, data = tuple(map(_duplicate, handles.model)), tuple(map(_duplicate, handles.data))
+        self._handles = dataclasses.replace(handles, model=model, data=data)
 
     def _take(self) -> bool:
         with self._lock:
@@ -114,9 +121,11 @@ def _duplicate(fd: int) -> int:
 class Artifacts:
     """Stores and loads one engine's artifacts. Every method blocks, so call it in a thread. Several may run at once."""
 
-    def __init__(self, engine: Engine, state_directory: str | os.PathLike[str] | None = None) -> None:
+    def __init__(self, engine: Engine, state_directory: str | os.PathLike[str] | None = None, known_as: str = "") -> None:
+        """`known_as`: the name by which the app knows the device, if it is not the engine's."""
         self._engine = engine
         self._state_directory = state_directory
+        self._known_as = known_as or engine.name
         self.files: CacheFiles = engine.cache_files
         self._lock = threading.Lock()
         self._store: IntegrityStore | None = None
@@ -130,7 +139,8 @@ class Artifacts:
             if self._store is None:
                 from aionn.caching.integrity import IntegrityStore  # brings a database and locks, which only caching needs
 
-                self._store = IntegrityStore(self._engine.name, self._engine.version, self.files, state_directory=self._state_directory)
+                name, version, state_directory = self._engine.name, self._engine.version, self._state_directory
+                self._store = IntegrityStore(name, version, self.files, state_directory=state_directory, known_as=self._known_as)
             return self._store
 
     def save(self, executable: Executable, model: Model, handles: CacheHandles) -> str:
@@ -186,12 +196,54 @@ class Artifacts:
             return known[verified.digests]
         try:
             artifact, description = _without_description(verified.artifact)
-            executable = self._engine.load(artifact, options)
-        except Exception as error:  # the bytes are verified, so the fault lies in the engine
-            report_bug(error, self._engine.name, "load")
-            why = error.reason if isinstance(error, CompilationError) else f"{type(error).__name__}: {text_of(error)}"
-            raise _refused(Refusal(MissReason.REFUSED_BY_DEVICE, why)) from error
-        return Loaded(executable, description, verified.digests)
+        except Exception as error:
+            raise self._not_loaded(error) from error
+        return Loaded(self._load(artifact, options), description, verified.digests, verified.key_id)
+
+    def adopt(self, handles: CacheHandles, options: CompileOptions, model_digest: bytes, signed: bytes) -> Loaded:
+        """Verify and load what another machine has compiled, and record it as adopted. No file is written to.
+
+        An artifact that cannot be recorded is loaded all the same: `Loaded.outcome` says why.
+
+        Args:
+            handles: descriptors that are open for reading, the entry's key as the token, and the keyring.
+            model_digest: of the model that the client wants.
+            signed: the signed statement.
+
+        Raises:
+            CompilationError: the files cannot be used. `.reason` begins with the `MissReason`.
+        """
+        from aionn.caching.adopting import Expected, verify_offer  # few drivers adopt
+        from aionn.caching.token import device_token
+
+        if not self.files.supported:
+            raise _refused(Refusal(MissReason.WRONG_FILES, f"device {self._engine.name!r} does not cache"))
+        expected = Expected(handles.token, model_digest, self._known_as, self._engine.version, self.files)
+        offer = verify_offer(signed, handles, expected, time.time())
+        if isinstance(offer, Refusal):
+            raise _refused(offer)
+        try:
+            artifact, description = _without_description(offer.artifact)
+        except Exception as error:
+            raise _refused(Refusal(MissReason.UNREADABLE, text_of(error))) from error
+        if description.model_token != model_digest:
+            raise _refused(Refusal(MissReason.OTHER_MODEL, f"the artifact is that of model {description.model_token.hex()[:16]}"))
+        executable, key_id = self._load(artifact, options), offer.statement.key_id
+        token, store = device_token(handles.token, model_digest), self._integrity()
+        refusal = store if isinstance(store, Refusal) else store.note_adopted(token, offer.digests, key_id)
+        return Loaded(executable, description, offer.digests, key_id, "saved" if refusal is None else str(refusal))
+
+    def _load(self, artifact: Artifact, options: CompileOptions) -> Executable:
+        try:
+            return self._engine.load(artifact, options)
+        except Exception as error:
+            raise self._not_loaded(error) from error
+
+    def _not_loaded(self, error: Exception) -> AionnError:
+        """Return the error of a load. The bytes are verified, so the fault lies in the engine."""
+        report_bug(error, self._engine.name, "load")
+        why = error.reason if isinstance(error, CompilationError) else f"{type(error).__name__}: {text_of(error)}"
+        return _refused(Refusal(MissReason.REFUSED_BY_DEVICE, why))
 
     def _wrong_number(self, handles: CacheHandles) -> Refusal | None:
         given = CacheFiles(len(handles.model), len(handles.data))

@@ -10,7 +10,8 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TypeVar
 
 import anyio
@@ -20,7 +21,7 @@ from anyio.abc import TaskGroup
 from aionn import trace
 from aionn.burst import ExecutionBurstServer
 from aionn.caching.outcomes import MissReason, Refusal
-from aionn.driver.artifacts import Artifacts, LentHandles
+from aionn.driver.artifacts import Artifacts, LentHandles, Loaded
 from aionn.driver.blobs import DeviceBlobs
 from aionn.driver.compiling import compilation_error, compiled_model
 from aionn.driver.instances import instances_of
@@ -44,6 +45,7 @@ from aionn.pages import DriverPage, Slot, private_slot
 from aionn.tasks import seconds_until
 
 T = TypeVar("T")
+_Load = Callable[[CacheHandles, CompileOptions], Loaded]
 logger = logging.getLogger("aionn.driver")
 
 _COMPILES_AT_ONCE = 4
@@ -59,6 +61,7 @@ class EngineDevice:
         tasks: where burst listeners run. They end with it.
         state_directory: where digests and the blob cache are kept. None means the user's state directory.
         page: the statistics page that shows what the device does, or None.
+        known_as: the name by which the app knows the device, if it is not the engine's.
 
     Attributes:
         turns: lets runs of high priority go first. Every prepared model of the process shares them.
@@ -66,14 +69,19 @@ class EngineDevice:
     """
 
     def __init__(
-        self, engine: Engine, tasks: TaskGroup, state_directory: str | os.PathLike[str] | None = None, page: DriverPage | None = None
+        self,
+        engine: Engine,
+        tasks: TaskGroup,
+        state_directory: str | os.PathLike[str] | None = None,
+        page: DriverPage | None = None,
+        known_as: str = "",
     ) -> None:
         self._engine = engine
         self._page = page
         self._tasks = tasks
         self._threads = Threads(f"{engine.name} compilation", _COMPILES_AT_ONCE)
         self.behind = self._threads.behind  # runs what no answer waits for
-        self._artifacts = Artifacts(engine, state_directory)
+        self._artifacts = Artifacts(engine, state_directory, known_as)
         self._blobs = DeviceBlobs(engine.name, engine.version, state_directory)
         self.buffers = DeviceBuffers(reserve)
         self.turns = Turns()
@@ -197,19 +205,28 @@ class EngineDevice:
             return str(Refusal(MissReason.TOO_SLOW, "storing the model took longer than the deadline allows"))
 
     async def prepare_model_from_cache(self, options: PrepareOptions, cache: CacheHandles) -> EnginePreparedModel:
-        flag = CancelFlag()
         known = self._sharing.loaded(options)
+        return await self._from_files(options, cache, lambda handles, how: self._artifacts.load(handles, how, known), known)
+
+    async def adopt(self, options: PrepareOptions, cache: CacheHandles, model_digest: bytes, signed: bytes) -> EnginePreparedModel:
+        return await self._from_files(options, cache, lambda handles, how: self._artifacts.adopt(handles, how, model_digest, signed))
+
+    async def _from_files(
+        self, options: PrepareOptions, cache: CacheHandles, load: _Load, known: Mapping[bytes, Loaded] = MappingProxyType({})
+    ) -> EnginePreparedModel:
+        """Prepare what `load` makes of the files. `known`: what it may return without loading, as for `Artifacts.load`."""
+        flag = CancelFlag()
         lent = LentHandles(cache)
         try:
             compile_options = dataclasses.replace(await self._compile_options(options, flag), give_back=give_back)
             with trace.span("driver.load", device=self.name):
                 loaded = await self._blocking(
-                    lambda: lent.during(lambda handles: self._artifacts.load(handles, compile_options, known)),
+                    lambda: lent.during(lambda handles: load(handles, compile_options)),
                     flag,
                     options.deadline_ns,
                     loading=True,
                 )
-            identity = identity_of_stored(loaded.description, options)
+            identity = identity_of_stored(loaded, options)
             fresh = Shared(loaded.executable, loaded)
             shared, executables = await self._executables(identity, fresh, options, flag, again=loaded.digests in known)
         finally:
@@ -219,11 +236,12 @@ class EngineDevice:
             self._threads.behind(trim_arenas)
         stored = loaded.description
         prepared = EnginePreparedModel(
-            self, executables, from_messages(stored.inputs), from_messages(stored.outputs), options, shared=shared
+            self, executables, from_messages(stored.inputs), from_messages(stored.outputs), options, loaded.outcome, shared=shared
         )
         prepared.runs_on = runs_on(shared.executable)
-        description = stored.model_token, prepared.inputs, prepared.outputs
-        prepared.tuning = Tuning(self.name, executables, self._threads, self._artifacts, description)
+        if not loaded.key_id:  # what is made of an adopted executable must not outlive the trust in its builder
+            description = stored.model_token, prepared.inputs, prepared.outputs
+            prepared.tuning = Tuning(self.name, executables, self._threads, self._artifacts, description)
         return prepared
 
     async def allocate(

@@ -112,16 +112,16 @@ async def serve(name: str, home: str, sock: socket.socket, state_directory: str 
     gc.freeze()  # what exists now stays, so no collection needs to look at it again
     gc.enable()
     with trace.about(device=name or made.name), trace.listen(page.write_event):
-        await _serve_one(made, sock, page, state_directory)
+        await _serve_one(made, name, sock, page, state_directory)
 
 
-async def _serve_one(made: Any, sock: socket.socket, page: DriverPage, state_directory: str | None) -> None:
+async def _serve_one(made: Any, name: str, sock: socket.socket, page: DriverPage, state_directory: str | None) -> None:
     async with anyio.create_task_group() as tasks:
         if is_device(made):
             async with entered(made) as device:
                 await _serve_until_gone(device, sock, tasks, page)
         else:
-            await _serve_until_gone(EngineDevice(made, tasks, state_directory, page), sock, tasks, page)
+            await _serve_until_gone(EngineDevice(made, tasks, state_directory, page, name), sock, tasks, page)
         tasks.cancel_scope.cancel()
 
 

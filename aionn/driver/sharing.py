@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from blake3 import blake3
 
-from aionn.driver.artifacts import Description, Loaded
+from aionn.driver.artifacts import Loaded
 from aionn.hal.engine import Executable
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model, may_change
@@ -41,11 +41,13 @@ class Identity:
         base: the model's token, or the digest of its graph and of its sealed constants.
         contents: the digest of the constants that may change; empty where they are what the token names.
         options: without the deadline.
+        key_id: of the builder's key that signed it, or empty. So what was adopted serves no preparation that does not trust the key.
     """
 
     base: bytes
     contents: bytes
     options: PrepareOptions
+    key_id: bytes = b""
 
 
 def _base_of(model: Model) -> bytes:
@@ -125,9 +127,10 @@ class Sharing:
             self._live.setdefault(identity, shared)
 
 
-def identity_of_stored(description: Description, options: PrepareOptions) -> Identity | None:
+def identity_of_stored(loaded: Loaded, options: PrepareOptions) -> Identity | None:
     """Return the identity of a model from verified cache files."""
-    return Identity(description.model_token, b"", _shaping(options)) if description.model_token else None
+    token = loaded.description.model_token
+    return Identity(token, b"", _shaping(options), loaded.key_id) if token else None
 
 
 def _shaping(options: PrepareOptions) -> PrepareOptions:

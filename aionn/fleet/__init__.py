@@ -1,13 +1,16 @@
 """Compiled artifacts that travel between machines with a signature. Optional (`pip install aionn[fleet]`); nothing below imports it.
 
-    keys    a builder's private key: made, kept in a file, and used to sign the entries of a cache
+    keys      a builder's private key: made, kept in a file, and used to sign the entries of a cache
+    adopting  artifacts of other machines in an open runtime
 
 What a driver checks lies below: `caching.statement` (the signed statement), `caching.keyring` (the keys that a user trusts).
 """
 
-from aionn.caching.keyring import decode_public_key, encode_public_key, keyring_folder, read_keyring
+from aionn.caching.keyring import decode_public_key, encode_public_key, read_keyring
 from aionn.caching.offers import CompileBackend, CompileRequest, Offered
 from aionn.caching.statement import Statement, claimed_statement, sign_statement, statement_of, verified_statement
+from aionn.caching.trusting import keyring_folder
+from aionn.fleet.adopting import adopt, use_backend
 from aionn.fleet.keys import BuilderKey
 from aionn.hal.trust import Keyring, TrustedKey
 
@@ -19,6 +22,7 @@ __all__ = [
     "Offered",
     "Statement",
     "TrustedKey",
+    "adopt",
     "claimed_statement",
     "decode_public_key",
     "encode_public_key",
@@ -26,5 +30,6 @@ __all__ = [
     "read_keyring",
     "sign_statement",
     "statement_of",
+    "use_backend",
     "verified_statement",
 ]

@@ -19,7 +19,6 @@ from aionn.hal.model import Constant, Model, Operation, model_bytes
 from aionn.hal.options import EngineOptions, OptionValue
 from aionn.hal.performance import Performance, PerformanceInfo
 from aionn.hal.queues import GrantorDescriptor, MQDescriptor, MQFlavor
-from aionn.hal.trust import Keyring, TrustedKey
 from aionn.hal.types import (
     CACHE_TOKEN_BYTES,
     CONSTANT_COPY_BYTES,
@@ -83,7 +82,6 @@ __all__ = [
     "IDevice",
     "IMemory",
     "IPreparedModel",
-    "Keyring",
     "MQDescriptor",
     "MQFlavor",
     "MemoryDescription",
@@ -102,7 +100,6 @@ __all__ = [
     "RequestArgument",
     "Result",
     "Timing",
-    "TrustedKey",
     "ValueKind",
     "ValueType",
     "ValuesResult",

@@ -43,11 +43,16 @@ class CacheHandles:
     A device holds flock on the first file while it writes. The lock belongs to the open file description. So a caller that gives the same
     files to devices in several processes opens them once for each, as `remote.device` does.
     HAL 1.2: modelCache, dataCache, token.
+
+    Attributes:
+        keyring: the keys of builders that the caller trusts now (`trust.encode_keyring`), or empty if the caller does not know. A device
+            believes contents that it has adopted only if the key that signed them is among these.
     """
 
     model: tuple[int, ...]
     data: tuple[int, ...]
     token: bytes
+    keyring: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +241,18 @@ class IDevice(Protocol):
         Raises:
             CompilationError: the device has not stored these contents under this token, or cannot load them.
             CallerError: the number of handles is not the one that the device asks for.
+        """
+        ...
+
+    async def adopt(self, options: PrepareOptions, cache: CacheHandles, model_digest: bytes, signed: bytes) -> IPreparedModel:
+        """Prepare from contents that another machine has compiled and signed, and believe them from now on. No file is written to.
+
+        `cache` has descriptors that are open for reading, the entry's key as the token, and the keyring. `model_digest` is that of the
+        model which the caller wants, and `signed` the statement (`caching.statement`). The model's `save_outcome` is "saved" if
+        `prepare_model_from_cache` takes the same contents from now on. A device that is written by hand may leave this method out.
+
+        Raises:
+            CompilationError: the contents or the statement are refused, or cannot be loaded. `.reason` begins with the `MissReason`.
         """
         ...
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
 from blake3 import blake3
 
 from aionn.errors import CallerError
 
-__all__ = ["KEY_BYTES", "MAX_KEYS", "NO_KEYRING", "Keyring", "TrustedKey"]
+__all__ = ["KEY_BYTES", "MAX_KEYS", "NO_KEYRING", "Keyring", "TrustedKey", "decode_keyring", "encode_keyring"]
 
 KEY_BYTES = 32
 """Bytes of an ed25519 public key, and of a key's id."""
@@ -82,3 +83,21 @@ class Keyring:
 
 
 NO_KEYRING = Keyring(fault="the app sent no keyring")
+"""Stands for no bytes. It trusts no key, and revokes none."""
+
+_decoder = msgspec.msgpack.Decoder(Keyring)
+
+
+def encode_keyring(keyring: Keyring) -> bytes:
+    """Return a keyring as bytes for a message."""
+    return msgspec.msgpack.encode(keyring)
+
+
+def decode_keyring(encoded: bytes) -> Keyring:
+    """Return the keyring of a message. One that cannot be read has a fault, and no keys."""
+    if not encoded:
+        return NO_KEYRING
+    try:
+        return _decoder.decode(encoded)
+    except (msgspec.MsgspecError, ValueError) as error:
+        return Keyring(fault=f"the keyring cannot be read: {error}")

@@ -32,7 +32,7 @@ from aionn.hal.types import (
 from aionn.hal.values import Border
 from aionn.remote.parts import CacheMessage, ControlMessage, ModelMessage, MQMessage, OptionsMessage, PoolMessage
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Grows with every change of a message. Two ends with different numbers refuse each other at once."""
 
 STACKS_SIGNAL = int(signal.SIGRTMIN) + 7
@@ -68,6 +68,15 @@ class PrepareModel(ControlMessage, frozen=True):
 class PrepareModelFromCache(ControlMessage, frozen=True):
     options: OptionsMessage
     cache: CacheMessage
+
+
+class Adopt(ControlMessage, frozen=True):
+    """Prepare from an artifact that another machine has compiled; see `IDevice.adopt`. The token in `cache` is the entry's key."""
+
+    options: OptionsMessage
+    cache: CacheMessage
+    model_digest: bytes
+    signed: bytes
 
 
 class Execute(ControlMessage, frozen=True):
@@ -286,6 +295,7 @@ CallBody = (
     GetSupportedOperations
     | PrepareModel
     | PrepareModelFromCache
+    | Adopt
     | Execute
     | ExecuteValues
     | ConfigureExecutionBurst

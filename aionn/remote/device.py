@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+from aionn.caching.trusting import Trusting
 from aionn.errors import CallerError, CompilationError
 from aionn.hal.interfaces import CacheHandles, IBuffer, IBurstCallback, IPreparedModel, PrepareOptions
 from aionn.hal.model import Model
@@ -24,6 +25,7 @@ from aionn.memory.region import Region
 from aionn.remote.channel import Descriptors
 from aionn.remote.connection import Connection
 from aionn.remote.control import (
+    Adopt,
     Allocate,
     Allocated,
     CallBody,
@@ -73,6 +75,7 @@ class RemoteDevice:
         self.performance = ready.performance
         self.providers = ready.providers
         self.runs_on = ready.runs_on
+        self._trusting = Trusting()
         self._bursts: dict[int, IBurstCallback] = {}
         self._models: dict[int, str] = {}
         self._buffers: set[int] = set()
@@ -134,9 +137,21 @@ class RemoteDevice:
         return prepared
 
     async def prepare_model_from_cache(self, options: PrepareOptions, cache: CacheHandles) -> RemotePreparedModel:
+        if not cache.keyring:
+            cache = replace(cache, keyring=await self._trusting.keyring())
         return await self._prepare(
             PrepareModelFromCache(options_message(options, self.name), cache_message(cache)), cache_fds(cache), options.deadline_ns
         )
+
+    async def keyring(self, anew: bool = False) -> bytes:
+        """Return which builders the app trusts now, encoded for the driver. `anew`: look for a keyring, although there was none before."""
+        return await self._trusting.keyring(anew)
+
+    async def adopt(self, options: PrepareOptions, cache: CacheHandles, model_digest: bytes, signed: bytes) -> RemotePreparedModel:
+        if not cache.keyring:
+            cache = replace(cache, keyring=await self._trusting.keyring(anew=True))
+        body = Adopt(options_message(options, self.name), cache_message(cache), model_digest, signed)
+        return await self._prepare(body, cache_fds(cache), options.deadline_ns)
 
     async def _prepare(self, body: CallBody, fds: Sequence[int], deadline_ns: int | None) -> RemotePreparedModel:
         prepared, _ = await self.connection.call(body, Prepared, fds, unwanted=self._release, deadline_ns=deadline_ns)

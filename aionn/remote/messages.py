@@ -45,7 +45,7 @@ def options_message(options: PrepareOptions, device: str) -> OptionsMessage:
 
 
 def cache_message(cache: CacheHandles) -> CacheMessage:
-    return CacheMessage(len(cache.model), len(cache.data), cache.token)
+    return CacheMessage(len(cache.model), len(cache.data), cache.token, cache.keyring)
 
 
 def cache_fds(cache: CacheHandles | None) -> tuple[int, ...]:

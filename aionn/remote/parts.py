@@ -42,6 +42,7 @@ class CacheMessage(ControlMessage, frozen=True):
     model: int
     data: int
     token: bytes
+    keyring: bytes = b""
 
 
 class OptionsMessage(ControlMessage, frozen=True):

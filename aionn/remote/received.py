@@ -157,10 +157,10 @@ class Handles:
     def __init__(self, message: CacheMessage, descriptors: Descriptors) -> None:
         self._model = descriptors.take_many(message.model)
         self._data = descriptors.take_many(message.data)
-        self._token = message.token
+        self._token, self._keyring = message.token, message.keyring
 
     def __enter__(self) -> CacheHandles:
-        return CacheHandles(self._model, self._data, self._token)
+        return CacheHandles(self._model, self._data, self._token, self._keyring)
 
     def __exit__(self, *_: object) -> None:
         Descriptors((*self._model, *self._data)).close()

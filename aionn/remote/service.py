@@ -18,7 +18,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from aionn.burst import result_of
-from aionn.errors import AionnError, CallerError
+from aionn.errors import AionnError, CallerError, CompilationError
 from aionn.hal.interfaces import IBuffer, IBurstContext, IDevice, IPreparedModel, PrepareOptions
 from aionn.hal.options import EngineOptions
 from aionn.hal.performance import Performance
@@ -32,6 +32,7 @@ from aionn.remote.channel import Descriptors
 from aionn.remote.connection import Connection
 from aionn.remote.control import (
     PROTOCOL,
+    Adopt,
     Allocate,
     Allocated,
     CallBody,
@@ -147,7 +148,7 @@ class DeviceService:
     async def _serve(self, call_id: int, scope: anyio.CancelScope, body: CallBody, descriptors: Descriptors) -> None:
         try:
             # Only calls that may take minutes are stopped. The pools of an execution must stay the driver's until it is done with them.
-            if isinstance(body, GetSupportedOperations | PrepareModel | PrepareModelFromCache):
+            if isinstance(body, GetSupportedOperations | PrepareModel | PrepareModelFromCache | Adopt):
                 with scope:
                     await self._answer(call_id, body, descriptors)
                 if scope.cancelled_caught:
@@ -182,6 +183,8 @@ class DeviceService:
             case PrepareModelFromCache(options=options, cache=cache):
                 with Handles(cache, descriptors) as handles:
                     reply = self._keep(await self._device.prepare_model_from_cache(_options(options, self._device.name), handles))
+            case Adopt():
+                reply = self._keep(await self._adopt(body, descriptors))
             case ConfigureExecutionBurst():
                 reply = await self._configure(body, descriptors)
             case ExportAgain(prepared=number, cache=cache):
@@ -232,6 +235,15 @@ class DeviceService:
             # Views keep alive what the engine uses in place, so the descriptors are not needed any more.
             received.close()
         return self._keep(prepared)
+
+    async def _adopt(self, body: Adopt, descriptors: Descriptors) -> IPreparedModel:
+        adopt = getattr(self._device, "adopt", None)
+        with Handles(body.cache, descriptors) as handles:
+            if adopt is None:  # of a device that is written by hand
+                why = f"device {self._device.name!r} adopts no compilation of another machine"
+                raise CompilationError(why, reason=f"refused_by_device: {why}")
+            adopted: IPreparedModel = await adopt(_options(body.options, self._device.name), handles, body.model_digest, body.signed)
+        return adopted
 
     def _keep(self, prepared: IPreparedModel) -> Prepared:
         self._last_number += 1

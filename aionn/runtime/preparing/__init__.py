@@ -12,6 +12,7 @@ preparation  prepare one model on one device: HIT, MISS, DECLINED or NO_CACHE
 progress     how a compilation and its preparations are shown: the page, events, `on_event`
 options      check the options of engines, and digest the files that they name
 compiling    compile a model, and publish its cache entry
+adopting     take what another machine has compiled, if the driver believes it
 cached       look a cache entry up, and load it
 reading      digest and read a loaded model beside the loop
 in_time      wait for work that may hang, for a bounded time

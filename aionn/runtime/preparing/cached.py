@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from functools import partial
 
 import anyio
-from blake3 import blake3
 
 from aionn import trace
 from aionn.caching import CacheOutcome, CacheOutcomeKind, KeyParts, MissReason, Refusal, Wanted, encoded_keys
 from aionn.caching.store import CacheStore, Declined, Hit, Miss
+from aionn.caching.token import device_token
 from aionn.errors import AionnError, CallerError, CompilationError, DeadlineError, DriverDiedError, DriverHungError
 from aionn.hal.interfaces import CacheHandles, PrepareOptions
 from aionn.hal.model import Model
@@ -63,8 +63,7 @@ class CacheChoice:
 
 def bound(handles: CacheHandles, model_digest: bytes) -> CacheHandles:
     """Return the same files under the token by which a device knows them: the entry's key and a model's digest in one."""
-    both = blake3(handles.token + model_digest, derive_key_context="aionn 1 cache entry and model")
-    return dataclasses.replace(handles, token=both.digest())
+    return dataclasses.replace(handles, token=device_token(handles.token, model_digest))
 
 
 def wanted_of(remote: RemoteDevice, model: Model, options: PrepareOptions, cache: CacheChoice) -> Wanted:

@@ -2,6 +2,7 @@
 
     NO_CACHE  no directory was given, or the device does not cache        prepare_model(model)
     HIT       the store gave files, the driver took them                  prepare_model_from_cache(handles): the model is not sent
+              or a compile backend gave files, the driver adopted them    adopt(handles, statement), then the entry is published
     MISS      nothing there, or refused: by the store or by the driver    prepare_model(model, handles), then the entry is published
     DECLINED  remembered: the device does not cache this model            prepare_model(model)
 
@@ -11,16 +12,17 @@ a new driver compiles the model.
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from aionn import trace
-from aionn.caching import CacheOutcome, CacheOutcomeKind, Refusal
-from aionn.caching.store import Declined, Hit, Miss
+from aionn.caching import CacheOutcome, CacheOutcomeKind, Refusal, Wanted
+from aionn.caching.store import CacheStore, Declined, Hit, Miss
 from aionn.errors import AionnError
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model
-from aionn.remote.device import RemotePreparedModel
+from aionn.remote.device import RemoteDevice, RemotePreparedModel
 from aionn.runtime.preparations import LOOKING
 from aionn.runtime.preparing.cached import (
     CacheChoice,
@@ -92,7 +94,7 @@ async def _prepare(
             if isinstance(found, Miss):
                 if refused is None and outcome.reason is not None:
                     progress.refused(cache.store.path, name, Refusal(outcome.reason, outcome.detail))
-                made, outcome = await compile_and_publish(devices.tasks, remote, model, options, found, cache.store, progress)
+                made, outcome = await _missed(devices, remote, model, options, wanted, found, cache.store, progress)
             elif isinstance(found, Declined):
                 raise_if_unsupported(remote, model, found)
                 made = await compile_model(devices.tasks, remote, model, options, progress)
@@ -112,3 +114,30 @@ async def _prepare(
             return made, outcome
         # The driver may have ended because of the entry. The next driver may have another version, so the entry is looked up again.
         remote = await progress.driver(devices, name, options.priority)
+
+
+async def _missed(
+    devices: Devices,
+    remote: RemoteDevice,
+    model: Model,
+    options: PrepareOptions,
+    wanted: Wanted,
+    miss: Miss,
+    store: CacheStore,
+    progress: Progress,
+) -> tuple[RemotePreparedModel, CacheOutcome]:
+    """Adopt what the runtime's compile backend offers, or compile the model and publish its entry."""
+    if devices.backend is not None:
+        from aionn.runtime.preparing.adopting import offered_instead  # few apps have a backend
+
+        found = await offered_instead(devices, remote, model, options, wanted, miss, store, progress)
+        if isinstance(found, tuple):
+            return found
+        if found is not None:
+            progress.refused(store.path, remote.name, found)
+            miss.outcome = dataclasses.replace(miss.outcome, reason=found.reason, detail=found.detail)
+        if remote.connection.ended_by is not None:  # over the offer
+            remote = await progress.driver(devices, remote.name, options.priority)
+            if remote.version != wanted.device_version:
+                return await compile_model(devices.tasks, remote, model, options, progress), miss.outcome
+    return await compile_and_publish(devices.tasks, remote, model, options, miss, store, progress)

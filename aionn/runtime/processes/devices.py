@@ -13,6 +13,7 @@ import logging
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import anyio
 
@@ -31,6 +32,9 @@ from aionn.runtime.processes.restarts import Restarts
 from aionn.runtime.processes.spawning import USUAL, WHEN_IDLE, Settings, Spawned
 from aionn.runtime.reports import DriverReports, Reports
 from aionn.tasks import Tasks
+
+if TYPE_CHECKING:
+    from aionn.caching.offers import CompileBackend
 
 logger = logging.getLogger("aionn.driver")
 
@@ -135,11 +139,13 @@ class Devices:
         homes: where the installed engines are.
         check_use: raises a `CallerError` where the app may not use the runtime. `Runtime.open` sets it.
         reports: what the runtime shows of itself, or None without a runtime.
+        backend: where a miss asks for an artifact before it compiles, or None.
     """
 
     def __init__(self, tasks: Tasks, settings: Settings = Settings(), reports: Reports | None = None) -> None:  # noqa: B008 -- frozen
         self.tasks = tasks
         self.reports = reports
+        self.backend: CompileBackend | None = None
         self.check_use: Callable[[], None] = self.check_open
         self._settings = settings
         self.homes = Homes()
