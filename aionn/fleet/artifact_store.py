@@ -171,7 +171,7 @@ class ArtifactStore:
     # --- reading -----------------------------------------------------------------------------------------------------
 
     async def statement(self, place: StatementPlace) -> bytes | None:
-        """Return an encoded statement, or None if there is none at that place, or one that is too large.
+        """Return an encoded statement, or None if that place has no statement, or one that is too large.
 
         Raises:
             StoreError: the store cannot be used.

@@ -28,7 +28,9 @@ __all__ = [
     "statement_place",
 ]
 
-FILES, STATEMENTS, SEEN = "blake3", "statement", "seen"
+FILES = "blake3"
+STATEMENTS = "statement"
+SEEN = "seen"
 _STATEMENT = re.compile(rf"{STATEMENTS}/([0-9a-f]{{64}})/([0-9a-f]{{32}})/([0-9a-f]{{64}})")
 _FILE = re.compile(rf"{FILES}/([0-9a-f]{{64}})")
 _SEEN = re.compile(rf"{SEEN}/([0-9a-f]{{32}})")

@@ -17,6 +17,7 @@ from aionn.caching.keyring import read_keyring
 from aionn.caching.manifest import Manifest
 from aionn.caching.outcomes import MissReason, Refusal
 from aionn.caching.store import CacheStore
+from aionn.caching.trusting import keyring_folder
 from aionn.errors import AionnError, CallerError, text_of
 from aionn.fleet.adopting import adopt
 from aionn.fleet.artifact_store import ArtifactStore
@@ -69,7 +70,6 @@ async def pull_cache(
     *,
     devices: Sequence[str] | None = None,
     state_dir: str | os.PathLike[str] | None = None,
-    keyring: Keyring | None = None,
 ) -> Pulled:
     """Fetch what trusted builders have compiled for this machine, and have its drivers adopt it.
 
@@ -77,17 +77,17 @@ async def pull_cache(
         cache_dir: made if it is missing.
         devices: names of devices. None: every installed one that starts.
         state_dir: the folder of the drivers' records. None: the user's.
-        keyring: whom to trust. None: the user's keyring.
 
     Raises:
         StoreError: the store cannot be used.
         CallerError: no builder is trusted, or a device is not installed.
         AionnError: a device that was named cannot start.
     """
-    keys = await anyio.to_thread.run_sync(read_keyring) if keyring is None else keyring
+    keys = await anyio.to_thread.run_sync(read_keyring)
     if not keys.keys:
-        reason = keys.fault or "the keyring is empty"
-        raise CallerError(f"no builder is trusted: {reason}; put the builder's .pub file into the folder of trusted builders")
+        folder = keyring_folder()
+        where = "adopting is switched off by AIONN_ADOPT" if folder is None else f"put the builder's .pub file into {folder}"
+        raise CallerError(f"no builder is trusted: {keys.fault or 'there are no keys'}; {where}")
     trusted = {key.id for key in keys.keys}
     listed = [place for place, _ in await store.statements()]
     wanted: list[StatementPlace] = []
@@ -150,22 +150,19 @@ async def _pull(
     store: ArtifactStore, place: StatementPlace, keyring: Keyring, runtime: Runtime, cache_dir: str | os.PathLike[str]
 ) -> EntryPulled:
     signed = await store.statement(place)
-    statement = (
-        Refusal(MissReason.ABSENT, "the statement was removed meanwhile")
-        if signed is None
-        else await anyio.to_thread.run_sync(statement_at, place, signed, keyring)
-    )
-    if signed is None or isinstance(statement, Refusal):
-        assert isinstance(statement, Refusal)
+    if signed is None:
+        return EntryPulled(place.key, "", "", refusal=Refusal(MissReason.ABSENT, "the statement was removed meanwhile"))
+    statement = await anyio.to_thread.run_sync(statement_at, place, signed, keyring)
+    if isinstance(statement, Refusal):
         return EntryPulled(place.key, "", "", refusal=statement)
     size_bytes = sum(file.length for file in statement.files)
     offer = await fetch_offer(store, signed, statement)
     if isinstance(offer, Refusal):
         return EntryPulled(place.key, statement.device, statement.builder, size_bytes, refusal=offer)
-    with offer:
-        try:
-            adopted = await adopt(runtime, cache_dir, offer, device=statement.device)
-        except AionnError as error:  # the driver has died of it
-            adopted = Refusal(MissReason.REFUSED_BY_DEVICE, text_of(error))
-    refusal = adopted if isinstance(adopted, Refusal) else adopted.save_failure
+    refusal: Refusal | None
+    try:
+        outcome = await adopt(runtime, cache_dir, offer)
+        refusal = outcome.save_failure if outcome.reason is None else Refusal(outcome.reason, outcome.detail)
+    except AionnError as error:  # the driver has died of it
+        refusal = Refusal(MissReason.REFUSED_BY_DEVICE, text_of(error))
     return EntryPulled(place.key, statement.device, statement.builder, size_bytes, refusal=refusal)

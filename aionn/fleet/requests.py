@@ -63,7 +63,7 @@ class Requests:
         self.opened = opened
 
     async def put_new(self, path: str, content: bytes | memoryview) -> bool:
-        """Write an object if there is none of that name. Return False if there is one.
+        """Write an object unless one of that name exists. Return False if one does.
 
         One of several writers wins, and the others get False. An object above `MULTIPART_BYTES` is looked up first instead: its name
         stands for its contents, so writing it twice changes nothing.
@@ -243,7 +243,7 @@ class Requests:
 
 
 def said(error: Exception) -> str:
-    """Return what obstore says in one sentence, without the dump of its own objects."""
+    """Return what obstore says in one sentence, without its dump of internal objects."""
     text = str(error).partition("\n\nDebug source")[0]
     return re.sub(r", after \d+ retries, max_retries: \d+, retry_timeout: \S+", "", " ".join(text.split()))
 
