@@ -39,6 +39,7 @@ class FakeS3:
         faults: share of the answers that have each fault: "error", "slow", "torn".
         full: every write is refused with 507.
         hangs: no request is answered any more.
+        hangs_at: requests whose path holds this text are not answered.
         requests: method and path of each request, in the order they came.
     """
 
@@ -47,6 +48,7 @@ class FakeS3:
     parts: dict[str, dict[int, bytes]] = field(default_factory=dict)
     faults: dict[str, float] = field(default_factory=dict)
     full: bool = False
+    hangs_at: str | None = None
     requests: list[tuple[str, str]] = field(default_factory=list)
     lock: threading.RLock = field(default_factory=threading.RLock)
     chance: random.Random = field(default_factory=lambda: random.Random(17))
@@ -83,7 +85,7 @@ class _Handler(BaseHTTPRequestHandler):
         state = self.state
         with state.lock:
             state.requests.append((self.command, key))
-        if state.hangs.is_set():
+        if state.hangs.is_set() or (state.hangs_at is not None and state.hangs_at in key):
             state.over.wait()
             self.close_connection = True
             return None
