@@ -7,11 +7,12 @@ not believed. The driver checks the signed statement and the bytes (`caching.sta
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from aionn.hal.interfaces import PrepareOptions
+from aionn.hal.model import Model
 from aionn.hal.types import CacheFiles
 
 __all__ = ["CompileBackend", "CompileRequest", "Offered"]
@@ -28,7 +29,7 @@ class CompileRequest:
         model_digest: `Model.token` of the model; 32 bytes.
         files: how many cache files the device has.
         options: preference, priority, engine options, and the deadline of the compile (`deadline_ns`).
-        model_bytes: returns the model as ONNX bytes, with its weights. Call it only where they are needed.
+        model: the app's model, which has not been read if no other part of the runtime needed it.
     """
 
     key: bytes
@@ -38,7 +39,7 @@ class CompileRequest:
     model_digest: bytes
     files: CacheFiles
     options: PrepareOptions
-    model_bytes: Callable[[], Awaitable[bytes]]
+    model: Model
 
 
 class Offered:

@@ -13,9 +13,6 @@ import dataclasses
 import logging
 import time
 from dataclasses import dataclass
-from functools import partial
-
-import anyio.to_thread
 
 from aionn import trace
 from aionn.caching import CacheOutcome, CacheOutcomeKind, MissReason, Refusal, Wanted
@@ -28,7 +25,7 @@ from aionn.caching.store.threads import run_in_thread
 from aionn.caching.token import decode_parts
 from aionn.errors import AionnError, CompilationError
 from aionn.hal.interfaces import CacheHandles, PrepareOptions
-from aionn.hal.model import Model, model_bytes
+from aionn.hal.model import Model
 from aionn.hal.trust import decode_keyring
 from aionn.hal.types import Priority
 from aionn.remote.device import RemoteDevice, RemotePreparedModel
@@ -38,7 +35,7 @@ from aionn.runtime.preparations import LOADING
 from aionn.runtime.preparing.cached import bound, refusal_from, refusal_of
 from aionn.runtime.preparing.in_time import in_time
 from aionn.runtime.preparing.progress import Progress
-from aionn.runtime.preparing.reading import digested, read
+from aionn.runtime.preparing.reading import digested
 from aionn.runtime.processes.devices import Devices
 from aionn.tasks import seconds_until
 
@@ -74,9 +71,7 @@ async def offered_instead(
             store.warn(refusal)
         return refusal
     digest = await digested(devices.tasks, model)
-    request = CompileRequest(
-        wanted.key, wanted.parts, remote.name, remote.version, digest, remote.cache_files, options, partial(_bytes_of, devices, model)
-    )
+    request = CompileRequest(wanted.key, wanted.parts, remote.name, remote.version, digest, remote.cache_files, options, model)
     left_s = seconds_until(options.deadline_ns)
     wait_s = backend.wait_s if left_s is None else min(backend.wait_s, left_s * _SHARE)
 
@@ -106,21 +101,6 @@ async def offered_instead(
 async def _close(answer: tuple[Offered | None]) -> None:
     if answer[0] is not None:
         answer[0].close()
-
-
-async def _bytes_of(devices: Devices, model: Model) -> bytes:
-    """Return a model as bytes that `aionn.Model.from_bytes` reads, with the same token."""
-    await read(devices.tasks, model)
-
-    def whole() -> bytes:
-        if model.format != "onnx":
-            return bytes(model_bytes(model, model.format))
-        from aionn.graph.constants import embed_constants  # brings `onnx`
-
-        content: bytes = embed_constants(model).SerializeToString(deterministic=True)
-        return content
-
-    return await anyio.to_thread.run_sync(whole, abandon_on_cancel=True)
 
 
 def _no_builder(keyring: bytes) -> Refusal | None:

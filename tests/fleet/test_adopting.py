@@ -1,0 +1,365 @@
+"""Artifacts that travel, with real drivers: rows F3 and F5, what a compile does with an offer, and deaths in the middle of adopting."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import signal
+import sqlite3
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import aionn
+from aionn import fleet
+from aionn.caching import keyring as keyrings
+from aionn.errors import CallerError
+from aionn.fleet import BuilderKey, CompileRequest, Offered
+from aionn.testing import FakeDevice
+from aionn.testing.models import identity_model
+from tests.fleet.builders import Backend, Pushed, build, entry_of, offering, trust
+from tests.real_models import some_input
+
+pytestmark = pytest.mark.anyio
+Kind, Reason = aionn.CacheOutcomeKind, aionn.MissReason
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The keyring of this user, empty."""
+    folder = tmp_path / "trusted"
+    folder.mkdir(mode=0o755)
+    monkeypatch.setenv("AIONN_TRUSTED_BUILDERS", str(folder))
+    monkeypatch.delenv("AIONN_ADOPT", raising=False)
+    monkeypatch.setattr(keyrings, "_warned", set())
+    return folder
+
+
+@pytest.fixture
+def key() -> BuilderKey:
+    return BuilderKey.generate("ci")
+
+
+@pytest.fixture
+def model() -> aionn.Model:
+    return aionn.Model.from_onnx(identity_model())
+
+
+@pytest.fixture
+async def pushed(tmp_path: Path, model: aionn.Model, key: BuilderKey, fake: FakeDevice) -> Pushed:
+    (tmp_path / "builder").mkdir()
+    return await build(tmp_path / "builder", model, key, fake.name)
+
+
+@pytest.fixture
+async def runtime(tmp_path: Path) -> AsyncIterator[aionn.Runtime]:
+    async with aionn.Runtime(state_dir=tmp_path / "state") as runtime:
+        yield runtime
+
+
+def adopted_records(state: Path) -> int:
+    count = 0
+    for path in state.rglob("integrity-*.sqlite"):
+        database = sqlite3.connect(path)
+        count += database.execute("SELECT COUNT(*) FROM adopted").fetchone()[0]
+        database.close()
+    return count
+
+
+# --- F3 --------------------------------------------------------------------------------------------------------------
+
+
+async def test_an_artifact_of_another_machine_is_a_hit_and_stays_one(
+    tmp_path: Path, folder: Path, key: BuilderKey, silero_path: Path
+) -> None:
+    trust(folder, key)
+    (tmp_path / "builder").mkdir()
+    source = aionn.Model.from_onnx(silero_path)
+    pushed = await build(tmp_path / "builder", source, key, "onnxruntime")
+    inputs = {name: some_input(operand) for name, operand in source.inputs.items()}
+    answers = []
+    for state, cache in ((tmp_path / "builder/state", tmp_path / "builder/cache"), (tmp_path / "state", tmp_path / "cache")):
+        async with aionn.Runtime(state_dir=state) as runtime:
+            if state == tmp_path / "state":
+                adopted = await fleet.adopt(runtime, cache, pushed.offer())
+                assert (adopted.kind, adopted.save_failure, adopted.detail) == (Kind.HIT, None, "compiled by builder 'ci'")
+                assert adopted.saved_s == pushed.manifest.compile_ns / 1e9
+            compilation = await runtime.compile(await runtime.load(silero_path), devices=("onnxruntime",), cache_dir=cache)
+            assert [outcome.kind for outcome in compilation.outcomes] == [Kind.HIT]
+            answers.append({name: array.copy() for name, array in (await compilation.compute(inputs)).items()})
+    for name, expected in answers[0].items():
+        np.testing.assert_array_equal(answers[1][name], expected)
+    there = entry_of(tmp_path / "cache")[0]
+    assert (there.key, there.files, there.compile_ns) == (pushed.manifest.key, pushed.manifest.files, pushed.manifest.compile_ns)
+    async with aionn.Runtime(state_dir=tmp_path / "state") as runtime:  # a later start: no offer, no backend
+        compilation = await runtime.compile(await runtime.load(silero_path), devices=("onnxruntime",), cache_dir=tmp_path / "cache")
+        assert [outcome.kind for outcome in compilation.outcomes] == [Kind.HIT]
+
+
+async def test_adopting_replaces_an_entry_that_the_driver_does_not_believe(
+    tmp_path: Path, folder: Path, key: BuilderKey, pushed: Pushed, runtime: aionn.Runtime
+) -> None:
+    """A cache directory that was copied without its records."""
+    trust(folder, key)
+    shutil.copytree(tmp_path / "builder/cache", tmp_path / "cache")
+    assert (await fleet.adopt(runtime, tmp_path / "cache", pushed.offer())).kind is Kind.HIT
+    assert entry_of(tmp_path / "cache")[0].generation == 2
+    offered = pushed.offer()
+    assert (await fleet.adopt(runtime, tmp_path / "cache", offered)).kind is Kind.HIT  # it is there, and believed
+    assert entry_of(tmp_path / "cache")[0].generation == 2
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(offered.model[0])
+
+
+async def test_a_runtime_that_is_not_open_adopts_nothing(tmp_path: Path, pushed: Pushed) -> None:
+    runtime, offered = aionn.Runtime(state_dir=tmp_path / "state"), pushed.offer()
+    with pytest.raises(CallerError, match="the runtime is not open"):
+        await fleet.adopt(runtime, tmp_path / "cache", offered)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(offered.model[0])
+    with pytest.raises(CallerError, match="the runtime is not open"):
+        fleet.use_backend(runtime, offering(pushed))
+
+
+# --- what a compile does with an offer -------------------------------------------------------------------------------
+
+
+async def test_a_miss_takes_what_a_backend_offers(
+    tmp_path: Path, folder: Path, key: BuilderKey, model: aionn.Model, pushed: Pushed, fake: FakeDevice, runtime: aionn.Runtime
+) -> None:
+    trust(folder, key)
+    backend = offering(pushed)
+    fleet.use_backend(runtime, backend)
+    fake.fail("this machine must not compile", "compile")
+    compilation = await runtime.compile(model, devices=(fake.name,), cache_dir=tmp_path / "cache")
+    (outcome,) = compilation.outcomes
+    assert (outcome.kind, outcome.detail, outcome.save_failure) == (Kind.HIT, "compiled by builder 'ci'", None)
+    inputs = {name: some_input(operand) for name, operand in model.inputs.items()}
+    ((_, output),) = (await compilation.compute(inputs)).items()
+    np.testing.assert_array_equal(output, *inputs.values())
+    (request,) = backend.requests
+    assert (request.key, request.parts) == (pushed.manifest.key, pushed.manifest.parts)
+    assert (request.device, request.device_version) == (fake.name, pushed.manifest.device_version)
+    assert (request.model, request.model_digest) == (model, model.token)
+    fleet.use_backend(runtime, None)
+    again = await runtime.compile(model, devices=(fake.name,), cache_dir=tmp_path / "cache")
+    assert [(outcome.kind, outcome.detail) for outcome in again.outcomes] == [(Kind.HIT, "")]
+    assert len(backend.requests) == 1
+
+
+async def test_without_an_offer_in_time_the_model_is_compiled(
+    tmp_path: Path, folder: Path, key: BuilderKey, model: aionn.Model, pushed: Pushed, fake: FakeDevice, runtime: aionn.Runtime
+) -> None:
+    trust(folder, key)
+    cancelled = asyncio.Event()
+
+    async def nothing(request: CompileRequest) -> None:
+        return None
+
+    async def broken(request: CompileRequest) -> None:
+        raise OSError("the store is down")
+
+    async def hanging(request: CompileRequest) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    for number, answer in enumerate((nothing, broken, hanging)):
+        backend = Backend(answer)
+        backend.wait_s = 30.0 if answer is not hanging else 0.05
+        fleet.use_backend(runtime, backend)
+        compilation = await runtime.compile(model, devices=(fake.name,), cache_dir=tmp_path / f"cache{number}")
+        (outcome,) = compilation.outcomes
+        assert (outcome.kind, outcome.reason, outcome.save_failure) == (Kind.MISS, Reason.ABSENT, None)
+        assert len(backend.requests) == 1
+    await asyncio.wait_for(cancelled.wait(), 10)
+
+
+async def test_an_offer_that_comes_too_late_is_closed(
+    tmp_path: Path, folder: Path, key: BuilderKey, model: aionn.Model, pushed: Pushed, fake: FakeDevice, runtime: aionn.Runtime
+) -> None:
+    trust(folder, key)
+    late = pushed.offer()
+
+    async def stubborn(request: CompileRequest) -> Offered:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            return late
+        raise AssertionError
+
+    backend = Backend(stubborn)
+    backend.wait_s = 0.05
+    fleet.use_backend(runtime, backend)
+    await runtime.compile(model, devices=(fake.name,), cache_dir=tmp_path / "cache")
+    while True:  # until the runtime's task has closed it
+        try:
+            os.fstat(late.model[0])
+        except OSError:
+            return
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("fault", ["statement", "file", "entry"])
+async def test_a_refused_offer_is_compiled_here_and_counted(
+    tmp_path: Path, folder: Path, key: BuilderKey, model: aionn.Model, pushed: Pushed, fake: FakeDevice, runtime: aionn.Runtime, fault: str
+) -> None:
+    trust(folder, key)
+    reason = {"statement": Reason.BAD_SIGNATURE, "file": Reason.WRONG_BYTES, "entry": Reason.WRONG_TOKEN}[fault]
+
+    async def answer(request: CompileRequest) -> Offered:
+        offered = pushed.offer()
+        if fault == "statement":
+            offered.signed = offered.signed[:-1] + bytes((offered.signed[-1] ^ 1,))
+        return offered
+
+    if fault == "file":
+        path = pushed.folder / "model0"
+        path.write_bytes(bytes(path.stat().st_size))
+    preference = "low_power" if fault == "entry" else "fast_single_answer"
+    backend = Backend(answer)
+    fleet.use_backend(runtime, backend)
+    seen: list[object] = []
+    compilation = await runtime.compile(
+        model, devices=(fake.name,), cache_dir=tmp_path / "cache", preference=preference, on_event=seen.append
+    )
+    (outcome,) = compilation.outcomes
+    assert (outcome.kind, outcome.reason, outcome.save_failure) == (Kind.MISS, reason, None)
+    assert [event.reason for event in seen if isinstance(event, aionn.events.CacheRefused)] == [reason.value]
+    assert adopted_records(tmp_path / "state") == 0
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(backend.offered[0].model[0])
+
+
+# --- F5 --------------------------------------------------------------------------------------------------------------
+
+
+def harm(folder: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if fault == "open":
+        folder.chmod(0o777)
+    elif fault == "symlink":
+        folder.rename(folder.parent / "elsewhere")
+        folder.symlink_to(folder.parent / "elsewhere")
+    elif fault == "off":
+        monkeypatch.setenv("AIONN_ADOPT", "off")
+
+
+@pytest.mark.parametrize("fault", ["empty", "open", "symlink", "off"])
+async def test_without_a_sound_keyring_no_backend_is_asked(
+    tmp_path: Path,
+    folder: Path,
+    key: BuilderKey,
+    model: aionn.Model,
+    pushed: Pushed,
+    fake: FakeDevice,
+    runtime: aionn.Runtime,
+    fault: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if fault != "empty":
+        trust(folder, key)
+    harm(folder, fault, monkeypatch)
+    reason = Reason.UNSAFE if fault in ("open", "symlink") else Reason.UNTRUSTED_BUILDER
+    backend = offering(pushed)
+    fleet.use_backend(runtime, backend)
+    with caplog.at_level(logging.WARNING, "aionn"):
+        for preference in ("fast_single_answer", "low_power"):
+            compilation = await runtime.compile(model, devices=(fake.name,), cache_dir=tmp_path / "cache", preference=preference)  # type: ignore[arg-type]
+            assert [(outcome.kind, outcome.reason) for outcome in compilation.outcomes] == [(Kind.MISS, reason)]
+    assert backend.requests == []
+    warnings = [record.getMessage() for record in caplog.records if "builder" in record.getMessage() or "adopted" in record.getMessage()]
+    assert len(warnings) == 1, warnings
+    refused = await fleet.adopt(runtime, tmp_path / "other", pushed.offer())
+    assert (refused.kind, refused.reason) == (Kind.MISS, reason)
+    assert adopted_records(tmp_path / "state") == 0
+
+
+async def test_a_key_that_is_removed_revokes_what_it_signed_while_the_app_runs(
+    tmp_path: Path, folder: Path, key: BuilderKey, model: aionn.Model, pushed: Pushed, fake: FakeDevice, runtime: aionn.Runtime
+) -> None:
+    path = trust(folder, key)
+    assert (await fleet.adopt(runtime, tmp_path / "cache", pushed.offer())).kind is Kind.HIT
+    held = await runtime.compile(model, devices=(fake.name,), cache_dir=tmp_path / "cache")
+    path.unlink()
+    seen: list[object] = []
+    compilation = await runtime.compile(model, devices=(fake.name,), cache_dir=tmp_path / "cache", on_event=seen.append)
+    (outcome,) = compilation.outcomes
+    assert (outcome.kind, outcome.reason, outcome.save_failure) == (Kind.MISS, Reason.REVOKED, None)
+    assert [event.reason for event in seen if isinstance(event, aionn.events.CacheRefused)] == ["revoked"]
+    assert adopted_records(tmp_path / "state") == 0
+    own = await runtime.compile(model, devices=(fake.name,), cache_dir=tmp_path / "cache")
+    assert [outcome.kind for outcome in own.outcomes] == [Kind.HIT]  # what was compiled here since
+    assert [outcome.kind for outcome in held.outcomes] == [Kind.HIT]
+
+
+# --- deaths in the middle --------------------------------------------------------------------------------------------
+
+
+async def test_a_driver_that_dies_over_an_offer_believes_nothing_and_the_next_one_compiles(
+    tmp_path: Path, folder: Path, key: BuilderKey, model: aionn.Model, pushed: Pushed, fake: FakeDevice, runtime: aionn.Runtime
+) -> None:
+    trust(folder, key)
+    backend = offering(pushed)
+    fleet.use_backend(runtime, backend)
+    fake.crash("load")
+    compilation = await runtime.compile(model, devices=(fake.name,), cache_dir=tmp_path / "cache")
+    (outcome,) = compilation.outcomes
+    assert (outcome.kind, outcome.reason, outcome.save_failure) == (Kind.MISS, Reason.REFUSED_BY_DEVICE, None)
+    assert len(backend.requests) == 1
+    inputs = {name: some_input(operand) for name, operand in model.inputs.items()}
+    ((_, output),) = (await compilation.compute(inputs)).items()
+    np.testing.assert_array_equal(output, *inputs.values())
+    assert adopted_records(tmp_path / "state") == 0
+
+
+async def test_a_driver_that_is_killed_while_it_loads_an_offer_believes_nothing(
+    tmp_path: Path, folder: Path, key: BuilderKey, pushed: Pushed, fake: FakeDevice, runtime: aionn.Runtime
+) -> None:
+    trust(folder, key)
+    fake.hang("load")
+
+    async def kill() -> None:
+        os.kill(await fake.heard("load"), signal.SIGKILL)
+
+    killing = asyncio.create_task(kill())
+    refused = await fleet.adopt(runtime, tmp_path / "cache", pushed.offer())
+    await killing
+    assert (refused.kind, refused.reason) == (Kind.MISS, Reason.REFUSED_BY_DEVICE)
+    assert adopted_records(tmp_path / "state") == 0
+    assert list((tmp_path / "cache").rglob("manifest")) == []
+    fake.behave()
+    assert (await fleet.adopt(runtime, tmp_path / "cache", pushed.offer())).kind is Kind.HIT
+
+
+async def test_an_app_that_is_killed_while_it_adopts_leaves_nothing_believed(
+    tmp_path: Path, folder: Path, key: BuilderKey, pushed: Pushed, fake: FakeDevice, runtime: aionn.Runtime
+) -> None:
+    trust(folder, key)
+    (pushed.folder / "signed").write_bytes(pushed.signed)
+    fake.hang("load")
+    arguments = (str(pushed.folder), str(tmp_path / "state"), str(tmp_path / "cache"))
+    app = await asyncio.create_subprocess_exec(sys.executable, "-m", "tests.fleet.adopting_app", *arguments)
+    driver = await fake.heard("load")
+    pidfd = os.pidfd_open(driver)
+    app.kill()
+    await app.wait()
+    await asyncio.to_thread(_ended, pidfd)
+    assert adopted_records(tmp_path / "state") == 0
+    assert list((tmp_path / "cache").rglob("manifest")) == []
+    fake.behave()
+    assert (await fleet.adopt(runtime, tmp_path / "cache", pushed.offer())).kind is Kind.HIT
+
+
+def _ended(pidfd: int) -> None:
+    import select
+
+    (waiting := select.poll()).register(pidfd, select.POLLIN)
+    assert waiting.poll(20_000), "the driver did not end with its app"
+    os.close(pidfd)
