@@ -195,7 +195,9 @@ def _named_bytes(statements: Sequence[_Marked]) -> int:
 def _remove_staging(folder: Path | None, before_s: float, dry_run: bool) -> list[int]:
     """Remove what killed writers have left in a local store, and return the sizes. A bucket shows no unfinished objects."""
     sizes: list[int] = []
-    for part in (FILES, STATEMENTS, SEEN) if folder is not None else ():
+    if folder is None:
+        return sizes
+    for part in (FILES, STATEMENTS, SEEN):
         for parent, _, names in os.walk(os.path.join(folder, part), topdown=False):
             for name in filter(_STAGING.fullmatch, names):
                 path = os.path.join(parent, name)
