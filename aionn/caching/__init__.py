@@ -4,9 +4,9 @@
     token      the key: 32 bytes for one compilation     integrity   which bytes this driver stored under a key
     store      entries, locks, budget; files' only room  artifact_files  reads and writes the files that the app gave
                manifest  what was stored, reason to miss blob_cache  a small map from bytes to bytes, for engines
-    keyring    the builders' keys that a user trusts     adopting   the checks before an artifact of another machine is believed
-    trusting   where they are, and when they are read  adopted    the records of what was adopted
-    offers     what another machine has compiled         statement  what a builder signs of an artifact, and the check of it
+    keyring    the builders' keys that a user trusts     adopting    the checks before an artifact of another machine is believed
+    offers     what another machine has compiled         adopted     the records of what was adopted
+                                                         statement  what a builder signs of an artifact, and the check of it
     outcomes   what happened, as a value (both sides)    state       a private directory for both
     measurements  what a comparison of stages measured
 

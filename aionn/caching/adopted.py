@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from aionn.caching.outcomes import MissReason, Refusal
 from aionn.caching.state import query, transaction
+from aionn.hal.types import KEYRING_NEEDED
 
 if TYPE_CHECKING:
     from aionn.hal.trust import Keyring
@@ -54,6 +55,8 @@ def believed(database: sqlite3.Connection, token: bytes, device: str, encoded_ke
     records = [(digests, key_id) for digests, key_id in rows if isinstance(digests, bytes) and isinstance(key_id, bytes)]
     if not records:
         return {}
+    if not encoded_keyring:
+        return Refusal(MissReason.UNTRUSTED_BUILDER, KEYRING_NEEDED)
     from aionn.hal.trust import decode_keyring  # most drivers have adopted nothing
 
     keyring = decode_keyring(encoded_keyring)

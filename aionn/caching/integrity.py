@@ -48,7 +48,7 @@ from aionn.caching.state import (
 from aionn.file_ranges import ShortFileError, digest_of
 from aionn.hal.engine import Artifact
 from aionn.hal.interfaces import CacheHandles
-from aionn.hal.types import CACHE_TOKEN_BYTES, CacheFiles
+from aionn.hal.types import CACHE_TOKEN_BYTES, KEYRING_NEEDED, CacheFiles
 
 __all__ = ["IntegrityStore", "Verified"]
 
@@ -317,7 +317,7 @@ class IntegrityStore:
                 result = refusal_of_database_error(error, "reading the digests")
             except MemoryError:
                 result = Refusal(MissReason.IO_ERROR, "there is not enough memory for a private copy of the cache files")
-        if isinstance(result, Refusal):
+        if isinstance(result, Refusal) and result.detail != KEYRING_NEEDED:  # the client has the answer, and asks again
             _log.info("device %s refused a cached artifact: %s", self.device, result)
             trace.count("cache.refused", device=self.device, reason=result.reason.value)
         return result
@@ -358,7 +358,7 @@ class IntegrityStore:
             adopted = believed(self._database, token, self.known_as, keyring) if self._has_adopted else {}
             if isinstance(adopted, dict):
                 recorded = adopted | recorded
-            elif not recorded:
+            elif not recorded or adopted.detail == KEYRING_NEEDED:
                 return adopted
             if recorded:
                 self._used.pop(token, None)

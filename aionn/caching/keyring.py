@@ -1,6 +1,9 @@
 """The keyring: which builders the user of this account trusts. The app's side; drivers get what is read here with each call.
 
-A folder (`trusting.keyring_folder`) holds one file per key, `NAME.pub` (JSON). Without the folder no builder is trusted.
+A folder holds one file per key, `NAME.pub` (JSON). It is `$AIONN_TRUSTED_BUILDERS`, else `aionn/trusted_builders` in the user's
+configuration folder. Without the folder no builder is trusted. `AIONN_ADOPT=off` empties the keyring, whatever the folder holds.
+
+The keyring is read when an artifact is offered, and when an entry that was adopted is loaded. Other loads need none of this.
 
 A key lets its owner run code in this account's drivers. So the keyring is used only if no other account could have written it: the folder
 and its files belong to this account or to root, no other account may write to them, none is a symlink, and no folder above may be written
@@ -19,7 +22,6 @@ from typing import Annotated
 
 import msgspec
 
-from aionn.caching.trusting import keyring_folder
 from aionn.errors import CallerError
 from aionn.hal.trust import KEY_BYTES, MAX_KEYS, Keyring, TrustedKey, encode_keyring
 
@@ -77,8 +79,16 @@ def decode_public_key(content: bytes) -> TrustedKey:
     return TrustedKey(bytes.fromhex(file.ed25519), file.name, file.devices, not_after_s)
 
 
+def keyring_folder() -> str | None:
+    """Return the absolute path of the keyring, or None if adopting is switched off. The folder need not exist."""
+    if os.environ.get(ADOPT, "") not in ("", "on"):  # an unknown word is "off", too
+        return None
+    config = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+    return os.path.abspath(os.environ.get(FOLDER) or os.path.join(config, "aionn", "trusted_builders"))
+
+
 def read_keyring(folder: str | os.PathLike[str] | None = None) -> Keyring:
-    """Read the keyring. It is empty if there is none, and has a fault if it cannot be used. Blocking; raises nothing.
+    """Read the keyring. It is empty if it does not exist, and has a fault if it cannot be used. Blocking; raises nothing.
 
     Args:
         folder: None stands for `keyring_folder()`.

@@ -83,7 +83,7 @@ class CompileBackend(Protocol):
         ...
 
     async def compile(self, request: CompileRequest) -> Offered | None:
-        """Return an artifact for the request, or None if there is none.
+        """Return an artifact for the request. Returns None if the backend has no such artifact.
 
         The task is cancelled when the compile does not wait any more. An error counts as None, and is logged.
         """

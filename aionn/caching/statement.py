@@ -1,7 +1,7 @@
 """A signed statement says what an artifact is and who compiled it. This module encodes, signs and checks it. No I/O, no clock.
 
 A statement has what a driver must know before it loads the bytes of another machine: the entry, the device and its version, the model, and
-the length and digest of each file. Whoever can write to a store can replace the files and the statement. Only the holder of the
+the length and digest of each file. A process that can write to a store can replace the files and the statement. Only the holder of the
 builder's private key can make a statement that passes `verified_statement`.
 
     signed statement    key id, 32 bytes | ed25519 signature of DOMAIN + body, 64 bytes | body

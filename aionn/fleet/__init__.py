@@ -14,10 +14,9 @@
 What a driver checks lies below: `caching.statement` (the signed statement), `caching.keyring` (the keys that a user trusts).
 """
 
-from aionn.caching.keyring import decode_public_key, encode_public_key, read_keyring
+from aionn.caching.keyring import decode_public_key, encode_public_key, keyring_folder, read_keyring
 from aionn.caching.offers import CompileBackend, CompileRequest, Offered
 from aionn.caching.statement import Statement, claimed_statement, sign_statement, statement_of, verified_statement
-from aionn.caching.trusting import keyring_folder
 from aionn.fleet.adopting import adopt, use_backend
 from aionn.fleet.asking import StoreBackend
 from aionn.fleet.errors import StoreError

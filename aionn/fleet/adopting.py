@@ -24,7 +24,7 @@ async def adopt(runtime: Runtime, cache_dir: str | os.PathLike[str], offered: Of
         runtime: open, in this event loop.
         cache_dir: the folder for `Runtime.compile(cache_dir=)`.
         offered: is closed when this returns.
-        device: the name of the device that shall adopt it. None: as the statement says.
+        device: the name of the device that shall adopt it. None: the installed device that the statement names.
 
     Returns:
         An outcome of the kind HIT if the artifact is in the cache. `save_failure` says if it could be loaded but not kept.

@@ -45,8 +45,9 @@ class CacheHandles:
     HAL 1.2: modelCache, dataCache, token.
 
     Attributes:
-        keyring: the keys of builders that the caller trusts now (`trust.encode_keyring`), or empty if the caller does not know. A device
-            believes contents that it has adopted only if the key that signed them is among these.
+        keyring: the keys of builders that the caller trusts now (`trust.encode_keyring`). A device believes contents that it has adopted
+            only if the key that signed them is among these. Empty: the caller has not read them. A device that needs them then refuses
+            with `KEYRING_NEEDED`.
     """
 
     model: tuple[int, ...]

@@ -13,7 +13,7 @@ from blake3 import blake3
 
 from aionn.errors import CallerError
 
-__all__ = ["KEY_BYTES", "MAX_KEYS", "NO_KEYRING", "Keyring", "TrustedKey", "decode_keyring", "encode_keyring"]
+__all__ = ["KEY_BYTES", "MAX_KEYS", "Keyring", "TrustedKey", "decode_keyring", "encode_keyring"]
 
 KEY_BYTES = 32
 """Bytes of an ed25519 public key, and of a key's id."""
@@ -82,9 +82,6 @@ class Keyring:
         return next((key for key in self.keys if key.id == key_id), None)
 
 
-NO_KEYRING = Keyring(fault="the app sent no keyring")
-"""Stands for no bytes. It trusts no key, and revokes none."""
-
 _decoder = msgspec.msgpack.Decoder(Keyring)
 
 
@@ -95,8 +92,6 @@ def encode_keyring(keyring: Keyring) -> bytes:
 
 def decode_keyring(encoded: bytes) -> Keyring:
     """Return the keyring of a message. One that cannot be read has a fault, and no keys."""
-    if not encoded:
-        return NO_KEYRING
     try:
         return _decoder.decode(encoded)
     except (msgspec.MsgspecError, ValueError) as error:

@@ -37,6 +37,10 @@ NO_LANES = "its engine runs one execution of a model at a time"
 """The `reason` of the `CompilationError` for several instances of a model whose executable has no `lanes`."""
 
 
+KEYRING_NEEDED = "it was adopted, and the caller has sent no keyring"
+"""The end of the `reason` of the `CompilationError` for adopted contents that come without a keyring. With one the call may succeed."""
+
+
 class OperandType(enum.Enum):
     """Element type of a tensor. The value is the name of the same type in NumPy or in ml_dtypes.
 

@@ -13,13 +13,12 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from aionn.caching.trusting import Trusting
 from aionn.errors import CallerError, CompilationError
 from aionn.hal.interfaces import CacheHandles, IBuffer, IBurstCallback, IPreparedModel, PrepareOptions
 from aionn.hal.model import Model
 from aionn.hal.options import NO_OPTIONS, EngineOptions
 from aionn.hal.queues import MQDescriptor
-from aionn.hal.types import BufferDesc, BufferRole, CacheFiles, Dependency, FencedResult, IMemory, Operand, Request, Result
+from aionn.hal.types import KEYRING_NEEDED, BufferDesc, BufferRole, CacheFiles, Dependency, FencedResult, IMemory, Operand, Request, Result
 from aionn.hal.values import ValuesResult, from_messages
 from aionn.memory.region import Region
 from aionn.remote.channel import Descriptors
@@ -75,7 +74,6 @@ class RemoteDevice:
         self.performance = ready.performance
         self.providers = ready.providers
         self.runs_on = ready.runs_on
-        self._trusting = Trusting()
         self._bursts: dict[int, IBurstCallback] = {}
         self._models: dict[int, str] = {}
         self._buffers: set[int] = set()
@@ -137,19 +135,27 @@ class RemoteDevice:
         return prepared
 
     async def prepare_model_from_cache(self, options: PrepareOptions, cache: CacheHandles) -> RemotePreparedModel:
-        if not cache.keyring:
-            cache = replace(cache, keyring=await self._trusting.keyring())
-        return await self._prepare(
-            PrepareModelFromCache(options_message(options, self.name), cache_message(cache)), cache_fds(cache), options.deadline_ns
-        )
+        try:
+            return await self._from_cache(options, cache)
+        except CompilationError as error:  # most contents were not adopted, and need no keyring
+            if cache.keyring or not error.reason.endswith(KEYRING_NEEDED):
+                raise
+        return await self._from_cache(options, replace(cache, keyring=await self.keyring()))
 
-    async def keyring(self, anew: bool = False) -> bytes:
-        """Return which builders the app trusts now, encoded for the driver. `anew`: look for a keyring, although there was none before."""
-        return await self._trusting.keyring(anew)
+    async def _from_cache(self, options: PrepareOptions, cache: CacheHandles) -> RemotePreparedModel:
+        body = PrepareModelFromCache(options_message(options, self.name), cache_message(cache))
+        return await self._prepare(body, cache_fds(cache), options.deadline_ns)
+
+    async def keyring(self) -> bytes:
+        """Return which builders the app trusts now, encoded for the driver. The keyring is read anew, and a fault in it is logged once."""
+        from aionn.caching.keyring import encoded_keyring
+        from aionn.caching.store.threads import run_in_thread
+
+        return await run_in_thread(encoded_keyring)
 
     async def adopt(self, options: PrepareOptions, cache: CacheHandles, model_digest: bytes, signed: bytes) -> RemotePreparedModel:
         if not cache.keyring:
-            cache = replace(cache, keyring=await self._trusting.keyring(anew=True))
+            cache = replace(cache, keyring=await self.keyring())
         body = Adopt(options_message(options, self.name), cache_message(cache), model_digest, signed)
         return await self._prepare(body, cache_fds(cache), options.deadline_ns)
 

@@ -13,13 +13,14 @@ from pathlib import Path
 
 import aionn
 from aionn import fleet
+from aionn.testing import FakeDevice
 
 
 async def main(folder: str, state_dir: str, cache_dir: str) -> None:
     names = sorted(name for name in os.listdir(folder) if name != "signed")
     data, model = (os.open(Path(folder, name), os.O_RDONLY) for name in names)
     async with aionn.Runtime(state_dir=state_dir) as runtime:
-        await fleet.adopt(runtime, cache_dir, fleet.Offered(signed_in(folder), (model,), (data,)))
+        await fleet.adopt(runtime, cache_dir, fleet.Offered(signed_in(folder), (model,), (data,)), device=FakeDevice.name)
 
 
 def signed_in(folder: str) -> bytes:

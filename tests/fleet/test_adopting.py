@@ -102,21 +102,37 @@ async def test_an_artifact_of_another_machine_is_a_hit_and_stays_one(
 
 
 async def test_adopting_replaces_an_entry_that_the_driver_does_not_believe(
-    tmp_path: Path, folder: Path, key: BuilderKey, pushed: Pushed, runtime: aionn.Runtime
+    tmp_path: Path, folder: Path, key: BuilderKey, pushed: Pushed, fake: FakeDevice, runtime: aionn.Runtime
 ) -> None:
     """A cache directory that was copied without its records."""
     trust(folder, key)
     shutil.copytree(tmp_path / "builder/cache", tmp_path / "cache")
-    assert (await fleet.adopt(runtime, tmp_path / "cache", pushed.offer())).kind is Kind.HIT
+    assert (await fleet.adopt(runtime, tmp_path / "cache", pushed.offer(), device=fake.name)).kind is Kind.HIT
     assert entry_of(tmp_path / "cache")[0].generation == 2
     offered = pushed.offer()
-    assert (await fleet.adopt(runtime, tmp_path / "cache", offered)).kind is Kind.HIT  # it is there, and believed
+    assert (await fleet.adopt(runtime, tmp_path / "cache", offered, device=fake.name)).kind is Kind.HIT  # it is there, and believed
     assert entry_of(tmp_path / "cache")[0].generation == 2
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(offered.model[0])
 
 
-async def test_a_runtime_that_is_not_open_adopts_nothing(tmp_path: Path, pushed: Pushed) -> None:
+async def test_a_statement_starts_no_device_that_is_not_installed(
+    tmp_path: Path, folder: Path, key: BuilderKey, pushed: Pushed, fake: FakeDevice, runtime: aionn.Runtime
+) -> None:
+    """The device of a statement may be "package.module:Class". To start it is to import and call what it names."""
+    refused = await fleet.adopt(runtime, tmp_path / "cache", pushed.offer())
+    assert refused.reason is Reason.UNTRUSTED_BUILDER
+    trust(folder, BuilderKey.generate("another"))
+    refused = await fleet.adopt(runtime, tmp_path / "cache", pushed.offer(), device=fake.name)
+    assert refused.reason is Reason.UNTRUSTED_BUILDER
+    trust(folder, key)
+    refused = await fleet.adopt(runtime, tmp_path / "cache", pushed.offer())
+    assert refused.reason is Reason.OTHER_FINGERPRINT
+    assert "is not installed here" in refused.detail
+    assert [device.pid for device in runtime.devices if device.pid is not None] == []
+
+
+async def test_a_runtime_that_is_not_open_adopts_nothing(tmp_path: Path, pushed: Pushed, fake: FakeDevice) -> None:
     runtime, offered = aionn.Runtime(state_dir=tmp_path / "state"), pushed.offer()
     with pytest.raises(CallerError, match="the runtime is not open"):
         await fleet.adopt(runtime, tmp_path / "cache", offered)
@@ -276,7 +292,7 @@ async def test_without_a_sound_keyring_no_backend_is_asked(
     assert backend.requests == []
     warnings = [record.getMessage() for record in caplog.records if "builder" in record.getMessage() or "adopted" in record.getMessage()]
     assert len(warnings) == 1, warnings
-    refused = await fleet.adopt(runtime, tmp_path / "other", pushed.offer())
+    refused = await fleet.adopt(runtime, tmp_path / "other", pushed.offer(), device=fake.name)
     assert (refused.kind, refused.reason) == (Kind.MISS, reason)
     assert adopted_records(tmp_path / "state") == 0
 
@@ -285,7 +301,7 @@ async def test_a_key_that_is_removed_revokes_what_it_signed_while_the_app_runs(
     tmp_path: Path, folder: Path, key: BuilderKey, model: aionn.Model, pushed: Pushed, fake: FakeDevice, runtime: aionn.Runtime
 ) -> None:
     path = trust(folder, key)
-    assert (await fleet.adopt(runtime, tmp_path / "cache", pushed.offer())).kind is Kind.HIT
+    assert (await fleet.adopt(runtime, tmp_path / "cache", pushed.offer(), device=fake.name)).kind is Kind.HIT
     held = await runtime.compile(model, devices=(fake.name,), cache_dir=tmp_path / "cache")
     path.unlink()
     seen: list[object] = []
@@ -329,13 +345,13 @@ async def test_a_driver_that_is_killed_while_it_loads_an_offer_believes_nothing(
         os.kill(await fake.heard("load"), signal.SIGKILL)
 
     killing = asyncio.create_task(kill())
-    refused = await fleet.adopt(runtime, tmp_path / "cache", pushed.offer())
+    refused = await fleet.adopt(runtime, tmp_path / "cache", pushed.offer(), device=fake.name)
     await killing
     assert (refused.kind, refused.reason) == (Kind.MISS, Reason.REFUSED_BY_DEVICE)
     assert adopted_records(tmp_path / "state") == 0
     assert list((tmp_path / "cache").rglob("manifest")) == []
     fake.behave()
-    assert (await fleet.adopt(runtime, tmp_path / "cache", pushed.offer())).kind is Kind.HIT
+    assert (await fleet.adopt(runtime, tmp_path / "cache", pushed.offer(), device=fake.name)).kind is Kind.HIT
 
 
 async def test_an_app_that_is_killed_while_it_adopts_leaves_nothing_believed(
@@ -354,7 +370,7 @@ async def test_an_app_that_is_killed_while_it_adopts_leaves_nothing_believed(
     assert adopted_records(tmp_path / "state") == 0
     assert list((tmp_path / "cache").rglob("manifest")) == []
     fake.behave()
-    assert (await fleet.adopt(runtime, tmp_path / "cache", pushed.offer())).kind is Kind.HIT
+    assert (await fleet.adopt(runtime, tmp_path / "cache", pushed.offer(), device=fake.name)).kind is Kind.HIT
 
 
 def _ended(pidfd: int) -> None:

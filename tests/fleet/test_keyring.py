@@ -12,12 +12,9 @@ import pytest
 
 from aionn.caching import keyring as keyrings
 from aionn.caching.keyring import encoded_keyring
-from aionn.caching.trusting import EMPTY_KEYRING, Trusting
 from aionn.errors import CallerError
 from aionn.fleet import BuilderKey, Keyring, TrustedKey, decode_public_key, encode_public_key, keyring_folder, read_keyring
 from aionn.hal.trust import MAX_KEYS, decode_keyring, encode_keyring
-
-pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
@@ -77,7 +74,6 @@ def test_no_folder_no_variable_and_the_switch_trust_no_builder(
     monkeypatch.delenv("XDG_CONFIG_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert keyring_folder() == str(tmp_path / ".config/aionn/trusted_builders")
-    assert encode_keyring(Keyring()) == EMPTY_KEYRING
 
 
 def _open_folder(folder: Path) -> None:
@@ -182,21 +178,6 @@ def test_a_keyring_with_one_fault_trusts_no_builder_and_warns_once(
 def test_a_keyring_of_another_account_trusts_no_builder(folder: Path, key: TrustedKey, what: str) -> None:
     os.chown({"folder": folder, "file": folder / "ci.pub", "parent": folder.parent}[what], 1, -1)
     assert "belongs to user 1; it must belong to this account or to root" in read_keyring().fault
-
-
-async def test_a_keyring_is_looked_for_once_and_read_at_each_load(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trusting = Trusting()
-    key = add(folder, "ci")
-    assert decode_keyring(await trusting.keyring()).keys == (key,)
-    (folder / "ci.pub").unlink()
-    assert await trusting.keyring() == EMPTY_KEYRING
-    key = add(folder, "ci")
-    assert decode_keyring(await trusting.keyring()).keys == (key,)  # an empty folder is one that may fill
-    monkeypatch.setenv("AIONN_TRUSTED_BUILDERS", str(tmp_path / "none"))
-    assert await trusting.keyring() == EMPTY_KEYRING
-    monkeypatch.setenv("AIONN_TRUSTED_BUILDERS", str(folder))
-    assert await trusting.keyring() == EMPTY_KEYRING
-    assert decode_keyring(await trusting.keyring(anew=True)).keys == (key,)
 
 
 # --- key files -------------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import os
 import sqlite3
 import sys
@@ -9,16 +11,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import anyio
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from aionn.caching import MissReason, adopting
+from aionn.caching.integrity import IntegrityStore
 from aionn.caching.statement import DOMAIN, sign_statement
-from aionn.caching.token import device_token
+from aionn.caching.token import decode_parts, device_token, encoded_keys
+from aionn.driver.device import EngineDevice
+from aionn.driver.sharing import identity_of_stored
 from aionn.errors import CallerError, CompilationError
-from aionn.fleet import BuilderKey
-from aionn.hal import CompileOptions, Model
-from tests.fleet.signed import Driver, Made, keyring, limited, make, opened, small_model
+from aionn.fleet import BuilderKey, Keyring
+from aionn.hal import CacheFiles, CompileOptions, ExecutionPreference, Model, PrepareOptions
+from aionn.hal.trust import encode_keyring
+from aionn.hal.types import KEYRING_NEEDED
+from tests.fleet.signed import DEVICE, Driver, Made, RecordingEngine, keyring, limited, make, opened, small_model
 
 _HEAD = 32 + 64
 
@@ -126,25 +134,34 @@ def _cases(folder: Path, made: Made, other: Made, key: BuilderKey, stranger: Bui
     yield case("head of one, body of another", MissReason.BAD_SIGNATURE, signed=good[:_HEAD] + replayed[_HEAD:])
     yield case("signature of another", MissReason.BAD_SIGNATURE, signed=good[:32] + replayed[32:_HEAD] + good[_HEAD:])
     # signed by a trusted builder, yet for another device, version, model or entry
-    yield case("other device or version", MissReason.OTHER_FINGERPRINT, signed=elsewhere.signed(key), paths=elsewhere.paths)
+    yield case("other version", MissReason.OTHER_FINGERPRINT, signed=elsewhere.signed(key), paths=elsewhere.paths)
+    parts = encoded_keys(dataclasses.replace(decode_parts(made.statement.parts), device="other:Engine"))
+    other_device = {"parts": parts.encoded, "key": parts.entry, "family": parts.family, "device": "other:Engine"}
+    yield case("other device", MissReason.OTHER_FINGERPRINT, signed=made.signed(key, **other_device))
     lies = {"model_digest": bytes(32), "model": made.statement.model * 2, "data": (), "model ": made.statement.model[:0]}
     for field, value in lies.items():
         reason = MissReason.OTHER_MODEL if field == "model_digest" else MissReason.WRONG_FILES
         yield case(f"signed with another {field}", reason, signed=made.signed(key, **{field.strip(): value}))
+    other_entry = encoded_keys(dataclasses.replace(decode_parts(made.statement.parts), preference=ExecutionPreference.LOW_POWER))
+    fields = {"parts": other_entry.encoded, "key": other_entry.entry, "family": other_entry.family}
+    yield case("signed for another entry", MissReason.WRONG_TOKEN, signed=made.signed(key, **fields))
     # builders
     yield case("a stranger's signature", MissReason.UNTRUSTED_BUILDER, signed=made.signed(stranger))
     yield case("a stranger under the builder's id", MissReason.BAD_SIGNATURE, signed=key.public.id + made.signed(stranger)[32:])
-    for what, ring in {
-        "no keyring": b"",
+    rings = {
         "an empty keyring": keyring(),
         "only a stranger's key": keyring(stranger.public),
         "for another device": limited(key, devices=("onnxruntime",)),
         "expired": limited(key, not_after_s=1.0),
+    }
+    unsound = {
+        "no keyring": b"",
         "not a keyring": b"\xff" * 20,
         "a keyring cut off": keyring(key.public)[:-3],
-    }.items():
-        reasons = {MissReason.UNSAFE, MissReason.UNTRUSTED_BUILDER}
-        yield Case(what, reasons, good, made.paths, ring)
+        "a keyring with a fault": encode_keyring(Keyring(fault="unsafe")),
+    }
+    for what, ring in (rings | unsound).items():
+        yield Case(what, MissReason.UNTRUSTED_BUILDER if what in rings else MissReason.UNSAFE, good, made.paths, ring)
 
 
 def test_two_hundred_mutations_are_refused_and_the_engine_loads_none(
@@ -205,6 +222,15 @@ def test_a_statement_in_another_form_is_refused(made: Made, key: BuilderKey, dri
     signature = Ed25519PrivateKey.from_private_bytes(key.private_key).sign(DOMAIN + longer)
     with pytest.raises(CompilationError, match="unreadable: statement: not in the one form"):
         driver.adopt(made.statement, key.public.id + signature + longer, made.paths, keyring(key.public))
+
+
+def test_a_statement_that_names_another_key_than_the_one_that_signs_is_refused(made: Made, key: BuilderKey, driver: Driver) -> None:
+    second = BuilderKey.generate("second")
+    body = made.signed(second)[_HEAD:]
+    signature = Ed25519PrivateKey.from_private_bytes(key.private_key).sign(DOMAIN + body)
+    with pytest.raises(CompilationError, match="bad_signature"):
+        driver.adopt(made.statement, key.public.id + signature + body, made.paths, keyring(key.public, second.public))
+    assert driver.engine.loads == []
 
 
 def test_a_signature_without_the_domain_is_refused(made: Made, key: BuilderKey, driver: Driver) -> None:
@@ -288,26 +314,27 @@ def test_a_key_that_is_gone_revokes_what_it_signed(made: Made, key: BuilderKey, 
         driver.load(made.statement, made.paths, keys)
 
 
-@pytest.mark.parametrize("unknown", [b"", b"\xff"])
-def test_a_keyring_that_is_not_known_believes_nothing_and_revokes_nothing(
-    made: Made, key: BuilderKey, driver: Driver, unknown: bytes
-) -> None:
+@pytest.mark.parametrize("unknown", [b"", b"\xff", encode_keyring(Keyring(fault="unsafe"))])
+def test_a_keyring_that_is_not_known_believes_and_revokes_nothing(made: Made, key: BuilderKey, driver: Driver, unknown: bytes) -> None:
     keys = keyring(key.public)
     driver.adopt(made.statement, made.signed(key), made.paths, keys)
     with pytest.raises(CompilationError) as caught:
         driver.load(made.statement, made.paths, unknown)
-    assert refusal(caught.value) is MissReason.UNSAFE
+    assert refusal(caught.value) is (MissReason.UNSAFE if unknown else MissReason.UNTRUSTED_BUILDER)
+    assert caught.value.reason.endswith(KEYRING_NEEDED) is not bool(unknown)
     driver.load(made.statement, made.paths, keys)
 
 
 def test_what_this_driver_has_stored_itself_needs_no_key(made: Made, model: Model, key: BuilderKey, driver: Driver) -> None:
     """Also where the same bytes were adopted before, and the key is revoked afterwards."""
-    driver.adopt(made.statement, made.signed(key), made.paths, keyring(key.public))
+    keys = keyring(key.public)
+    driver.adopt(made.statement, made.signed(key), made.paths, keys)
     token = device_token(made.statement.key, made.statement.model_digest)
     with opened(made.paths, token, flags=os.O_RDWR) as handles:
         compiled = driver.engine.compile(model, CompileOptions(may_export=True))
         assert driver.artifacts.save(compiled, model, handles) == "saved"
-    assert driver.load(made.statement, made.paths, keyring()).key_id == b""
+    for known in (keys, keyring(), encode_keyring(Keyring(fault="unsafe"))):
+        assert driver.load(made.statement, made.paths, known).key_id == b""
 
 
 def test_records_of_two_builders_are_revoked_one_by_one(made: Made, key: BuilderKey, driver: Driver) -> None:
@@ -326,6 +353,64 @@ def test_adopted_records_stay_few(made: Made, key: BuilderKey, driver: Driver) -
     for builder in builders:
         driver.adopt(made.statement, made.signed(builder), made.paths, keys)
     assert records(driver.state) == 4
+
+
+def test_records_are_forgotten_with_their_token(tmp_path: Path) -> None:
+    store = IntegrityStore("fake", "1", CacheFiles(1, 1), state_directory=tmp_path / "state", max_tokens=2)
+    for number in range(5):
+        assert store.note_adopted(bytes((number,)) * 32, bytes(80), bytes(32)) is None
+    store.close()
+    assert records(tmp_path / "state") == 2
+
+
+def test_read_only_records_are_believed_and_revoked_as_others(
+    monkeypatch: pytest.MonkeyPatch, made: Made, key: BuilderKey, driver: Driver
+) -> None:
+    """Only that a record cannot be removed."""
+
+    def denied(*_: object, **__: object) -> sqlite3.Connection:
+        raise PermissionError(errno.EACCES, "read-only")
+
+    keys = keyring(key.public)
+    driver.adopt(made.statement, made.signed(key), made.paths, keys)
+    driver.artifacts.close()
+    monkeypatch.setattr("aionn.caching.integrity.open_database", denied)
+    again = Driver(driver.state)
+    again.load(made.statement, made.paths, keys)
+    for _ in range(2):
+        with pytest.raises(CompilationError, match="revoked"):
+            again.load(made.statement, made.paths, keyring())
+    again.load(made.statement, made.paths, keys)
+    assert again.adopt(made.statement, made.signed(key), made.paths, keys).outcome.startswith("no_permission: ")
+    again.artifacts.close()
+    (path,) = driver.state.glob("integrity-*.sqlite")
+    with sqlite3.connect(path) as database:  # as an older release has left it
+        database.execute("DROP TABLE adopted")
+    database.close()
+    with pytest.raises(CompilationError, match="no_integrity_record"):
+        Driver(driver.state).load(made.statement, made.paths, keys)
+
+
+@pytest.mark.anyio
+async def test_what_is_made_of_an_adopted_artifact_does_not_outlive_the_trust(tmp_path: Path, made: Made, key: BuilderKey) -> None:
+    """No better artifact is stored as the driver's own, and no preparation that does not trust the key shares the executable."""
+    keys, options = keyring(key.public), PrepareOptions()
+    async with anyio.create_task_group() as tasks:
+        device = EngineDevice(RecordingEngine(), tasks, tmp_path / "state", known_as=DEVICE)
+        with opened(made.paths, made.statement.key, keys) as handles:
+            prepared = await device.adopt(options, handles, made.statement.model_digest, made.signed(key))
+        assert prepared.save_outcome == "saved"
+        assert prepared.tuning is None
+        with opened(made.paths, device_token(made.statement.key, made.statement.model_digest), keys) as handles:
+            loaded = await device.prepare_model_from_cache(options, handles)
+        assert loaded.tuning is None
+        await prepared.aclose()
+        await loaded.aclose()
+        device.close()
+    driver = Driver(tmp_path / "state")
+    adopted = driver.load(made.statement, made.paths, keys)
+    own = dataclasses.replace(adopted, key_id=b"")
+    assert identity_of_stored(adopted, options) != identity_of_stored(own, options)
 
 
 def test_a_state_folder_that_cannot_be_written_to_serves_what_is_signed(

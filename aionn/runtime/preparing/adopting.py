@@ -16,9 +16,10 @@ from dataclasses import dataclass
 
 from aionn import trace
 from aionn.caching import CacheOutcome, CacheOutcomeKind, MissReason, Refusal, Wanted
+from aionn.caching.keyring import encoded_keyring
 from aionn.caching.offers import CompileRequest, Offered
 from aionn.caching.outcomes import refusal_of_os_error
-from aionn.caching.statement import claimed_statement
+from aionn.caching.statement import Statement, claimed_statement, verified_statement
 from aionn.caching.store import CacheStore, Hit, Miss, Publisher
 from aionn.caching.store.files import copy_into
 from aionn.caching.store.threads import run_in_thread
@@ -65,7 +66,7 @@ async def offered_instead(
     backend = devices.backend
     if backend is None:
         return None
-    keyring = await remote.keyring(anew=True)
+    keyring = await remote.keyring()
     if refusal := _no_builder(keyring):
         if refusal.reason is not MissReason.UNSAFE:  # that has been logged with the keyring
             store.warn(refusal)
@@ -207,10 +208,11 @@ class Adoption:
 async def adopt_entry(devices: Devices, store: CacheStore, offered: Offered, device: str | None) -> CacheOutcome:
     """Adopt an artifact into a cache, without a model. Closes what is offered.
 
-    The driver loads it once, with the preference and priority that it was compiled for, and without engine options.
+    The driver loads it once, with the preference and priority that it was compiled for, and without engine options. The signature is
+    verified here, too: a statement says which device is meant, and no stranger may choose what is started or imported.
 
     Args:
-        device: the device that shall adopt it. None: as the statement says.
+        device: the device that shall adopt it. None: the installed device that the statement names.
 
     Returns:
         A HIT if the cache has it now, or a MISS with the reason why not.
@@ -219,17 +221,18 @@ async def adopt_entry(devices: Devices, store: CacheStore, offered: Offered, dev
         DeviceUnavailableError, DriverDiedError, DriverHungError: the device cannot be started.
     """
     with offered:
-        statement = claimed_statement(offered.signed)
+        keyring = await run_in_thread(encoded_keyring)
+        statement = _no_builder(keyring) or verified_statement(offered.signed, decode_keyring(keyring), time.time())
+        if isinstance(statement, Statement) and device is None and statement.device not in devices.installed:
+            statement = Refusal(MissReason.OTHER_FINGERPRINT, f"signed for device {statement.device!r}, which is not installed here")
         if isinstance(statement, Refusal):
             return CacheOutcome(CacheOutcomeKind.MISS, statement.reason, device or "", statement.detail, save_failure=statement)
         parts = decode_parts(statement.parts)
-        priority = parts.priority or Priority.MEDIUM
-        remote = await devices.get(device or statement.device, priority)
-        options = PrepareOptions(parts.preference, priority)
-        keyring = await remote.keyring(anew=True)
-        wanted = Wanted(
-            statement.key, statement.family, remote.name, remote.version, statement.model_digest, remote.cache_files, statement.parts
-        )
+        options = PrepareOptions(parts.preference, parts.priority or Priority.MEDIUM)
+        remote = await devices.get(device or statement.device, options.priority)
+        of_statement = statement.key, statement.family, remote.name, remote.version, statement.model_digest
+        wanted = Wanted(*of_statement, remote.cache_files, statement.parts)
+        adoption = Adoption(devices, store, remote, options, wanted, keyring)
         refused: tuple[str, Refusal] | None = None
         while True:
             async with await store.open(wanted, refused=refused) as found:
@@ -241,9 +244,7 @@ async def adopt_entry(devices: Devices, store: CacheStore, offered: Offered, dev
                         continue
                     prepared.release()
                 elif isinstance(found, Miss):
-                    refusal = _no_builder(keyring)
-                    adoption = Adoption(devices, store, remote, options, wanted, keyring)
-                    made = refusal or await adoption.take(offered, found, None)
+                    made = await adoption.take(offered, found, None)
                     if isinstance(made, Refusal):
                         return dataclasses.replace(found.outcome, reason=made.reason, detail=made.detail, save_failure=made)
                     made[0].release()
