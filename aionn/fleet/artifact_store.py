@@ -34,7 +34,8 @@ __all__ = ["MAX_STATEMENT_BYTES", "ArtifactStore", "FilesOf", "Pushed", "each"]
 MAX_STATEMENT_BYTES = 64 * 1024
 _AT_ONCE = 8
 _FRESH_S = 3600.0  # far below the grace of a sweep: a file this young stays until the statement is written
-_REFRESHED_S = 86400.0  # a statement that is pushed again counts as young again
+_REFRESHED_S = 7 * 86400.0  # an older statement is written anew with its files, so that a sweep counts them as young
+_NOTED_S = 86400.0
 _LOOKS = 3
 
 FilesOf = Callable[[StatementPlace, bytes], Sequence[StoredFile] | Refusal]
@@ -101,7 +102,7 @@ class ArtifactStore:
         """Store one artifact: its files, then its statement.
 
         The first writer wins. If an acceptable statement is there already, it stays, and only its missing files are written, as far as
-        they are among `files`. A statement whose files are lost, and one that is not acceptable, is replaced.
+        they are among `files`. A statement is replaced if its files are lost, if it is older than a week, or if it is not acceptable.
 
         Args:
             encoded: the signed statement. It names exactly `files`.
@@ -115,10 +116,9 @@ class ArtifactStore:
         for _ in range(_LOOKS):
             before = await self._statement_at(place, files_of)
             if before is not None and not isinstance(before.files, Refusal):
-                written = await self._complete(before.files, contents)
+                young = time.time() - before.written_s <= _REFRESHED_S
+                written = await self._complete(before.files, contents) if young else None
                 if written is not None:
-                    if time.time() - before.written_s > _REFRESHED_S:
-                        await self.requests.replace(place.path, before.encoded)
                     return Pushed.REPAIRED if written else Pushed.PRESENT
             await each(partial(self._put_file, stored, content) for stored, content in files)
             if before is not None:
@@ -226,7 +226,7 @@ class ArtifactStore:
         async def mark(fingerprint: str) -> None:
             with suppress(StoreError):
                 found = await self.requests.find(seen_path(fingerprint))
-                if found is None or time.time() - found.written_s > _REFRESHED_S:
+                if found is None or time.time() - found.written_s > _NOTED_S:
                     await self.requests.replace(seen_path(fingerprint), b"")
 
         await each(partial(mark, fingerprint) for fingerprint in fingerprints)

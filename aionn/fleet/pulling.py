@@ -13,11 +13,10 @@ from dataclasses import dataclass
 import anyio
 
 from aionn import Runtime
-from aionn.caching.keyring import read_keyring
+from aionn.caching.keyring import keyring_folder, read_keyring
 from aionn.caching.manifest import Manifest
 from aionn.caching.outcomes import MissReason, Refusal
 from aionn.caching.store import CacheStore
-from aionn.caching.trusting import keyring_folder
 from aionn.errors import AionnError, CallerError, text_of
 from aionn.fleet.adopting import adopt
 from aionn.fleet.artifact_store import ArtifactStore

@@ -167,7 +167,7 @@ async def sweep(
     gone = {found.path for found in removed}
     kept += [one for one in dropped if one.found.path not in gone]
     if not dry_run:
-        kept += await plan.marked(statements)  # written since
+        kept += await plan.marked(kept)  # written since, or written anew after they were removed
     for one in kept:
         one.kept = True
     await each(partial(remove, found) for found in await plan.unnamed(kept))

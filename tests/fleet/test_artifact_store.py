@@ -81,6 +81,22 @@ async def test_a_statement_that_is_not_acceptable_is_replaced(store: ArtifactSto
     assert await store.statement(one.place) == one.signed
 
 
+async def test_a_file_that_a_sweep_takes_before_the_statement_is_written_again(
+    store: ArtifactStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = artifact("one", b"first", b"second")
+    put_new = store.requests.put_new
+
+    async def then_sweep(path: str, content: bytes | memoryview) -> bool:
+        if path == one.place.path:
+            await store.requests.remove(f"blake3/{stored(b'second').digest.hex()}")
+        return await put_new(path, content)
+
+    monkeypatch.setattr(store.requests, "put_new", then_sweep)
+    assert await one.push(store) is Pushed.ADDED
+    assert await read(store, one, tmp_path) == [*one.contents]
+
+
 async def test_a_torn_file_is_written_again(store: ArtifactStore, tmp_path: Path) -> None:
     one = artifact("one", b"contents")
     await store.requests.replace(f"blake3/{stored(b'contents').digest.hex()}", b"cont")

@@ -91,8 +91,9 @@ async def test_a_statement_that_is_pushed_again_is_young_again(folder_store: Art
     one = artifact("one", b"1")
     await one.push(folder_store)
     await age(folder_store, 31)
-    assert await one.push(folder_store) is Pushed.PRESENT
-    assert (await sweep(folder_store, claimed_files)).statements == 0
+    assert await one.push(folder_store) is Pushed.ADDED
+    report = await sweep(folder_store, claimed_files)
+    assert (report.statements, report.files, report.kept) == (0, 0, 1)
 
 
 async def test_the_oldest_go_first_beyond_the_budget(folder_store: ArtifactStore) -> None:
@@ -131,8 +132,11 @@ async def test_a_statement_that_cannot_be_read_goes_after_the_grace(folder_store
     assert (await sweep(folder_store, claimed_files)).statements == 1
 
 
-async def test_a_file_that_becomes_young_during_the_sweep_stays(folder_store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A writer comes between the marking and the removal: of the file, of the statement, or with a new statement for an old file."""
+@pytest.mark.parametrize("writer", ["pushes another artifact with that file", "writes a statement for that file", "pushes the same again"])
+async def test_what_is_written_while_a_sweep_decides_stays(
+    writer: str, folder_store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A writer comes between the marking and the removal."""
     old, new = artifact("old", b"old"), artifact("new", b"old")
     await old.push(folder_store)
     await age(folder_store, 31)
@@ -140,15 +144,40 @@ async def test_a_file_that_becomes_young_during_the_sweep_stays(folder_store: Ar
 
     async def then_write(prefix: str) -> object:
         found = await listing(prefix)
-        if prefix == "blake3":
+        if prefix == "seen":
             monkeypatch.setattr(folder_store.requests, "listing", listing)
-            await new.push(folder_store)
+            if writer == "writes a statement for that file":
+                await folder_store.requests.put_new(new.place.path, new.signed)
+            else:
+                await (new if "another" in writer else old).push(folder_store)
         return found
 
     monkeypatch.setattr(folder_store.requests, "listing", then_write)
     report = await sweep(folder_store, claimed_files)
-    assert (report.statements, report.files) == (1, 0)
-    assert not (await check_store(folder_store, trusted_files(KEYRING))).bad
+    assert (report.statements, report.files) == (0 if "same" in writer else 1, 0)
+    left = await check_store(folder_store, trusted_files(KEYRING))
+    assert (left.statements, left.bad) == (1, ())
+
+
+async def test_a_statement_that_is_written_again_after_its_removal_keeps_its_files(
+    folder_store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A writer may write a statement for files that it has just seen, right after the sweep has removed that statement."""
+    old = artifact("old", b"old")
+    await old.push(folder_store)
+    await age(folder_store, 31)
+    remove = folder_store.requests.remove
+
+    async def then_write(path: str) -> bool:
+        removed = await remove(path)
+        if path == old.place.path:
+            await folder_store.requests.replace(path, old.signed)
+        return removed
+
+    monkeypatch.setattr(folder_store.requests, "remove", then_write)
+    report = await sweep(folder_store, claimed_files)
+    assert (report.statements, report.files, report.kept) == (1, 0, 1)
+    assert (await check_store(folder_store, trusted_files(KEYRING))).bad == ()
 
 
 async def test_a_sweep_of_a_bucket_follows_the_dates_of_the_store(s3: FakeS3) -> None:
@@ -163,6 +192,8 @@ async def test_a_sweep_of_a_bucket_follows_the_dates_of_the_store(s3: FakeS3) ->
     report = await sweep(store, claimed_files)
     assert (report.statements, report.files, report.kept) == (1, 1, 1)
     assert len(s3.objects) == 2
+    # A reader never finds a statement whose files have been taken on purpose.
+    assert [path.split("/")[2] for method, path in s3.requests if method == "DELETE"] == ["statement", "blake3"]
 
 
 async def test_a_sweep_of_a_list_that_breaks_off_removes_nothing(s3: FakeS3) -> None:

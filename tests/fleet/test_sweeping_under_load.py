@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 import tempfile
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,9 @@ from tests.fleet.entries import KEYRING, Artifact, artifact, some_bytes
 from tests.fleet.fake_s3 import FakeS3
 
 GRACE_S, KEEP_S = 1.0, 1.5
+REPAIRED_S = 30.0
+"""A sweep may take a file between the writer's statement and its last look. The writer then writes the file again."""
+
 MODELS, FILE_BYTES = 30, 20_000
 ENTRY_BYTES = 2 * FILE_BYTES + 9
 BUDGET_BYTES = 10 * ENTRY_BYTES
@@ -37,6 +41,7 @@ class Seen:
     pushes: int = 0
     whole: int = 0
     dropped: int = 0
+    repaired: int = 0
     failed: list[Refusal] = field(default_factory=list)
     sweeps: list[SweepReport] = field(default_factory=list)
 
@@ -58,20 +63,28 @@ async def keep_reading(store: ArtifactStore, chance: random.Random, seen: Seen) 
 
 
 async def read_one(store: ArtifactStore, wanted: Artifact, seen: Seen) -> None:
-    signed = await store.statement(wanted.place)
-    if signed is None:
-        return
-    statement = statement_at(wanted.place, signed, KEYRING)
-    assert not isinstance(statement, Refusal)
-    with ExitStack() as stack:
-        fds = [stack.enter_context(tempfile.TemporaryFile()).fileno() for _ in statement.files]
-        refusal = await store.fetch(statement.files, fds)
-    if refusal is None:
-        seen.whole += 1
-    elif refusal.reason is MissReason.PARTIAL and await store.requests.find(wanted.place.path) is None:
-        seen.dropped += 1  # the statement went first, then its files
-    else:
-        seen.failed.append(refusal)
+    give_up_at = time.monotonic() + REPAIRED_S
+    while True:
+        before = await store.requests.find(wanted.place.path)
+        signed = await store.statement(wanted.place)
+        if before is None or signed is None:
+            return
+        statement = statement_at(wanted.place, signed, KEYRING)
+        assert not isinstance(statement, Refusal)
+        with ExitStack() as stack:
+            fds = [stack.enter_context(tempfile.TemporaryFile()).fileno() for _ in statement.files]
+            refusal = await store.fetch(statement.files, fds)
+        if refusal is None:
+            seen.whole += 1
+            return
+        assert refusal.reason is MissReason.PARTIAL
+        if await store.requests.find(wanted.place.path) != before:
+            seen.dropped += 1  # the statement went first, then its files; it may have been pushed anew since
+            return
+        seen.repaired += 1
+        if time.monotonic() > give_up_at:
+            seen.failed.append(refusal)
+            return
 
 
 async def keep_sweeping(store: ArtifactStore, seen: Seen) -> None:
@@ -108,4 +121,5 @@ async def test_a_sweep_takes_nothing_that_is_in_use(
     assert last.over_bytes == 0
     left = await check_store(store, trusted_files(KEYRING))
     assert left.bad == ()
-    print(f"{kind}: {seen.pushes} pushes, {seen.whole} whole reads, {seen.dropped} of dropped ones, {len(seen.sweeps)} sweeps")
+    reads = f"{seen.whole} whole reads, {seen.dropped} of dropped ones, {seen.repaired} before a repair"
+    print(f"{kind}: {seen.pushes} pushes, {reads}, {len(seen.sweeps)} sweeps")
