@@ -250,3 +250,13 @@ async def test_a_note_of_a_node_is_written_once_a_day_and_never_needed(s3: FakeS
     s3.full = True
     await store.mark_seen([fingerprint])
     assert s3.objects == {}
+
+
+async def test_an_old_file_that_a_writer_is_about_to_name_becomes_young(folder_store: ArtifactStore) -> None:
+    """Or a sweep would take it before the statement is there."""
+    one = artifact("one", b"1")
+    await folder_store.requests.put_new(f"blake3/{stored(b'1').digest.hex()}", b"1")
+    await age(folder_store, 2)
+    await one.push(folder_store)
+    await folder_store.requests.remove(one.place.path)
+    assert (await sweep(folder_store, claimed_files)).files == 0
