@@ -22,12 +22,14 @@ from typing import Annotated
 
 import msgspec
 
+from aionn.caching.store.threads import run_in_thread
 from aionn.errors import CallerError
 from aionn.hal.trust import KEY_BYTES, MAX_KEYS, Keyring, TrustedKey, encode_keyring
 
 __all__ = [
     "ADOPT",
     "FOLDER",
+    "current_keyring",
     "decode_public_key",
     "encode_public_key",
     "encoded_keyring",
@@ -110,6 +112,11 @@ def encoded_keyring() -> bytes:
     keyring = read_keyring()
     warn_of_fault(keyring)
     return encode_keyring(keyring)
+
+
+async def current_keyring() -> bytes:
+    """Return which builders the user trusts now, as bytes for a driver. A fault of the keyring is logged once."""
+    return await run_in_thread(encoded_keyring)
 
 
 def warn_of_fault(keyring: Keyring) -> None:

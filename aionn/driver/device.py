@@ -94,18 +94,13 @@ class EngineDevice:
 
     async def get_supported_operations(self, model: Model, *, options: EngineOptions = NO_OPTIONS) -> Sequence[bool]:
         supported = await self._threads.run(lambda: self._shown(lambda: self._judge(model, options)))
-        self._return_freed_memory(model)
+        _return_freed_memory(model, self.behind)
         found, wanted = len(supported), len(model.operations)
         if found != wanted:
             raise CompilationError(
                 f"device {self.name!r} judged {found} operations, but the model has {wanted}; the fault lies in its engine"
             )
         return supported
-
-    def _return_freed_memory(self, model: Model) -> None:
-        """Return what a compilation of a large model has freed to the system, after the answer."""
-        if sum(constant.location.length for constant in model.constants) >= _LARGE_BYTES:
-            self._threads.behind(trim_arenas)
 
     def _judge(self, model: Model, options: EngineOptions) -> tuple[bool, ...]:
         asked = (self.optional.given(options),) if options else ()
@@ -136,7 +131,7 @@ class EngineDevice:
                 shared, executables = await self._executables(identity, Shared(compiled.executable), options, flag)
                 if lent is not None and not outcome:
                     outcome = await self._save(compiled.executable, model, lent, flag, options.deadline_ns)
-                self._return_freed_memory(model)
+                _return_freed_memory(model, self.behind)
         finally:
             if lent is not None:
                 lent.give_up()
@@ -297,12 +292,19 @@ class EngineDevice:
 
     def serve(self, server: ExecutionBurstServer, ended: Callable[[ExecutionBurstServer], None]) -> None:
         """Run a burst's listener, and call `ended` when it is over. An error of the listener ends that burst and nothing else."""
-        self._tasks.start_soon(self._listen, server, ended, name="burst listener")
+        self._tasks.start_soon(_listen, self.name, server, ended, name="burst listener")
 
-    async def _listen(self, server: ExecutionBurstServer, ended: Callable[[ExecutionBurstServer], None]) -> None:
-        try:
-            await server.serve()
-        except Exception:
-            logger.exception("a burst of device %r ended by an error of its listener", self.name)
-        finally:
-            ended(server)
+
+async def _listen(name: str, server: ExecutionBurstServer, ended: Callable[[ExecutionBurstServer], None]) -> None:
+    try:
+        await server.serve()
+    except Exception:
+        logger.exception("a burst of device %r ended by an error of its listener", name)
+    finally:
+        ended(server)
+
+
+def _return_freed_memory(model: Model, behind: Callable[[Callable[[], None]], None]) -> None:
+    """Return what a compilation of a large model has freed to the system, after the answer."""
+    if sum(constant.location.length for constant in model.constants) >= _LARGE_BYTES:
+        behind(trim_arenas)

@@ -135,38 +135,24 @@ class RemoteDevice:
         return prepared
 
     async def prepare_model_from_cache(self, options: PrepareOptions, cache: CacheHandles) -> RemotePreparedModel:
+        body = PrepareModelFromCache(options_message(options, self.name), cache_message(cache))
         try:
-            return await self._from_cache(options, cache)
+            return await self._prepare(body, cache_fds(cache), options.deadline_ns)
         except CompilationError as error:  # most contents were not adopted, and need no keyring
             if cache.keyring or not error.reason.endswith(KEYRING_NEEDED):
                 raise
-        return await self._from_cache(options, replace(cache, keyring=await self.keyring()))
+        from aionn.caching.keyring import current_keyring
 
-    async def _from_cache(self, options: PrepareOptions, cache: CacheHandles) -> RemotePreparedModel:
-        body = PrepareModelFromCache(options_message(options, self.name), cache_message(cache))
-        return await self._prepare(body, cache_fds(cache), options.deadline_ns)
-
-    async def keyring(self) -> bytes:
-        """Return which builders the app trusts now, encoded for the driver. The keyring is read anew, and a fault in it is logged once."""
-        from aionn.caching.keyring import encoded_keyring
-        from aionn.caching.store.threads import run_in_thread
-
-        return await run_in_thread(encoded_keyring)
+        return await self.prepare_model_from_cache(options, replace(cache, keyring=await current_keyring()))
 
     async def adopt(self, options: PrepareOptions, cache: CacheHandles, model_digest: bytes, signed: bytes) -> RemotePreparedModel:
-        if not cache.keyring:
-            cache = replace(cache, keyring=await self.keyring())
         body = Adopt(options_message(options, self.name), cache_message(cache), model_digest, signed)
         return await self._prepare(body, cache_fds(cache), options.deadline_ns)
 
     async def _prepare(self, body: CallBody, fds: Sequence[int], deadline_ns: int | None) -> RemotePreparedModel:
-        prepared, _ = await self.connection.call(body, Prepared, fds, unwanted=self._release, deadline_ns=deadline_ns)
+        prepared, _ = await self.connection.call(body, Prepared, fds, unwanted=self._free, deadline_ns=deadline_ns)
         self._models[prepared.prepared] = ""  # until its owner says which model it is
         return RemotePreparedModel(self, prepared)
-
-    def _release(self, unwanted: ReplyBody) -> None:
-        if isinstance(unwanted, Prepared):
-            self.post(ReleasePreparedModel(unwanted.prepared))
 
     def post(self, body: CallBody) -> None:
         """Make a call without waiting for its answer."""
@@ -193,7 +179,10 @@ class RemoteDevice:
         return RemoteBuffer(self, allocated.token)
 
     def _free(self, unwanted: ReplyBody) -> None:
-        if isinstance(unwanted, Allocated):
+        """Free what the driver has made for a caller that has gone."""
+        if isinstance(unwanted, Prepared):
+            self.post(ReleasePreparedModel(unwanted.prepared))
+        elif isinstance(unwanted, Allocated):
             self.post(FreeBuffer(unwanted.token))
 
     def forget_buffer(self, token: int) -> None:

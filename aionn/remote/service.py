@@ -184,7 +184,7 @@ class DeviceService:
                 with Handles(cache, descriptors) as handles:
                     reply = self._keep(await self._device.prepare_model_from_cache(_options(options, self._device.name), handles))
             case Adopt():
-                reply = self._keep(await self._adopt(body, descriptors))
+                reply = self._keep(await _adopted(self._device, body, descriptors))
             case ConfigureExecutionBurst():
                 reply = await self._configure(body, descriptors)
             case ExportAgain(prepared=number, cache=cache):
@@ -235,15 +235,6 @@ class DeviceService:
             # Views keep alive what the engine uses in place, so the descriptors are not needed any more.
             received.close()
         return self._keep(prepared)
-
-    async def _adopt(self, body: Adopt, descriptors: Descriptors) -> IPreparedModel:
-        adopt = getattr(self._device, "adopt", None)
-        with Handles(body.cache, descriptors) as handles:
-            if adopt is None:  # of a device that is written by hand
-                why = f"device {self._device.name!r} adopts no compilation of another machine"
-                raise CompilationError(why, reason=f"refused_by_device: {why}")
-            adopted: IPreparedModel = await adopt(_options(body.options, self._device.name), handles, body.model_digest, body.signed)
-        return adopted
 
     def _keep(self, prepared: IPreparedModel) -> Prepared:
         self._last_number += 1
@@ -371,6 +362,14 @@ class DeviceService:
         if closable is not None:
             await closable.aclose()
         return Done()
+
+
+async def _adopted(device: IDevice, body: Adopt, descriptors: Descriptors) -> IPreparedModel:
+    with Handles(body.cache, descriptors) as handles:
+        if not hasattr(device, "adopt"):  # one that is written by hand
+            why = f"device {device.name!r} adopts no compilation of another machine"
+            raise CompilationError(why, reason=f"refused_by_device: {why}")
+        return await device.adopt(_options(body.options, device.name), handles, body.model_digest, body.signed)
 
 
 def _descriptor(message: MQMessage, descriptors: Descriptors) -> MQDescriptor:

@@ -17,10 +17,10 @@ from aionn.caching.token import KeyParts, device_token, encoded_keys
 from aionn.driver.artifacts import Artifacts, Loaded
 from aionn.file_ranges import digest_of
 from aionn.fleet import BuilderKey, Keyring, TrustedKey
-from aionn.hal import Artifact, CacheHandles, CompileOptions, Executable, Model
+from aionn.hal import Artifact, CacheHandles, CompileOptions, Model
 from aionn.hal.trust import encode_keyring
 from aionn.runtime.model import Model as AppModel
-from aionn.testing.fake_engine import FakeEngine
+from aionn.testing.fake_engine import FakeEngine, FakeExecutable
 from aionn.testing.models import scaled_model
 
 DEVICE = "tests.fleet:Engine"
@@ -33,7 +33,7 @@ class RecordingEngine(FakeEngine):
         super().__init__()
         self.loads: list[Artifact] = []
 
-    def load(self, artifact: Artifact, options: CompileOptions) -> Executable:
+    def load(self, artifact: Artifact, options: CompileOptions) -> FakeExecutable:
         self.loads.append(artifact)
         return super().load(artifact, options)
 

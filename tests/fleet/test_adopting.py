@@ -20,6 +20,7 @@ from aionn import fleet
 from aionn.caching import keyring as keyrings
 from aionn.errors import CallerError
 from aionn.fleet import BuilderKey, CompileRequest, Offered
+from aionn.runtime.runtime import Preference
 from aionn.testing import FakeDevice
 from aionn.testing.models import identity_model
 from tests.fleet.builders import Backend, Pushed, build, entry_of, offering, trust
@@ -157,7 +158,7 @@ async def test_a_miss_takes_what_a_backend_offers(
     assert (outcome.kind, outcome.detail, outcome.save_failure) == (Kind.HIT, "compiled by builder 'ci'", None)
     inputs = {name: some_input(operand) for name, operand in model.inputs.items()}
     ((_, output),) = (await compilation.compute(inputs)).items()
-    np.testing.assert_array_equal(output, *inputs.values())
+    np.testing.assert_array_equal(output, inputs["input"])
     (request,) = backend.requests
     assert (request.key, request.parts) == (pushed.manifest.key, pushed.manifest.parts)
     assert (request.device, request.device_version) == (fake.name, pushed.manifest.device_version)
@@ -238,7 +239,7 @@ async def test_a_refused_offer_is_compiled_here_and_counted(
     if fault == "file":
         path = pushed.folder / "model0"
         path.write_bytes(bytes(path.stat().st_size))
-    preference = "low_power" if fault == "entry" else "fast_single_answer"
+    preference: Preference = "low_power" if fault == "entry" else "fast_single_answer"
     backend = Backend(answer)
     fleet.use_backend(runtime, backend)
     seen: list[object] = []
@@ -286,8 +287,9 @@ async def test_without_a_sound_keyring_no_backend_is_asked(
     backend = offering(pushed)
     fleet.use_backend(runtime, backend)
     with caplog.at_level(logging.WARNING, "aionn"):
-        for preference in ("fast_single_answer", "low_power"):
-            compilation = await runtime.compile(model, devices=(fake.name,), cache_dir=tmp_path / "cache", preference=preference)  # type: ignore[arg-type]
+        preferences: tuple[Preference, ...] = ("fast_single_answer", "low_power")
+        for preference in preferences:
+            compilation = await runtime.compile(model, devices=(fake.name,), cache_dir=tmp_path / "cache", preference=preference)
             assert [(outcome.kind, outcome.reason) for outcome in compilation.outcomes] == [(Kind.MISS, reason)]
     assert backend.requests == []
     warnings = [record.getMessage() for record in caplog.records if "builder" in record.getMessage() or "adopted" in record.getMessage()]
@@ -331,7 +333,7 @@ async def test_a_driver_that_dies_over_an_offer_believes_nothing_and_the_next_on
     assert len(backend.requests) == 1
     inputs = {name: some_input(operand) for name, operand in model.inputs.items()}
     ((_, output),) = (await compilation.compute(inputs)).items()
-    np.testing.assert_array_equal(output, *inputs.values())
+    np.testing.assert_array_equal(output, inputs["input"])
     assert adopted_records(tmp_path / "state") == 0
 
 

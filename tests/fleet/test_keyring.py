@@ -168,7 +168,7 @@ def test_a_keyring_with_one_fault_trusts_no_builder_and_warns_once(
         for _ in range(3):
             found = decode_keyring(encoded_keyring())
             assert found.keys == ()
-            assert FAULTS[harm] in found.fault  # type: ignore[index]
+            assert FAULTS[harm] in found.fault
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith("no compiled artifact of another machine is adopted: keyring ")
 
@@ -214,6 +214,6 @@ def test_a_key_of_another_length_and_a_keyring_with_a_key_twice_are_refused() ->
         TrustedKey(bytes(31), "x")
     for wrong in ({"keys": (key, key)}, {"keys": (key,), "fault": "x"}):
         with pytest.raises(CallerError, match="a keyring of"):
-            Keyring(**wrong)  # type: ignore[arg-type]
+            Keyring(**wrong)
     with pytest.raises(CallerError, match="1 to 200 characters"):
         BuilderKey.generate("")

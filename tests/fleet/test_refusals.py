@@ -16,6 +16,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from aionn.caching import MissReason, adopting
+from aionn.caching.artifact_files import read_private
 from aionn.caching.integrity import IntegrityStore
 from aionn.caching.statement import DOMAIN, sign_statement
 from aionn.caching.token import decode_parts, device_token, encoded_keys
@@ -262,7 +263,7 @@ def test_the_engine_gets_the_very_buffer_that_was_digested(
     monkeypatch: pytest.MonkeyPatch, made: Made, key: BuilderKey, driver: Driver
 ) -> None:
     """The files change as soon as they have been copied: what is loaded is what was signed."""
-    read = adopting.read_private
+    read = read_private
 
     def read_and_change(fds: tuple[int, ...], lengths: list[int]) -> tuple[list[bytes | memoryview], list[bytes]]:
         found = read(fds, lengths)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from aionn import trace
 from aionn.caching import CacheOutcome, CacheOutcomeKind, MissReason, Refusal, Wanted
-from aionn.caching.keyring import encoded_keyring
+from aionn.caching.keyring import current_keyring
 from aionn.caching.offers import CompileRequest, Offered
 from aionn.caching.outcomes import refusal_of_os_error
 from aionn.caching.statement import Statement, claimed_statement, verified_statement
@@ -66,7 +66,7 @@ async def offered_instead(
     backend = devices.backend
     if backend is None:
         return None
-    keyring = await remote.keyring()
+    keyring = await current_keyring()
     if refusal := _no_builder(keyring):
         if refusal.reason is not MissReason.UNSAFE:  # that has been logged with the keyring
             store.warn(refusal)
@@ -221,7 +221,7 @@ async def adopt_entry(devices: Devices, store: CacheStore, offered: Offered, dev
         DeviceUnavailableError, DriverDiedError, DriverHungError: the device cannot be started.
     """
     with offered:
-        keyring = await run_in_thread(encoded_keyring)
+        keyring = await current_keyring()
         statement = _no_builder(keyring) or verified_statement(offered.signed, decode_keyring(keyring), time.time())
         if isinstance(statement, Statement) and device is None and statement.device not in devices.installed:
             statement = Refusal(MissReason.OTHER_FINGERPRINT, f"signed for device {statement.device!r}, which is not installed here")
