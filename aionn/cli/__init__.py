@@ -11,6 +11,8 @@
     top          `aionn top`: top_reading, top_figures, top_snapshot, top_tables, top_screen
     bench        `aionn bench`: bench_subjects, bench_rounds, bench_processes, bench_worker, bench_machine, bench_compare
     metrics      `aionn metrics`
+    fleet        `aionn fleet`; its arguments are in fleet_commands
+    amounts      bytes and times that people type
     printing     tables for people, JSON for programs, sizes and times in words
 
 Results go to stdout: a table, or with `--json` one JSON value. Progress, warnings and errors go to stderr. Exit codes: 0 fine, 1

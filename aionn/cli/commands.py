@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Annotated
 
 from cyclopts import App, CycloptsError, Parameter
 
+from aionn.cli.amounts import bytes_of
+from aionn.cli.fleet_commands import fleet
 from aionn.cli.printing import NotDoneError, UsageError, error_console, printable, show_warnings
 from aionn.errors import AionnError, CallerError
 
@@ -28,6 +29,7 @@ app = App(
 )
 cache = App(name="cache", help="Look after a directory of cached compilations.")
 app.command(cache)
+app.command(fleet)
 
 
 def _version() -> str:
@@ -279,7 +281,7 @@ def prune(
     """
     from aionn.cli.caches import prune_entries
 
-    prune_entries(existing(directory), None if max_bytes is None else bytes_of(max_bytes), stage_measurements, json)
+    prune_entries(existing(directory), None if max_bytes is None else bytes_of(max_bytes, "--max-bytes"), stage_measurements, json)
 
 
 def existing(directory: str) -> Path:
@@ -290,15 +292,6 @@ def existing(directory: str) -> Path:
     if not all((path / part).is_dir() for part in ("entries", "locks")) and any(path.iterdir()):
         raise UsageError(f"{directory!r} is not a cache, because it holds other files; give the cache_dir of an app or of aionn compile")
     return path
-
-
-def bytes_of(text: str) -> int:
-    """Return the number of bytes that a text names, with or without a unit (powers of 1000)."""
-    parts = re.fullmatch(r"(\d+)\s*([kKMGT]?)B?", text.strip())
-    if parts is None:
-        raise UsageError(f"--max-bytes {text!r} is not a number of bytes; give one as 500000000, 500M or 2G")
-    power: int = " kMGT".index(parts[2].replace("K", "k") or " ")
-    return int(parts[1]) * int(1000**power)
 
 
 def run_command(arguments: Sequence[str] | None) -> int:

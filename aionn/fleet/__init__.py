@@ -2,6 +2,14 @@
 
     keys      a builder's private key: made, kept in a file, and used to sign the entries of a cache
     adopting  artifacts of other machines in an open runtime
+    asking    an artifact store as the backend of a runtime
+    pushing, pulling    the entries of a local cache, to a store and from it
+    records   what the drivers' records say about a local cache
+    artifact_store      files and statements in a store
+    sweeping, checking  what `aionn fleet gc` and `aionn fleet verify` do
+    judging   which statements of a store count
+    places    the paths of objects in a store
+    requests, addresses, errors    the object store itself (obstore): requests with an end, what it is, what goes wrong
 
 What a driver checks lies below: `caching.statement` (the signed statement), `caching.keyring` (the keys that a user trusts).
 """
@@ -10,6 +18,8 @@ from aionn.caching.keyring import decode_public_key, encode_public_key, keyring_
 from aionn.caching.offers import CompileBackend, CompileRequest, Offered
 from aionn.caching.statement import Statement, claimed_statement, sign_statement, statement_of, verified_statement
 from aionn.fleet.adopting import adopt, use_backend
+from aionn.fleet.asking import StoreBackend
+from aionn.fleet.errors import StoreError
 from aionn.fleet.keys import BuilderKey
 from aionn.hal.trust import Keyring, TrustedKey
 
@@ -20,6 +30,8 @@ __all__ = [
     "Keyring",
     "Offered",
     "Statement",
+    "StoreBackend",
+    "StoreError",
     "TrustedKey",
     "adopt",
     "claimed_statement",

@@ -1,0 +1,1 @@
+"""Artifacts that travel: the store, its sweep, and the commands of `aionn fleet`."""

@@ -1,0 +1,101 @@
+"""The address of an artifact store, opened: a local directory, memory, or an S3-compatible bucket."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit
+
+from aionn.errors import CallerError
+from aionn.fleet.errors import StoreError
+
+try:
+    from obstore.exceptions import BaseError
+    from obstore.store import LocalStore, MemoryStore, S3Store
+except ImportError as error:
+    raise ImportError("artifact stores need obstore; install it with: pip install 'aionn[fleet]'") from error
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, ObjectStore, RetryConfig
+
+__all__ = ["OpenedStore", "open_address"]
+
+_FIRST_BACKOFF_S = 0.05
+_NO_LIMIT_S = 86400.0  # obstore's limit for a whole request counts from its start, so it would cut a large transfer
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedStore:
+    """An opened object store.
+
+    Attributes:
+        address: as it was given.
+        objects: obstore's store.
+        folder: the directory of a local store, or None.
+        patience_s: seconds after which a request without progress is given up.
+    """
+
+    address: str
+    objects: ObjectStore
+    folder: Path | None
+    patience_s: float
+
+
+def open_address(address: str | os.PathLike[str], *, patience_s: float, make: bool = False) -> OpenedStore:
+    """Open a store. A local directory is looked at; a bucket is not asked anything yet.
+
+    Args:
+        address: a path, `file:///path`, `memory://` (a new store of this process, for tests) or `s3://bucket/prefix`. Credentials,
+            region and endpoint of a bucket come from the usual `AWS_*` variables.
+        patience_s: see `OpenedStore`.
+        make: make a local directory that is missing.
+
+    Raises:
+        CallerError: this kind of address is not supported.
+        StoreError: there is no such directory, or the bucket's settings are wrong.
+    """
+    text = os.fspath(address)
+    parts = urlsplit(text)
+    if parts.scheme in ("s3", "s3a"):
+        return _bucket(text, parts.netloc, unquote(parts.path).strip("/"), patience_s)
+    if parts.scheme == "memory":
+        return OpenedStore(text, MemoryStore(), None, patience_s)
+    if parts.scheme == "file" and not parts.netloc:
+        return _folder(text, Path(unquote(parts.path)), patience_s, make)
+    if "://" in text or not text:
+        raise CallerError(f"artifact store {text!r}: give a directory, file:///path or s3://bucket/prefix")
+    return _folder(text, Path(text), patience_s, make)
+
+
+def _folder(address: str, path: Path, patience_s: float, make: bool) -> OpenedStore:
+    path = path.absolute()
+    try:
+        if make:
+            path.mkdir(parents=True, exist_ok=True)
+        if not path.is_dir():
+            raise StoreError(address, "opening it", f"there is no directory {str(path)!r}")
+        return OpenedStore(address, LocalStore(path), path, patience_s)
+    except OSError as error:
+        raise StoreError(address, "opening it", error.strerror or str(error)) from error
+
+
+def _bucket(address: str, bucket: str, prefix: str, patience_s: float) -> OpenedStore:
+    backoff = {"init_backoff": timedelta(seconds=_FIRST_BACKOFF_S), "max_backoff": timedelta(seconds=1), "base": 2}
+    # `Requests` asks again, too. It must hear the reason of a failure before its patience ends.
+    retries: RetryConfig = {"max_retries": 2, "retry_timeout": timedelta(seconds=patience_s / 2), "backoff": backoff}  # type: ignore[typeddict-item]
+    limits: ClientConfig = {
+        "connect_timeout": timedelta(seconds=patience_s),
+        "read_timeout": timedelta(seconds=patience_s),
+        "timeout": timedelta(seconds=_NO_LIMIT_S),
+    }
+    if os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true", "yes"):
+        limits["allow_http"] = True
+    try:
+        # Not every S3-compatible store has the request that deletes many objects at once.
+        objects = S3Store(bucket, prefix=prefix or None, client_options=limits, retry_config=retries, disable_bulk_delete=True)
+    except (BaseError, ValueError) as error:
+        raise StoreError(address, "opening it", str(error).partition("\n")[0]) from error
+    return OpenedStore(address, objects, None, patience_s)

@@ -1,0 +1,232 @@
+"""The artifact store: files named by the digest of their contents, and statements that name files.
+
+Writing one artifact:  files, each only if it is new  ->  statement, only if it is new  ->  look for all files, write what is missing.
+Reading one artifact:  one statement  ->  all its files at once. Each byte is compared with the digest in the file's name.
+
+Invariants
+    A statement is written after its files, so a reader who finds it finds the files. A sweep may take an old file that no statement
+    named, between the two. So the writer looks once more, and a reader who still misses a file gets PARTIAL and compiles.
+    Nothing is listed or renamed on the way to a first answer.
+
+The store is not trusted. What a statement says is judged by the keys of this machine (`StatementReader`), never by the store.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import NamedTuple
+
+import anyio
+
+from aionn.caching.manifest import StoredFile
+from aionn.caching.outcomes import MissReason, Refusal, refusal_of_os_error
+from aionn.fleet.addresses import OpenedStore
+from aionn.fleet.errors import StoreError
+from aionn.fleet.places import STATEMENTS, StatementPlace, file_path, seen_path, statement_place
+from aionn.fleet.requests import BadContentsError, Found, Requests
+
+__all__ = ["MAX_STATEMENT_BYTES", "ArtifactStore", "FilesOf", "Pushed", "each"]
+
+MAX_STATEMENT_BYTES = 64 * 1024
+_AT_ONCE = 8
+_FRESH_S = 3600.0  # far below the grace of a sweep: a file this young stays until the statement is written
+_REFRESHED_S = 7 * 86400.0  # an older statement is written anew with its files, so that a sweep counts them as young
+_NOTED_S = 86400.0
+_LOOKS = 3
+
+FilesOf = Callable[[StatementPlace, bytes], Sequence[StoredFile] | Refusal]
+"""Returns the files that an encoded statement names, or why it is not acceptable at that place."""
+
+
+class Pushed(enum.Enum):
+    """What a push found.
+
+    ADDED: the artifact is new.
+    PRESENT: it was there already, or another writer was first.
+    REPAIRED: it was there, and some of its files were missing.
+    """
+
+    ADDED = "added"
+    PRESENT = "present"
+    REPAIRED = "repaired"
+
+
+async def each(acts: Iterable[Callable[[], Awaitable[object]]], at_once: int = _AT_ONCE) -> None:
+    """Run coroutine functions, several at once. The first error cancels the others and is raised."""
+    limit = anyio.Semaphore(at_once)
+    errors: list[Exception] = []
+
+    async def limited(act: Callable[[], Awaitable[object]]) -> None:
+        async with limit:
+            try:
+                await act()
+            except Exception as error:  # a store that is down fails every request, and a caller wants one error
+                errors.append(error)
+                tasks.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as tasks:
+        for act in acts:
+            tasks.start_soon(limited, act)
+    if errors:
+        raise errors[0]
+
+
+class _Statement(NamedTuple):
+    """A statement in the store. `files` is a refusal if it is not acceptable."""
+
+    encoded: bytes
+    files: Sequence[StoredFile] | Refusal
+    written_s: float
+
+
+class ArtifactStore:
+    """One artifact store. Several processes on several machines may read, write and sweep it at once."""
+
+    def __init__(self, opened: OpenedStore) -> None:
+        self.requests = Requests(opened)
+
+    @property
+    def address(self) -> str:
+        """The address, as it was given."""
+        return self.requests.opened.address
+
+    # --- writing -----------------------------------------------------------------------------------------------------
+
+    async def push(
+        self, place: StatementPlace, encoded: bytes, files: Sequence[tuple[StoredFile, bytes | memoryview]], files_of: FilesOf
+    ) -> Pushed:
+        """Store one artifact: its files, then its statement.
+
+        The first writer wins. If an acceptable statement is there already, it stays, and only its missing files are written, as far as
+        they are among `files`. A statement is replaced if its files are lost, if it is older than a week, or if it is not acceptable.
+
+        Args:
+            encoded: the signed statement. It names exactly `files`.
+            files: length, digest and contents of each file. The contents have that digest; the caller has computed it.
+            files_of: judges a statement that is there already.
+
+        Raises:
+            StoreError: the store cannot be used. An artifact that is there in part is not visible, or PARTIAL, until the next push.
+        """
+        contents = {stored.digest: content for stored, content in files}
+        for _ in range(_LOOKS):
+            before = await self._statement_at(place, files_of)
+            if before is not None and not isinstance(before.files, Refusal):
+                young = time.time() - before.written_s <= _REFRESHED_S
+                written = await self._complete(before.files, contents) if young else None
+                if written is not None:
+                    return Pushed.REPAIRED if written else Pushed.PRESENT
+            await each(partial(self._put_file, stored, content) for stored, content in files)
+            if before is not None:
+                await self.requests.replace(place.path, encoded)
+            elif not await self.requests.put_new(place.path, encoded):
+                continue  # another writer was first: look at what it wrote
+            if await self._complete([stored for stored, _ in files], contents) is not None:
+                return Pushed.ADDED
+        raise StoreError(self.address, f"pushing {place.path}", f"its objects disappeared {_LOOKS} times while it was written")
+
+    async def _statement_at(self, place: StatementPlace, files_of: FilesOf) -> _Statement | None:
+        found = await self.requests.find(place.path)
+        encoded = None if found is None else await self.read_statement(place, found)
+        if found is None or encoded is None:
+            return None
+        return _Statement(encoded, files_of(place, encoded), found.written_s)
+
+    async def read_statement(self, place: StatementPlace, found: Found) -> bytes | None:
+        """Return a statement that was found, None if it is gone by now, or b"" if it is too large for one.
+
+        Raises:
+            StoreError: the store cannot be used.
+        """
+        return b"" if found.size_bytes > MAX_STATEMENT_BYTES else await self.statement(place)
+
+    async def _put_file(self, stored: StoredFile, content: bytes | memoryview) -> None:
+        path = file_path(stored.digest)
+        if await self.requests.put_new(path, content):
+            return
+        found = await self.requests.find(path)
+        # Writing an old file again keeps it from a sweep until the statement names it. A torn file has another length.
+        if found is None or found.size_bytes != stored.length or time.time() - found.written_s > _FRESH_S:
+            await self.requests.replace(path, content)
+
+    async def _complete(self, files: Sequence[StoredFile], contents: Mapping[bytes, bytes | memoryview]) -> int | None:
+        """Look for all files, and write those that are missing. Return how many were, or None if one is missing and cannot be written."""
+        missing: list[StoredFile] = []
+
+        async def look(stored: StoredFile) -> None:
+            found = await self.requests.find(file_path(stored.digest))
+            if found is None or found.size_bytes != stored.length:
+                missing.append(stored)
+
+        await each(partial(look, stored) for stored in files)
+        if any(stored.digest not in contents for stored in missing):
+            return None
+        await each(partial(self.requests.replace, file_path(stored.digest), contents[stored.digest]) for stored in missing)
+        return len(missing)
+
+    # --- reading -----------------------------------------------------------------------------------------------------
+
+    async def statement(self, place: StatementPlace) -> bytes | None:
+        """Return an encoded statement, or None if that place has no statement, or one that is too large.
+
+        Raises:
+            StoreError: the store cannot be used.
+        """
+        try:
+            return await self.requests.get(place.path, MAX_STATEMENT_BYTES)
+        except BadContentsError:
+            return None
+
+    async def fetch(self, files: Sequence[StoredFile], fds: Sequence[int]) -> Refusal | None:
+        """Read all files of an artifact at once, and write them to `fds`. Return None if each has the digest that was asked for.
+
+        The refusal is PARTIAL if a file is missing, WRONG_BYTES if one has other contents, IO_ERROR if the store does not answer, and what
+        the file system says if a file cannot be written. Nothing is raised for the state of the store.
+        """
+        refusals: list[Refusal] = []
+
+        async def copy(stored: StoredFile, fd: int) -> None:
+            path = file_path(stored.digest)
+            try:
+                if await self.requests.copy_file(path, stored, fd):
+                    return
+                refusals.append(Refusal(MissReason.PARTIAL, f"artifact store {self.address} has no {path}"))
+            except StoreError as error:
+                refusals.append(Refusal(MissReason.IO_ERROR, str(error)))
+            except BadContentsError as error:
+                refusals.append(Refusal(MissReason.WRONG_BYTES, f"artifact store {self.address}: {error}"))
+            except OSError as error:
+                refusals.append(refusal_of_os_error(error, "writing the cache files"))
+            tasks.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as tasks:
+            for stored, fd in zip(files, fds, strict=True):
+                tasks.start_soon(copy, stored, fd)
+        return refusals[0] if refusals else None
+
+    async def statements(self) -> list[tuple[StatementPlace, Found]]:
+        """List all statements, for commands.
+
+        Raises:
+            StoreError: the store cannot be used.
+        """
+        found = await self.requests.listing(STATEMENTS)
+        return [(place, one) for one in found if (place := statement_place(one.path)) is not None]
+
+    async def mark_seen(self, fingerprints: Iterable[str]) -> None:
+        """Note that a node with these fingerprints pulls, so that a sweep keeps their artifacts. At most one write a day for each.
+
+        A node without the right to write is not noted, and nothing is raised: the note is a wish.
+        """
+
+        async def mark(fingerprint: str) -> None:
+            with suppress(StoreError):
+                found = await self.requests.find(seen_path(fingerprint))
+                if found is None or time.time() - found.written_s > _NOTED_S:
+                    await self.requests.replace(seen_path(fingerprint), b"")
+
+        await each(partial(mark, fingerprint) for fingerprint in fingerprints)

@@ -1,0 +1,138 @@
+"""Ask an artifact store for what a compile needs, before the compile begins (`CompileBackend`).
+
+A store that is down costs a compile `patience_s` seconds, once: after a failure the store is left alone for a while, with one warning.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from functools import partial
+
+import anyio
+
+from aionn.caching.keyring import read_keyring
+from aionn.caching.manifest import StoredFile
+from aionn.caching.offers import CompileRequest, Offered
+from aionn.caching.outcomes import MissReason, Refusal, refusal_of_os_error
+from aionn.caching.statement import Statement
+from aionn.fleet.addresses import open_address
+from aionn.fleet.artifact_store import ArtifactStore, each
+from aionn.fleet.errors import StoreError
+from aionn.fleet.judging import statement_at
+from aionn.fleet.places import StatementPlace, file_path, fingerprint
+from aionn.hal.trust import Keyring
+
+__all__ = ["PATIENCE_S", "StoreBackend", "fetch_offer"]
+
+PATIENCE_S = 2.0
+_LEFT_ALONE_S = 30.0
+_log = logging.getLogger("aionn.fleet")
+
+
+class StoreBackend:
+    """An artifact store as the backend of a runtime: what a trusted builder has compiled is fetched, and nothing is compiled.
+
+    Only statements of the keys in the user's keyring are asked for. The driver checks what comes.
+
+    Attributes:
+        wait_s: how long a compile waits in all, in seconds. A store that does not answer is given up much earlier.
+    """
+
+    def __init__(self, address: str | os.PathLike[str], *, wait_s: float = 60.0, patience_s: float = PATIENCE_S) -> None:
+        """Open a store.
+
+        Args:
+            address: see `open_address`.
+            wait_s: as the attribute. Large artifacts on slow networks need more.
+            patience_s: seconds without an answer after which the store counts as down.
+
+        Raises:
+            CallerError: this kind of address is not supported.
+            StoreError: there is no such directory, or the bucket's settings are wrong.
+        """
+        self.wait_s = wait_s
+        self._store = ArtifactStore(open_address(address, patience_s=patience_s))
+        self._left_alone_until = 0.0
+        self._warned = False
+
+    async def compile(self, request: CompileRequest) -> Offered | None:
+        """Return the artifact for a request, or None if the store has none, or does not answer."""
+        if time.monotonic() < self._left_alone_until:
+            return None
+        keyring = await anyio.to_thread.run_sync(read_keyring)
+        of = fingerprint(request.device, request.device_version)
+        try:
+            found = await _first(self._store, [StatementPlace(request.key, of, key.id) for key in keyring.keys], keyring)
+        except StoreError as error:
+            self._fail(str(error))
+            return None
+        if found is None:
+            return None
+        artifact = await fetch_offer(self._store, *found)
+        if isinstance(artifact, Refusal):
+            if artifact.reason is MissReason.IO_ERROR:
+                self._fail(artifact.detail)
+            else:
+                _log.info("artifact %s is not taken: %s", request.key.hex()[:16], artifact)
+            return None
+        return artifact
+
+    def _fail(self, why: str) -> None:
+        self._left_alone_until = time.monotonic() + _LEFT_ALONE_S
+        _log.log(logging.INFO if self._warned else logging.WARNING, "%s; models are compiled here meanwhile", why)
+        self._warned = True
+
+
+async def _first(store: ArtifactStore, places: Sequence[StatementPlace], keyring: Keyring) -> tuple[bytes, Statement] | None:
+    """Return the first statement that is there and that its key has signed, in the keyring's order."""
+    found: dict[StatementPlace, bytes] = {}
+
+    async def read(place: StatementPlace) -> None:
+        signed = await store.statement(place)
+        if signed is not None:
+            found[place] = signed
+
+    await each(partial(read, place) for place in places)
+    for place in places:
+        if place in found:
+            statement = await anyio.to_thread.run_sync(statement_at, place, found[place], keyring)
+            if isinstance(statement, Statement):
+                return found[place], statement
+            _log.info("a statement at %s is not taken: %s", place.path, statement)
+    return None
+
+
+async def fetch_offer(store: ArtifactStore, signed: bytes, statement: Statement) -> Offered | Refusal:
+    """Fetch the files of a statement into memory, or open them where the store is a folder.
+
+    A file of a folder is not read here. The driver reads it once, into a private copy, and compares that copy with the statement.
+
+    Returns:
+        The artifact, to be closed, or why it cannot be had, as `ArtifactStore.fetch`.
+    """
+    files: Sequence[StoredFile] = statement.files
+    folder = store.requests.opened.folder
+    fds: list[int] = []
+    kept = False
+    try:
+        for file in files:
+            if folder is None:
+                fds.append(os.memfd_create("aionn-artifact", os.MFD_CLOEXEC))
+            else:
+                fds.append(os.open(folder / file_path(file.digest), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK))
+        refusal = None if folder is not None else await store.fetch(files, fds)
+        if refusal is not None:
+            return refusal
+        kept = True
+        return Offered(signed, fds[: len(statement.model)], fds[len(statement.model) :])
+    except FileNotFoundError:
+        return Refusal(MissReason.PARTIAL, f"artifact store {store.address} lacks a file of entry {statement.key.hex()[:16]}")
+    except OSError as error:
+        return refusal_of_os_error(error, f"artifact store {store.address}")
+    finally:
+        if not kept:
+            for fd in fds:
+                os.close(fd)

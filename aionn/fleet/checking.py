@@ -1,0 +1,104 @@
+"""Check an artifact store (`aionn fleet verify`): read every statement and every file, and name what could not serve."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from aionn.caching.manifest import StoredFile
+from aionn.caching.outcomes import MissReason, Refusal
+from aionn.fleet.artifact_store import ArtifactStore, FilesOf, each
+from aionn.fleet.places import FILES, StatementPlace, digest_in, file_path
+from aionn.fleet.requests import BadContentsError, Found
+
+__all__ = ["BadObject", "Checked", "check_store"]
+
+_AT_ONCE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class BadObject:
+    """A statement or a file that could not serve."""
+
+    path: str
+    reason: MissReason
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What a check has read.
+
+    Attributes:
+        statements: how many statements there are.
+        files: how many files there are, whether or not a statement names them.
+        size_bytes: bytes of the files.
+        unnamed: how many files no statement names. A sweep removes them.
+        bad: what could not serve, in the order of the paths.
+        removed: how many bad objects were removed.
+    """
+
+    statements: int
+    files: int
+    size_bytes: int
+    unnamed: int
+    bad: tuple[BadObject, ...]
+    removed: int = 0
+
+
+async def check_store(store: ArtifactStore, judge: FilesOf, *, remove: bool = False) -> Checked:
+    """Read everything, and compare each file with the digest in its name.
+
+    Args:
+        judge: decides about statements.
+        remove: remove what could not serve, so that the next push writes it again.
+
+    Raises:
+        StoreError: the store cannot be used.
+    """
+    bad: list[BadObject] = []
+    named: dict[str, list[tuple[str, StoredFile]]] = {}
+
+    async def read_statement(place: StatementPlace, found: Found) -> None:
+        encoded = await store.read_statement(place, found)
+        if encoded is None:
+            return
+        files = judge(place, encoded)
+        if isinstance(files, Refusal):
+            bad.append(BadObject(place.path, files.reason, files.detail))
+            return
+        for file in files:
+            named.setdefault(file_path(file.digest), []).append((place.path, file))
+
+    statements = await store.statements()
+    await each(partial(read_statement, place, found) for place, found in statements)
+    listed = {found.path: found for found in await store.requests.listing(FILES)}
+
+    async def read_file(found: Found) -> None:
+        digest = digest_in(found.path)
+        if digest is None:
+            return
+        try:
+            await store.requests.copy_file(found.path, StoredFile(found.size_bytes, digest), None)
+        except BadContentsError as error:
+            bad.append(BadObject(found.path, MissReason.WRONG_BYTES, str(error)))
+
+    await each((partial(read_file, found) for found in listed.values()), _AT_ONCE)
+    damaged = {one.path for one in bad}
+    for path, users in named.items():
+        for statement, file in users:
+            found = listed.get(path) or await store.requests.find(path)
+            if found is None:
+                bad.append(BadObject(statement, MissReason.PARTIAL, f"its file {path} is missing"))
+            elif found.size_bytes != file.length:
+                bad.append(BadObject(statement, MissReason.WRONG_LENGTH, f"{path} has {found.size_bytes} bytes, expected {file.length}"))
+            elif path in damaged:
+                bad.append(BadObject(statement, MissReason.WRONG_BYTES, f"its file {path} is damaged"))
+    if remove:
+        # Statements first, so that no reader finds one whose file has just been removed.
+        for path in sorted({one.path for one in bad}, key=lambda path: (path.startswith(f"{FILES}/"), path)):
+            await store.requests.remove(path)
+    sizes = [found.size_bytes for found in listed.values()]
+    unnamed = len(listed.keys() - named.keys())
+    found_bad = tuple(sorted(bad, key=lambda one: one.path))
+    return Checked(len(statements), len(listed), sum(sizes), unnamed, found_bad, len({one.path for one in bad}) if remove else 0)

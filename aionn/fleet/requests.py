@@ -1,0 +1,255 @@
+"""Requests to an object store: with retries, and with an end.
+
+A request that makes no progress for `patience_s` seconds raises `StoreError`. A local store is asked once, because asking a file system
+again changes nothing. Objects are written whole or not at all. Nothing here renames an object.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import anyio
+import obstore
+from blake3 import blake3
+from obstore.exceptions import (
+    AlreadyExistsError,
+    BaseError,
+    InvalidPathError,
+    NotFoundError,
+    NotSupportedError,
+    PermissionDeniedError,
+    PreconditionError,
+    UnauthenticatedError,
+)
+
+from aionn.caching.manifest import StoredFile
+from aionn.fleet.addresses import OpenedStore
+from aionn.fleet.errors import StoreError
+
+__all__ = ["MULTIPART_BYTES", "BadContentsError", "Found", "Requests"]
+
+T = TypeVar("T")
+MULTIPART_BYTES = 64_000_000  # larger files go up in parts, so a lost connection costs one part
+_PART_BYTES = 16 << 20
+_CHUNK_BYTES = 4 << 20
+_SLOWEST_BYTES_PER_S = 1_000_000  # an upload shows no progress, so its time grows with its size
+_RETRY_S = 0.1
+_FINAL = (PermissionDeniedError, UnauthenticatedError, NotSupportedError, InvalidPathError, PreconditionError)
+
+
+class BadContentsError(Exception):
+    """An object's contents are not those that its name stands for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One object: its path, its size in bytes, and the wall-clock time of its last writing in seconds since the epoch."""
+
+    path: str
+    size_bytes: int
+    written_s: float
+
+
+class Requests:
+    """What an artifact store asks of its object store."""
+
+    def __init__(self, opened: OpenedStore) -> None:
+        self.opened = opened
+
+    async def put_new(self, path: str, content: bytes | memoryview) -> bool:
+        """Write an object unless one of that name exists. Return False if one does.
+
+        One of several writers wins, and the others get False. An object above `MULTIPART_BYTES` is looked up first instead: its name
+        stands for its contents, so writing it twice changes nothing.
+        """
+        size = memoryview(content).nbytes
+        if size > MULTIPART_BYTES:
+            if await self.find(path) is not None:
+                return False
+            await self.replace(path, content)
+            return True
+        try:
+            await self._ask(f"writing {path}", lambda: obstore.put_async(self.opened.objects, path, content, mode="create"), size)
+        except AlreadyExistsError:
+            return False
+        return True
+
+    async def replace(self, path: str, content: bytes | memoryview) -> None:
+        """Write an object, whether or not there is one of that name."""
+        size = memoryview(content).nbytes
+        put = partial(
+            obstore.put_async,
+            self.opened.objects,
+            path,
+            content,
+            use_multipart=size > MULTIPART_BYTES,
+            chunk_size=_PART_BYTES,
+            max_concurrency=4,
+        )
+        await self._ask(f"writing {path}", put, size)
+
+    async def get(self, path: str, max_bytes: int) -> bytes | None:
+        """Return an object's contents, or None if there is no such object.
+
+        Raises:
+            StoreError: it cannot be read.
+            BadContentsError: it has more than `max_bytes` bytes.
+        """
+
+        async def read() -> bytes:
+            answer = await obstore.get_async(self.opened.objects, path)
+            if answer.meta["size"] > max_bytes:
+                raise BadContentsError(f"{path} has {answer.meta['size']} bytes, at most {max_bytes} are read")
+            return bytes(await answer.bytes_async())
+
+        try:
+            return await self._ask(f"reading {path}", read)
+        except (NotFoundError, FileNotFoundError):
+            return None
+
+    async def copy_file(self, path: str, stored: StoredFile, fd: int | None) -> bool:
+        """Read an object whose digest is known, and write it to a file. Return False if there is no such object.
+
+        Args:
+            fd: an empty file, open for writing. None: check the contents only.
+
+        Raises:
+            StoreError: it cannot be read.
+            BadContentsError: it has another length or digest, also when it is read a second time. What the file holds is of no use.
+        """
+        for last in (False, True):
+            try:
+                return await self._copied(path, stored, fd)
+            except BadContentsError:
+                if last:
+                    raise
+        raise AssertionError("unreachable")
+
+    async def _copied(self, path: str, stored: StoredFile, fd: int | None) -> bool:
+        answer: Any = None
+
+        async def opened() -> None:
+            nonlocal answer
+            answer = await obstore.get_async(self.opened.objects, path)
+
+        give_up_at = time.monotonic() + self.opened.patience_s
+        while True:
+            try:
+                await self._ask(f"reading {path}", opened)
+                if answer.meta["size"] != stored.length:
+                    raise BadContentsError(f"{path} has {answer.meta['size']} bytes, expected {stored.length}")
+                return await self._through(path, answer, stored, fd)
+            except (NotFoundError, FileNotFoundError):
+                return False
+            except BaseError as error:  # the answer was torn after it had begun
+                if time.monotonic() > give_up_at or self.opened.folder is not None:
+                    raise self._failed(f"reading {path}", error) from error
+                await anyio.sleep(_RETRY_S)
+
+    async def _through(self, path: str, answer: Any, stored: StoredFile, fd: int | None) -> bool:
+        hasher, at = blake3(), 0
+        stream = answer.stream(min_chunk_size=_CHUNK_BYTES).__aiter__()
+        while True:
+            chunk = b""
+            with anyio.move_on_after(self.opened.patience_s) as limit:
+                try:
+                    chunk = await stream.__anext__()
+                except StopAsyncIteration:
+                    break
+            if limit.cancelled_caught:
+                raise StoreError(self.opened.address, f"reading {path}", f"no byte came for {self.opened.patience_s:g} s")
+            if at + len(chunk) > stored.length:
+                raise BadContentsError(f"{path} has more than {stored.length} bytes")
+            await anyio.to_thread.run_sync(_take, hasher, memoryview(chunk).cast("B"), fd, at)
+            at += len(chunk)
+        if at != stored.length or hasher.digest() != stored.digest:
+            raise BadContentsError(f"{path} has contents of another digest")
+        return True
+
+    async def find(self, path: str) -> Found | None:
+        """Return what the store says about an object, or None if there is no such object."""
+        try:
+            meta = await self._ask(f"looking for {path}", lambda: obstore.head_async(self.opened.objects, path))
+        except (NotFoundError, FileNotFoundError):
+            return None
+        return Found(path, meta["size"], meta["last_modified"].timestamp())
+
+    async def remove(self, path: str) -> bool:
+        """Remove an object. Return False if a local store has no such object; a bucket does not say so."""
+        try:
+            await self._ask(f"removing {path}", lambda: obstore.delete_async(self.opened.objects, path))
+        except (NotFoundError, FileNotFoundError):
+            return False
+        return True
+
+    async def listing(self, prefix: str) -> list[Found]:
+        """Return all objects below a prefix. Never called on the way to a first answer."""
+
+        async def read() -> list[Found]:
+            found = []
+            async for batch in obstore.list(self.opened.objects, prefix, chunk_size=1000):
+                limit.deadline = anyio.current_time() + self.opened.patience_s
+                found += [Found(meta["path"], meta["size"], meta["last_modified"].timestamp()) for meta in batch]
+            return found
+
+        give_up_at = time.monotonic() + self.opened.patience_s
+        while True:
+            with anyio.move_on_after(self.opened.patience_s) as limit:
+                try:
+                    return await read()
+                except (BaseError, FileNotFoundError) as error:
+                    # A folder changes while it is listed. A list that lacks objects must never look like a whole one.
+                    again = self.opened.folder is not None or not isinstance(error, (*_FINAL, NotFoundError, FileNotFoundError))
+                    if not again or time.monotonic() > give_up_at:
+                        raise self._failed(f"listing {prefix}", error) from error
+            if limit.cancelled_caught:
+                raise self._late(f"listing {prefix}", self.opened.patience_s)
+            await anyio.sleep(_RETRY_S)
+
+    async def _ask(self, doing: str, ask: Callable[[], Awaitable[T]], size_bytes: int = 0) -> T:
+        """Ask until there is an answer, a final refusal, or no patience is left."""
+        patience_s = self.opened.patience_s + size_bytes / _SLOWEST_BYTES_PER_S
+        give_up_at = time.monotonic() + patience_s
+        failure: BaseError | None = None
+        while True:
+            with anyio.move_on_after(give_up_at - time.monotonic()):
+                try:
+                    return await ask()
+                except (AlreadyExistsError, NotFoundError):
+                    raise
+                except BaseError as error:
+                    failure = error
+                    if isinstance(error, _FINAL) or self.opened.folder is not None:
+                        raise self._failed(doing, error) from error
+                except OSError as error:
+                    if isinstance(error, FileNotFoundError):
+                        raise
+                    raise StoreError(self.opened.address, doing, error.strerror or str(error)) from error
+                await anyio.sleep(_RETRY_S)
+            if time.monotonic() >= give_up_at:
+                raise self._late(doing, patience_s) if failure is None else self._failed(doing, failure)
+
+    def _failed(self, doing: str, error: Exception) -> StoreError:
+        return StoreError(self.opened.address, doing, said(error))
+
+    def _late(self, doing: str, patience_s: float) -> StoreError:
+        return StoreError(self.opened.address, doing, f"it did not answer within {patience_s:g} s")
+
+
+def said(error: Exception) -> str:
+    """Return what obstore says in one sentence, without its dump of internal objects."""
+    text = str(error).partition("\n\nDebug source")[0]
+    return re.sub(r", after \d+ retries, max_retries: \d+, retry_timeout: \S+", "", " ".join(text.split()))
+
+
+def _take(hasher: Any, chunk: memoryview, fd: int | None, at: int) -> None:
+    hasher.update(chunk)
+    while fd is not None and chunk:
+        count = os.pwrite(fd, chunk, at)
+        at, chunk = at + count, chunk[count:]

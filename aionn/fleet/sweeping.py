@@ -1,0 +1,213 @@
+"""Sweep an artifact store (`aionn fleet gc`): drop old statements, then files that no statement names. Marks first, deletes later.
+
+What is younger than the grace stays, so a writer who is at work loses nothing. Each object's age is looked up once more just before it is
+removed. No lock is needed: a writer looks for its files after it has written its statement (`artifact_store`).
+
+A statement stays while one of these holds: it is younger than `keep_s`, or a node with its fingerprint has pulled within `keep_s`.
+Beyond the budget the oldest statements go first. A statement that has lost a file is of no use to anyone, so it goes, too.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import anyio
+
+from aionn.caching.manifest import StoredFile
+from aionn.caching.outcomes import Refusal
+from aionn.fleet.artifact_store import ArtifactStore, FilesOf, each
+from aionn.fleet.places import FILES, SEEN, STATEMENTS, StatementPlace, digest_in, file_path, seen_path
+from aionn.fleet.requests import Found
+
+__all__ = ["GRACE_S", "KEEP_S", "SweepReport", "sweep"]
+
+KEEP_S = 30 * 86400.0
+GRACE_S = 86400.0  # longer than any push takes, and than clocks of builders and store differ
+_STAGING = re.compile(r".+#\d+")  # how obstore names a file that it has not finished
+
+
+@dataclass(frozen=True, slots=True)
+class SweepReport:
+    """What a sweep did, or would do.
+
+    Attributes:
+        statements: statements removed.
+        files: files removed that no statement names any more.
+        staging: unfinished files of writers that were killed, removed from a local store.
+        freed_bytes: bytes of all of them.
+        kept: statements that stay.
+        kept_bytes: bytes of the files that these name, each file once.
+        over_bytes: bytes that the kept ones have beyond the budget, because they are younger than the grace.
+    """
+
+    statements: int = 0
+    files: int = 0
+    staging: int = 0
+    freed_bytes: int = 0
+    kept: int = 0
+    kept_bytes: int = 0
+    over_bytes: int = 0
+
+
+@dataclass(slots=True)
+class _Marked:
+    """One statement during a sweep. `files` is None if it cannot be read."""
+
+    place: StatementPlace
+    found: Found
+    files: Sequence[StoredFile] | None
+    kept: bool = False
+
+
+@dataclass(slots=True)
+class _Sweep:
+    store: ArtifactStore
+    files_of: FilesOf
+    keep_s: float
+    max_bytes: int | None
+    grace_s: float
+    now_s: float = field(default_factory=time.time)
+
+    def old(self, found: Found) -> bool:
+        return self.now_s - found.written_s >= self.grace_s
+
+    async def marked(self, known: Sequence[_Marked] = ()) -> list[_Marked]:
+        """Read all statements that are not known yet."""
+        paths = {one.place.path for one in known}
+        fresh: list[_Marked] = []
+
+        async def read(place: StatementPlace, found: Found) -> None:
+            encoded = await self.store.read_statement(place, found)
+            if encoded is not None:
+                files = self.files_of(place, encoded)
+                fresh.append(_Marked(place, found, None if isinstance(files, Refusal) else files))
+
+        await each(partial(read, place, found) for place, found in await self.store.statements() if place.path not in paths)
+        return fresh
+
+    async def mark(self, statements: Sequence[_Marked]) -> None:
+        """Decide which statements are kept."""
+        # Listed after the statements, so a statement that was found had its files before.
+        sizes = {found.path: found.size_bytes for found in await self.store.requests.listing(FILES)}
+        seen = {found.path for found in await self.store.requests.listing(SEEN) if self.now_s - found.written_s < self.keep_s}
+        for one in statements:
+            young = self.now_s - one.found.written_s < self.keep_s
+            whole = one.files is not None and all(sizes.get(file_path(file.digest)) == file.length for file in one.files)
+            wanted = young or seen_path(one.place.fingerprint) in seen
+            one.kept = not self.old(one.found) or (wanted and whole)
+        if self.max_bytes is not None:
+            self._keep_within(self.max_bytes, [one for one in statements if one.kept])
+
+    def _keep_within(self, max_bytes: int, kept: Sequence[_Marked]) -> None:
+        """Drop the oldest statements until the files of the others fit."""
+        users = Counter(file.digest for one in kept for file in set(one.files or ()))
+        total = _named_bytes(kept)
+        for one in sorted(kept, key=lambda one: one.found.written_s):
+            if total <= max_bytes or not self.old(one.found):
+                break
+            one.kept = False
+            for file in set(one.files or ()):
+                users[file.digest] -= 1
+                total -= 0 if users[file.digest] else file.length
+
+    async def unnamed(self, statements: Sequence[_Marked]) -> list[Found]:
+        """Return the files that no kept statement names, among those older than the grace."""
+        named = {file.digest for one in statements if one.kept for file in one.files or ()}
+        found = await self.store.requests.listing(FILES)
+        return [one for one in found if self.old(one) and (digest := digest_in(one.path)) is not None and digest not in named]
+
+    async def remove(self, found: Found) -> bool:
+        """Remove an object, if it is still as old as it was when it was marked."""
+        again = await self.store.requests.find(found.path)
+        return again is not None and again.written_s <= found.written_s and await self.store.requests.remove(found.path)
+
+
+async def sweep(
+    store: ArtifactStore,
+    files_of: FilesOf,
+    *,
+    keep_s: float = KEEP_S,
+    max_bytes: int | None = None,
+    grace_s: float = GRACE_S,
+    dry_run: bool = False,
+) -> SweepReport:
+    """Remove what no node needs any more.
+
+    Args:
+        files_of: reads a statement. Its signature does not matter here.
+        keep_s: seconds for which a statement is kept after it was written, and after a node with its fingerprint has pulled.
+        max_bytes: budget of all files, or None.
+        grace_s: nothing younger than that is removed, in seconds.
+        dry_run: remove nothing, and report what would be removed.
+
+    Raises:
+        StoreError: the store cannot be used. What was removed until then was not needed.
+    """
+    plan = _Sweep(store, files_of, keep_s, max_bytes, grace_s)
+    statements = await plan.marked()
+    await plan.mark(statements)
+    dropped = [one for one in statements if not one.kept]
+    kept = [one for one in statements if one.kept]
+    removed: list[Found] = []
+
+    async def remove(found: Found) -> None:
+        if dry_run or await plan.remove(found):
+            removed.append(found)
+
+    # Statements first: a reader never finds a statement whose files have been taken on purpose.
+    await each(partial(remove, one.found) for one in dropped)
+    gone = {found.path for found in removed}
+    kept += [one for one in dropped if one.found.path not in gone]
+    if not dry_run:
+        kept += await plan.marked(kept)  # written since, or written anew after they were removed
+    for one in kept:
+        one.kept = True
+    await each(partial(remove, found) for found in await plan.unnamed(kept))
+    await each(
+        partial(remove, found) for found in await store.requests.listing(SEEN) if plan.now_s - found.written_s > max(keep_s, grace_s)
+    )
+    staging = await anyio.to_thread.run_sync(_remove_staging, store.requests.opened.folder, plan.now_s - grace_s, dry_run)
+    left = _named_bytes(kept)
+    return SweepReport(
+        statements=sum(found.path.startswith(f"{STATEMENTS}/") for found in removed),
+        files=sum(found.path.startswith(f"{FILES}/") for found in removed),
+        staging=len(staging),
+        freed_bytes=sum(found.size_bytes for found in removed) + sum(staging),
+        kept=len(kept),
+        kept_bytes=left,
+        over_bytes=max(0, left - max_bytes) if max_bytes is not None else 0,
+    )
+
+
+def _named_bytes(statements: Sequence[_Marked]) -> int:
+    """Return the bytes of all files that kept statements name."""
+    return sum({file.digest: file.length for one in statements if one.kept for file in one.files or ()}.values())
+
+
+def _remove_staging(folder: Path | None, before_s: float, dry_run: bool) -> list[int]:
+    """Remove what killed writers have left in a local store, and return the sizes. A bucket shows no unfinished objects."""
+    sizes: list[int] = []
+    if folder is None:
+        return sizes
+    for part in (FILES, STATEMENTS, SEEN):
+        for parent, _, names in os.walk(os.path.join(folder, part), topdown=False):
+            for name in filter(_STAGING.fullmatch, names):
+                path = os.path.join(parent, name)
+                with suppress(FileNotFoundError):
+                    status = os.lstat(path)
+                    if status.st_mtime <= before_s:
+                        if not dry_run:
+                            os.unlink(path)
+                        sizes.append(status.st_size)
+            if not dry_run and os.path.relpath(parent, folder).count(os.sep):
+                with suppress(OSError):  # it holds something
+                    os.rmdir(parent)
+    return sizes
