@@ -92,6 +92,11 @@ class Models:
         self._wanted = {one.name: one for one in wanted}
         self._scope = anyio.CancelScope()
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all models, also of those that do not serve yet."""
+        return tuple(self._wanted)
+
     def start(self) -> None:
         """Have all models compiled in the background."""
         self._session.tasks.start_soon(self._work, name="models of a web app")
