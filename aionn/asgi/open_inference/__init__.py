@@ -14,8 +14,8 @@ The protocol has metadata, health and inference with tensors as JSON or as raw b
 
 Invariants
     A body is never larger in memory than `max_body_bytes`. It lies in one piece, or in one frame.
-    A frame is leased only while a body arrives or the driver computes. A client that reads slowly holds none.
-    At most `_STREAMED` bodies of one model hold frames while they arrive, so clients that stall cannot take all frames.
+    A frame is leased only while a body arrives or the driver computes. A client that reads slowly holds no frame.
+    At most `STREAMED` requests for one model have a frame while their body arrives, so clients that stall cannot take all frames.
     No request reads what another has left in a frame, because every input is checked to be there before one is leased.
 """
 

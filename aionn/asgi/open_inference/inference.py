@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import anyio
@@ -118,14 +118,12 @@ async def _streamed(
         async with burst.frame({tensor.name: tensor.shape for tensor in asked.inputs}) as frame:
             with _arriving(body_by):
                 await _fill(frame, incoming, asked)
-            target.streaming.release_on_behalf_of(incoming)  # the driver's answer bounds how long the frame is held from here
             read_ns = time.monotonic_ns()
             outputs = await target.compute(frame, asked.timing, deadline_ns)
             called_ns = time.monotonic_ns()
             return _response(asked, target, outputs), read_ns, called_ns
     finally:
-        with suppress(RuntimeError):  # it was released before
-            target.streaming.release_on_behalf_of(incoming)
+        target.streaming.release_on_behalf_of(incoming)
 
 
 async def _fill(frame: aionn.Frame, incoming: Incoming, asked: Asked) -> None:

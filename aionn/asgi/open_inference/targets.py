@@ -59,7 +59,7 @@ class Target:
 
     Attributes:
         burst: for its requests; None if no burst takes its values.
-        streaming: bounds how many bodies hold frames while they arrive.
+        streaming: bounds how many requests write into a frame while their body arrives.
         retries: how often a call is made again whose driver has died.
     """
 
@@ -139,7 +139,7 @@ class _Kept:
 
 
 STREAMED = 4
-"""So many bodies of one model hold a frame while they arrive. The bodies of others wait in memory of their own."""
+"""So many requests for one model have a frame from the arrival of their body to their answer. Other bodies are put together first."""
 
 
 class Targets:
