@@ -27,6 +27,8 @@ __all__ = ["oip"]
 
 Handler = Callable[[Request], Awaitable[Response]]
 
+_METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
+
 EXTENSIONS = ["binary_tensor_data", "statistics"]
 
 
@@ -72,10 +74,10 @@ def oip(
             (prefix + "/infer", routes.infer, "POST"),
             (prefix + "/stats", routes.statistics, "GET"),
         ]
-    found: list[BaseRoute] = [Route(path, routes.answered(handler), methods=[method]) for path, handler, method in paths]
+    found: list[BaseRoute] = [Route(path, routes.answered(handler, method), methods=_METHODS) for path, handler, method in paths]
     if find_spec("prometheus_client") is not None:
         found.append(Route("/metrics", _metrics()))
-    return [*found, Route("/v2/{rest:path}", routes.answered(routes.unknown))]
+    return [*found, Route("/v2/{rest:path}", routes.answered(routes.unknown), methods=_METHODS)]
 
 
 class _Routes:
@@ -83,12 +85,14 @@ class _Routes:
         self._targets = targets
         self._max_body_bytes = max_body_bytes
 
-    def answered(self, handler: Handler) -> Handler:
-        """Return a handler that answers errors of aionn as the protocol does."""
+    def answered(self, handler: Handler, method: str = "") -> Handler:
+        """Return a handler that answers errors of aionn as the protocol does. `method`: the only one that the path has, or empty."""
 
         @functools.wraps(handler)
         async def answer(request: Request) -> Response:
             try:
+                if method and request.method not in (method, "HEAD" if method == "GET" else method):
+                    raise Refusal(405, f"the path {request.url.path} takes {method}, not {request.method}", {"Allow": method})
                 try:
                     return await handler(request)
                 except AionnError as error:

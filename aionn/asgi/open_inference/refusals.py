@@ -56,14 +56,15 @@ class Refusal(Exception):
 
 def refusal_of(error: AionnError, runtime: aionn.Runtime) -> Refusal:
     """Return the answer for an error of a call."""
-    status = 500
+    status, sentence = 500, text_of(error)
     if isinstance(error, CallerError):
-        # A runtime that closes ends its calls with this error, too. That is not the client's mistake.
-        status = 400 if runtime.health().state not in ("closing", "closed") else 503
+        status = 400
+        if runtime.health().state in ("closing", "closed"):  # which ends calls with this error, too
+            status, sentence = 503, "the runtime of this server was closed; ask another server, or try again later"
     elif isinstance(error, DeadlineError):
         status = 504
     elif isinstance(error, ExecutionError):
         status = _OF_STATUS.get(ErrorStatus(error.status), _NOT_COMPUTED)
     elif isinstance(error, _FOR_NOW):
         status = 503
-    return Refusal(status, text_of(error), {"Retry-After": str(RESTART_S)} if status == 503 else None)
+    return Refusal(status, sentence, {"Retry-After": str(RESTART_S)} if status == 503 else None)
