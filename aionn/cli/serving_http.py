@@ -6,6 +6,7 @@ command, because its server would stay unready. An error that may pass is logged
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -107,7 +108,9 @@ def _listening(options: ServeOptions) -> socket.socket:
         family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
         return socket.create_server((options.host, options.port), family=family, backlog=2048)
     except (OSError, OverflowError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
+        # The text of some errors has the address, too. The number of an unknown host is negative, and not the system's.
+        number = getattr(error, "errno", None) or 0
+        reason = os.strerror(number) if number > 0 else getattr(error, "strerror", None) or str(error)
         raise NotDoneError(
             f"cannot listen on port {options.port} of {options.host!r}: {reason}; give another address with --host and --port"
         ) from error

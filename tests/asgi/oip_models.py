@@ -66,7 +66,7 @@ def extremes(datatype: str, rows: int = 2) -> NDArray[Any]:
 
 
 def example_model() -> aionn.Model:
-    """Return a model with the inputs and outputs of the protocol's examples: output0[row, column] = input1[row] * sum of input0's column."""
+    """Return a model for the protocol's examples: output0[row, column] = input1[row] * sum of input0's column."""
     nodes = [
         helper.make_node("Cast", ["input0"], ["numbers"], to=TensorProto.FLOAT),
         helper.make_node("ReduceSum", ["numbers", "first"], ["sums"], keepdims=1),

@@ -63,9 +63,7 @@ class OipServed:
 
 
 @contextmanager
-def oip_served(
-    models: Mapping[str, aionn.asgi.ModelSpec], *, wait: bool = True, hang_s: float = 30, **options: Any
-) -> Iterator[OipServed]:
+def oip_served(models: Mapping[str, aionn.asgi.ModelSpec], *, wait: bool = True, hang_s: float = 30, **options: Any) -> Iterator[OipServed]:
     """Serve models for the body.
 
     Args:

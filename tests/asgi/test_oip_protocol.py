@@ -1,4 +1,4 @@
-"""The Open Inference Protocol by hand: the examples of its pages, every refusal, lies about lengths, and bodies that hypothesis makes (F19)."""
+"""The Open Inference Protocol by hand (F19): the examples of its pages, every refusal, lies about lengths, and bodies of hypothesis."""
 
 from __future__ import annotations
 
@@ -91,7 +91,8 @@ def test_raw_bytes_beside_json_and_the_default_for_all_outputs(served: OipServed
     asked = body(INPUT0, raw(INPUT1, 3), tail=b"\1\1\0", parameters={"binary_data_output": True})
     response = infer(served, asked)
     assert response.content[int(response.headers[LENGTH]) :] == struct.pack("<6f", 4, 6, 4, 6, 0, 0)
-    one_in_json = body(INPUT0, INPUT1, parameters={"binary_data_output": True}, outputs=[{"name": "output0", "parameters": {"binary_data": False}}])
+    one = {"name": "output0", "parameters": {"binary_data": False}}
+    one_in_json = body(INPUT0, INPUT1, parameters={"binary_data_output": True}, outputs=[one])
     assert infer(served, one_in_json).json()["outputs"] == [OUTPUT0]
 
 
@@ -122,7 +123,7 @@ def test_the_outputs_that_the_protocol_can_carry_of_a_classifier(served: OipServ
     assert [one["name"] for one in response.json()["outputs"]] == [label]
     refused = infer(served, body(asked), "classifier")
     assert refused.status_code == 400
-    assert "which the Open Inference Protocol does not have" in refused.json()["error"]
+    assert "which the Open Inference Protocol lacks" in refused.json()["error"]
 
 
 def test_how_long_the_model_took(served: OipServed) -> None:
@@ -223,7 +224,7 @@ def test_what_json_cannot_carry(served: OipServed) -> None:
         (b"\x01\0\0\0a" * 4, "has 4 elements"),
         (b"\x01\0\0\0a" * 2 + b"\xff\xff\xff\xffa", "element 2 of the BYTES tensor goes beyond the end"),
         (b"\x01\0\0", "element 0 of the BYTES tensor goes beyond the end"),
-        (b"\x01\0\0\0\xff" * 3, "element 0 is not UTF-8"),
+        (b"\x01\0\0\0\xff" * 3, "element 0 is not a text in UTF-8"),
     ],
 )
 def test_texts_of_another_form(served: OipServed, data: bytes, sentence: str) -> None:
@@ -341,9 +342,28 @@ def until(seen: Any) -> None:
         assert time.monotonic() - began < 30
 
 
+def test_a_body_that_stalls_is_refused_in_the_end(served: OipServed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first has no JSON yet, the second a frame, and the third waits for small tensors."""
+    monkeypatch.setattr("aionn.asgi.open_inference.inference.BODY_S", 0.3)
+    large, _ = body(raw({"name": "index", "shape": [2**16], "datatype": "INT64"}, 2**19))
+    small, _ = body(raw({"name": "index", "shape": [2], "datatype": "INT64"}, 16))
+    for text, more in ((b"{", 0), (large, 2**19), (small, 16)):
+        with connected(served) as stream:
+            said = len(text) + max(more, 1)
+            stream.sendall(head("pick", f"{LENGTH}: {len(text) + (not more)}", f"Content-Length: {said}") + text)
+            status, headers, answered = answer(stream)
+            assert (status, b"did not arrive within 0.3 s" in answered) == (408, True)
+            assert b"connection: close" in headers.lower()
+    served.no_frame_is_lost("pick")
+
+
 # ---- bodies that hypothesis makes -----------------------------------------------------------------------------------------
 
-JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats(width=32) | st.text(max_size=5), lambda one: st.lists(one, max_size=4), max_leaves=8)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(width=32) | st.text(max_size=5),
+    lambda one: st.lists(one, max_size=4),
+    max_leaves=8,
+)
 NAMES = st.sampled_from(["input0", "input1", "index", "FP32", "FP64", "BYTES", "FP16", "output0", ""]) | st.text(max_size=3)
 DATATYPES = st.sampled_from(["UINT32", "BOOL", "INT64", "FP32", "FP64", "BYTES", "FP16", "BF16", "X"])
 SIZES = st.integers(-2, 40) | JSON

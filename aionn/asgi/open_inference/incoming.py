@@ -81,7 +81,7 @@ class Incoming:
 
     async def end(self) -> None:
         """Return at the end of the body. Raises `Refusal` if it has more bytes."""
-        if self._chunk or await self._more():
+        if self._chunk or (self._arrived != self._declared and await self._more()):
             raise Refusal(400, "the body goes on behind its last tensor; the sizes of its tensors do not add up")
 
     async def _rest(self) -> memoryview:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import anyio
@@ -30,6 +30,9 @@ __all__ = ["infer"]
 
 BODY_S = 60.0
 """A body that has not arrived after so many seconds is refused, so a client that stalls holds nothing for longer."""
+
+_SHORT_BYTES = 2048
+"""A longer JSON has data in it, which no other request has."""
 
 _LARGE_BYTES = 2**18
 """A smaller body is put together faster than a frame is leased for it."""
@@ -62,10 +65,11 @@ async def infer(incoming: Incoming, target: Target) -> Response:
 
 async def _answered(incoming: Incoming, target: Target, began_ns: int) -> tuple[Response, int, int]:
     """Return the answer, when all inputs were there, and when the model had answered."""
-    model, body_by = target.compilation.model, anyio.current_time() + BODY_S
+    body_by = anyio.current_time() + BODY_S
     with _arriving(body_by):
-        asked = asked_of(decoded(await incoming.json()), model.inputs, model.outputs)
-        incoming.check_rest(asked.binary_bytes)
+        text = await incoming.json()
+    asked = _asked(text, target)
+    incoming.check_rest(asked.binary_bytes)
     deadline_ns = None if asked.timeout_s is None else began_ns + round(asked.timeout_s * 1e9)
     if target.burst is not None and _is_large(incoming, asked):
         try:
@@ -74,12 +78,25 @@ async def _answered(incoming: Incoming, target: Target, began_ns: int) -> tuple[
             pass  # too many bodies hold frames
         else:
             return await _streamed(incoming, target, target.burst, (asked, body_by, deadline_ns))
-    with _arriving(body_by):
-        arrays = await _arrays(incoming, asked)
+    with _arriving(body_by) if incoming.at_hand < asked.binary_bytes else nullcontext():
+        data = await incoming.take(asked.binary_bytes)
+        await incoming.end()
+    arrays = _arrays(data, asked)
     read_ns = time.monotonic_ns()
     outputs = await target.compute(arrays, asked.timing, deadline_ns)
     called_ns = time.monotonic_ns()
     return _response(asked, target, outputs), read_ns, called_ns
+
+
+def _asked(text: memoryview, target: Target) -> Asked:
+    key = bytes(text) if len(text) <= _SHORT_BYTES else b""
+    asked = target.asked.get(key)
+    if asked is None:
+        model = target.compilation.model
+        asked = asked_of(decoded(key or text), model.inputs, model.outputs)  # of the copy, because JSON data refers to its text
+        if key:
+            target.asked[key] = asked
+    return asked
 
 
 @contextmanager
@@ -95,17 +112,15 @@ def _is_large(incoming: Incoming, asked: Asked) -> bool:
     return asked.binary_bytes - incoming.at_hand >= _LARGE_BYTES and all(tensor.operand.in_frames for tensor in asked.inputs)
 
 
-async def _arrays(incoming: Incoming, asked: Asked) -> dict[str, NDArray[Any]]:
-    """Return the inputs by name. Raw bytes that are at hand in one piece are used where they lie."""
+def _arrays(data: memoryview, asked: Asked) -> dict[str, NDArray[Any]]:
+    """Return the inputs by name. Raw bytes are used where they lie."""
     arrays = {}
-    data = await incoming.take(asked.binary_bytes)
     for tensor in asked.inputs:
         if tensor.binary_bytes is None:
             arrays[tensor.name] = from_json(tensor.name, tensor.operand, tensor.shape, tensor.data)
         else:
             part, data = data[: tensor.binary_bytes], data[tensor.binary_bytes :]
             arrays[tensor.name] = array_of(tensor.name, tensor.operand, tensor.shape, part)
-    await incoming.end()
     return arrays
 
 

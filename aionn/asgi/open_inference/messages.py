@@ -19,6 +19,7 @@ from aionn.hal.types import Operand, OperandType
 
 __all__ = ["Asked", "Tensor", "asked_of", "decoded"]
 
+_KNOWN = frozenset(DATATYPES.values())
 _SHARED_MEMORY = "shared_memory_region"
 _MOST_AXES = 32
 
@@ -127,9 +128,9 @@ def _tensor(message: InputMessage, inputs: Mapping[str, Operand]) -> Tensor:
     if operand is None:
         raise Refusal(400, f"the model has no input {name!r}; its inputs are {list(inputs)}")
     wanted = datatype(operand)
-    if wanted not in DATATYPES.values():
-        raise Refusal(400, f"input {name!r} of the model is of type {operand.word}, which the Open Inference Protocol does not have")
-    if message.datatype not in DATATYPES.values():
+    if wanted not in _KNOWN:
+        raise Refusal(400, f"input {name!r} of the model is of type {operand.word}, which the Open Inference Protocol lacks")
+    if message.datatype not in _KNOWN:
         raise Refusal(400, f"input {name!r}: {message.datatype!r} is not a datatype; the datatypes are {', '.join(DATATYPES.values())}")
     if message.datatype != wanted:
         raise Refusal(400, f"input {name!r}: the datatype {message.datatype} does not fit the model's {wanted}; values are not cast")
@@ -172,9 +173,10 @@ def _wanted(message: RequestMessage, outputs: Mapping[str, Operand]) -> Mapping[
             raise Refusal(400, f"output {one.name!r}: this server does not classify; leave out the parameter classification")
         if _SHARED_MEMORY in one.parameters:
             raise Refusal(400, f"output {one.name!r}: this server takes no shared memory; the answer has the data")
-        if datatype(operand) not in DATATYPES.values():
+        if datatype(operand) not in _KNOWN:
             raise Refusal(
-                400, f"output {one.name!r} is of type {operand.word}, which the Open Inference Protocol does not have; ask for other outputs"
+                400,
+                f"output {one.name!r} is of type {operand.word}, which the Open Inference Protocol lacks; ask for other outputs",
             )
         found[one.name] = _flag(f"output {one.name!r}", one.parameters, "binary_data", binary)
         if only_binary(operand) and not found[one.name]:

@@ -62,6 +62,7 @@ def oip(
     routes = _Routes(targets, checked_count("oip: max_body_bytes", max_body_bytes, 1))
     one = "/v2/models/{model}"
     paths: list[tuple[str, Handler, str]] = [
+        (one + "/infer", routes.infer, "POST"),  # first, because routes are tried in order
         ("/v2", routes.server, "GET"),
         ("/v2/health/live", routes.live, "GET"),
         ("/v2/health/ready", routes.ready, "GET"),
@@ -71,9 +72,9 @@ def oip(
         paths += [
             (prefix, routes.model, "GET"),
             (prefix + "/ready", routes.model_ready, "GET"),
-            (prefix + "/infer", routes.infer, "POST"),
             (prefix + "/stats", routes.statistics, "GET"),
         ]
+    paths.append((one + "/versions/{version}/infer", routes.infer, "POST"))
     found: list[BaseRoute] = [Route(path, routes.answered(handler, method), methods=_METHODS) for path, handler, method in paths]
     if find_spec("prometheus_client") is not None:
         found.append(Route("/metrics", _metrics()))

@@ -19,11 +19,14 @@ import anyio
 from starlette.requests import HTTPConnection
 
 import aionn
+from aionn.asgi.open_inference.messages import Asked
 from aionn.asgi.open_inference.refusals import Refusal
 from aionn.asgi.requests import RETRY_AFTER_S
 from aionn.asgi.requests import models as models_of
 from aionn.asgi.served import Models
 from aionn.errors import CallerError, DeadlineError, DeviceMemoryLostError, DriverDiedError
+from aionn.hal.model import Model
+from aionn.memo import Memo
 
 __all__ = ["Counts", "Target", "Targets", "checked_targets"]
 
@@ -59,6 +62,7 @@ class Target:
 
     Attributes:
         burst: for its requests; None if no burst takes its values.
+        asked: what earlier requests asked, by their JSON.
         streaming: bounds how many requests write into a frame while their body arrives.
         retries: how often a call is made again whose driver has died.
     """
@@ -67,6 +71,7 @@ class Target:
     compilation: aionn.Compilation
     burst: aionn.Burst | None
     counts: Counts
+    asked: Memo[bytes, Asked]
     streaming: anyio.CapacityLimiter
     retries: int
 
@@ -129,14 +134,19 @@ class Target:
 
 @dataclass(slots=True)
 class _Kept:
-    """What is kept for one name: its counts, and the burst of the compilation that it was opened for."""
+    """What is kept for one name: its counts, what its requests asked of `model`, and the burst that was opened for the compilation `of`."""
 
     counts: Counts = field(default_factory=Counts)
+    model: Model | None = None
+    asked: Memo[bytes, Asked] = field(default_factory=lambda: Memo(_REMEMBERED))
     streaming: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(STREAMED))
     opening: anyio.Lock = field(default_factory=anyio.Lock)
     burst: aionn.Burst | None = None
     of: weakref.ref[aionn.Compilation] | None = None
 
+
+_REMEMBERED = 64
+"""Clients send the same JSON with each request, unless it has data or an identifier. So many are remembered per model."""
 
 STREAMED = 4
 """So many requests for one model have a frame from the arrival of their body to their answer. Other bodies are put together first."""
@@ -173,7 +183,7 @@ class Targets:
         """Return the model of that name.
 
         Raises:
-            Refusal: there is none, or it does not serve yet.
+            Refusal: the server has no such model, or the model does not serve yet.
         """
         if name not in self.names(connection) or version != VERSION:
             which = f" in version {version!r}; its version is {VERSION!r}" if version != VERSION else ""
@@ -188,7 +198,9 @@ class Targets:
         else:
             compilation = given[name]
             burst = await _burst_of(compilation, name, kept)
-        return Target(name, compilation, burst, kept.counts, kept.streaming, self._retries)
+        if kept.model is not compilation.model:  # at first, and after a swap
+            kept.model, kept.asked = compilation.model, Memo(_REMEMBERED)
+        return Target(name, compilation, burst, kept.counts, kept.asked, kept.streaming, self._retries)
 
     async def serving(self, connection: HTTPConnection) -> Iterator[Target]:
         """Return the models that serve."""
@@ -206,14 +218,15 @@ class Targets:
 
 async def _burst_of(compilation: aionn.Compilation, name: str, kept: _Kept) -> aionn.Burst | None:
     """Return the burst of a compilation, opened at its first request. Returns None if no burst takes the model's values."""
-    operands = (*compilation.model.inputs.values(), *compilation.model.outputs.values())
-    if not all(operand.in_frames for operand in operands):
-        return None
-    async with kept.opening:
-        if kept.burst is None or kept.of is None or kept.of() is not compilation:
-            kept.burst = await compilation.burst(name=name).__aenter__()
-            kept.of = weakref.ref(compilation)
-        return kept.burst
+    if kept.of is None or kept.of() is not compilation:
+        operands = (*compilation.model.inputs.values(), *compilation.model.outputs.values())
+        if not all(operand.in_frames for operand in operands):
+            return None
+        async with kept.opening:
+            if kept.of is None or kept.of() is not compilation:
+                kept.burst = await compilation.burst(name=name).__aenter__()
+                kept.of = weakref.ref(compilation)
+    return kept.burst
 
 
 def checked_targets(runtime: aionn.Runtime | None, models: Given, retries: int) -> Targets:

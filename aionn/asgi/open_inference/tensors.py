@@ -90,7 +90,7 @@ def _texts(name: str, shape: Sequence[int], data: memoryview) -> NDArray[Any]:
         try:
             found.append(str(data[begin:at], "utf-8"))
         except UnicodeDecodeError as error:
-            raise Refusal(400, f"input {name!r}: element {len(found)} is not UTF-8, which the texts of a model are ({error.reason})") from error
+            raise Refusal(400, f"input {name!r}: element {len(found)} is not a text in UTF-8 ({error.reason})") from error
     if len(found) != count:
         raise Refusal(400, f"input {name!r}: its data has {len(found)} elements, but its shape {list(shape)} has {count}")
     return _array_of_texts(found).reshape(tuple(shape))
