@@ -61,7 +61,8 @@ def extremes(datatype: str, rows: int = 2) -> NDArray[Any]:
     if dtype.kind in "iu":
         info = np.iinfo(dtype)
         return np.resize(np.array([info.min, info.max, 1], dtype), (rows, 3))
-    limits = ml_dtypes.finfo(dtype)
+    finfo: Any = ml_dtypes.finfo
+    limits = finfo(dtype)
     return np.resize(np.array([float(limits.min), float(limits.max), 0.1]).astype(dtype), (rows, 3))
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-import aionn
+from aionn.hal.model import Model
 from tests.asgi.oip_models import IN_JSON, NUMBERS, extremes, json_model, numbers_model, texts_model
 from tests.asgi.oip_served import OipServed, oip_served, requires_tritonclient
 from tests.real_models import carried, some_input
@@ -45,7 +45,7 @@ def given(name: str, array: NDArray[Any], datatype: str, binary: bool) -> Any:
     return made
 
 
-def inputs_of(model: aionn.Model, *extents: int, seed: int = 0) -> dict[str, NDArray[Any]]:
+def inputs_of(model: Model, *extents: int, seed: int = 0) -> dict[str, NDArray[Any]]:
     return {name: some_input(operand, *extents, seed=seed) for name, operand in model.inputs.items()}
 
 

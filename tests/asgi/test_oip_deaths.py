@@ -209,6 +209,10 @@ async def test_compilations_of_the_app_by_name(fake: FakeDevice, anyio_backend: 
             await first.aclose()
             models["same"] = models["later"]
             assert values(await infer("same")) == {1.0}
+            two = aionn.Model.from_onnx(identity_model({"input": ("N", COLUMNS), "second": ("N", COLUMNS)}))
+            models["same"] = await runtime.compile(two, devices=(fake.name,))
+            refused = await infer("same")  # with the JSON that fitted the model before
+            assert (refused.status_code, "the request has no input 'second'" in refused.text) == (400, True)
             del models["later"]
             assert (await infer("later")).status_code == 404
 

@@ -49,7 +49,7 @@ async def with_burst(request: Request) -> Response:
     await request.body()
     burst = await aionn.asgi.burst("vad")(request)
     outputs = await burst.compute(ARRAYS)
-    return Response(b"".join(memoryview(outputs[name]).cast("B") for name in ("output", "stateN")))
+    return Response(b"".join(outputs[name].tobytes() for name in ("output", "stateN")))
 
 
 async def by_burst(request: Request) -> Response:

@@ -148,7 +148,7 @@ async def _fill(frame: aionn.Frame, incoming: Incoming, asked: Asked) -> None:
             frame[tensor.name] = from_json(tensor.name, tensor.operand, tensor.shape, tensor.data)
         else:
             place = frame[tensor.name].reshape(-1).view(np.uint8)
-            await incoming.into([memoryview(place)])
+            await incoming.into([place.data])
             if tensor.operand.type is OperandType.BOOL:
                 check_bools(tensor.name, place)
     await incoming.end()

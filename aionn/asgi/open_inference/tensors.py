@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from types import GenericAlias
 from typing import Annotated, Any
 
 import msgspec
@@ -81,7 +82,8 @@ def check_bools(name: str, data: NDArray[Any]) -> None:
 
 
 def _texts(name: str, shape: Sequence[int], data: memoryview) -> NDArray[Any]:
-    count, at, found = prod(shape), 0, []
+    count, at = prod(shape), 0
+    found: list[str] = []
     while at < len(data):
         begin = at + _LENGTH_BYTES
         at = begin + int.from_bytes(data[at:begin], "little")
@@ -107,7 +109,7 @@ def as_bytes(array: NDArray[Any]) -> bytes | memoryview:
     if array.dtype == object:
         encoded = [text.encode("utf-8", "surrogateescape") for text in array.reshape(-1).tolist()]
         return b"".join(part for text in encoded for part in (len(text).to_bytes(_LENGTH_BYTES, "little"), text))
-    return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 # ---- JSON -------------------------------------------------------------------------------------------------------------
@@ -126,7 +128,7 @@ def from_json(name: str, operand: Operand, shape: Sequence[int], data: msgspec.R
         raise Refusal(400, f"input {name!r}: give its data as a flat list, or nested as its shape {list(shape)} says")
     element = _ELEMENTS.get(operand.type, float)
     for _ in range(depth):
-        element = list[element]
+        element = GenericAlias(list, (element,))
     try:
         values = msgspec.json.decode(data, type=element)
         array = _array_of_values(operand, values, depth)
