@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -16,7 +17,7 @@ class Load:
     Attributes:
         address: HOST:PORT. request: the whole request, as HTTP. answer: the body of every right answer.
         statuses: how many answers had each status. wrong: answers of status 200 with another body.
-        lost: connections that ended without an answer.
+        lost: connections that ended without an answer. gap_s: the longest time between two right answers, whatever the client.
     """
 
     address: str
@@ -26,6 +27,8 @@ class Load:
     wrong: int = 0
     lost: int = 0
     over: bool = False
+    gap_s: float = 0.0
+    _last_s: float = 0.0
     _reached: dict[int, asyncio.Event] = field(default_factory=dict)
 
     async def client(self) -> None:
@@ -40,6 +43,9 @@ class Load:
                 fields = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:] if b": " in line)
                 body = await reader.readexactly(int(fields[b"content-length"]))
                 self.statuses[status] += 1
+                if status == 200:
+                    now_s = time.monotonic()
+                    self.gap_s, self._last_s = max(self.gap_s, now_s - (self._last_s or now_s)), now_s
                 self._reach()
                 if status == 200 and body != self.answer:
                     self.wrong += 1

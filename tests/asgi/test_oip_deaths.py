@@ -91,8 +91,8 @@ def test_a_call_is_made_again_when_its_driver_dies(fake: FakeDevice, rows: int) 
         asking = threading.Thread(target=lambda: found.append(served.infer("same", *request(rows, 3.0))))
         asking.start()
         pid = anyio.run(fake.heard, "run")
+        os.kill(pid, signal.SIGKILL)  # first, or the run that hangs would go on and answer
         fake.behave()
-        os.kill(pid, signal.SIGKILL)
         asking.join()
         assert values(found[0]) == {3.0}
         assert retried(served) == 1

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -91,10 +92,11 @@ async def test_drivers_that_are_killed_under_64_clients(anyio_backend: Any) -> N
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("anyio_backend", [("asyncio", {"use_uvloop": True})], ids=["uvloop"])
 @pytest.mark.anyio
-async def test_row_f20(anyio_backend: Any) -> None:
-    """64 clients for 60 s, and the driver is killed each 10 s."""
+async def test_row_f20(anyio_backend: Any, tmp_path: Path) -> None:
+    """64 clients for 60 s, and the driver is killed each 10 s. The row's 1.5 s hold on a quiet machine, so they are printed, not judged."""
     recoveries = []
-    with serve_http(f"vad={carried('silero')}", "--device", "onnxruntime") as server:
+    kept = ("--cache-dir", str(tmp_path / "cache"), "--state-dir", str(tmp_path / "state"))
+    with serve_http(f"vad={carried('silero')}", "--device", "onnxruntime", *kept) as server:
         server.until_ready()
         async with under_load(server) as load:
             await load.until(2000)
@@ -103,12 +105,14 @@ async def test_row_f20(anyio_backend: Any) -> None:
                 began = time.monotonic()
                 while time.monotonic() - began < 10:
                     await load.until(50)
+                load.gap_s = 0.0
                 kill(server)
-                began = time.monotonic()
-                await load.until(CLIENTS + 1)  # answers that the dead driver had given may still be on their way
-                recoveries.append(time.monotonic() - began)
+                await load.until(2 * CLIENTS)  # answers that the dead driver had given may still be on their way
+                recoveries.append(load.gap_s)
             after = memory(server)
         judge(load)
-        print(f"F20: recovered after {', '.join(f'{s:.2f}' for s in recoveries)} s; memory {before / 1e6:.1f} -> {after / 1e6:.1f} MB")
+        print(
+            f"F20: no answer around the kills for {', '.join(f'{s:.2f}' for s in recoveries)} s; memory {before / 1e6:.1f} -> {after / 1e6:.1f} MB"
+        )
         assert after - before < 32 * 2**20
         assert server.end() == 0
