@@ -111,8 +111,7 @@ async def test_row_f20(anyio_backend: Any, tmp_path: Path) -> None:
                 recoveries.append(load.gap_s)
             after = memory(server)
         judge(load)
-        print(
-            f"F20: no answer around the kills for {', '.join(f'{s:.2f}' for s in recoveries)} s; memory {before / 1e6:.1f} -> {after / 1e6:.1f} MB"
-        )
+        gaps = ", ".join(f"{s:.2f}" for s in recoveries)
+        print(f"F20: no answer around the kills for {gaps} s; memory {before / 1e6:.1f} -> {after / 1e6:.1f} MB")
         assert after - before < 32 * 2**20
         assert server.end() == 0
