@@ -66,6 +66,7 @@ if _typing.TYPE_CHECKING:
     from aionn.runtime.streaming.item import Item as Item
     from aionn.runtime.streaming.recovering import RecurrentStream as RecurrentStream
     from aionn.runtime.streaming.stream import StreamResult as StreamResult
+    from aionn.sandbox.report import Confinement as Confinement
 
     __all__: list[str]
 
@@ -92,6 +93,7 @@ else:
         "aionn.runtime.streaming.item": "Item",
         "aionn.runtime.streaming.recovering": "RecurrentStream",
         "aionn.runtime.streaming.stream": "StreamResult",
+        "aionn.sandbox.report": "Confinement",
     }
     _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
     _FACES = {

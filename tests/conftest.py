@@ -24,6 +24,8 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # the tests' own use of ONN
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As in a shell's background job: apps that the tests start and interrupt would inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as under nohup
 
 from aionn.testing import FakeDevice
 from aionn.testing.fake_engine import SecondFakeEngine

@@ -13,7 +13,7 @@ HOUSE = Path(__file__).parent.parent / "aionn"
 FLOORS = (
     {"_mapping", "cgroups", "errors", "events", "file_ranges", "lazy", "memo", "tasks", "trace"},
     {"hal"},
-    {"caching", "memory", "graph", "pages"},
+    {"caching", "memory", "graph", "pages", "sandbox"},
     {"fmq", "engines"},
     {"burst"},
     {"remote"},
@@ -110,7 +110,7 @@ def test_the_two_wings_do_not_know_each_other() -> None:
 
 
 def test_engines_never_see_a_queue_a_socket_or_a_cache() -> None:
-    allowed = {"cgroups", "errors", "hal", "graph", "engines", "tasks", "trace"}
+    allowed = {"cgroups", "errors", "hal", "graph", "engines", "sandbox", "tasks", "trace"}
     seen = [
         f"{path.relative_to(HOUSE)}: {sorted(rooms_imported(path, tree) - allowed)}"
         for path, tree in modules()

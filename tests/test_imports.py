@@ -64,7 +64,7 @@ def aionns(modules: set[str]) -> set[str]:
 def test_an_apps_first_lines_import_nothing_but_aionn() -> None:
     modules = imported(FIRST_LINES + "    print(*(set(sys.modules) - before))")
     assert packages(modules) == {"aionn"}
-    assert len(aionns(modules)) <= 14, sorted(aionns(modules))
+    assert len(aionns(modules)) <= 19, sorted(aionns(modules))
 
 
 def test_a_runtime_spawns_its_driver_before_it_imports_numpy() -> None:
@@ -86,7 +86,7 @@ def test_a_runtime_spawns_its_driver_before_it_imports_numpy() -> None:
     )
     modules = imported(script)
     assert packages(modules) == {"aionn", "uvloop"}
-    assert len(aionns(modules)) <= 14, sorted(aionns(modules))
+    assert len(aionns(modules)) <= 19, sorted(aionns(modules))
 
 
 def test_an_opened_runtime_has_imported_what_a_hit_needs_and_no_more() -> None:
@@ -94,7 +94,7 @@ def test_an_opened_runtime_has_imported_what_a_hit_needs_and_no_more() -> None:
     assert packages(modules) == {"aionn", "anyio", "blake3", "msgspec", "numpy", "typing_extensions", "uvloop"}
     unneeded = ("aionn.runtime.staging", "aionn.remote.value", "aionn.driver", "aionn.cli", "aionn.caching.integrity")
     assert not [module for module in modules if module.startswith(unneeded)]
-    assert len(aionns(modules)) <= 172, len(aionns(modules))
+    assert len(aionns(modules)) <= 178, len(aionns(modules))
 
 
 DRIVEN = """
@@ -122,7 +122,7 @@ def test_a_driver_that_greets_has_imported_its_engine_and_what_serves(tmp_path: 
     assert not packages(modules) & (HEAVY - {"numpy", "onnxruntime"})
     assert "sqlite3" not in modules
     assert not [module for module in modules if module.startswith(("aionn.runtime", "aionn.cli", "aionn.caching.store"))]
-    assert len(aionns(modules)) <= 99, len(aionns(modules))
+    assert len(aionns(modules)) <= 112, len(aionns(modules))
     assert driver_pids() == []
 
 

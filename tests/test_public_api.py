@@ -32,6 +32,7 @@ FACE = {
     "Comparison",
     "Compilation",
     "CompilationError",
+    "Confinement",
     "DeadlineError",
     "Device",
     "DeviceMemory",

@@ -4,8 +4,8 @@
     token      the key: 32 bytes for one compilation     integrity   which bytes this driver stored under a key
     store      entries, locks, budget; files' only room  artifact_files  reads and writes the files that the app gave
                manifest  what was stored, reason to miss blob_cache  a small map from bytes to bytes, for engines
-    outcomes   what happened, as a value (both sides)    state       a private directory for both
-    measurements  what a comparison of stages measured
+    outcomes   what happened, as a value (both sides)    state       databases in a private folder, for both
+    measurements  what a comparison of stages measured   private_folder  that folder, made and checked
 
 The store guards the *entry*: one generation of all its files or none, across crashes, full disks and many processes. One process compiles
 and the others wait. The store trusts no byte of a file. The driver guards the *bytes*. It remembers the digest of every buffer it ever

@@ -35,7 +35,8 @@ from typing import Any
 
 from blake3 import blake3
 
-from aionn.caching.state import device_database, open_database, private_directory, private_key, transaction
+from aionn.caching.private_folder import private_directory
+from aionn.caching.state import device_database, open_database, private_key, state_path, transaction
 from aionn.errors import CallerError
 
 __all__ = ["BlobCache", "Capacity", "Limits", "Policy", "Victim"]
@@ -116,7 +117,7 @@ class BlobCache:
         self._lock = threading.Lock()
         self._database: sqlite3.Connection | None = None
         try:
-            state = private_directory(state_directory)
+            state = private_directory(state_path(state_directory))
             self._table = _Table(self.limits, self.policy, version, private_key(state, "blob-cache.key"))
             self._database = open_database(
                 Path(path) if path is not None else device_database(state, "blobs", device, version), self._table.prepare

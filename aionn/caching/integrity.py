@@ -25,21 +25,20 @@ import sqlite3
 import threading
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from aionn import trace
 from aionn.caching.artifact_files import Purpose, check_descriptors, digests_of_files, read_private, sole_writer, write_whole
 from aionn.caching.outcomes import MissReason, Refusal, refusal_of_os_error
+from aionn.caching.private_folder import UnsafeStateError, private_directory
 from aionn.caching.state import (
-    UnsafeStateError,
     device_database,
     is_damage,
     mark_used,
     open_database,
-    private_directory,
     query,
     read_database,
     refusal_of_database_error,
+    state_path,
     transaction,
 )
 from aionn.file_ranges import ShortFileError, digest_of
@@ -79,7 +78,7 @@ class IntegrityStore:
         Args:
             device, version: the engine's name and version; the store's file is named after both.
             files: how many cache files the engine has.
-            state_directory: None stands for the user's (`platformdirs.user_state_path("aionn")`).
+            state_directory: None stands for the user's (`private_folder.user_state_directory`).
             max_tokens: beyond it the store forgets the token unused for longest.
 
         A directory that cannot be used raises nothing. `unavailable` says why, and every save and load is refused with it.
@@ -91,7 +90,7 @@ class IntegrityStore:
         self._read_only = False  # the records are believed, and no record can be added
         self._used: dict[bytes, None] = {}  # tokens loaded since `note_uses`, the latest last
         try:
-            directory = private_directory(Path(state_directory) if state_directory is not None else None)
+            directory = private_directory(state_path(state_directory))
             self._path = device_database(directory, "integrity", device, version)
             self._database = self._open()
         except (OSError, sqlite3.Error) as error:

@@ -8,7 +8,6 @@ only a compilation.
 
 from __future__ import annotations
 
-import errno
 import os
 import sqlite3
 import stat
@@ -21,16 +20,15 @@ from typing import Any
 from blake3 import blake3
 
 from aionn.caching.outcomes import MissReason, Refusal
+from aionn.caching.private_folder import UnsafeStateError, user_state_directory
 
 __all__ = [
     "BUSY_TIMEOUT_S",
     "UNUSED_KEPT_S",
-    "UnsafeStateError",
     "device_database",
     "is_damage",
     "mark_used",
     "open_database",
-    "private_directory",
     "private_key",
     "query",
     "read_database",
@@ -54,48 +52,9 @@ _DAMAGE = {
 }
 
 
-class UnsafeStateError(OSError):
-    """A directory or file that another account made, or could have."""
-
-
 def state_path(directory: str | os.PathLike[str] | None = None) -> Path:
-    """Return the path of the state directory, which need not exist. None stands for the user's (`platformdirs`), part "aionn"."""
-    if directory is None:
-        import platformdirs
-
-        directory = platformdirs.user_state_path("aionn")
-    return Path(directory)
-
-
-def private_directory(directory: str | os.PathLike[str] | None = None) -> Path:
-    """Return the state directory, made if it is missing. Tighten its mode to 0700 if it belongs to this account.
-
-    Args:
-        directory: as for `state_path`.
-
-    Raises:
-        UnsafeStateError: it is a symlink, is not a directory, or belongs to another account.
-        OSError: it cannot be made.
-    """
-    path = state_path(directory)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with suppress(FileExistsError):
-        path.mkdir(mode=0o700)
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError as error:
-        if error.errno not in (errno.ENOTDIR, errno.ELOOP):
-            raise
-        raise UnsafeStateError(f"state directory {path} is a symlink, or not a directory") from error
-    try:
-        status = os.fstat(fd)
-        if status.st_uid != os.geteuid():
-            raise UnsafeStateError(f"state directory {path} belongs to user {status.st_uid}")
-        if stat.S_IMODE(status.st_mode) & 0o077:
-            os.fchmod(fd, 0o700)
-    finally:
-        os.close(fd)
-    return path
+    """Return the path of the state directory, which need not exist. None stands for the user's (`private_folder.user_state_directory`)."""
+    return Path(user_state_directory() if directory is None else directory)
 
 
 def _refuse_unsafe(path: Path) -> None:
@@ -124,9 +83,13 @@ def device_database(directory: Path, kind: str, device: str, version: str) -> Pa
 
 
 def mark_used(path: Path) -> None:
-    """Note that a database is in use, so that no other version removes it."""
+    """Note that a database is in use, so that no other version removes it. A confined driver may set the times of open files only."""
     with suppress(OSError):
-        os.utime(path)
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            os.utime(fd)
+        finally:
+            os.close(fd)
 
 
 def open_database(

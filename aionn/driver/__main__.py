@@ -15,13 +15,21 @@ if __name__ == "__main__":
         # NumPy's BLAS keeps its idle threads spinning for 2^26 cycles after it is loaded. At each start that takes 60 ms of CPU time
         # from other processes that are starting. So the threads sleep at once, unless the app says otherwise. (2^4 is OpenBLAS's least.)
         os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
+        # The loop's library tries io_uring, which no sandbox allows.
+        os.environ["UV_USE_IO_URING"] = "0"
         from aionn.driver.schedule import schedule_of, take_up
 
         take_up(schedule_of(sys.argv[1:]))
         gc.disable()  # everything imported here stays, so looking for garbage in it is a waste of time
-        from aionn.driver.process import main
+        from aionn.driver.beginning import begin
 
-        code = main(sys.argv[1:])
+        begun = begin(sys.argv[1:])  # confines the process, so nothing that needs more may be imported before
+        if isinstance(begun, int):
+            code = begun
+        else:
+            from aionn.driver.process import main
+
+            code = main(begun)
     except BaseException:
         traceback.print_exc()
     finally:

@@ -24,6 +24,7 @@ domains and a process. Making an engine imports its library; importing the engin
     outputs               moves outputs that an engine has made into the arrays given for them
     processor             what this machine's CPU offers: usable cores, threads for a run, instruction set, flushing of denormals
     installed             which engines there are, by their entry points
+    needs                 what an engine needs of its driver's sandbox
 
 What all engines keep to
     Arrays given to `run` are used in place. An engine that can avoid it keeps none of them alive, because the driver unmaps memory

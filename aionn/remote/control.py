@@ -31,8 +31,9 @@ from aionn.hal.types import (
 )
 from aionn.hal.values import Border
 from aionn.remote.parts import CacheMessage, ControlMessage, ModelMessage, MQMessage, OptionsMessage, PoolMessage
+from aionn.sandbox.report import Confinement
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Grows with every change of a message. Two ends with different numbers refuse each other at once."""
 
 STACKS_SIGNAL = int(signal.SIGRTMIN) + 7
@@ -274,6 +275,7 @@ class Ready(ControlMessage, frozen=True):
     performance: Performance = Performance()
     providers: tuple[str, ...] = ()
     runs_on: str = ""
+    sandbox: Confinement = Confinement()
 
 
 class Refused(ControlMessage, frozen=True):

@@ -73,6 +73,7 @@ class RemoteDevice:
         self.performance = ready.performance
         self.providers = ready.providers
         self.runs_on = ready.runs_on
+        self.sandbox = ready.sandbox
         self._bursts: dict[int, IBurstCallback] = {}
         self._models: dict[int, str] = {}
         self._buffers: set[int] = set()

@@ -62,6 +62,7 @@ from aionn.remote.control import (
 from aionn.remote.fences import Waits, check_fence, dependency_failed, execute_fenced_by, refusal, settle, since_launch
 from aionn.remote.parts import CacheMessage, ModelMessage, MQMessage, OptionsMessage
 from aionn.remote.received import Handles, Received
+from aionn.sandbox.report import Confinement
 
 T = TypeVar("T")
 logger = logging.getLogger("aionn.driver")
@@ -87,7 +88,15 @@ class DeviceService:
             owning the descriptor.
     """
 
-    def __init__(self, device: IDevice, sock: socket.socket, tasks: TaskGroup, page_fd: int | None = None) -> None:
+    def __init__(
+        self,
+        device: IDevice,
+        sock: socket.socket,
+        tasks: TaskGroup,
+        page_fd: int | None = None,
+        confinement: Confinement = Confinement(),  # noqa: B008 -- frozen
+    ) -> None:
+        self._confinement = confinement
         self._page_fds = () if page_fd is None else (page_fd,)
         self._device = device
         self._tasks = tasks
@@ -107,7 +116,7 @@ class DeviceService:
         facts = device.name, device.version, device.type, cache_files, device.priority_matters
         optional = getattr(device, "optional", device)  # of its engine, or of a device that is written by hand
         said = getattr(optional, "performance", Performance()), getattr(optional, "providers", ()), getattr(optional, "runs_on", "")
-        ready = Ready(PROTOCOL, *facts, *said)
+        ready = Ready(PROTOCOL, *facts, *said, self._confinement)
         self._connection.greet(ready, self._page_fds)
 
     def log(self, level: int, name: str, text: str) -> None:

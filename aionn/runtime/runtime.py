@@ -20,6 +20,7 @@ from aionn.errors import CallerError
 from aionn.runtime.imports import import_needed
 from aionn.runtime.processes.early import checked_start, end_early, spawn_early
 from aionn.runtime.processes.spawning import DEFAULT_HANG_S, Settings, checked_state_dir
+from aionn.runtime.processes.surroundings import checked_driver_env, checked_sandbox
 from aionn.tasks import (
     checked_count,
     checked_name,
@@ -68,10 +69,14 @@ class Runtime:
             start is logged, and the first `compile` that needs it raises the error.
         name: of the runtime in `aionn top`, metrics and traces. None: the name of the program.
         health_policy: an `aionn.HealthPolicy`, which says what `health` counts as degraded. None: only what always does.
+        sandbox: how much of its rights a driver gives away before it sees a model (`docs/security.md`). "auto": as much as this kernel
+            allows; `Device.sandbox` and `aionn devices` show it. "require": a device that cannot be confined raises
+            `DeviceUnavailableError`. "off": drivers keep the app's rights. None: the variable `AIONN_SANDBOX` decides, else "auto".
+        driver_env: environment variables for drivers, by name. A confined driver gets no others than those that Python, its libraries and
+            engines are known to read.
 
     Raises:
-        CallerError: `hang_s` or `threads` is not a positive number; or `start` names a device that is not installed; or `name` is not a
-            text of one line; or `health_policy` is not a policy.
+        CallerError: an argument is not as described; or `start` names a device that is not installed.
 
     Attributes:
         name: by which `aionn top`, metrics and traces know the runtime. It does not change.
@@ -93,6 +98,8 @@ class Runtime:
         start: Sequence[str] | None = None,
         name: str | None = None,
         health_policy: HealthPolicy | None = None,
+        sandbox: str | None = None,
+        driver_env: Mapping[str, str] | None = None,
     ) -> None:
         self.name = checked_name("Runtime", name) or _program()
         self._health_policy = health_policy
@@ -105,7 +112,8 @@ class Runtime:
             from aionn.hal.types import MAX_THREADS
 
             most = checked_count("Runtime: threads", threads, 1, MAX_THREADS)
-        self._settings = Settings(checked_state_dir(state_dir), checked_seconds("hang_s", hang_s), most)
+        confined = checked_sandbox(sandbox), checked_driver_env(driver_env)
+        self._settings = Settings(checked_state_dir(state_dir), checked_seconds("hang_s", hang_s), most, *confined)
         self._start = checked_start(start)
         self._owned: Opened | None = None
 

@@ -5,6 +5,8 @@ process   `DriverProcess`: one driver process and the connection to it
 early     drivers that start when the runtime opens
 child     a child process, signalled and waited for through its pidfd
 spawning  `posix_spawn` of a driver
+surroundings  the environment of a driver, and how much confines it
+facts     what a driver has reported about its device
 liveness  whether a driver hangs or is busy, judged by its statistics page
 condition how a driver does, for `Runtime.health`
 restarts  how long to wait before a driver that keeps dying is started again

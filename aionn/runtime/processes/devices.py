@@ -26,10 +26,12 @@ from aionn.runtime.health import DeviceHealth
 from aionn.runtime.logs import about
 from aionn.runtime.processes.condition import health_of
 from aionn.runtime.processes.early import EARLY_S
+from aionn.runtime.processes.facts import DeviceFacts, rank
 from aionn.runtime.processes.process import DriverProcess, end_processes
 from aionn.runtime.processes.restarts import Restarts
 from aionn.runtime.processes.spawning import USUAL, WHEN_IDLE, Settings, Spawned
 from aionn.runtime.reports import DriverReports, Reports
+from aionn.sandbox.report import Confinement
 from aionn.tasks import Tasks
 
 logger = logging.getLogger("aionn.driver")
@@ -40,12 +42,6 @@ class Device:
 
     Attributes:
         name: the name by which an app chooses it.
-        version: of the engine and what its artifacts depend on. None until its driver has run once.
-        type: what kind of hardware it uses. None until its driver has run once.
-        cache_files: how many cache files of each kind it needs. None until its driver has run once.
-        providers: names that may follow the engine's name and a colon in the name of a device, as in "onnxruntime:cuda". None until its
-            driver has run once.
-        runs_on: what its engine computes with, in words. None until its driver has run once, or if the engine does not say so.
         pid: of its driver process. None while no driver process runs.
         low_priority: the same device for compilations with `priority="low"`. Their driver is another process, which gets only CPU time
             that no other process wants. It has its own `pid`, `activity`, `statistics` and `restart`. None for such a device itself.
@@ -57,11 +53,7 @@ class Device:
         self._devices = devices
         self._usual = usual
         self.low_priority = Device(name, devices, self) if usual is None else None
-        self.version: str | None = None
-        self.type: DeviceType | None = None
-        self.cache_files: CacheFiles | None = None
-        self.providers: tuple[str, ...] | None = None
-        self.runs_on: str | None = None
+        self._facts = DeviceFacts()
         self._process: DriverProcess | None = None
         self._starting = anyio.Lock()
         self._asked = anyio.Event()
@@ -77,9 +69,41 @@ class Device:
         """Note what its driver has reported about the device."""
         for device in (self, self._usual):
             if device is not None:
-                device.version, device.type, device.cache_files = remote.version, remote.type, remote.cache_files
-                device.providers, device.runs_on = remote.providers, remote.runs_on or None
+                device._facts = DeviceFacts.of(remote)
         return remote
+
+    @property
+    def version(self) -> str | None:
+        """Of the engine and what its artifacts depend on. None until its driver has run once."""
+        return self._facts.version
+
+    @property
+    def type(self) -> DeviceType | None:
+        """What kind of hardware it uses. None until its driver has run once."""
+        return self._facts.type
+
+    @property
+    def cache_files(self) -> CacheFiles | None:
+        """How many cache files of each kind it needs. None until its driver has run once."""
+        return self._facts.cache_files
+
+    @property
+    def providers(self) -> tuple[str, ...] | None:
+        """Names that may follow the engine's name and a colon in a device's name, as in "onnxruntime:cuda".
+
+        None until its driver has run once.
+        """
+        return self._facts.providers
+
+    @property
+    def runs_on(self) -> str | None:
+        """What its engine computes with, in words. None until its driver has run once, or if the engine does not say so."""
+        return self._facts.runs_on
+
+    @property
+    def sandbox(self) -> Confinement | None:
+        """What confines its driver process, and what does not. None until its driver has run once."""
+        return self._facts.sandbox
 
     @property
     def pid(self) -> int | None:
@@ -157,12 +181,12 @@ class Devices:
     def known(self) -> list[Device]:
         """The installed devices and others that have run, best first."""
         devices = [device for device in self.by_name.values() if device.name in self.homes.engines or device.version is not None]
-        return sorted(devices, key=lambda device: _rank(device.name))
+        return sorted(devices, key=lambda device: rank(device.name))
 
     @property
     def installed(self) -> list[str]:
         """The names of the devices that serve an app which names no device, best first."""
-        return sorted(self.homes.engines, key=_rank)
+        return sorted(self.homes.engines, key=rank)
 
     def find(self, name: str) -> Device:
         """Return the device of that name. An installed engine's name may be followed by a colon and a provider, in any case.
@@ -367,13 +391,3 @@ async def _watch_early(device: Device, process: DriverProcess) -> None:
             return
         await end_processes([process])
         device._restarts.last_exit_code, device._process = process.life.exit_code, None
-
-
-_ORDER = ("onnxruntime", "openvino")
-
-
-def _rank(name: str) -> tuple[int, str]:
-    """Rank the engines that were measured best first, then any other, then the reference."""
-    if name in _ORDER:
-        return _ORDER.index(name), name
-    return len(_ORDER) + (name == "reference"), name

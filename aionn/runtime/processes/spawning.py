@@ -16,10 +16,13 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from aionn.caching.private_folder import user_state_directory
 from aionn.errors import CallerError, DeviceUnavailableError
+from aionn.runtime.processes.surroundings import driver_environment
 from aionn.tasks import leave_in_child
 
 DEFAULT_HANG_S = 10.0
@@ -39,13 +42,6 @@ KILL_S = 5.0
 ABORT_S = 1.0
 """How long to wait for a killed process where closing is cancelled. The loop stands still meanwhile."""
 
-_HUGE_PAGES = "glibc.malloc.hugetlb=1"
-"""Makes the C library ask for huge pages for large blocks. Engines lay weights out in such blocks, and fresh small pages take them half of
-that time: 390 instead of 510 ms for 500 MB (ONNX Runtime 1.31). Other C libraries ignore it."""
-
-_POOL_SIZES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS")
-"""Variables that bound the thread pools of libraries which an engine's settings do not reach, such as NumPy's BLAS."""
-
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -55,11 +51,15 @@ class Settings:
         state_dir: where drivers keep their records. If empty, the records are in the user's state directory.
         hang_s: as for `Runtime`.
         threads: the most engine threads of a driver process. 0 for as many as the CPUs that the process may use.
+        sandbox: how much confines a driver (`sandbox.report.LEVELS`, or "strict").
+        environment: variables that drivers get beyond those that every driver gets.
     """
 
     state_dir: str = ""
     hang_s: float | None = DEFAULT_HANG_S
     threads: int = 0
+    sandbox: str = "off"
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def checked_state_dir(state_dir: object) -> str:
@@ -175,8 +175,11 @@ def _spawn(engine: str, name: str, theirs: socket.socket, schedule: str, setting
     try:
         pid = os.posix_spawn(
             sys.executable,
-            [sys.executable, "-P", "-m", "aionn.driver", engine, str(_SOCKET_FD), schedule, *filter(None, [settings.state_dir])],
-            _environment(settings.threads),
+            [
+                *(sys.executable, "-P", "-m", "aionn.driver", engine, str(_SOCKET_FD), schedule),
+                *(settings.state_dir or os.path.abspath(user_state_directory()), settings.sandbox),
+            ],
+            {**driver_environment(settings.sandbox, settings.threads, settings.environment), APP_PID: str(os.getpid())},
             file_actions=[
                 *([] if _has_stderr() else [(os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0)]),
                 (os.POSIX_SPAWN_DUP2, 2, 1),
@@ -204,16 +207,3 @@ def _has_stderr() -> bool:
         return os.get_inheritable(2)
     except OSError:
         return False
-
-
-def _environment(threads: int) -> dict[str, str]:
-    environment = dict(os.environ)
-    if threads:
-        environment.update(dict.fromkeys(_POOL_SIZES, str(threads)))
-    tunables = [tunable for tunable in environment.get("GLIBC_TUNABLES", "").split(":") if tunable]
-    if not any(tunable.startswith("glibc.malloc.hugetlb=") for tunable in tunables):
-        environment["GLIBC_TUNABLES"] = ":".join([*tunables, _HUGE_PAGES])
-    environment[APP_PID] = str(os.getpid())
-    # Buffered prints of an engine would be lost when its driver is killed.
-    environment["PYTHONUNBUFFERED"] = "1"
-    return environment
