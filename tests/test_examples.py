@@ -61,6 +61,26 @@ def silero_directly(path: Path, samples: NDArray[np.float32]) -> list[float]:
     return probabilities
 
 
+# --- over HTTP -------------------------------------------------------------------------------------------------------
+
+
+def test_serve_http_answers_what_onnx_runtime_answers(silero_path: Path, recording_path: Path) -> None:
+    with leak_check():
+        ran = example("serve_http.py", "--json", "--seconds", "3")
+    assert (ran.returncode, ran.stderr) == (0, "")
+    found = json.loads(ran.stdout)
+    direct = silero_directly(silero_path, voice_activity.load_recording(recording_path)[: 3 * voice_activity.SAMPLE_RATE])
+    np.testing.assert_allclose(found["probabilities"], direct, rtol=0, atol=EXACT)
+    assert found["inputs"] == ["input", "state"]
+    assert found["frames"] == found["served"] == len(direct)
+    assert found["speech_frames"] == sum(p >= 0.5 for p in direct)
+
+
+def test_serve_http_needs_some_of_the_recording() -> None:
+    ran = example("serve_http.py", "--seconds", "0")
+    assert (ran.returncode, ran.stderr) == (2, "serve_http.py: --seconds 0: give a positive number of seconds\n")
+
+
 # --- the main job ----------------------------------------------------------------------------------------------------
 
 

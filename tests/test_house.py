@@ -19,7 +19,8 @@ FLOORS = (
     {"remote"},
     {"runtime", "driver"},
     {"__init__", "testing"},
-    {"asgi", "metrics", "otel", "sources", "fleet"},
+    {"metrics", "otel", "sources", "fleet"},
+    {"asgi"},
     {"cli"},
     {"__main__"},
 )

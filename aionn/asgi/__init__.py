@@ -1,4 +1,4 @@
-"""aionn in a web app: health routes, a lifespan that compiles in the background, and bursts for request handlers.
+"""aionn in a web app: health routes, a lifespan that compiles in the background, bursts for request handlers, and a protocol of others.
 
 It needs Starlette (`pip install 'aionn[web]'`), and works with FastAPI and every other framework over Starlette:
 
@@ -17,6 +17,7 @@ A server answers nothing until the lifespan's startup is complete, not even a pr
     starting  `lifespan`: opens a runtime, and has the models compiled while the server serves
     requests  `burst`, `compilation`, `models`: what a request handler asks for
     probes    `routes`: /livez, /readyz and /startupz
+    open_inference  `oip`: the Open Inference Protocol (KServe v2), for clients that know nothing of aionn
     served    `Models`: the models of one app: attempts to compile them, and what serves
 """
 
@@ -25,9 +26,10 @@ try:
 except ImportError as error:
     raise ImportError("aionn.asgi needs Starlette, which is not installed; run pip install 'aionn[web]'") from error
 
+from aionn.asgi.open_inference import oip
 from aionn.asgi.probes import routes
 from aionn.asgi.requests import burst, compilation, models
 from aionn.asgi.served import Models, ModelSpec
 from aionn.asgi.starting import lifespan
 
-__all__ = ["ModelSpec", "Models", "burst", "compilation", "lifespan", "models", "routes"]
+__all__ = ["ModelSpec", "Models", "burst", "compilation", "lifespan", "models", "oip", "routes"]

@@ -90,7 +90,14 @@ class Models:
         self.runtime = runtime
         self._session = opened.session
         self._wanted = {one.name: one for one in wanted}
+        self._decided = {one.name: anyio.Event() for one in wanted}
+        self._hopeless: dict[str, Exception] = {}
         self._scope = anyio.CancelScope()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all models, also of those that do not serve yet."""
+        return tuple(self._wanted)
 
     def start(self) -> None:
         """Have all models compiled in the background."""
@@ -112,6 +119,18 @@ class Models:
             raise CallerError(f"this app has no model {name!r}; the models given to aionn.asgi.lifespan are {names}")
         return found
 
+    async def wait(self) -> None:
+        """Return when all models serve that the app requires.
+
+        Raises:
+            Exception: what will not pass by itself, of the first required model that has such an error. Usually an `AionnError`.
+        """
+        for name, wanted in self._wanted.items():
+            if wanted.options.get("required", True):
+                await self._decided[name].wait()
+                if name in self._hopeless:
+                    raise self._hopeless[name]
+
     async def _work(self) -> None:
         with self._scope:
             async with anyio.create_task_group() as tasks:
@@ -131,6 +150,8 @@ class Models:
                 shown.failed(wanted.failure)
                 logger.error("model %r of the web app was not compiled, and is %s: %s", wanted.name, what_next, _described(error))
                 if not again:
+                    self._hopeless[wanted.name] = error
+                    self._decided[wanted.name].set()
                     await anyio.sleep_forever()
                 await anyio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -150,6 +171,7 @@ class Models:
                 logger.exception("compiling model %r of the web app failed by a defect", wanted.name)
             return error
         wanted.compilation, wanted.burst, wanted.failure = compilation, burst, ""
+        self._decided[wanted.name].set()
         return None
 
 

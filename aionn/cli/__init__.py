@@ -3,6 +3,7 @@
     commands     the command line itself: arguments, and nothing else
     compiling    `aionn compile`: with progress, then what was stored
     running      `aionn run`
+    serving_http `aionn serve-http`
     shapes       the shapes of inputs that are made up
     tracing      `aionn trace`
     caches       `aionn cache ls | verify | prune`

@@ -114,6 +114,38 @@ def run(
     run_model(model, RunOptions(input or (), device, repeat, burst, cache_dir, state_dir, trace, threads, instances, shape or ()), json)
 
 
+@app.command(name="serve-http")
+def serve_http(
+    *model: str,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    device: DeviceNames = None,
+    threads: Threads = None,
+    cache_dir: Annotated[str | None, Parameter(name="--cache-dir")] = None,
+    state_dir: StateDir = None,
+    max_body: Annotated[str, Parameter(name="--max-body")] = "64M",
+) -> None:
+    """Serve models over HTTP by the Open Inference Protocol (KServe v2), until Ctrl-C or SIGTERM.
+
+    The server answers at once. A model is answered with 503 until it is compiled. Under /livez, /readyz and /startupz are the health
+    routes of aionn. Anyone who can connect can use the models.
+
+    Args:
+        model: Path of an ONNX file, or NAME=PATH. Without a name it is served under the file's name, without its ending.
+        host: Address to listen on. 0.0.0.0 is every network of this machine.
+        port: Port to listen on. Port 0 takes a free one.
+        device: Name of a device that may run the models; give it again for more. Default: the best one that can run each model.
+        cache_dir: Take compilations from this cache, and store them there.
+        state_dir: Folder of the records that vouch for the cache; it must last as long. Default: $XDG_STATE_HOME/aionn, else
+            ~/.local/state/aionn.
+        max_body: The largest request, as 500000000, 500M or 2G (powers of 1000).
+    """
+    from aionn.cli.serving_http import ServeOptions, serve
+
+    options = ServeOptions(host, port, device, threads, cache_dir, state_dir, bytes_of(max_body, "--max-body"))
+    serve(model, options)
+
+
 @app.command(name="trace")
 def trace_(
     *,

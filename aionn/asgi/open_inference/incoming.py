@@ -1,0 +1,123 @@
+"""`Incoming`: the body of a request, which arrives in chunks. It is read up to a limit, and copied at most once.
+
+Invariants
+    Bytes are handed out once, in order. `_chunk` holds those that have arrived and are not handed out.
+    `_arrived` never exceeds the limit by more than one chunk of the server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from starlette.requests import ClientDisconnect, Request
+
+from aionn.asgi.open_inference.refusals import Refusal
+
+__all__ = ["Incoming"]
+
+_HEADER = "Inference-Header-Content-Length"
+
+
+class Incoming:
+    """A request's body.
+
+    Args:
+        most_bytes: a larger body is refused, before it is read if it says its size.
+
+    Attributes:
+        json_bytes: how many bytes at its beginning are JSON; None if all are.
+    """
+
+    def __init__(self, request: Request, most_bytes: int) -> None:
+        self._most = most_bytes
+        self._declared = _number(request, "Content-Length")
+        if self._declared is not None and self._declared > most_bytes:
+            raise self._too_large()
+        if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+            raise Refusal(415, "this server takes no compressed requests; leave out Content-Encoding")
+        self.json_bytes = _number(request, _HEADER)
+        if self.json_bytes is not None and self.json_bytes > (most_bytes if self._declared is None else self._declared):
+            raise Refusal(400, f"{_HEADER} is {self.json_bytes}, which is more than the body has")
+        self._stream = request.stream()
+        self._chunk = memoryview(b"")
+        self._arrived = 0
+
+    @property
+    def at_hand(self) -> int:
+        """How many bytes have arrived and are not handed out."""
+        return len(self._chunk)
+
+    async def json(self) -> memoryview:
+        """Return the JSON at its beginning, or all of it."""
+        return await (self.take(self.json_bytes) if self.json_bytes is not None else self._rest())
+
+    def check_rest(self, needed: int) -> None:
+        """Raise `Refusal` if the body is known to have another number of bytes behind its JSON."""
+        if self._declared is not None and self.json_bytes is not None and self._declared - self.json_bytes != needed:
+            raise self._wrong_size(self._declared - self.json_bytes, needed)
+
+    async def take(self, count: int) -> memoryview:
+        """Return the next bytes. They are copied only if they arrive in several chunks."""
+        if not self._chunk:
+            await self._more()
+        if len(self._chunk) >= count:
+            taken, self._chunk = self._chunk[:count], self._chunk[count:]
+            return taken
+        whole = memoryview(bytearray(count))
+        await self.into([whole])
+        return whole
+
+    async def into(self, places: Sequence[memoryview]) -> None:
+        """Copy the next bytes into these places."""
+        for place in places:
+            at = 0
+            while at < len(place):
+                if not self._chunk and not await self._more():
+                    raise Refusal(400, f"the body ends {len(place) - at} bytes before the end of a tensor")
+                part = self._chunk[: len(place) - at]
+                place[at : at + len(part)] = part
+                self._chunk = self._chunk[len(part) :]
+                at += len(part)
+
+    async def end(self) -> None:
+        """Return at the end of the body. Raises `Refusal` if it has more bytes."""
+        if self._chunk or (self._arrived != self._declared and await self._more()):
+            raise Refusal(400, "the body goes on behind its last tensor; the sizes of its tensors do not add up")
+
+    async def _rest(self) -> memoryview:
+        chunks = [self._chunk] if self._chunk else []
+        while await self._more():
+            chunks.append(self._chunk)
+        self._chunk = memoryview(b"")
+        return chunks[0] if len(chunks) == 1 else memoryview(b"".join(chunks))
+
+    async def _more(self) -> bool:
+        """Wait for a chunk with bytes. Returns False at the end."""
+        try:
+            async for chunk in self._stream:
+                if chunk:
+                    self._arrived += len(chunk)
+                    if self._arrived > self._most:
+                        raise self._too_large()
+                    self._chunk = memoryview(chunk)
+                    return True
+        except ClientDisconnect as error:
+            raise Refusal(400, "the client left before the end of its request") from error
+        return False
+
+    def _too_large(self) -> Refusal:
+        # The connection is closed, or the server would have to read all that still comes.
+        return Refusal(413, f"the body has more than {self._most} bytes, which is the limit of this server", {"Connection": "close"})
+
+    @staticmethod
+    def _wrong_size(found: int, needed: int) -> Refusal:
+        return Refusal(400, f"{found} bytes follow the JSON, but its tensors have {needed}; correct binary_data_size or {_HEADER}")
+
+
+def _number(request: Request, header: str) -> int | None:
+    value = request.headers.get(header)
+    if value is None:
+        return None
+    if not (value.isascii() and value.isdigit() and len(value) < 20):
+        raise Refusal(400, f"{header} is {value!r}; give a number of bytes")
+    return int(value)

@@ -1,0 +1,182 @@
+"""One request for inference: its inputs are read, the model computes, and the answer is written.
+
+A body that has arrived with the request's head is used where it lies, and copied once, into the burst's memory. A large body that arrives
+in chunks is written chunk by chunk into a frame, which is one copy, too. Where too many bodies do that, or the model has texts, the body
+is put together first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import anyio
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from starlette.responses import Response
+
+import aionn
+from aionn.asgi.open_inference.incoming import Incoming
+from aionn.asgi.open_inference.messages import Asked, asked_of, decoded
+from aionn.asgi.open_inference.refusals import Refusal
+from aionn.asgi.open_inference.targets import VERSION, Target
+from aionn.asgi.open_inference.tensors import array_of, as_bytes, as_json, check_bools, datatype, from_json
+from aionn.hal.types import UNKNOWN_TIME_US, OperandType
+
+__all__ = ["infer"]
+
+BODY_S = 60.0
+"""A body that has not arrived after so many seconds is refused, so a client that stalls holds nothing for longer."""
+
+_SHORT_BYTES = 2048
+"""A longer JSON has data in it, which no other request has."""
+
+_LARGE_BYTES = 2**18
+"""A smaller body is put together faster than a frame is leased for it."""
+
+
+async def infer(incoming: Incoming, target: Target) -> Response:
+    """Answer a request for inference.
+
+    Raises:
+        Refusal: the request cannot be answered, in the protocol's or in the model's terms.
+        AionnError: as `Burst.compute`.
+    """
+    began_ns = time.monotonic_ns()
+    counts = target.counts
+    counts.last_ms = time.time_ns() // 1_000_000
+    try:
+        response, read_ns, called_ns = await _answered(incoming, target, began_ns)
+    except BaseException:
+        counts.failed += 1
+        counts.fail_ns += time.monotonic_ns() - began_ns
+        raise
+    ended_ns = time.monotonic_ns()
+    counts.succeeded += 1
+    counts.success_ns += ended_ns - began_ns
+    counts.read_ns += read_ns - began_ns
+    counts.call_ns += called_ns - read_ns
+    counts.write_ns += ended_ns - called_ns
+    return response
+
+
+async def _answered(incoming: Incoming, target: Target, began_ns: int) -> tuple[Response, int, int]:
+    """Return the answer, when all inputs were there, and when the model had answered."""
+    body_by = anyio.current_time() + BODY_S
+    with _arriving(body_by):
+        text = await incoming.json()
+    asked = _asked(text, target)
+    incoming.check_rest(asked.binary_bytes)
+    deadline_ns = None if asked.timeout_s is None else began_ns + round(asked.timeout_s * 1e9)
+    if target.burst is not None and _is_large(incoming, asked):
+        try:
+            target.streaming.acquire_on_behalf_of_nowait(incoming)
+        except anyio.WouldBlock:
+            pass  # too many bodies hold frames
+        else:
+            return await _streamed(incoming, target, target.burst, (asked, body_by, deadline_ns))
+    with _arriving(body_by) if incoming.at_hand < asked.binary_bytes else nullcontext():
+        data = await incoming.take(asked.binary_bytes)
+        await incoming.end()
+    arrays = _arrays(data, asked)
+    read_ns = time.monotonic_ns()
+    outputs = await target.compute(arrays, asked.timing, deadline_ns)
+    called_ns = time.monotonic_ns()
+    return _response(asked, target, outputs), read_ns, called_ns
+
+
+def _asked(text: memoryview, target: Target) -> Asked:
+    key = bytes(text) if len(text) <= _SHORT_BYTES else b""
+    asked = target.asked.get(key)
+    if asked is None:
+        model = target.compilation.model
+        asked = asked_of(decoded(key or text), model.inputs, model.outputs)  # of the copy, because JSON data refers to its text
+        if key:
+            target.asked[key] = asked
+    return asked
+
+
+@contextmanager
+def _arriving(body_by: float) -> Iterator[None]:
+    with anyio.CancelScope(deadline=body_by) as scope:
+        yield
+    if scope.cancelled_caught:
+        raise Refusal(408, f"the body did not arrive within {BODY_S:g} s", {"Connection": "close"})
+
+
+def _is_large(incoming: Incoming, asked: Asked) -> bool:
+    """Return whether much of the body is still to come."""
+    return asked.binary_bytes - incoming.at_hand >= _LARGE_BYTES and all(tensor.operand.in_frames for tensor in asked.inputs)
+
+
+def _arrays(data: memoryview, asked: Asked) -> dict[str, NDArray[Any]]:
+    """Return the inputs by name. Raw bytes are used where they lie."""
+    arrays = {}
+    for tensor in asked.inputs:
+        if tensor.binary_bytes is None:
+            arrays[tensor.name] = from_json(tensor.name, tensor.operand, tensor.shape, tensor.data)
+        else:
+            part, data = data[: tensor.binary_bytes], data[tensor.binary_bytes :]
+            arrays[tensor.name] = array_of(tensor.name, tensor.operand, tensor.shape, part)
+    return arrays
+
+
+async def _streamed(
+    incoming: Incoming, target: Target, burst: aionn.Burst, request: tuple[Asked, float, int | None]
+) -> tuple[Response, int, int]:
+    """Answer a request whose body is written into a frame while it arrives."""
+    asked, body_by, deadline_ns = request
+    try:
+        async with burst.frame({tensor.name: tensor.shape for tensor in asked.inputs}) as frame:
+            with _arriving(body_by):
+                await _fill(frame, incoming, asked)
+            read_ns = time.monotonic_ns()
+            outputs = await target.compute(frame, asked.timing, deadline_ns)
+            called_ns = time.monotonic_ns()
+            return _response(asked, target, outputs), read_ns, called_ns
+    finally:
+        target.streaming.release_on_behalf_of(incoming)
+
+
+async def _fill(frame: aionn.Frame, incoming: Incoming, asked: Asked) -> None:
+    """Write every input into a frame, except for those that have a default and are left out."""
+    for tensor in asked.inputs:
+        if tensor.binary_bytes is None:
+            frame[tensor.name] = from_json(tensor.name, tensor.operand, tensor.shape, tensor.data)
+        else:
+            place = frame[tensor.name].reshape(-1).view(np.uint8)
+            await incoming.into([place.data])
+            if tensor.operand.type is OperandType.BOOL:
+                check_bools(tensor.name, place)
+    await incoming.end()
+
+
+def _response(asked: Asked, target: Target, outputs: aionn.Outputs) -> Response:
+    """Return the answer. It has copies of the outputs, whose memory is free from then on."""
+    described: list[dict[str, Any]] = []
+    parts: list[bytes | memoryview] = []
+    for name, binary in asked.outputs.items():
+        array, operand = np.asarray(outputs[name]), target.compilation.model.outputs[name]
+        one: dict[str, Any] = {"name": name, "datatype": datatype(operand), "shape": list(array.shape)}
+        if binary:
+            part = as_bytes(array)
+            parts.append(part)
+            one["parameters"] = {"binary_data_size": len(part)}
+        else:
+            one["data"] = as_json(name, operand, array)
+        described.append(one)
+    answer: dict[str, Any] = {"model_name": target.name, "model_version": VERSION, "outputs": described}
+    if asked.id:
+        answer["id"] = asked.id
+    if asked.timing and outputs.timing is not None:
+        timing = outputs.timing
+        known = {"aionn_time_on_device_us": timing.on_device_us, "aionn_time_in_driver_us": timing.in_driver_us}
+        answer["parameters"] = {name: us for name, us in known.items() if us != UNKNOWN_TIME_US}
+    head = msgspec.json.encode(answer)
+    if not parts:
+        return Response(head, media_type="application/json")
+    headers = {"Inference-Header-Content-Length": str(len(head))}
+    return Response(b"".join((head, *parts)), media_type="application/octet-stream", headers=headers)

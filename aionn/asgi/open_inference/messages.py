@@ -1,0 +1,200 @@
+"""The JSON of a request for inference, and what it asks of a model. No I/O.
+
+Invariant
+    An `Asked` names every input that the model needs, once, with the model's type and a shape that fits it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Annotated, Any
+
+import msgspec
+
+from aionn.asgi.open_inference.refusals import Refusal
+from aionn.asgi.open_inference.tensors import DATATYPES, datatype, only_binary
+from aionn.hal.types import Operand, OperandType
+
+__all__ = ["Asked", "Tensor", "asked_of", "decoded"]
+
+_KNOWN = frozenset(DATATYPES.values())
+_SHARED_MEMORY = "shared_memory_region"
+_MOST_AXES = 32
+
+
+class InputMessage(msgspec.Struct):
+    name: str
+    shape: list[Annotated[int, msgspec.Meta(ge=0)]]
+    datatype: str
+    parameters: dict[str, Any] = {}
+    data: msgspec.Raw = msgspec.Raw()
+
+
+class OutputMessage(msgspec.Struct):
+    name: str
+    parameters: dict[str, Any] = {}
+
+
+class RequestMessage(msgspec.Struct):
+    inputs: list[InputMessage]
+    id: str = ""
+    parameters: dict[str, Any] = {}
+    outputs: list[OutputMessage] = []
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One input of a request.
+
+    Attributes:
+        binary_bytes: the size of its raw bytes, or None if its values are in `data` as JSON.
+    """
+
+    name: str
+    operand: Operand
+    shape: tuple[int, ...]
+    binary_bytes: int | None
+    data: msgspec.Raw
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a request asks of a model.
+
+    Attributes:
+        id: by which the client knows the request; empty if it gave none.
+        inputs: in the order in which their raw bytes follow the JSON.
+        outputs: by name, in the order of the answer, whether the client wants raw bytes.
+        timeout_s: in which it wants the answer, or None.
+        timing: whether it wants to know how long the model took.
+    """
+
+    id: str
+    inputs: tuple[Tensor, ...]
+    outputs: Mapping[str, bool]
+    timeout_s: float | None
+    timing: bool
+
+    @property
+    def binary_bytes(self) -> int:
+        """How many raw bytes follow the JSON."""
+        return sum(tensor.binary_bytes or 0 for tensor in self.inputs)
+
+
+_DECODER = msgspec.json.Decoder(RequestMessage)
+
+
+def decoded(text: bytes | memoryview) -> RequestMessage:
+    """Return the JSON of a request.
+
+    Raises:
+        Refusal: it is not JSON, or has another form than the protocol's.
+    """
+    try:
+        return _DECODER.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Refusal(400, f"the request does not have the form that the Open Inference Protocol prescribes: {error}") from error
+
+
+def asked_of(message: RequestMessage, inputs: Mapping[str, Operand], outputs: Mapping[str, Operand]) -> Asked:
+    """Return what a request asks of a model with these inputs and outputs.
+
+    Raises:
+        Refusal: they do not go together, or the request asks for what is not supported.
+    """
+    if message.parameters.get("sequence_id") or message.parameters.get("sequence_start") or message.parameters.get("sequence_end"):
+        raise Refusal(400, "this server keeps no state for a sequence; send the state as an input, and take it from an output")
+    tensors = tuple(_tensor(one, inputs) for one in message.inputs)
+    names = {tensor.name for tensor in tensors}
+    if len(names) < len(tensors):
+        raise Refusal(400, "the request has an input twice; give each input once")
+    missing = [name for name, operand in inputs.items() if name not in names and operand.default is None]
+    if missing:
+        raise Refusal(400, f"the request has no input {missing[0]!r}; the model's inputs are {list(inputs)}")
+    return Asked(
+        message.id,
+        tensors,
+        _wanted(message, outputs),
+        _timeout_s(message.parameters),
+        _flag("the request", message.parameters, "aionn_timing", False),
+    )
+
+
+def _tensor(message: InputMessage, inputs: Mapping[str, Operand]) -> Tensor:
+    name, shape = message.name, tuple(message.shape)
+    operand = inputs.get(name)
+    if operand is None:
+        raise Refusal(400, f"the model has no input {name!r}; its inputs are {list(inputs)}")
+    wanted = datatype(operand)
+    if wanted not in _KNOWN:
+        raise Refusal(400, f"input {name!r} of the model is of type {operand.word}, which the Open Inference Protocol lacks")
+    if message.datatype not in _KNOWN:
+        raise Refusal(400, f"input {name!r}: {message.datatype!r} is not a datatype; the datatypes are {', '.join(DATATYPES.values())}")
+    if message.datatype != wanted:
+        raise Refusal(400, f"input {name!r}: the datatype {message.datatype} does not fit the model's {wanted}; values are not cast")
+    if len(shape) > _MOST_AXES or not operand.accepts(shape):
+        fits = operand.dimensions and [extent or -1 for extent in operand.dimensions]
+        raise Refusal(400, f"input {name!r}: the shape {list(shape)} does not fit the model's {fits or f'most of {_MOST_AXES} axes'}")
+    if _SHARED_MEMORY in message.parameters:
+        raise Refusal(400, f"input {name!r}: this server takes no shared memory; send the data in the request")
+    size = message.parameters.get("binary_data_size")
+    in_json = bool(memoryview(message.data))
+    if (size is None) is not in_json:
+        raise Refusal(400, f"input {name!r}: give either its data or the parameter binary_data_size")
+    if size is not None:
+        _check_size(name, operand, shape, size)
+    elif only_binary(operand):
+        raise Refusal(400, f"input {name!r}: {wanted} does not travel as JSON; send it as binary data")
+    return Tensor(name, operand, shape, size, message.data)
+
+
+def _check_size(name: str, operand: Operand, shape: tuple[int, ...], size: Any) -> None:
+    if type(size) is not int or size < 0:
+        raise Refusal(400, f"input {name!r}: binary_data_size is {size!r}; give a number of bytes")
+    needed = prod(shape) * operand.type.element_bytes
+    if operand.type is not OperandType.STRING and size != needed:
+        raise Refusal(400, f"input {name!r}: binary_data_size is {size}, but {datatype(operand)} of shape {list(shape)} has {needed} bytes")
+
+
+def _wanted(message: RequestMessage, outputs: Mapping[str, Operand]) -> Mapping[str, bool]:
+    """Return which outputs the client wants, and which of them as raw bytes. Without a word of it, it wants all, as JSON."""
+    binary = _flag("the request", message.parameters, "binary_data_output", False)
+    asked: Iterable[OutputMessage] = message.outputs or [OutputMessage(name) for name in outputs]
+    found: dict[str, bool] = {}
+    for one in asked:
+        operand = outputs.get(one.name)
+        if operand is None:
+            raise Refusal(400, f"the model has no output {one.name!r}; its outputs are {list(outputs)}")
+        if one.name in found:
+            raise Refusal(400, f"the request asks for output {one.name!r} twice; ask once")
+        if one.parameters.get("classification"):
+            raise Refusal(400, f"output {one.name!r}: this server does not classify; leave out the parameter classification")
+        if _SHARED_MEMORY in one.parameters:
+            raise Refusal(400, f"output {one.name!r}: this server takes no shared memory; the answer has the data")
+        if datatype(operand) not in _KNOWN:
+            raise Refusal(
+                400,
+                f"output {one.name!r} is of type {operand.word}, which the Open Inference Protocol lacks; ask for other outputs",
+            )
+        found[one.name] = _flag(f"output {one.name!r}", one.parameters, "binary_data", binary)
+        if only_binary(operand) and not found[one.name]:
+            raise Refusal(400, f"output {one.name!r}: {datatype(operand)} does not travel as JSON; ask for it as binary data")
+    return found
+
+
+def _flag(where: str, parameters: Mapping[str, Any], name: str, otherwise: bool) -> bool:
+    value = parameters.get(name, otherwise)
+    if not isinstance(value, bool):
+        raise Refusal(400, f"{where}: the parameter {name} is {value!r}; give true or false")
+    return value
+
+
+def _timeout_s(parameters: Mapping[str, Any]) -> float | None:
+    value = parameters.get("timeout")
+    if value is None or value == 0:  # 0 means none in Triton
+        return None
+    if type(value) is not int or not 0 < value < 2**63:
+        raise Refusal(400, f"the parameter timeout is {value!r}; give a positive number of microseconds")
+    return value / 1e6

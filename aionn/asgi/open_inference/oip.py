@@ -1,0 +1,184 @@
+"""`oip`: the routes of the Open Inference Protocol."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable, Mapping
+from importlib.util import find_spec
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+import aionn
+from aionn.asgi.open_inference.incoming import Incoming
+from aionn.asgi.open_inference.inference import infer
+from aionn.asgi.open_inference.refusals import Refusal, refusal_of
+from aionn.asgi.open_inference.targets import VERSION, Target, Targets, checked_targets
+from aionn.asgi.open_inference.tensors import datatype, shape_of
+from aionn.asgi.requests import RETRY_AFTER_S
+from aionn.asgi.served import Models
+from aionn.errors import AionnError
+from aionn.hal.types import Operand
+from aionn.tasks import checked_count
+
+__all__ = ["oip"]
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+_METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
+
+EXTENSIONS = ["binary_tensor_data", "statistics"]
+
+
+def oip(
+    runtime: aionn.Runtime | None = None,
+    models: Models | Mapping[str, aionn.Compilation] | None = None,
+    *,
+    max_body_bytes: int = 64 * 2**20,
+    retry_stateless: int = 1,
+) -> list[BaseRoute]:
+    """Return the routes of the Open Inference Protocol (KServe v2): `app.routes.extend(aionn.asgi.oip())`.
+
+    They are /v2, /v2/health/live, /v2/health/ready, and for each model /v2/models/NAME with /ready, /infer and /stats, also behind
+    /versions/1. Where prometheus_client is installed, /metrics has the metrics of this process. All requests of a model share one burst.
+
+    Errors are answered as `{"error": ...}`: 400 for a request that does not fit the protocol or the model, 404 for an unknown model, 408
+    for a body that stalls, 413 for one that is too large, 422 where the model does not compute the values, 503 with `Retry-After`
+    while a model compiles or its driver starts again, and 504 if the request's parameter `timeout` (in microseconds) has passed.
+
+    Args:
+        runtime: of the compilations. None for the one that `aionn.asgi.lifespan` opens.
+        models: compilations by name, which the app may change while it serves. None for the models of `aionn.asgi.lifespan`.
+        max_body_bytes: a request with a larger body is refused with 413, before the body is read if the request says its size.
+        retry_stateless: how often a call is made again whose driver has died. The protocol's calls have no state, so that is safe. It
+            is not done for device memory of the app's own, nor after any other error.
+
+    Raises:
+        CallerError: an argument is wrong.
+    """
+    targets = checked_targets(runtime, models, checked_count("oip: retry_stateless", retry_stateless, 0))
+    routes = _Routes(targets, checked_count("oip: max_body_bytes", max_body_bytes, 1))
+    one = "/v2/models/{model}"
+    paths: list[tuple[str, Handler, str]] = [
+        (one + "/infer", routes.infer, "POST"),  # first, because routes are tried in order
+        ("/v2", routes.server, "GET"),
+        ("/v2/health/live", routes.live, "GET"),
+        ("/v2/health/ready", routes.ready, "GET"),
+        ("/v2/models/stats", routes.all_statistics, "GET"),
+    ]
+    for prefix in (one, one + "/versions/{version}"):
+        paths += [
+            (prefix, routes.model, "GET"),
+            (prefix + "/ready", routes.model_ready, "GET"),
+            (prefix + "/stats", routes.statistics, "GET"),
+        ]
+    paths.append((one + "/versions/{version}/infer", routes.infer, "POST"))
+    found: list[BaseRoute] = [Route(path, routes.answered(handler, method), methods=_METHODS) for path, handler, method in paths]
+    if find_spec("prometheus_client") is not None:
+        found.append(Route("/metrics", _metrics()))
+    return [*found, Route("/v2/{rest:path}", routes.answered(routes.unknown), methods=_METHODS)]
+
+
+class _Routes:
+    def __init__(self, targets: Targets, max_body_bytes: int) -> None:
+        self._targets = targets
+        self._max_body_bytes = max_body_bytes
+
+    def answered(self, handler: Handler, method: str = "") -> Handler:
+        """Return a handler that answers errors of aionn as the protocol does. `method`: the only one that the path has, or empty."""
+
+        @functools.wraps(handler)
+        async def answer(request: Request) -> Response:
+            try:
+                if method and request.method not in (method, "HEAD" if method == "GET" else method):
+                    raise Refusal(405, f"the path {request.url.path} takes {method}, not {request.method}", {"Allow": method})
+                try:
+                    return await handler(request)
+                except AionnError as error:
+                    raise refusal_of(error, self._targets.runtime(request)) from error
+            except Refusal as refusal:
+                return refusal.response()
+
+        return answer
+
+    async def server(self, request: Request) -> Response:
+        from importlib.metadata import version  # most processes answer this once
+
+        return JSONResponse({"name": "aionn", "version": version("aionn"), "extensions": EXTENSIONS})
+
+    async def live(self, request: Request) -> Response:
+        live = self._targets.runtime(request).health().live
+        return _health({"live": live}, live)
+
+    async def ready(self, request: Request) -> Response:
+        ready = self._targets.runtime(request).health().ready
+        return _health({"ready": ready}, ready)
+
+    async def model(self, request: Request) -> Response:
+        target = await self._target(request)
+        model = target.compilation.model
+        return JSONResponse(
+            {
+                "name": target.name,
+                "versions": [VERSION],
+                "platform": f"aionn_{model.format}",
+                "inputs": _described(model.inputs),
+                "outputs": _described(model.outputs),
+            }
+        )
+
+    async def model_ready(self, request: Request) -> Response:
+        try:
+            target = await self._target(request)
+        except Refusal as refusal:
+            if refusal.status != 503:
+                raise
+            return _health({"name": request.path_params["model"], "ready": False, "error": str(refusal)}, False)
+        live = self._targets.runtime(request).health().live
+        return _health({"name": target.name, "ready": live}, live)
+
+    async def infer(self, request: Request) -> Response:
+        incoming = Incoming(request, self._max_body_bytes)
+        return await infer(incoming, await self._target(request))
+
+    async def statistics(self, request: Request) -> Response:
+        return JSONResponse({"model_stats": [(await self._target(request)).statistics()]})
+
+    async def all_statistics(self, request: Request) -> Response:
+        return JSONResponse({"model_stats": [target.statistics() for target in await self._targets.serving(request)]})
+
+    async def unknown(self, request: Request) -> Response:
+        raise Refusal(404, f"the path {request.url.path} is unknown to this server")
+
+    async def _target(self, request: Request) -> Target:
+        parameters = request.path_params
+        return await self._targets.find(request, parameters["model"], parameters.get("version", VERSION))
+
+
+def _described(operands: Mapping[str, Operand]) -> list[dict[str, Any]]:
+    return [{"name": name, "datatype": datatype(operand), "shape": shape_of(operand)} for name, operand in operands.items()]
+
+
+def _health(content: dict[str, Any], well: bool) -> JSONResponse:
+    headers = {"Cache-Control": "no-store"} | ({} if well else {"Retry-After": str(RETRY_AFTER_S)})
+    return JSONResponse(content, 200 if well else 503, headers)
+
+
+def _metrics() -> Handler:
+    """Return what answers with the metrics of the runtimes of this process."""
+    registry: Any = None
+
+    async def metrics(request: Request) -> Response:
+        nonlocal registry
+        from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+        from aionn.metrics import Collector
+
+        if registry is None:
+            registry = CollectorRegistry()
+            registry.register(Collector())
+        return Response(generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    return metrics

@@ -1,0 +1,233 @@
+"""Row F18: a request by the Open Inference Protocol beside a plain POST of the same bytes to the same server, and beside a burst.
+
+    python -m tests.bench oip [--rounds 5] [--frames 200]
+
+The rounds of all ways alternate, so that other work on the machine meets all of them. Each way has one request in flight.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import http.client
+import json
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import numpy as np
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+import aionn
+import aionn.asgi
+from tests.real_models import carried
+
+INPUTS = {"input": (1, 576), "state": (2, 1, 128)}
+ANSWER_BYTES = 4 + 1024
+LENGTH = "Inference-Header-Content-Length"
+Way = Callable[[], object]
+
+
+async def plain(request: Request) -> Response:
+    """Read a body, and answer with as many bytes as the model's outputs have."""
+    await request.body()
+    return Response(b"\0" * ANSWER_BYTES)
+
+
+async def with_burst(request: Request) -> Response:
+    """The same with the model in between, as a handler of one's own would run it: what a protocol cannot be quicker than."""
+    await request.body()
+    burst = await aionn.asgi.burst("vad")(request)
+    outputs = await burst.compute(ARRAYS)
+    return Response(b"".join(outputs[name].tobytes() for name in ("output", "stateN")))
+
+
+async def by_burst(request: Request) -> Response:
+    """Run the model over its burst without HTTP, and answer with the times in ns."""
+    burst = await aionn.asgi.burst("vad")(request)
+    arrays = made_up()
+    took = []
+    for _ in range(int(request.query_params["frames"])):
+        began = time.perf_counter_ns()
+        await burst.compute(arrays)
+        took.append(time.perf_counter_ns() - began)
+    return JSONResponse(took)
+
+
+def made_up() -> dict[str, Any]:
+    random = np.random.default_rng(0)
+    return {name: random.random(shape, np.float32) for name, shape in INPUTS.items()}
+
+
+ARRAYS = made_up()
+
+
+def app() -> Starlette:
+    routes = [
+        *aionn.asgi.oip(),
+        Route("/plain", plain, methods=["POST"]),
+        Route("/floor", with_burst, methods=["POST"]),
+        Route("/burst", by_burst),
+    ]
+    return Starlette(routes=routes, lifespan=aionn.asgi.lifespan({"vad": (carried("silero"), {"devices": ("onnxruntime",)})}))
+
+
+@contextmanager
+def serving() -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as listening:
+        fd, address = listening.fileno(), f"127.0.0.1:{listening.getsockname()[1]}"
+        process = subprocess.Popen([sys.executable, "-m", "tests.bench.oip", str(fd)], pass_fds=(fd,))
+    try:
+        with httpx.Client(base_url=f"http://{address}", timeout=60) as client:
+            while client.get("/v2/models/vad/ready").status_code != 200:
+                time.sleep(0.05)
+        yield address
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def serve(fd: int) -> None:
+    """Serve on a socket that listens. uvicorn's own `--fd` takes it for a Unix socket, and each answer would wait 40 ms for Nagle."""
+    config = uvicorn.Config(app(), log_level="warning", timeout_keep_alive=300)
+    uvicorn.Server(config).run(sockets=[socket.socket(fileno=fd)])
+
+
+def request() -> tuple[bytes, dict[str, str]]:
+    arrays = made_up()
+    inputs = [
+        {"name": name, "shape": list(array.shape), "datatype": "FP32", "parameters": {"binary_data_size": array.nbytes}}
+        for name, array in arrays.items()
+    ]
+    text = json.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}}).encode()
+    return text + b"".join(array.tobytes() for array in arrays.values()), {LENGTH: str(len(text))}
+
+
+def raw_ways(address: str) -> dict[str, Way]:
+    """The same bytes by Python's own HTTP client: as a plain POST, and as a request of the protocol."""
+    body, headers = request()
+    connection = http.client.HTTPConnection(address)
+
+    def post(path: str) -> Way:
+        def ask() -> None:
+            connection.request("POST", path, body, headers)
+            answer = connection.getresponse()
+            if answer.status != 200 or len(answer.read()) < ANSWER_BYTES:
+                raise RuntimeError(f"{path}: {answer.status}")
+
+        return ask
+
+    return {
+        "http.client, plain POST": post("/plain"),
+        "http.client, POST to a handler": post("/floor"),
+        "http.client, protocol": post("/v2/models/vad/infer"),
+    }
+
+
+def triton_ways(address: str) -> dict[str, Way]:
+    """NVIDIA's client, and a plain POST of the same bytes by the HTTP client that it uses."""
+    from geventhttpclient import HTTPClient
+    from tritonclient.http import InferenceServerClient, InferInput, InferRequestedOutput
+
+    client = InferenceServerClient(address)
+    body, headers = request()
+    transport = HTTPClient.from_url(f"http://{address}")
+
+    def plain_post() -> None:
+        if len(transport.post("/plain", body, headers).read()) != ANSWER_BYTES:
+            raise RuntimeError("/plain")
+
+    def infer(binary: bool) -> Way:
+        def ask() -> None:
+            inputs = []
+            for name, array in arrays.items():
+                inputs.append(InferInput(name, list(array.shape), "FP32"))
+                inputs[-1].set_data_from_numpy(array, binary_data=binary)
+            outputs = [InferRequestedOutput(name, binary_data=binary) for name in ("output", "stateN")]
+            client.infer("vad", inputs, outputs=outputs).as_numpy("stateN")
+
+        return ask
+
+    arrays = made_up()
+    return {"geventhttpclient, plain POST": plain_post, "tritonclient, raw bytes": infer(True), "tritonclient, JSON": infer(False)}
+
+
+async def aio_times(address: str, frames: int) -> list[int]:
+    from tritonclient.http.aio import InferenceServerClient, InferInput
+
+    async with InferenceServerClient(address) as client:
+
+        async def ask() -> None:
+            inputs = []
+            for name, array in made_up().items():
+                inputs.append(InferInput(name, list(array.shape), "FP32"))
+                inputs[-1].set_data_from_numpy(array)
+            (await client.infer("vad", inputs)).as_numpy("stateN")
+
+        return [await timed_async(ask) for _ in range(frames)]
+
+
+async def timed_async(ask: Callable[[], Awaitable[object]]) -> int:
+    began = time.perf_counter_ns()
+    await ask()
+    return time.perf_counter_ns() - began
+
+
+def timed(way: Way) -> int:
+    began = time.perf_counter_ns()
+    way()
+    return time.perf_counter_ns() - began
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench oip")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--frames", type=int, default=200)
+    options = parser.parse_args(argv)
+    with serving() as address:
+        ways = raw_ways(address)
+        try:
+            ways |= triton_ways(address)
+        except ImportError:
+            print("tritonclient is not installed: pip install --no-deps -r tests/asgi/tritonclient.txt")
+        times: dict[str, list[int]] = {"a burst in the server": []}
+        for _ in range(options.rounds):
+            burst = httpx.get(f"http://{address}/burst", params={"frames": options.frames}, timeout=60).json()
+            times["a burst in the server"] += burst
+            for name, way in ways.items():
+                way()
+                times.setdefault(name, []).extend(timed(way) for _ in range(options.frames))
+            if len(ways) > 2:
+                times.setdefault("tritonclient.aio, raw bytes", []).extend(asyncio.run(aio_times(address, options.frames)))
+    report(times)
+
+
+def report(times: dict[str, list[int]]) -> None:
+    p50 = {name: statistics.median(values) / 1e6 for name, values in times.items()}
+    print(f"{'way':32} {'p50 ms':>8} {'p99 ms':>8}")
+    for name, values in times.items():
+        print(f"{name:32} {p50[name]:8.3f} {statistics.quantiles(values, n=100)[98] / 1e6:8.3f}")
+    loop_ms = p50["a burst in the server"]
+    paced_ms = p50["http.client, POST to a handler"] - p50["http.client, plain POST"]
+    print(f"A burst takes {loop_ms:.3f} ms in a loop, and {paced_ms:.3f} ms between requests, when its driver sleeps.")
+    for way, floor in (
+        ("http.client, protocol", "http.client, plain POST"),
+        ("tritonclient, raw bytes", "geventhttpclient, plain POST"),
+    ):
+        if way in p50:
+            ratios = [(p50[way] - burst_ms) / p50[floor] for burst_ms in (loop_ms, paced_ms)]
+            print(f"F18: {way} adds to the burst {ratios[0]:.2f} (loop), {ratios[1]:.2f} (between requests) x of {floor}; bound 1.5")
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]))
