@@ -14,7 +14,7 @@ from aionn.hal.values import from_messages
 from aionn.memory import Access, MappingError, Memory, Region
 from aionn.memory.descriptors import check_description, check_descriptor
 from aionn.remote.channel import Descriptors
-from aionn.remote.control import Adopt
+from aionn.remote.control import Adopt, PrepareModelFromCache
 from aionn.remote.parts import CacheMessage, ModelMessage, OptionsMessage
 
 
@@ -207,17 +207,20 @@ class Handles:
         Descriptors((*self._model, *self._data)).close()
 
 
-async def adopted(device: IDevice, options: PrepareOptions, message: Adopt, descriptors: Descriptors) -> IPreparedModel:
-    """Let a device adopt what came with a call.
+async def from_files(
+    device: IDevice, options: PrepareOptions, message: PrepareModelFromCache | Adopt, files: CacheHandles
+) -> IPreparedModel:
+    """Let a device load, or adopt, the cache files that came with a call.
 
     Raises:
-        CompilationError: the device refuses it, or adopts nothing.
+        CompilationError: the device refuses them, or adopts nothing.
     """
-    with Handles(message.cache, descriptors) as handles:
-        if not hasattr(device, "adopt"):  # one that is written by hand
-            why = f"device {device.name!r} adopts no compilation of another machine"
-            raise CompilationError(why, reason=f"refused_by_device: {why}")
-        return await device.adopt(options, handles, message.model_digest, message.signed)
+    if isinstance(message, PrepareModelFromCache):
+        return await device.prepare_model_from_cache(options, files)
+    if not hasattr(device, "adopt"):  # one that is written by hand
+        why = f"device {device.name!r} adopts no compilation of another machine"
+        raise CompilationError(why, reason=f"refused_by_device: {why}")
+    return await device.adopt(options, files, message.model_digest, message.signed)
 
 
 def attached(fd: int, description: MemoryDescription, access: Access | None = None) -> Region:

@@ -61,7 +61,7 @@ from aionn.remote.control import (
 )
 from aionn.remote.fences import Waits, check_fence, dependency_failed, execute_fenced_by, refusal, settle, since_launch
 from aionn.remote.parts import CacheMessage, ModelMessage, MQMessage, OptionsMessage
-from aionn.remote.received import Handles, Received, adopted
+from aionn.remote.received import Handles, Received, from_files
 from aionn.sandbox.report import Confinement
 
 T = TypeVar("T")
@@ -188,15 +188,11 @@ class DeviceService:
                     reply = Flags(tuple(await self._device.get_supported_operations(model, **more)))
             case PrepareModel(model=message, options=options, cache=cache):
                 reply = await self._prepare(message, options, cache, descriptors)
-            case PrepareModelFromCache(options=sent, cache=cache):
-                with Received() as received:
-                    prepare = received.prepare_options(sent, self._device.name, descriptors)
-                    with Handles(cache, descriptors) as handles:
-                        reply = self._keep(await self._device.prepare_model_from_cache(prepare, handles))
-            case Adopt():
+            case PrepareModelFromCache() | Adopt():
                 with Received() as received:
                     prepare = received.prepare_options(body.options, self._device.name, descriptors)
-                    reply = self._keep(await adopted(self._device, prepare, body, descriptors))
+                    with Handles(body.cache, descriptors) as handles:
+                        reply = self._keep(await from_files(self._device, prepare, body, handles))
             case ConfigureExecutionBurst():
                 reply = await self._configure(body, descriptors)
             case ExportAgain(prepared=number, cache=cache):

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -74,7 +75,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., IntegrityStore]]:
     """Start a driver's store; its state survives from one start to the next."""
     started: list[IntegrityStore] = []
 
-    def make(version: str = "1.0", files: CacheFiles = FILES, **options: int) -> IntegrityStore:
+    def make(version: str = "1.0", files: CacheFiles = FILES, **options: Any) -> IntegrityStore:
         started.append(IntegrityStore("fake", version, files, state_directory=tmp_path / "state", **options))
         return started[-1]
 

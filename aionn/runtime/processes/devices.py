@@ -96,10 +96,7 @@ class Device:
 
     @property
     def providers(self) -> tuple[str, ...] | None:
-        """Names that may follow the engine's name and a colon in a device's name, as in "onnxruntime:cuda".
-
-        None until its driver has run once.
-        """
+        """Names that may follow the engine's name and a colon, as in "onnxruntime:cuda". None until its driver has run once."""
         return self._facts.providers
 
     @property
