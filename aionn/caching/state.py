@@ -45,6 +45,9 @@ StateFolder = str | os.PathLike[str] | RecordsFolder | None
 BUSY_TIMEOUT_S = 5.0  # another process holds the write lock for one small transaction; far more than it ever needs
 UNUSED_KEPT_S = 30 * 86400.0  # longer than the caches keep the entries of a version that is not used
 _KEY_BYTES = 32
+_UNTRUSTED = "PRAGMA trusted_schema=OFF"
+"""A model file that has taken a driver over may have written the database, which drivers and `aionn doctor` read."""
+
 _DAMAGE = {
     sqlite3.SQLITE_ERROR,
     sqlite3.SQLITE_CORRUPT,
@@ -135,6 +138,7 @@ def open_database(
             # Made first, so that no other account can read it even before SQLite first writes to it.
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
             connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+            connection.execute(_UNTRUSTED)
             connection.execute("PRAGMA journal_mode=WAL")
             # A record that a power cut loses or damages is a miss. So no write here needs an fsync.
             connection.execute(f"PRAGMA synchronous={'NORMAL' if synced else 'OFF'}")
@@ -175,6 +179,7 @@ def read_database(path: Path) -> sqlite3.Connection:
     immutable = "" if Path(f"{path}-wal").exists() else "&immutable=1"
     connection = sqlite3.connect(f"{path.as_uri()}?mode=ro{immutable}", uri=True, isolation_level=None, check_same_thread=False)
     try:
+        connection.execute(_UNTRUSTED)
         query(connection, "SELECT name FROM sqlite_master")
     except BaseException:
         connection.close()

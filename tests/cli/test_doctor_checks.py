@@ -208,6 +208,14 @@ def test_a_damaged_database_fails_until_it_is_removed_as_the_way_out_says(tmp_pa
     assert row.found == f"{tmp_path}, 1 sound database"
 
 
+def test_no_way_out_has_a_name_that_a_driver_chose(tmp_path: Path) -> None:
+    (tmp_path / "a b").mkdir(mode=0o700)
+    for name in ("integrity-;id;.sqlite", "$(id).sqlite", "integrity-a.sqlite"):
+        (tmp_path / "a b" / name).write_text("damaged")
+    row = folders.state_directory(str(tmp_path / "a b" / ".."))[0]
+    assert (row.status, "id" in row.found + row.way_out) == ("fail", False)
+
+
 def test_owners_modes_links_and_parents_of_folders(tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to(tmp_path)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import sqlite3
 import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from shlex import quote
 
 from aionn.caching.export_folder import left_folders
 from aionn.caching.state import query, read_database, state_path
@@ -21,6 +23,9 @@ __all__ = ["cache_directory", "export_folders", "file_system", "state_directory"
 
 _LEAST_FREE_BYTES, _GOOD_FREE_BYTES = 16 << 20, 256 << 20
 _FUTURE_S = 60.0
+
+_DATABASE = re.compile(r"(integrity|blobs)-[A-Za-z0-9_-]+\.sqlite")
+"""A driver's database. A model file that has taken a driver over may leave files of any name, and a way out is pasted into a shell."""
 
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "glusterfs", "lustre", "afs", "beegfs", "gpfs", "ocfs2", "gfs2")
 """File systems on which flock, or the shared memory of SQLite's WAL mode, may not work between machines."""
@@ -46,7 +51,8 @@ def state_directory(directory: str | None = None, root: Path = ROOT) -> list[Row
         mode = f"{stat.S_IMODE(status.st_mode):04o}"
         return [fail(check, f"{path} has mode {mode} or is read-only: nothing new is cached", needed, f"chmod 0700 {path}, or {another}")]
     folders = records_folders(path)
-    rows = [_databases(check, path, sorted(database for folder in folders for database in folder.glob("*.sqlite")))]
+    databases = sorted(file for folder in folders for file in folder.glob("*.sqlite") if _DATABASE.fullmatch(file.name))
+    rows = [_databases(check, path, databases)]
     rows += _place("state", path, root)
     if left := str(state_leavings(path)):
         rows.append(warn("state leavings", left, "none", "aionn doctor --fix removes them"))
@@ -109,7 +115,9 @@ def _databases(check: str, path: Path, databases: list[Path], more: str = "") ->
     """Check that SQLite can read each database and finds it sound."""
     damaged = [f"{database.relative_to(path)} ({complaint})" for database in databases if (complaint := _complaint(database))]
     if damaged:
-        way_out = f"none needed for safety: the next use begins it anew; to do so now, rm {path / damaged[0].partition(' ')[0]}*"
+        way_out = (
+            f"none needed for safety: the next use begins it anew; to do so now, rm {quote(str(path / damaged[0].partition(' ')[0]))}*"
+        )
         return fail(check, f"{path}: damaged {', '.join(damaged)}", "databases that SQLite can read", way_out)
     return ok(check, f"{path}, {len(databases)} sound database{'s' * (len(databases) != 1)}{more}")
 
