@@ -125,7 +125,7 @@ async def _judged(runtime: aionn.Runtime, name: str, subject: CheckedModel) -> R
 
 def _short(version: str | None) -> str:
     """Return the first part of an engine's version, which may name every library and CPU feature behind it."""
-    return (version or "?").replace(";", " ").split()[0][:40]
+    return (version or "?").partition(";")[0][:48]
 
 
 def _difference(found: Mapping[str, np.ndarray], right: Mapping[str, np.ndarray]) -> float:
