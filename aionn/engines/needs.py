@@ -13,7 +13,15 @@ _FACTS = {
 """The facts of these classes. To read them in the source takes 8 ms of each start. A test compares."""
 
 _OF_ACCELERATORS = {
-    "reads": ("/proc/driver/nvidia", "/sys/class/drm", "/sys/class/accel", "/sys/class/kfd", "/etc/OpenCL", "/etc/vulkan"),
+    "reads": (
+        "/proc/driver/nvidia",
+        "/sys/class/drm",
+        "/sys/class/accel",
+        "/sys/class/kfd",
+        "/etc/OpenCL",
+        "/etc/vulkan",
+        "/usr/local/cuda*",
+    ),
     "devices": ("/dev/nvidia*", "/dev/dri", "/dev/kfd", "/dev/accel"),
 }
 _CPU = "cpu"

@@ -14,7 +14,7 @@ import numpy as np
 
 from aionn.errors import AionnError, CallerError, ExecutionError
 from aionn.hal.interfaces import IPreparedModel
-from aionn.hal.types import ErrorStatus, MemoryDescription, Operand, Result
+from aionn.hal.types import ErrorStatus, MemoryDescription, MemoryKind, Operand, Result
 from aionn.hal.values import ValuesResult
 from aionn.memory.region import Region
 from aionn.remote.channel import Descriptors
@@ -69,6 +69,13 @@ class _Data:
     """The data that came with a message. Its mapping lasts as long as arrays over it."""
 
     def __init__(self, inline: bytes, memory: MemoryDescription | None, descriptors: Descriptors) -> None:
+        """Map the memory, if there is one.
+
+        Raises:
+            CallerError: it is the memory of a file, which its sender could cut off while it is read here. Or as `received.attached`.
+        """
+        if memory is not None and memory.kind is not MemoryKind.ASHMEM:
+            raise CallerError(f"the data of values lies in memory of kind {memory.kind.value}; send it in {MemoryKind.ASHMEM.value}")
         self._region = None if memory is None else attached(descriptors.take(), memory)
         self.view = memoryview(inline) if self._region is None else self._region.view()
 

@@ -58,7 +58,7 @@ class Runtime:
     Args:
         state_dir: folder in which drivers keep the digests of what they stored, private to this account and made if it is missing. It
             must live as long as the cache: where only the cache survives, nothing in it can be trusted. None: the user's state folder
-            (`$XDG_STATE_HOME/aionn`, else `~/.local/state/aionn`).
+            (`$XDG_STATE_HOME/aionn`, else `~/.local/state/aionn`). It must not be a folder from which Python imports.
         hang_s: a driver process that makes no progress for so many seconds is killed, and its calls end with `DriverHungError`.
             A long execution that computes is progress, unless it takes more than 20 times as long as nearly all executions of its model.
             None: it is logged, and never killed.

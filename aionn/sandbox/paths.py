@@ -45,6 +45,8 @@ _TEXTS = (
 )
 _LOADER_SETTINGS = "/etc/ld.so.conf.d/*.conf"
 _OF_A_PREFIX = ("bin", "lib", "lib32", "lib64", "libexec", "share", "pyvenv.cfg")
+_SHARED_PREFIXES = ("/usr", "/usr/local")
+"""Prefixes that hold more than Python, such as /usr/src/app and /usr/local/etc of many containers."""
 _OF_A_HOME = (".bash_history", ".bashrc", ".gnupg", ".netrc", ".ssh", ".zshrc")
 
 
@@ -106,11 +108,24 @@ def _python() -> set[str]:
     """Return where Python and everything that it may import lie."""
     found = {os.path.dirname(os.path.dirname(os.path.abspath(__file__))), os.path.dirname(os.__file__)}
     for prefix in {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix}:
-        found.update([f"{prefix}/{part}" for part in _OF_A_PREFIX] if _holds_a_home(prefix) else [prefix])
-    found.update(os.path.abspath(path) for path in sys.path if path)
+        shared = prefix in _SHARED_PREFIXES or _holds_a_home(prefix)
+        found.update([f"{prefix}/{part}" for part in _OF_A_PREFIX] if shared else [prefix])
+    on_path = {os.path.abspath(path) for path in sys.path if path}
+    found.update(on_path)
+    if os.path.islink(__file__):
+        found.add(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
+        found.update(place for path in on_path for place in _linked(path))
     for finder in sys.meta_path:
         found.update(_of_finder(finder))
     return found
+
+
+def _linked(folder: str) -> Iterator[str]:
+    """Yield where the packages in a folder lie if an installer has linked their files, as `uv --link-mode symlink` and Bazel do."""
+    for metadata in glob.glob(f"{glob.escape(folder)}/*.dist-info/METADATA"):
+        real = os.path.dirname(os.path.realpath(metadata))
+        if real != os.path.dirname(metadata) and os.path.basename(real) == os.path.basename(os.path.dirname(metadata)):
+            yield os.path.dirname(real)
 
 
 def _of_finder(finder: object) -> Iterator[str]:

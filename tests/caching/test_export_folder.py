@@ -83,7 +83,11 @@ def test_more_entries_than_can_be_removed_at_once_are_removed_later(places: Path
     os.close(make_folder(os.fspath(path)))
     for number in range(25):
         (path / str(number)).touch()
+    monkeypatch.setattr(os, "listdir", lambda _: pytest.fail("lists any number of names at once"))
     remove_folder(os.fspath(path))
+    monkeypatch.undo()
+    monkeypatch.setattr(export_folder, "_MOST_ENTRIES", 10)
+    monkeypatch.setattr(export_folder, "_places", lambda: (str(places),))
     assert len(list(path.iterdir())) == 15
     assert clean_up() == []
     assert clean_up() == [os.fspath(path)]

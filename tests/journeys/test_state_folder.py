@@ -108,3 +108,13 @@ async def test_a_state_folder_beside_the_cache_survives_with_it(fake: FakeDevice
 def test_a_state_folder_that_is_no_path_is_refused(wrong: object) -> None:
     with pytest.raises(aionn.CallerError, match="state_dir="):
         aionn.Runtime(state_dir=wrong)  # type: ignore[arg-type]
+
+
+def test_a_folder_that_python_imports_from_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver may write to its folder there, and an app would import the package "onnxruntime" from it."""
+    (tmp_path / "app").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "app")
+    monkeypatch.syspath_prepend(tmp_path / "link")
+    with pytest.raises(aionn.CallerError, match="Python imports from this folder, and drivers write to it; give a folder below it"):
+        aionn.Runtime(state_dir=tmp_path / "app")
+    aionn.Runtime(state_dir=tmp_path / "app" / "state")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -82,6 +84,22 @@ async def test_an_answer_that_does_not_fit_the_model_is_an_execution_error(answe
         prepared = await device.prepare_model(passing(FLOATS), PrepareOptions())
         monkeypatch.setattr(value_calls, "serve_values", lie)
         with pytest.raises(ExecutionError, match="the driver's answer contradicts the model"):
+            await prepared.execute_values(GIVEN)
+
+
+async def test_values_in_a_file_are_refused_because_a_driver_could_cut_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_bytes(bytes(4096))
+    fd = os.open(tmp_path / "file", os.O_RDONLY)
+
+    async def lie(*_: Any) -> tuple[ExecutedValues, Any]:
+        sent = SimpleNamespace(fileno=lambda: fd, close=lambda: os.close(fd))
+        tree = msgspec.msgpack.encode([[[[3], 0]]])
+        return ExecutedValues(Result(ErrorStatus.NONE), tree, b"", MemoryDescription(MemoryKind.MMAP_FD, 4096, writable=False)), sent
+
+    async with remote_device(find_engine("onnxruntime")) as device:
+        prepared = await device.prepare_model(passing(FLOATS), PrepareOptions())
+        monkeypatch.setattr(value_calls, "serve_values", lie)
+        with pytest.raises(ExecutionError, match="the data of values lies in memory of kind mmap_fd; send it in ashmem"):
             await prepared.execute_values(GIVEN)
 
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import site
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -34,7 +38,7 @@ KEPT = {
         *("ORT_DISABLE_TELEMETRY", "ORT_INTRA_OP_NUM_THREADS", "OV_CPU_MAX_ISA", "OPENVINO_LOG_LEVEL", "TBB_MALLOC_USE_HUGE_PAGES"),
         *("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "HSA_OVERRIDE_GFX_VERSION", "ROCR_VISIBLE_DEVICES"),
         *("ASAN_OPTIONS", "LSAN_OPTIONS", "TSAN_OPTIONS", "UBSAN_OPTIONS", "MALLOC_ARENA_MAX", "ONEDNN_VERBOSE", "TF_CPP_MIN_LOG_LEVEL"),
-        *("AIONN_LANES", "AIONN_FAKE_DEVICE", "AIONN_TEST_ENGINE"),
+        *("AIONN_LANES", "AIONN_FAKE_DEVICE", "AIONN_TEST_ENGINE", "EBPYTHONPREFIXES", "GUIX_PYTHONPATH", "NIX_PYTHONPATH"),
     )
 }
 
@@ -54,6 +58,21 @@ def test_a_confined_driver_gets_what_libraries_read_and_no_secret(level: str) ->
     assert {name: found.get(name) for name in KEPT} == KEPT
     assert found["HOME"] == "/nonexistent"
     assert (found["PYTHONUNBUFFERED"], found[APP_PID]) == ("1", str(os.getpid()))
+
+
+@pytest.mark.parametrize("in_use", [True, False])
+def test_a_confined_driver_imports_what_pip_has_installed_for_the_user(
+    in_use: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONUSERBASE", raising=False)
+    monkeypatch.setattr(site, "ENABLE_USER_SITE", in_use)
+    monkeypatch.setattr(site, "USER_BASE", str(tmp_path))
+    (tmp_path / f"lib/python3.{sys.version_info.minor}/site-packages").mkdir(parents=True)
+    environment = driver_environment("auto", 0, {})
+    code = f"import sys; print(any(path.startswith({str(tmp_path)!r}) for path in sys.path))"
+    outside_of_venv = os.path.realpath(sys.executable)
+    ran = subprocess.run([outside_of_venv, "-P", "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert ran.stdout == f"{in_use}\n"
 
 
 @pytest.mark.usefixtures("full")

@@ -51,7 +51,8 @@ def test_each_kind_of_place_has_its_rights(tmp_path: Path) -> None:
     assert (found["/opt/w"], found["/dev/zero"], found[str(tmp_path / "state")]) == (READ, DEVICE, WRITE)
     assert found["/dev/null"] == WRITE
     assert found["/proc/self"] == READ
-    for path in (sys.prefix, sys.base_prefix, str(ROOT / "aionn"), *(path for path in sys.path if path)):
+    prefixes = {sys.prefix, sys.base_prefix} - {"/usr", "/usr/local"}
+    for path in (*prefixes, str(ROOT / "aionn"), *(path for path in sys.path if path)):
         assert found[os.path.abspath(path)] == READ_AND_RUN
     assert "/" not in found
     assert not {"/proc", "/etc", "/tmp", "/root", "/home", "/dev", "/sys"} & set(found)
@@ -92,6 +93,42 @@ def test_a_python_in_a_home_folder_does_not_open_the_home(tmp_path: Path, monkey
     assert str(tmp_path) not in found
     assert found[str(tmp_path / "lib")] == found[os.path.dirname(os.__file__)] == READ_AND_RUN
     assert paths.too_wide(Facts()) == {}
+
+
+@pytest.mark.parametrize("prefix", ["/usr", "/usr/local"])
+def test_a_python_of_the_system_does_not_open_what_lies_beside_it(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("prefix", "exec_prefix", "base_prefix", "base_exec_prefix"):
+        monkeypatch.setattr(sys, name, prefix)
+    found = of()
+    assert not {prefix, "/usr/src", "/usr/local/etc"} & set(found)
+    assert {found[f"{prefix}/{part}"] for part in ("bin", "lib", "share")} == {READ_AND_RUN}
+
+
+def test_packages_whose_files_are_links_can_be_imported_and_nothing_beside_them(tmp_path: Path) -> None:
+    """As `uv --link-mode symlink` and Bazel install them: each file is a link to where its package was unpacked."""
+    archive, installed = tmp_path / "archive" / "x1", tmp_path / "installed"
+    for name in ("linked/__init__.py", "linked-1.0.dist-info/METADATA"):
+        (archive / name).parent.mkdir(parents=True)
+        (archive / name).touch()
+        (installed / name).parent.mkdir(parents=True)
+        (installed / name).symlink_to(archive / name)
+    (tmp_path / "archive" / "beside").touch()
+    for source in [*(ROOT / "aionn").glob("*.py"), *(ROOT / "aionn" / "sandbox").glob("*.py")]:
+        link = installed / source.relative_to(ROOT)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(source)
+    code = f"""
+        from aionn.sandbox.confining import confine
+        from aionn.sandbox.facts import Facts
+        confine("auto", Facts())
+        import linked
+        try:
+            open({str(tmp_path / "archive" / "beside")!r})
+        except PermissionError:
+            print("denied")
+    """
+    ran = python(code, path=str(installed))
+    assert ran.stdout == "denied\n", ran.stderr
 
 
 def test_a_home_folder_or_the_root_on_pythons_path_is_reported(tmp_path: Path) -> None:

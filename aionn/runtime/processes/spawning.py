@@ -68,12 +68,15 @@ def checked_state_dir(state_dir: object) -> str:
     """Return `Runtime(state_dir=)` as an absolute path, or an empty text for None.
 
     Raises:
-        CallerError: it is not a path.
+        CallerError: it is not a path; or Python imports from it. A driver that a model file has taken over could then leave a package
+            "onnxruntime" there, which the next app would import.
     """
     if state_dir is None:
         return ""
     if not isinstance(state_dir, str | os.PathLike) or not (path := os.fspath(state_dir)) or not isinstance(path, str) or "\0" in path:
         raise CallerError(f"state_dir={state_dir!r}: give the path of a folder, or None for the user's state folder")
+    if os.path.realpath(path) in (os.path.realpath(entry) for entry in sys.path if isinstance(entry, str)):
+        raise CallerError(f"state_dir={state_dir!r}: Python imports from this folder, and drivers write to it; give a folder below it")
     return os.path.abspath(path)
 
 
