@@ -116,7 +116,7 @@ class OutputInsufficientSizeError(ExecutionError):
 class DriverDiedError(AionnError):
     """The driver process has ended, and will never answer its open calls. It is safe to make the same call again.
 
-    If the process has written to stderr, a note (`__notes__`) has its last lines.
+    If the process has printed anything, a note (`__notes__`) has its last lines.
 
     Attributes:
         device: the name of the device whose driver it was.

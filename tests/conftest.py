@@ -7,6 +7,7 @@ A carrier that is not installed fails the test, with the command that installs i
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import shutil
 import signal
@@ -54,6 +55,15 @@ def what_is_there_already_is_no_garbage() -> None:
     """The collections of thousands of leak checks need not look again at all that earlier modules have imported."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warnings_go_where_pytest_looks() -> Iterator[None]:
+    """The command `aionn`, called in this process, prints warnings on stderr from then on. Later modules compare stderr and logs."""
+    logger = logging.getLogger("aionn")
+    handlers, propagate = logger.handlers, logger.propagate
+    yield
+    logger.handlers, logger.propagate = handlers, propagate
 
 
 @pytest.fixture(scope="session", autouse=True)

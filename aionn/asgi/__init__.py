@@ -1,4 +1,4 @@
-"""aionn in a web app: health routes, a lifespan that compiles in the background, bursts for request handlers, and a protocol of others.
+"""aionn in a web app: health routes, a lifespan that compiles in the background, bursts for handlers, and the Open Inference Protocol.
 
 It needs Starlette (`pip install 'aionn[web]'`), and works with FastAPI and every other framework over Starlette:
 
@@ -18,7 +18,7 @@ A server answers nothing until the lifespan's startup is complete, not even a pr
     requests  `burst`, `compilation`, `models`: what a request handler asks for
     probes    `routes`: /livez, /readyz and /startupz
     open_inference  `oip`: the Open Inference Protocol (KServe v2), for clients that know nothing of aionn
-    served    `Models`: the models of one app: attempts to compile them, and what serves
+    served    `Models`, the models of one app: attempts to compile them, and what serves
 """
 
 try:

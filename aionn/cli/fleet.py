@@ -48,7 +48,9 @@ def make_key(path: str, name: str, devices: Sequence[str], days: int | None, as_
     if os.path.lexists(public_path):
         raise UsageError(f"{public_path!r} exists already; give another path, or remove the old key first")
     key.save(path)
-    Path(public_path).write_bytes(encode_public_key(public))
+    # With a umask of 002 the group could write to it otherwise, and no keyring takes such a file.
+    with open(os.open(public_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644), "wb") as file:
+        file.write(encode_public_key(public))
     if as_json:
         print_json({"key": path, "public": public_path, "id": public.id.hex(), "name": name})
         return

@@ -22,8 +22,8 @@
     bugs       what is a bug in an engine, where it lies, and its traceback in the log
     log_lines  sends the log of this process to the app's log
     schedule   when a driver process gets CPU time
-    beginning  the first lines: bind the driver's life to its parent's, confine the process, watch its output (`_valve`)
-    process    what `python -m aionn.driver NAME` does then: greet, serve
+    beginning  the first lines: bind the driver's life to its parent's, confine the process, drop output in excess (`_valve`)
+    process    what `python -m aionn.driver NAME` does then: find its engine, greet, serve
     __main__   makes settings that must come before the imports, and calls `process`
 
 Engines see arrays, and clients see HAL calls. No module here knows the runtime.

@@ -1,9 +1,9 @@
-"""What a driver process does: tie its life to its parent's, find its engine, greet, serve until the client is gone.
+"""What a driver process does after `beginning`: find its engine, greet, serve until the client is gone.
 
 The driver ends with its parent, however the parent ends. The kernel sends SIGKILL when the parent's thread that started the driver
 is gone. That signal does not reach a driver in another pid namespace, or with a process in between. There the end of the control
-socket ends the driver. The driver leaves nothing that could outlive it: no named memory, no child, no file. (An engine that writes
-named files while it compiles leaves them if it is killed just then. No engine of aionn does.)
+socket ends the driver. The driver leaves nothing that could outlive it: no named memory, no child, no file. (An engine that
+writes temporary files by path leaves them in a private folder, which the app removes. No engine of aionn does.)
 """
 
 from __future__ import annotations

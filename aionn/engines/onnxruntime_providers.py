@@ -101,7 +101,7 @@ def nodes_on(session: Any, provider: str) -> str:
         CompilationError: the session does not run on that provider.
     """
     if provider not in session.get_providers():
-        raise CompilationError(f"onnxruntime made a session without {provider}, although it was asked for it; see the driver's stderr")
+        raise CompilationError(f"onnxruntime made a session without {provider}, although it was asked for it; see what its driver printed")
     assignment = getattr(session, "get_provider_graph_assignment_info", None)
     if assignment is None:  # ONNX Runtime before 1.25
         return str(provider)

@@ -1,15 +1,15 @@
 """Compiled artifacts that travel between machines with a signature. Optional (`pip install aionn[fleet]`); nothing below imports it.
 
     keys      a builder's private key: made, kept in a file, and used to sign the entries of a cache
-    adopting  artifacts of other machines in an open runtime
+    adopting  has an open runtime take artifacts of other machines: one that the app has, or what a backend offers at each miss
     asking    an artifact store as the backend of a runtime
     pushing, pulling    the entries of a local cache, to a store and from it
-    records   what the drivers' records say about a local cache
+    records   what the drivers' records say about the entries of a local cache
     artifact_store      files and statements in a store
     sweeping, checking  what `aionn fleet gc` and `aionn fleet verify` do
     judging   which statements of a store count
     places    the paths of objects in a store
-    requests, addresses, errors    the object store itself (obstore): requests with an end, what it is, what goes wrong
+    requests, addresses, errors    the object store below (obstore): requests with a time limit, its address, its errors as one class
 
 What a driver checks lies below: `caching.statement` (the signed statement), `caching.keyring` (the keys that a user trusts).
 """

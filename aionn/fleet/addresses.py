@@ -1,4 +1,4 @@
-"""The address of an artifact store, opened: a local directory, memory, or an S3-compatible bucket."""
+"""Open the address of an artifact store: a local directory, memory, or an S3-compatible bucket."""
 
 from __future__ import annotations
 

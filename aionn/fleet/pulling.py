@@ -86,7 +86,7 @@ async def pull_cache(
     if not keys.keys:
         folder = keyring_folder()
         where = "adopting is switched off by AIONN_ADOPT" if folder is None else f"put the builder's .pub file into {folder}"
-        raise CallerError(f"no builder is trusted: {keys.fault or 'there are no keys'}; {where}")
+        raise CallerError(f"no builder is trusted: {keys.fault or f'there are no keys; {where}'}")
     trusted = {key.id for key in keys.keys}
     listed = [place for place, _ in await store.statements()]
     wanted: list[StatementPlace] = []

@@ -12,6 +12,7 @@ import anyio
 from aionn.caching.integrity import IntegrityStore
 from aionn.caching.manifest import Manifest, StoredFile, Wanted
 from aionn.caching.outcomes import MissReason, Refusal
+from aionn.caching.private_folder import device_folder
 from aionn.caching.state import device_database, state_path
 from aionn.caching.store import CacheStore, Hit
 from aionn.caching.store.directory import CacheDirectory
@@ -96,12 +97,13 @@ def vouched_files(
     """
     refusal = Refusal(MissReason.NO_INTEGRITY_RECORD, f"no driver has records of this device's version in {state_path(state_dir)}")
     token = device_token(manifest.key, manifest.model_digest)
+    folder = device_folder(state_path(state_dir), manifest.device)
     for engine in _engines(manifest.device):
         # Looked for first: opening a store of records would make it.
-        if not device_database(state_path(state_dir), "integrity", engine, manifest.device_version).exists():
+        if not device_database(folder, "integrity", engine, manifest.device_version).exists():
             continue
         files = CacheFiles(len(manifest.model), len(manifest.data))
-        records = IntegrityStore(engine, manifest.device_version, files, state_directory=state_dir)
+        records = IntegrityStore(engine, manifest.device_version, files, state_directory=folder)
         try:
             verified = records.verify(CacheHandles(handles.model, handles.data, token, keyring))
         finally:

@@ -1,4 +1,4 @@
-"""Requests to an object store: with retries, and with an end.
+"""Requests to an object store: with retries, and with a time limit.
 
 A request that makes no progress for `patience_s` seconds raises `StoreError`. A local store is asked once, because asking a file system
 again changes nothing. Objects are written whole or not at all. Nothing here renames an object.

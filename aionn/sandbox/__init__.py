@@ -15,9 +15,10 @@ NumPy, uvloop or an engine. Linux lets every process do that, without root. What
     strict      for tests: names a denied system call on stderr before it ends the driver (`_strict.c`)
     report      that result
 
-Nothing here is assumed: each mechanism is tried, and what the kernel refuses stands in the report. `docs/security.md` has the threat model.
+Each mechanism is tried. What the kernel refuses stands in the report. `docs/security.md` has the threat model.
 
-There is one stage. A second one after the engine's import could drop more, such as code from files. But Landlock before its ABI 8 restricts
-one thread, and an imported engine has several. A second filter reaches all threads, but aionn imports `onnx` and `sqlite3` when they are
-needed first, and engines load parts of themselves with the first model. To load all of that before would delay each start.
+A driver confines itself once. A second step after the engine's import could take away more, such as the right to run code from files. But
+Landlock before its ABI 8 restricts one thread, and an imported engine has several. A second filter reaches all threads, but aionn imports
+`onnx` and `sqlite3` when they are needed first, and engines load parts of themselves with the first model. To load all of that before would
+delay each start.
 """

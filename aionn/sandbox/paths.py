@@ -71,7 +71,7 @@ def rules(facts: Facts, writable: tuple[str, ...]) -> Iterator[tuple[str, int]]:
 
 
 def too_wide(facts: Facts) -> dict[str, str]:
-    """Return places that a driver may read although they hold files of people (the root, home folders), and why it may."""
+    """Return places that a driver may read although they hold personal files (the root, home folders), and why it may."""
     asked = {found: "its engine asks for it" for path in facts.reads for found in _matching(path)}
     usual = dict.fromkeys((*_python(), *_loaders()), "Python or the system's loader looks for packages or libraries there")
     found: dict[str, str] = {}

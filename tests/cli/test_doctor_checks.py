@@ -163,7 +163,11 @@ async def test_a_provider_that_is_listed_and_does_not_load_is_a_warning(monkeypa
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     name = "tests.cli.listing_engine:ListingEngine"
     rows = {row.check: row for row in await engines.engines([name])}
-    assert {check: row.status for check, row in rows.items()} == {f"engine {name}": "ok", f"engine {name}:gone": "warn"}
+    assert {check: row.status for check, row in rows.items()} == {
+        f"engine {name}": "ok",
+        f"sandbox {name}": "warn",  # it declares none of its needs
+        f"engine {name}:gone": "warn",
+    }
     assert "no card is plugged in" in rows[f"engine {name}:gone"].found
 
 
@@ -173,11 +177,12 @@ async def test_a_built_in_engine_without_its_library_is_no_fault(monkeypatch: py
     rows = await engines.engines(["onnxruntime", "openvino", "reference"])
     assert [(row.check, row.status) for row in rows] == [
         ("engine reference", "ok"),
+        ("sandbox reference", "ok"),
         ("engine onnxruntime", "ok"),
         ("engine openvino", "ok"),
         ("engines", "warn"),
     ]
-    assert "pip install 'aionn[onnxruntime]'" in rows[1].found
+    assert "pip install 'aionn[onnxruntime]'" in rows[2].found
 
 
 # --- folders ----------------------------------------------------------------------------------------------------------------

@@ -212,6 +212,17 @@ def test_an_image_that_is_read_only_starts_with_a_hit(where: str, builder: Machi
     node.directory.chmod(0o700)
 
 
+@pytest.mark.parametrize("umask", [0o002, 0o022])
+def test_a_new_public_key_may_be_copied_into_a_keyring_as_it_is(node: Machine, umask: int) -> None:
+    """No keyring takes a file that the group may write to."""
+    before = os.umask(umask)
+    try:
+        made = node.json("fleet", "keygen", node.directory / "key", "--name", "ci")
+    finally:
+        os.umask(before)
+    assert Path(made["public"]).stat().st_mode & 0o777 == 0o644
+
+
 def test_a_key_is_made_once_and_kept_secret(node: Machine) -> None:
     key = node.directory / "key"
     made = node.json("fleet", "keygen", key, "--name", "ci", "--device", DEVICE, "--days", "30")

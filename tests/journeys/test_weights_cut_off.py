@@ -22,9 +22,9 @@ class Spoiler(OnnxRuntimeEngine):
     name = "spoiler"
 
     def spoil(self, at):
-        if os.environ["SPOIL_AT"] == at:
-            with open(os.environ["SPOILED"], "r+b") as file:
-                if os.environ["SPOIL_HOW"] == "cut":
+        if os.environ["AIONN_TEST_SPOIL_AT"] == at:
+            with open(os.environ["AIONN_TEST_SPOILED"], "r+b") as file:
+                if os.environ["AIONN_TEST_SPOIL_HOW"] == "cut":
                     file.truncate(100)
                 else:
                     file.write(bytes(1000))
@@ -45,7 +45,7 @@ def spoiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setenv("SPOILED", str(tmp_path / "weights"))
+    monkeypatch.setenv("AIONN_TEST_SPOILED", str(tmp_path / "weights"))
     return tmp_path
 
 
@@ -55,8 +55,8 @@ async def test_a_file_that_is_spoiled_during_a_compilation_changes_nothing(
     spoiler: Path, monkeypatch: pytest.MonkeyPatch, how: str, cached: bool
 ) -> None:
     """The driver mapped the file before, and a cut ended it with SIGBUS."""
-    monkeypatch.setenv("SPOIL_AT", "compiling")
-    monkeypatch.setenv("SPOIL_HOW", how)
+    monkeypatch.setenv("AIONN_TEST_SPOIL_AT", "compiling")
+    monkeypatch.setenv("AIONN_TEST_SPOIL_HOW", how)
     model = in_a_file(spoiler)
     cache: dict[str, Any] = {"cache_dir": spoiler / "cache", "token": model.token} if cached else {}
     async with aionn.Runtime() as runtime:
@@ -65,7 +65,7 @@ async def test_a_file_that_is_spoiled_during_a_compilation_changes_nothing(
         np.testing.assert_allclose(outputs["y"], X @ W, rtol=1e-4, atol=1e-4)
     assert (spoiler / "weights").read_bytes()[:1000] != W.tobytes()[:1000]
     if cached:  # what was stored is what the token names
-        monkeypatch.setenv("SPOIL_AT", "never")
+        monkeypatch.setenv("AIONN_TEST_SPOIL_AT", "never")
         async with aionn.Runtime() as runtime:
             compilation = await runtime.compile(model, devices=("spoiling:Spoiler",), **cache)
             assert [outcome.kind.name for outcome in compilation.outcomes] == ["HIT"]
@@ -76,8 +76,8 @@ async def test_a_file_that_is_spoiled_during_a_compilation_changes_nothing(
 async def test_a_file_that_is_cut_before_it_is_read_is_a_compilation_error_and_the_driver_lives(
     spoiler: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SPOIL_AT", "judging")
-    monkeypatch.setenv("SPOIL_HOW", "cut")
+    monkeypatch.setenv("AIONN_TEST_SPOIL_AT", "judging")
+    monkeypatch.setenv("AIONN_TEST_SPOIL_HOW", "cut")
     model = in_a_file(spoiler)
     async with aionn.Runtime() as runtime:
         with pytest.raises(aionn.CompilationError, match="cut off"):

@@ -114,7 +114,7 @@ async def test_the_last_lines_of_a_driver_are_in_the_error_and_in_the_log(
     assert error.exit_code == exit_code
     for copy in (error, pickle.loads(pickle.dumps(error))):
         (note,) = copy.__notes__
-        assert note.startswith("the last lines that the driver process wrote to stderr:\n")
+        assert note.startswith("the last lines that the driver process printed:\n")
         assert all(word in note for word in words)
     (record,) = (record for record in caplog.records if record.levelno == logging.WARNING)
     assert record.getMessage().startswith(f"{error} (process ")

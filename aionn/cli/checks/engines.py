@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 
 import anyio
 import numpy as np
 
 import aionn
+from aionn.caching.state import state_path
 from aionn.cli.checks.row import Row, fail, ok, warn
 from aionn.cli.checks.sandbox import confined
 from aionn.engines.installed import BUILT_IN, GROUP, with_descriptors
@@ -71,16 +75,28 @@ async def engines(names: Sequence[str], state_dir: str | None = None) -> list[Ro
         async with limiter:
             found[name] = await _engine(runtime, name, subject)
 
-    async with aionn.Runtime(start=(), name="aionn doctor", state_dir=state_dir) as runtime, anyio.create_task_group() as tasks:
-        for name in names:
-            if name not in missing:
-                tasks.start_soon(check, runtime, name)
+    with _left_as_it_is(state_dir) as folder:
+        async with aionn.Runtime(start=(), name="aionn doctor", state_dir=folder) as runtime, anyio.create_task_group() as tasks:
+            for name in names:
+                if name not in missing:
+                    tasks.start_soon(check, runtime, name)
     rows = [row for name in names for row in found.get(name, ())]
     rows += [ok(f"engine {name}", f"not installed; pip install 'aionn[{name}]' brings it") for name in names if name in missing]
     if set(names) - {"reference"} and not set(found) - {"reference"}:
         way_out = "pip install 'aionn[onnxruntime]'"
         rows.append(warn("engines", "only the reference, which is slow", "an engine that computes models quickly", way_out))
     return rows
+
+
+@contextmanager
+def _left_as_it_is(state_dir: str | None) -> Iterator[Path]:
+    """Give a folder for the records of drivers. A state directory that does not exist is not made: another folder is used meanwhile."""
+    path = state_path(state_dir)
+    if path.exists():
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="aionn-doctor-") as folder:
+        yield Path(folder)
 
 
 async def _engine(runtime: aionn.Runtime, name: str, subject: CheckedModel) -> list[Row]:
@@ -125,7 +141,7 @@ async def _judged(runtime: aionn.Runtime, name: str, subject: CheckedModel) -> R
 
 def _short(version: str | None) -> str:
     """Return the first part of an engine's version, which may name every library and CPU feature behind it."""
-    return (version or "?").replace(";", " ").split()[0][:40]
+    return (version or "?").partition(";")[0][:48]
 
 
 def _difference(found: Mapping[str, np.ndarray], right: Mapping[str, np.ndarray]) -> float:

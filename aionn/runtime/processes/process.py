@@ -283,10 +283,10 @@ class DriverProcess:
         if self._broke is not None:
             why = f"after it had broken the protocol ({self._broke})"
         elif not self._started.is_set():
-            why = "before it was ready (what it wrote to stderr tells why)"
+            why = "before it was ready (what it printed says why)"
         error = DriverDiedError(self.name, self._child.exit_code, why)
         if lines := self._child.last_lines:
-            error.add_note(f"the last lines that the driver process wrote to stderr:\n{lines}")
+            error.add_note(f"the last lines that the driver process printed:\n{lines}")
         return error
 
     def close(self, why: str) -> None:

@@ -37,10 +37,25 @@ _ENGINES = """
     NVIDIA_DRIVER_CAPABILITIES NVIDIA_TF32_OVERRIDE NVIDIA_VISIBLE_DEVICES AMD_LOG_LEVEL GPU_DEVICE_ORDINAL GPU_MAX_HW_QUEUES ROCM_PATH
 """
 _SANITIZERS = "ASAN_OPTIONS HWASAN_OPTIONS LSAN_OPTIONS MSAN_OPTIONS TSAN_OPTIONS UBSAN_OPTIONS"
-_OWN = "AIONN_FAKE_DEVICE AIONN_FAKE_DEVICE_2 AIONN_LANES"
+_OWN = "AIONN_LANES"
 _KEPT = frozenset(" ".join((_LOCALE, _SYSTEM, _PYTHON, _NUMPY, _ENGINES, _SANITIZERS, _OWN)).split())
 _KEPT_FAMILIES = (
-    *("AIONN_TEST_", "CUDA_", "CUDNN_", "DNNL_", "GOMP_", "HIP_", "HSA_", "HWLOC_", "KMP_", "MALLOC_", "MIGRAPHX_", "MIOPEN_", "MKL_"),
+    *(
+        "AIONN_FAKE_DEVICE",
+        "AIONN_TEST_",
+        "CUDA_",
+        "CUDNN_",
+        "DNNL_",
+        "GOMP_",
+        "HIP_",
+        "HSA_",
+        "HWLOC_",
+        "KMP_",
+        "MALLOC_",
+        "MIGRAPHX_",
+        "MIOPEN_",
+        "MKL_",
+    ),
     *("MLAS_", "OMP_", "ONEDNN_", "OPENBLAS_", "ORT_", "OV_", "ROCR_", "TBB_"),
 )
 """Beginnings of names that belong to one library. Other beginnings also name secrets: NVIDIA_API_KEY, PYTHON_KEYRING_BACKEND, and LC_
