@@ -24,6 +24,7 @@ import anyio
 
 import aionn
 from aionn.errors import AionnError, CallerError, DeadlineError, DriverDiedError, DriverHungError, MemoryAllocationError
+from aionn.errors import again as fresh
 from aionn.runtime.runtime import opened_of
 
 __all__ = ["ModelSpec", "Models", "Wanted", "checked_models"]
@@ -150,7 +151,8 @@ class Models:
                 shown.failed(wanted.failure)
                 logger.error("model %r of the web app was not compiled, and is %s: %s", wanted.name, what_next, _described(error))
                 if not again:
-                    self._hopeless[wanted.name] = error
+                    # Without its tracebacks, whose frames hold files and models.
+                    self._hopeless[wanted.name] = fresh(error).with_traceback(None)
                     self._decided[wanted.name].set()
                     await anyio.sleep_forever()
                 await anyio.sleep(pause_s)

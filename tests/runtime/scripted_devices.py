@@ -107,6 +107,8 @@ class ScriptedDevice:
 class ScriptedDevices:
     """What `preparation` uses of `Devices`: `get` hands out the next of the list, and the last one from then on."""
 
+    backend = None
+
     def __init__(self, tasks: TaskGroup, *devices: ScriptedDevice, unavailable: bool = False) -> None:
         self.tasks, self.closed, self._devices, self._unavailable = tasks, False, list(devices), unavailable
 
