@@ -21,15 +21,22 @@ A test waits for events of the engine, never for time.
 import typing as _typing
 
 from aionn.lazy import imported_when_asked as _imported_when_asked
-from aionn.testing.fake_device import FakeDevice
-from aionn.testing.models import fake_model, identity_model
 
 if _typing.TYPE_CHECKING:
     from aionn.testing.checked_models import CheckedModel
     from aionn.testing.checking import check_engine
+    from aionn.testing.fake_device import FakeDevice
+    from aionn.testing.models import fake_model, identity_model
 
 __all__ = ["CheckedModel", "FakeDevice", "check_engine", "fake_model", "identity_model"]
 
 if not _typing.TYPE_CHECKING:
-    _HOMES = {"CheckedModel": "aionn.testing.checked_models", "check_engine": "aionn.testing.checking"}
+    # Lazily, because every run of pytest loads the plugin in this package.
+    _NAMES = {
+        "checked_models": "CheckedModel",
+        "checking": "check_engine",
+        "fake_device": "FakeDevice",
+        "models": "fake_model identity_model",
+    }
+    _HOMES = {name: f"aionn.testing.{module}" for module, names in _NAMES.items() for name in names.split()}
     __getattr__ = _imported_when_asked(__name__, _HOMES)

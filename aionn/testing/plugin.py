@@ -4,6 +4,8 @@
 descriptors (memfds, pidfds, eventfds, sockets, FIFOs) and mappings of shared memory. The fixture lists what is left and fails the
 test. It ends processes that are left, so that the next test begins clean.
 
+Every run of pytest loads the plugin, also for projects that do not use it. So it imports what the fixture needs when a test asks for it.
+
 The plugin is found through the entry point group `pytest11`. Where aionn is not installed, `-p aionn.testing.plugin` loads it.
 """
 
@@ -15,11 +17,12 @@ import signal
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import pytest
-import uvloop
 
-from aionn.testing.fake_device import FakeDevice
+if TYPE_CHECKING:
+    from aionn.testing.fake_device import FakeDevice
 
 __all__ = ["fake_device"]
 
@@ -58,6 +61,10 @@ def fake_device() -> Iterator[FakeDevice]:
         ...         with pytest.raises(aionn.DriverDiedError):
         ...             await compilation.compute(inputs)
     """
+    import uvloop
+
+    from aionn.testing.fake_device import FakeDevice
+
     # libuv makes one pipe for signals with the first loop of a process and keeps it. It must exist before the fixture counts.
     uvloop.new_event_loop().close()
     before = _Held.now()
