@@ -16,6 +16,7 @@ import pytest
 import aionn
 from aionn import errors
 from aionn.errors import AionnError, again
+from aionn.fleet.errors import StoreError
 from aionn.hal.types import ErrorStatus
 from aionn.sources import SourceError
 
@@ -33,8 +34,10 @@ SAMPLES: dict[str, Callable[[], BaseException]] = {
     "DeadlineError": lambda: errors.DeadlineError(TEXT, transient=False),
     "DeviceUnavailableError": lambda: errors.DeviceUnavailableError("npu", TEXT),
     "MemoryAllocationError": lambda: errors.MemoryAllocationError(TEXT, needed_bytes=7, available_bytes=None),
+    "Refusal": lambda: _kind("Refusal")(503, TEXT, {"Retry-After": "1"}),
     "SourceError": lambda: SourceError(TEXT, source="/dev/video0"),
     "StageRejected": lambda: errors.StageRejected("openvino", "it is slower"),
+    "StoreError": lambda: StoreError("s3://models", "reading", "it does not answer"),
 }
 """Those with parameters of their own; the others are made of their text."""
 

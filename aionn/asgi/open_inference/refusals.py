@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from starlette.responses import JSONResponse
 
 import aionn
@@ -48,6 +50,9 @@ class Refusal(Exception):
         super().__init__(sentence)
         self.status = status
         self.headers = headers or {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.status, str(self), self.headers), dict(self.__dict__)
 
     def response(self) -> JSONResponse:
         """Return the answer. Its body has the form that the protocol prescribes for errors."""
