@@ -13,9 +13,9 @@ from aionn.sandbox.limits import no_core_files, no_made_code, no_new_privileges
 from aionn.sandbox.paths import rules, too_wide
 from aionn.sandbox.report import Confinement
 
-__all__ = ["SandboxError", "confine"]
+__all__ = ["LEAST_ABI", "SandboxError", "confine"]
 
-_LEAST_ABI = 3
+LEAST_ABI = 3
 """What level "require" asks for. Older versions of Landlock do not see that a file is cut, which only the filter denies then."""
 
 _SCOPED_ABI = 6
@@ -130,7 +130,7 @@ def _landlocked(report: _Report, facts: Facts, writable: tuple[str, ...]) -> int
         report.lack(f"{free}, because {why}", unmet=True)
         return 0
     restricted = report.attempt(("files",), lambda: landlock.restrict(rules(facts, writable), abi), "rules of Landlock", free, needed=True)
-    if restricted and abi < _LEAST_ABI:
+    if restricted and abi < LEAST_ABI:
         report.lack(
             f"only the filter of system calls protects files from being cut, because this kernel's Landlock has version {abi}", True
         )

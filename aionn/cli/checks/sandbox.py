@@ -12,12 +12,12 @@ from pathlib import Path
 from aionn.cgroups import text_of
 from aionn.cli.checks.row import ROOT, Row, ok, warn
 from aionn.sandbox import landlock
+from aionn.sandbox.confining import LEAST_ABI
 from aionn.sandbox.filter import MACHINES
 from aionn.sandbox.report import VARIABLE, Confinement
 
 __all__ = ["CHECKS", "confined", "files", "made_code", "system_calls"]
 
-_LEAST_ABI = 3
 _SECCOMP_CALL = {"x86_64": 317, "aarch64": 277}
 _GET_ACTION_AVAILABLE, _RET_ERRNO = 2, 0x0005_0000  # linux/seccomp.h
 _PR_GET_MDWE = 66  # linux/prctl.h, Linux 6.3
@@ -37,7 +37,7 @@ def files(root: Path = ROOT) -> Row:
         abi = landlock.best_abi()
     except OSError as error:
         return warn(check, f"it cannot be used: {_words(error)}, {_FREE}", needed, _landlock_way_out(error.errno, root))
-    if abi < _LEAST_ABI:
+    if abi < LEAST_ABI:
         found = f"version {abi}: a driver may empty files that it may not write"
         return warn(check, found, needed, "run Linux 6.2 or later")
     return ok(check, f"version {abi}")
