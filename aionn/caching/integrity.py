@@ -85,6 +85,7 @@ class IntegrityStore:
         state_directory: StateFolder = None,
         max_tokens: int = 4096,
         known_as: str = "",
+        confined: bool = True,
     ) -> None:
         """Open the store of this version of `device`, and remove stores of its other versions that were not used for long.
 
@@ -94,6 +95,8 @@ class IntegrityStore:
             state_directory: None stands for the user's (`private_folder.user_state_directory`).
             max_tokens: beyond it the store forgets the token unused for longest.
             known_as: the name by which the app, and so a builder's key, knows the device. Empty stands for `device`.
+            confined: False for a process with more rights than the device's driver. It only reads, because a journal that a hostile
+                driver has left has an SQLite that may write remove any file of this account.
 
         A directory that cannot be used raises nothing. `unavailable` says why, and every save and load is refused with it.
         """
@@ -108,7 +111,7 @@ class IntegrityStore:
         try:
             directory = private_state(state_directory)
             self._path = device_database(directory, "integrity", device, version)
-            self._database = self._open()
+            self._database = self._open() if confined else self._opened_for_reading()
         except (OSError, sqlite3.Error) as error:
             where = "$XDG_STATE_HOME/aionn, else ~/.local/state/aionn" if state_directory is None else str(state_directory)
             doing = f"integrity store of {device!r} (in {where}; Runtime(state_dir=) and --state-dir choose another folder)"
@@ -126,10 +129,12 @@ class IntegrityStore:
         except OSError as error:
             if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM) or not self._path.exists():
                 raise
-            self._read_only = True
-            database = read_database(self._path)
-            self._has_adopted = has_table(database)
-            return database
+            return self._opened_for_reading()
+
+    def _opened_for_reading(self) -> sqlite3.Connection:
+        self._read_only, database = True, read_database(self._path)
+        self._has_adopted = has_table(database)
+        return database
 
     def _prepare(self, database: sqlite3.Connection) -> None:
         database.execute("CREATE TABLE IF NOT EXISTS tokens (token BLOB PRIMARY KEY, used INTEGER NOT NULL) WITHOUT ROWID")

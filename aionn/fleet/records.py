@@ -103,7 +103,8 @@ def vouched_files(
         if not device_database(folder, "integrity", engine, manifest.device_version).exists():
             continue
         files = CacheFiles(len(manifest.model), len(manifest.data))
-        records = IntegrityStore(engine, manifest.device_version, files, state_directory=folder)
+        version, name = manifest.device_version, manifest.device
+        records = IntegrityStore(engine, version, files, state_directory=folder, known_as=name, confined=False)
         try:
             verified = records.verify(CacheHandles(handles.model, handles.data, token, keyring))
         finally:
