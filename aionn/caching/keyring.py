@@ -7,7 +7,8 @@ The keyring is read when an artifact is offered, and when an entry that was adop
 
 A key lets its owner run code in this account's drivers. So the keyring is used only if no other account could have written it: the folder
 and its files belong to this account or to root, no other account may write to them, none is a symlink, and no folder above may be written
-to by others either. If one thing is wrong, no key is used. The files are read through the descriptor of the folder that was checked.
+to by others either. A symlink above must belong to this account or to root. If one thing is wrong, no key is used. The files are read
+through the descriptor of the folder that was checked.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ ADOPT = "AIONN_ADOPT"
 ENDING = ".pub"
 _log = logging.getLogger("aionn.caching")
 _MAX_FILE_BYTES = 4096
+_MAX_LINKS = 40  # as in Linux
 _OPEN = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _warned: set[str] = set()
 
@@ -85,7 +87,9 @@ def keyring_folder() -> str | None:
     """Return the absolute path of the keyring, or None if adopting is switched off. The folder need not exist."""
     if os.environ.get(ADOPT, "") not in ("", "on"):  # an unknown word is "off", too
         return None
-    config = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+    config = os.environ.get("XDG_CONFIG_HOME", "")
+    if not os.path.isabs(config):  # which the XDG Base Directory Specification says to ignore
+        config = os.path.expanduser("~/.config")
     return os.path.abspath(os.environ.get(FOLDER) or os.path.join(config, "aionn", "trusted_builders"))
 
 
@@ -104,7 +108,8 @@ def read_keyring(folder: str | os.PathLike[str] | None = None) -> Keyring:
     except FileNotFoundError:
         return Keyring()
     except (OSError, CallerError) as error:
-        return Keyring(fault=f"keyring {path}: {error.strerror if isinstance(error, OSError) and error.strerror else error}")
+        fault = f"keyring {path}: {error.strerror if isinstance(error, OSError) and error.strerror else error}"
+        return Keyring(fault=fault.encode("utf-8", "backslashreplace").decode())  # a path may hold bytes that are not UTF-8
 
 
 def encoded_keyring() -> bytes:
@@ -131,6 +136,8 @@ class _Unsafe(CallerError):
 
 
 def _read(path: Path) -> Keyring:
+    path.lstat()  # a keyring that is not there has no fault
+    _refuse_unsafe_way(path)
     try:
         fd = os.open(path, _OPEN | os.O_DIRECTORY)
     except OSError as error:
@@ -139,8 +146,6 @@ def _read(path: Path) -> Keyring:
         raise
     try:
         _refuse_unsafe(os.fstat(fd), "the folder")
-        for above in Path(os.path.realpath(path)).parents:
-            _refuse_unsafe(above.lstat(), f"the folder {above} above it", sticky=True)
         names = sorted(name for name in os.listdir(fd) if name.endswith(ENDING))
         if len(names) > MAX_KEYS:
             raise CallerError(f"it has {len(names)} keys, at most {MAX_KEYS} are read")
@@ -151,6 +156,30 @@ def _read(path: Path) -> Keyring:
     if twice:
         raise CallerError(f"one key is in several files (builders {', '.join(twice)}); keep one of them")
     return Keyring(tuple(keys))
+
+
+def _refuse_unsafe_way(path: Path) -> None:
+    """Refuse a path if another account could lead it elsewhere: by a folder on the way, or by a symlink."""
+    at, left, links = "/", list(path.parts[1:-1])[::-1], 0
+    _refuse_unsafe(os.lstat(at), "the folder / above it", sticky=True)
+    while left:
+        name = left.pop()
+        if name in (".", ".."):
+            at = at if name == "." else os.path.dirname(at)
+            continue
+        above = os.path.join(at, name)
+        status = os.lstat(above)
+        if not stat.S_ISLNK(status.st_mode):
+            _refuse_unsafe(status, f"the folder {above} above it", sticky=True)
+            at = above
+            continue
+        _refuse_owner(status, f"the symlink {above} above it")
+        links += 1
+        if links > _MAX_LINKS:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+        target = Path(os.readlink(above))
+        at = "/" if target.is_absolute() else at
+        left += target.parts[::-1][: -1 if target.is_absolute() else None]
 
 
 def _key(name: str, folder: int) -> TrustedKey:
@@ -182,7 +211,11 @@ def _refuse_unsafe(status: os.stat_result, what: str, *, sticky: bool = False) -
     Args:
         sticky: allow a folder in which accounts can rename only what is theirs, such as /tmp.
     """
-    if status.st_uid not in (os.geteuid(), 0):
-        raise _Unsafe(f"{what} belongs to user {status.st_uid}; it must belong to this account or to root")
+    _refuse_owner(status, what)
     if status.st_mode & 0o022 and not (sticky and status.st_mode & stat.S_ISVTX):
         raise _Unsafe(f"other accounts may write to {what} (mode {stat.S_IMODE(status.st_mode):o}); take that away with chmod go-w")
+
+
+def _refuse_owner(status: os.stat_result, what: str) -> None:
+    if status.st_uid not in (os.geteuid(), 0):
+        raise _Unsafe(f"{what} belongs to user {status.st_uid}; it must belong to this account or to root")

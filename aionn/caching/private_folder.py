@@ -44,7 +44,9 @@ class UnsafeStateError(OSError):
 
 def user_state_directory() -> str:
     """Return the path of this user's state directory of aionn, as the XDG Base Directory Specification says. It need not exist."""
-    home = os.environ.get("XDG_STATE_HOME", "").strip() or os.path.expanduser("~/.local/state")
+    home = os.environ.get("XDG_STATE_HOME", "").strip()
+    if not os.path.isabs(home):  # which the specification says to ignore
+        home = os.path.expanduser("~/.local/state")
     return os.path.join(home, "aionn")
 
 

@@ -21,6 +21,11 @@ KEY_BYTES = 32
 MAX_KEYS = 64
 """The most keys of one keyring."""
 
+_PRIME = 2**255 - 19
+_OF_ORDER_8 = 0x5FC536D880238B13933C6D305ACDFD5F098EFF289F4C345B027B2C28F95E826
+_WEAK = {0, 1, _PRIME - 1, _OF_ORDER_8, _PRIME - _OF_ORDER_8}
+"""The y of the ed25519 points of order 1, 2, 4 and 8."""
+
 
 @dataclass(frozen=True, slots=True)
 class TrustedKey:
@@ -34,7 +39,7 @@ class TrustedKey:
             before stays, until the key is removed.
 
     Raises:
-        CallerError: the key has another length.
+        CallerError: the key has another length, or anyone can sign for it, as for a key of 32 zeros.
     """
 
     public_key: bytes
@@ -45,6 +50,9 @@ class TrustedKey:
     def __post_init__(self) -> None:
         if len(self.public_key) != KEY_BYTES:
             raise CallerError(f"the key of builder {self.name!r} has {len(self.public_key)} bytes; an ed25519 public key has {KEY_BYTES}")
+        # OpenSSL accepts these keys. A signature that it accepts can be made for them without a private key.
+        if int.from_bytes(self.public_key, "little") % 2**255 % _PRIME in _WEAK:
+            raise CallerError(f"the key of builder {self.name!r} is a weak one, for which anyone can sign")
 
     @property
     def id(self) -> bytes:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from aionn.caching import private_folder
-from aionn.caching.private_folder import UnsafeStateError, device_folder, free_folder, hold
+from aionn.caching.private_folder import UnsafeStateError, device_folder, free_folder, hold, user_state_directory
 
 
 def test_no_two_devices_share_a_folder_and_no_name_leads_out_of_the_state_directory(tmp_path: Path) -> None:
@@ -19,6 +19,16 @@ def test_no_two_devices_share_a_folder_and_no_name_leads_out_of_the_state_direct
     assert len(set(folders)) == len(names)
     assert {folder.parent for folder in folders} == {tmp_path}
     assert all(len(folder.name) <= 255 and folder.name not in ("", ".", "..") for folder in folders)
+
+
+@pytest.mark.parametrize("relative", ["", ".", "state"])
+def test_a_relative_state_directory_of_the_environment_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, relative: str) -> None:
+    """As the XDG Base Directory Specification says. The folder in which an app starts may hold what a stranger has made."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", relative)
+    assert user_state_directory() == str(tmp_path / ".local/state/aionn")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    assert user_state_directory() == str(tmp_path / "state/aionn")
 
 
 def test_what_a_process_holds_is_not_free(tmp_path: Path) -> None:

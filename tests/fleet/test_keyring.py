@@ -8,13 +8,18 @@ import stat
 from datetime import UTC, datetime
 from pathlib import Path
 
+import msgspec
 import pytest
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from aionn.caching import keyring as keyrings
 from aionn.caching.keyring import encoded_keyring
 from aionn.errors import CallerError
 from aionn.fleet import BuilderKey, Keyring, TrustedKey, decode_public_key, encode_public_key, keyring_folder, read_keyring
 from aionn.hal.trust import MAX_KEYS, decode_keyring, encode_keyring
+
+_OF_ORDER_8 = int.from_bytes(bytes.fromhex("26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc05"), "little")
 
 
 @pytest.fixture
@@ -71,8 +76,11 @@ def test_no_folder_no_variable_and_the_switch_trust_no_builder(
     monkeypatch.delenv("AIONN_TRUSTED_BUILDERS")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     assert keyring_folder() == str(tmp_path / "config/aionn/trusted_builders")
-    monkeypatch.delenv("XDG_CONFIG_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
+    for relative in ("", ".", "config"):  # to be ignored, says the XDG Base Directory Specification
+        monkeypatch.setenv("XDG_CONFIG_HOME", relative)
+        assert keyring_folder() == str(tmp_path / ".config/aionn/trusted_builders")
+    monkeypatch.delenv("XDG_CONFIG_HOME")
     assert keyring_folder() == str(tmp_path / ".config/aionn/trusted_builders")
 
 
@@ -180,6 +188,52 @@ def test_a_keyring_of_another_account_trusts_no_builder(folder: Path, key: Trust
     assert "belongs to user 1; it must belong to this account or to root" in read_keyring().fault
 
 
+def _linked(folder: Path, relative: bool, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Have the environment name the keyring by a symlink in /tmp of this machine, which stands for a folder of all accounts."""
+    everyone = folder.parent / "everyone"
+    everyone.mkdir()
+    everyone.chmod(0o1777)
+    link = everyone / "configuration"
+    link.symlink_to(Path("..") if relative else folder.parent)
+    monkeypatch.setenv("AIONN_TRUSTED_BUILDERS", str(link / folder.name))
+    return link
+
+
+@pytest.mark.parametrize("relative", [False, True])
+def test_a_symlink_above_the_keyring_is_followed_if_no_other_account_can_change_it(
+    folder: Path, key: TrustedKey, relative: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = _linked(folder, relative, monkeypatch)
+    assert read_keyring().keys == (key,)
+    link.parent.chmod(0o777)
+    assert f"other accounts may write to the folder {link.parent} above it (mode 777)" in read_keyring().fault
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a symlink away")
+@pytest.mark.parametrize("relative", [False, True])
+def test_a_symlink_of_another_account_does_not_choose_the_keyring(
+    folder: Path, key: TrustedKey, relative: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a sticky folder such as /tmp. It may lead to any folder of this account, such as one with downloads."""
+    link = _linked(folder, relative, monkeypatch)
+    os.chown(link, 1, -1, follow_symlinks=False)
+    assert f"the symlink {link} above it belongs to user 1" in read_keyring().fault
+
+
+def test_a_circle_of_symlinks_is_a_fault(folder: Path, key: TrustedKey, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder.parent / "circle").symlink_to("circle")
+    monkeypatch.setenv("AIONN_TRUSTED_BUILDERS", str(folder.parent / "circle/trusted"))
+    assert "Too many levels of symbolic links" in read_keyring().fault
+
+
+def test_a_path_that_is_not_utf8_can_be_sent_to_a_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    folder.mkdir()
+    folder.chmod(0o777)
+    monkeypatch.setenv("AIONN_TRUSTED_BUILDERS", str(folder))
+    assert "caf\\udce9: other accounts may write to the folder" in decode_keyring(encoded_keyring()).fault
+
+
 # --- key files -------------------------------------------------------------------------------------------------------
 
 
@@ -206,6 +260,30 @@ def test_a_private_key_is_kept_in_a_file_of_this_account_alone(tmp_path: Path) -
 def test_what_is_not_a_public_key_file_is_refused(content: bytes) -> None:
     with pytest.raises(CallerError, match="a public key file cannot be read"):
         decode_public_key(content)
+
+
+@pytest.mark.parametrize("y", [0, 1, -1, 2**255 - 19, 2**255 - 18, _OF_ORDER_8, -_OF_ORDER_8], ids=hex)
+@pytest.mark.parametrize("sign", [0, 1])
+def test_a_key_that_anyone_can_sign_for_is_refused(folder: Path, key: TrustedKey, y: int, sign: int) -> None:
+    """A point of small order. OpenSSL takes signatures for it that were made without a private key."""
+    public = ((y if y >= 0 else y + 2**255 - 19) | sign << 255).to_bytes(32, "little")
+    nothing = [point + bytes(32) for point in (public, (1).to_bytes(32, "little"), bytes(32))]
+    assert any(_accepts(public, signature, str(number).encode()) for number in range(200) for signature in nothing)
+    with pytest.raises(CallerError, match="anyone can sign"):
+        TrustedKey(public, "x")
+    (folder / "weak.pub").write_bytes(b'{"name": "weak", "ed25519": "%s"}' % public.hex().encode())
+    (folder / "weak.pub").chmod(0o644)
+    assert "weak.pub: the key of builder 'weak' is a weak one, for which anyone can sign" in read_keyring().fault
+    encoded = msgspec.msgpack.encode({"keys": [{"public_key": public, "name": "weak", "devices": [], "not_after_s": None}], "fault": ""})
+    assert decode_keyring(encoded).fault  # in a driver, too
+
+
+def _accepts(public: bytes, signature: bytes, message: bytes) -> bool:
+    try:
+        Ed25519PublicKey.from_public_bytes(public).verify(signature, message)
+    except InvalidSignature:
+        return False
+    return True
 
 
 def test_a_key_of_another_length_and_a_keyring_with_a_key_twice_are_refused() -> None:
