@@ -60,6 +60,8 @@ def open_address(address: str | os.PathLike[str], *, patience_s: float, make: bo
     text = os.fspath(address)
     parts = urlsplit(text)
     if parts.scheme in ("s3", "s3a"):
+        if "@" in parts.netloc or parts.query or parts.fragment:  # not quoted: an address goes into logs, and this one may have secrets
+            raise CallerError("the address of a bucket is s3://bucket/prefix; credentials come from the AWS_* variables")
         return _bucket(text, parts.netloc, unquote(parts.path).strip("/"), patience_s)
     if parts.scheme == "memory":
         return OpenedStore(text, MemoryStore(), None, patience_s)

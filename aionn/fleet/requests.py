@@ -37,7 +37,9 @@ __all__ = ["MULTIPART_BYTES", "BadContentsError", "Found", "Requests"]
 T = TypeVar("T")
 MULTIPART_BYTES = 64_000_000  # larger files go up in parts, so a lost connection costs one part
 _PART_BYTES = 16 << 20
-_CHUNK_BYTES = 4 << 20
+_CHUNK_BYTES = 256 << 10  # comes within the patience, so it bounds how slow a transfer may be
+_MAX_OBJECTS = 1_000_000
+_MAX_SAID = 300
 _SLOWEST_BYTES_PER_S = 1_000_000  # an upload shows no progress, so its time grows with its size
 _RETRY_S = 0.1
 _FINAL = (PermissionDeniedError, UnauthenticatedError, NotSupportedError, InvalidPathError, PreconditionError)
@@ -106,7 +108,12 @@ class Requests:
             answer = await obstore.get_async(self.opened.objects, path)
             if answer.meta["size"] > max_bytes:
                 raise BadContentsError(f"{path} has {answer.meta['size']} bytes, at most {max_bytes} are read")
-            return bytes(await answer.bytes_async())
+            content = bytearray()
+            async for chunk in answer.stream(min_chunk_size=0):  # a server may announce one size and send more
+                content += memoryview(chunk).cast("B")
+                if len(content) > max_bytes:
+                    raise BadContentsError(f"{path} has more than {max_bytes} bytes")
+            return bytes(content)
 
         try:
             return await self._ask(f"reading {path}", read)
@@ -196,6 +203,8 @@ class Requests:
             async for batch in obstore.list(self.opened.objects, prefix, chunk_size=1000):
                 limit.deadline = anyio.current_time() + self.opened.patience_s
                 found += [Found(meta["path"], meta["size"], meta["last_modified"].timestamp()) for meta in batch]
+                if len(found) > _MAX_OBJECTS:
+                    raise StoreError(self.opened.address, f"listing {prefix}", f"it has more than {_MAX_OBJECTS} objects there")
             return found
 
         give_up_at = time.monotonic() + self.opened.patience_s
@@ -243,9 +252,11 @@ class Requests:
 
 
 def said(error: Exception) -> str:
-    """Return what obstore says in one sentence, without its dump of internal objects."""
+    """Return what obstore says in one sentence, without its dump of internal objects. It may quote what a hostile server has sent."""
     text = str(error).partition("\n\nDebug source")[0]
-    return re.sub(r", after \d+ retries, max_retries: \d+, retry_timeout: \S+", "", " ".join(text.split()))
+    text = re.sub(r", after \d+ retries, max_retries: \d+, retry_timeout: \S+", "", " ".join(text.split()))
+    text = "".join(letter if letter.isprintable() else "?" for letter in text)
+    return text if len(text) <= _MAX_SAID else f"{text[:_MAX_SAID]}..."
 
 
 def _take(hasher: Any, chunk: memoryview, fd: int | None, at: int) -> None:
