@@ -12,6 +12,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import anyio
@@ -189,8 +190,11 @@ class Requests:
 
     async def remove(self, path: str) -> bool:
         """Remove an object. Return False if a local store has no such object; a bucket does not say so."""
+        folder = self.opened.folder
+        unlink = partial(anyio.to_thread.run_sync, _unlink_below, folder, path, abandon_on_cancel=True)
+        delete = partial(obstore.delete_async, self.opened.objects, path)
         try:
-            await self._ask(f"removing {path}", lambda: obstore.delete_async(self.opened.objects, path))
+            await self._ask(f"removing {path}", delete if folder is None else unlink)
         except (NotFoundError, FileNotFoundError):
             return False
         return True
@@ -257,6 +261,24 @@ def said(error: Exception) -> str:
     text = re.sub(r", after \d+ retries, max_retries: \d+, retry_timeout: \S+", "", " ".join(text.split()))
     text = "".join(letter if letter.isprintable() else "?" for letter in text)
     return text if len(text) <= _MAX_SAID else f"{text[:_MAX_SAID]}..."
+
+
+def _unlink_below(folder: Path, path: str) -> None:
+    """Remove a file of a local store. No folder on the way may be a symlink, which a hostile writer could lead out of the store.
+
+    Raises:
+        OSError: it is not there, or a folder on the way is a symlink.
+    """
+    *parents, name = path.split("/")
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for parent in parents:
+            below = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)
+            os.close(fd)
+            fd = below
+        os.unlink(name, dir_fd=fd)
+    finally:
+        os.close(fd)
 
 
 def _take(hasher: Any, chunk: memoryview, fd: int | None, at: int) -> None:

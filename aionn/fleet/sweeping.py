@@ -44,7 +44,7 @@ class SweepReport:
         staging: unfinished files of writers that were killed, removed from a local store.
         freed_bytes: bytes of all of them.
         kept: statements that stay.
-        kept_bytes: bytes of the files that these name, each file once.
+        kept_bytes: bytes of the files that these name and that are there, each file once.
         over_bytes: bytes that the kept ones have beyond the budget, because they are younger than the grace.
     """
 
@@ -75,6 +75,7 @@ class _Sweep:
     max_bytes: int | None
     grace_s: float
     now_s: float = field(default_factory=time.time)
+    sizes: dict[str, int] = field(default_factory=dict)  # of the files that are there. What a statement says is not believed
 
     def old(self, found: Found) -> bool:
         return self.now_s - found.written_s >= self.grace_s
@@ -96,11 +97,11 @@ class _Sweep:
     async def mark(self, statements: Sequence[_Marked]) -> None:
         """Decide which statements are kept."""
         # Listed after the statements, so a statement that was found had its files before.
-        sizes = {found.path: found.size_bytes for found in await self.store.requests.listing(FILES)}
+        self.sizes = {found.path: found.size_bytes for found in await self.store.requests.listing(FILES)}
         seen = {found.path for found in await self.store.requests.listing(SEEN) if self.now_s - found.written_s < self.keep_s}
         for one in statements:
             young = self.now_s - one.found.written_s < self.keep_s
-            whole = one.files is not None and all(sizes.get(file_path(file.digest)) == file.length for file in one.files)
+            whole = one.files is not None and all(self.sizes.get(file_path(file.digest)) == file.length for file in one.files)
             wanted = young or seen_path(one.place.fingerprint) in seen
             one.kept = not self.old(one.found) or (wanted and whole)
         if self.max_bytes is not None:
@@ -109,19 +110,25 @@ class _Sweep:
     def _keep_within(self, max_bytes: int, kept: Sequence[_Marked]) -> None:
         """Drop the oldest statements until the files of the others fit."""
         users = Counter(file.digest for one in kept for file in set(one.files or ()))
-        total = _named_bytes(kept)
+        total = self.named_bytes(kept)
         for one in sorted(kept, key=lambda one: one.found.written_s):
             if total <= max_bytes or not self.old(one.found):
                 break
             one.kept = False
             for file in set(one.files or ()):
                 users[file.digest] -= 1
-                total -= 0 if users[file.digest] else file.length
+                total -= 0 if users[file.digest] else self.sizes.get(file_path(file.digest), 0)
+
+    def named_bytes(self, statements: Sequence[_Marked]) -> int:
+        """Return the bytes of all files that statements name and that are there."""
+        digests = {file.digest for one in statements for file in one.files or ()}
+        return sum(self.sizes.get(file_path(digest), 0) for digest in digests)
 
     async def unnamed(self, statements: Sequence[_Marked]) -> list[Found]:
         """Return the files that no kept statement names, among those older than the grace."""
         named = {file.digest for one in statements if one.kept for file in one.files or ()}
         found = await self.store.requests.listing(FILES)
+        self.sizes = {one.path: one.size_bytes for one in found}
         return [one for one in found if self.old(one) and (digest := digest_in(one.path)) is not None and digest not in named]
 
     async def remove(self, found: Found) -> bool:
@@ -172,10 +179,12 @@ async def sweep(
         one.kept = True
     await each(partial(remove, found) for found in await plan.unnamed(kept))
     await each(
-        partial(remove, found) for found in await store.requests.listing(SEEN) if plan.now_s - found.written_s > max(keep_s, grace_s)
+        partial(remove, found)
+        for found in await store.requests.listing(SEEN)
+        if plan.now_s - found.written_s > max(keep_s, grace_s) and digest_in(found.path) is not None
     )
     staging = await anyio.to_thread.run_sync(_remove_staging, store.requests.opened.folder, plan.now_s - grace_s, dry_run)
-    left = _named_bytes(kept)
+    left = plan.named_bytes(kept)
     return SweepReport(
         statements=sum(found.path.startswith(f"{STATEMENTS}/") for found in removed),
         files=sum(found.path.startswith(f"{FILES}/") for found in removed),
@@ -187,27 +196,23 @@ async def sweep(
     )
 
 
-def _named_bytes(statements: Sequence[_Marked]) -> int:
-    """Return the bytes of all files that kept statements name."""
-    return sum({file.digest: file.length for one in statements if one.kept for file in one.files or ()}.values())
-
-
 def _remove_staging(folder: Path | None, before_s: float, dry_run: bool) -> list[int]:
     """Remove what killed writers have left in a local store, and return the sizes. A bucket shows no unfinished objects."""
     sizes: list[int] = []
     if folder is None:
         return sizes
     for part in (FILES, STATEMENTS, SEEN):
-        for parent, _, names in os.walk(os.path.join(folder, part), topdown=False):
-            for name in filter(_STAGING.fullmatch, names):
-                path = os.path.join(parent, name)
-                with suppress(FileNotFoundError):
-                    status = os.lstat(path)
-                    if status.st_mtime <= before_s:
-                        if not dry_run:
-                            os.unlink(path)
-                        sizes.append(status.st_size)
-            if not dry_run and os.path.relpath(parent, folder).count(os.sep):
-                with suppress(OSError):  # it holds something
-                    os.rmdir(parent)
+        with suppress(FileNotFoundError):
+            # By descriptors, and without following symlinks, which a hostile writer could lead out of the store.
+            for _, below, names, fd in os.fwalk(os.path.join(folder, part), topdown=False):
+                for name in filter(_STAGING.fullmatch, names):
+                    with suppress(FileNotFoundError):
+                        status = os.lstat(name, dir_fd=fd)
+                        if status.st_mtime <= before_s:
+                            if not dry_run:
+                                os.unlink(name, dir_fd=fd)
+                            sizes.append(status.st_size)
+                for empty in () if dry_run else below:
+                    with suppress(OSError):  # it holds something
+                        os.rmdir(empty, dir_fd=fd)
     return sizes

@@ -42,8 +42,11 @@ class Artifact:
         return await store.push(self.place, self.signed, self.files, trusted_files(KEYRING))
 
 
-def artifact(name: str, *contents: bytes, version: str = VERSION, key: BuilderKey = BUILDER) -> Artifact:
-    """An artifact for the model of that name. Two with one name have one key, whatever their contents."""
+def artifact(name: str, *contents: bytes, version: str = VERSION, key: BuilderKey = BUILDER, length: int | None = None) -> Artifact:
+    """An artifact for the model of that name. Two with one name have one key, whatever their contents.
+
+    `length`: what the statement says of each file, if it is not the truth.
+    """
     model = blake3(name.encode()).digest()
     keys = encoded_keys(KeyParts(app_token=model, device=DEVICE, device_version=version))
     manifest = Manifest(
@@ -52,7 +55,7 @@ def artifact(name: str, *contents: bytes, version: str = VERSION, key: BuilderKe
         device=DEVICE,
         device_version=version,
         model_digest=model,
-        model=tuple(stored(content) for content in contents),
+        model=tuple(stored(content) if length is None else StoredFile(length, stored(content).digest) for content in contents),
         data=(),
         directory="0" * 16,
         generation=1,

@@ -10,6 +10,7 @@ import pytest
 
 from aionn.fleet.artifact_store import ArtifactStore, Pushed
 from aionn.fleet.checking import check_store
+from aionn.fleet.errors import StoreError
 from aionn.fleet.judging import claimed_files, trusted_files
 from aionn.fleet.places import STATEMENTS, seen_path
 from aionn.fleet.sweeping import SweepReport, sweep
@@ -56,7 +57,7 @@ async def test_what_is_younger_than_the_grace_stays(folder_store: ArtifactStore)
     await folder_store.requests.put_new(f"blake3/{stored(b'alone').digest.hex()}", b"alone")
     incomplete = artifact("incomplete", b"missing")
     await folder_store.requests.put_new(incomplete.place.path, incomplete.signed)
-    assert await sweep(folder_store, claimed_files, keep_s=0.0, max_bytes=0) == SweepReport(kept=1, kept_bytes=7, over_bytes=7)
+    assert await sweep(folder_store, claimed_files, keep_s=0.0, max_bytes=0) == SweepReport(kept=1)
     await age(folder_store, 2)
     report = await sweep(folder_store, claimed_files)
     assert (report.statements, report.files) == (1, 1)
@@ -104,6 +105,9 @@ async def test_the_oldest_go_first_beyond_the_budget(folder_store: ArtifactStore
     assert (report.statements, report.kept, report.kept_bytes, report.over_bytes) == (2, 2, 2500, 0)
     left = {place.key for place, _ in await folder_store.statements()}
     assert left == {artifact(str(number), b"").place.key for number in (2, 3)}
+    await artifact("young", b"1234567").push(folder_store)
+    report = await sweep(folder_store, claimed_files, max_bytes=0)
+    assert (report.statements, report.kept, report.kept_bytes, report.over_bytes) == (2, 1, 7, 7)
 
 
 async def test_unfinished_files_and_empty_folders_of_killed_writers_go(folder_store: ArtifactStore) -> None:
@@ -122,6 +126,56 @@ async def test_unfinished_files_and_empty_folders_of_killed_writers_go(folder_st
     await age(folder_store, 31)
     await sweep(folder_store, claimed_files)
     assert sorted(path.name for path in folder.rglob("*")) == ["blake3", "statement"]
+
+
+# --- what a hostile writer has put there ------------------------------------------------------------------------------
+
+
+def elsewhere(folder: Path) -> list[Path]:
+    """Files of another program, with names and ages of files that a sweep removes."""
+    folder.mkdir()
+    found = [folder / ("0" * 64), folder / ("1" * 64), folder / "notes#1"]
+    for path in found:
+        path.write_text("mine")
+        os.utime(path, (0, 0))
+    (folder / "empty").mkdir()
+    return [*found, folder / "empty"]
+
+
+@pytest.mark.parametrize("part", ["blake3", f"statement/{'a' * 64}/{'b' * 32}", f"statement/{'a' * 64}", "statement", "seen"])
+async def test_no_sweep_and_no_check_follows_a_symlink_out_of_the_store(tmp_path: Path, folder_store: ArtifactStore, part: str) -> None:
+    mine = elsewhere(tmp_path / "mine")
+    folder = folder_store.requests.opened.folder
+    assert folder is not None
+    (folder / part).parent.mkdir(parents=True, exist_ok=True)
+    (folder / part).symlink_to(tmp_path / "mine")
+    for attempt in (sweep(folder_store, claimed_files), check_store(folder_store, claimed_files, remove=True)):
+        try:
+            await attempt
+        except StoreError as error:
+            assert "Not a directory" in str(error)
+    assert [path for path in mine if not path.exists()] == []
+
+
+async def test_a_sweep_leaves_what_is_no_object_of_a_store(folder_store: ArtifactStore) -> None:
+    for path in ("seen/holiday.jpg", "seen/2019/holiday.jpg", "blake3/holiday.jpg", "statement/holiday.jpg", "holiday.jpg"):
+        await folder_store.requests.put_new(path, b"mine")
+    await folder_store.requests.put_new(seen_path("0" * 32), b"")
+    await age(folder_store, 100)
+    before = await paths(folder_store)
+    await sweep(folder_store, claimed_files)
+    assert before - await paths(folder_store) == {seen_path("0" * 32)}
+
+
+async def test_what_a_statement_claims_does_not_use_up_the_budget(folder_store: ArtifactStore) -> None:
+    """Any writer can put a statement that names files of any length. Its signature does not matter to a sweep."""
+    one = artifact("one", some_bytes(1, 1000))
+    await one.push(folder_store)
+    await age(folder_store, 2)
+    claims = artifact("another", b"", length=2**62)
+    await folder_store.requests.put_new(claims.place.path, claims.signed)
+    report = await sweep(folder_store, claimed_files, max_bytes=2000)
+    assert (report.statements, report.kept, report.kept_bytes, report.over_bytes) == (0, 2, 1000, 0)
 
 
 async def test_a_statement_that_cannot_be_read_goes_after_the_grace(folder_store: ArtifactStore) -> None:
