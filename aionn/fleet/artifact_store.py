@@ -137,12 +137,15 @@ class ArtifactStore:
         return _Statement(encoded, files_of(place, encoded), found.written_s)
 
     async def read_statement(self, place: StatementPlace, found: Found) -> bytes | None:
-        """Return a statement that was found, None if it is gone by now, or b"" if it is too large for one.
+        """Return a statement that was found, None if it is gone by now, or b"" if it is too large for one, or not a regular file.
 
         Raises:
             StoreError: the store cannot be used.
         """
-        return b"" if found.size_bytes > MAX_STATEMENT_BYTES else await self.statement(place)
+        try:
+            return b"" if found.size_bytes > MAX_STATEMENT_BYTES else await self.requests.get(place.path, MAX_STATEMENT_BYTES)
+        except BadContentsError:
+            return b""
 
     async def _put_file(self, stored: StoredFile, content: bytes | memoryview) -> None:
         path = file_path(stored.digest)

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
 from blake3 import blake3
@@ -123,6 +124,29 @@ async def test_a_list_without_an_end_is_an_error(s3: FakeS3, monkeypatch: pytest
     await artifact("one more", b"a").push(store)
     with pytest.raises(StoreError, match="more than 3 objects"):
         await store.statements()
+
+
+@pytest.mark.parametrize("kind", ["fifo", "symlink", "folder"])
+async def test_what_is_no_file_is_not_read_from_a_folder(tmp_path: Path, kind: str) -> None:
+    """A FIFO would hold a thread of the app for as long as no writer opens it."""
+    store = ArtifactStore(open_address(tmp_path / "store", patience_s=PATIENCE_S, make=True))
+    one = artifact("one", b"a")
+    await one.push(store)
+    path = tmp_path / "store" / one.place.path
+    path.rename(tmp_path / "statement")
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "symlink":
+        path.symlink_to(tmp_path / "statement")
+    else:
+        path.mkdir()
+    assert await store.statement(one.place) is None
+    found = await store.requests.find(one.place.path)
+    assert found is not None
+    assert await store.read_statement(one.place, found) == b""
+    if kind == "fifo":
+        with pytest.raises(OSError, match="No such device"):  # no thread has it open
+            os.open(path, os.O_WRONLY | os.O_NONBLOCK)
 
 
 @pytest.mark.parametrize("address", ["s3://ID:SECRET@bucket/p", "s3://SECRET@bucket", "s3://bucket/p?key=SECRET", "s3://bucket/p#SECRET"])
