@@ -44,13 +44,17 @@ def make_key(path: str, name: str, devices: Sequence[str], days: int | None, as_
     key = BuilderKey.generate(name)
     not_after_s = None if days is None else time.time() + days * 86400.0
     public = replace(key.public, devices=tuple(devices), not_after_s=not_after_s)
+    try:
+        content = encode_public_key(public)  # before a file is made
+    except (OverflowError, ValueError) as error:
+        raise UsageError(f"--days {days}: such a date cannot be written") from error
     public_path = f"{path}.pub"
     if os.path.lexists(public_path):
         raise UsageError(f"{public_path!r} exists already; give another path, or remove the old key first")
     key.save(path)
     # With a umask of 002 the group could write to it otherwise, and no keyring takes such a file.
     with open(os.open(public_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644), "wb") as file:
-        file.write(encode_public_key(public))
+        file.write(content)
     if as_json:
         print_json({"key": path, "public": public_path, "id": public.id.hex(), "name": name})
         return

@@ -60,15 +60,18 @@ def open_address(address: str | os.PathLike[str], *, patience_s: float, make: bo
     text = os.fspath(address)
     parts = urlsplit(text)
     if parts.scheme in ("s3", "s3a"):
-        if "@" in parts.netloc or parts.query or parts.fragment:  # not quoted: an address goes into logs, and this one may have secrets
+        # Not quoted, because an address goes into logs, and this one may have secrets.
+        if "@" in parts.netloc or parts.query or parts.fragment or not parts.netloc:
             raise CallerError("the address of a bucket is s3://bucket/prefix; credentials come from the AWS_* variables")
         return _bucket(text, parts.netloc, unquote(parts.path).strip("/"), patience_s)
     if parts.scheme == "memory":
         return OpenedStore(text, MemoryStore(), None, patience_s)
-    if parts.scheme == "file" and not parts.netloc:
+    if parts.scheme == "file" and not parts.netloc and not parts.query and not parts.fragment:
         return _folder(text, Path(unquote(parts.path)), patience_s, make)
     if "://" in text or not text:
-        raise CallerError(f"artifact store {text!r}: give a directory, file:///path or s3://bucket/prefix")
+        raise CallerError(
+            f"artifact store {text!r}: give a directory, file:///path or s3://bucket/prefix; write # and ? of a path as %23 and %3F"
+        )
     return _folder(text, Path(text), patience_s, make)
 
 

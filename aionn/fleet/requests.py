@@ -119,7 +119,7 @@ class Requests:
             return bytes(content)
 
         folder = self.opened.folder
-        here = partial(anyio.to_thread.run_sync, _read_small, folder, path, max_bytes, abandon_on_cancel=True)
+        here = partial(self._here, _read_small, path, max_bytes)
         try:
             return await self._ask(f"reading {path}", read if folder is None else here)
         except (NotFoundError, FileNotFoundError):
@@ -187,7 +187,7 @@ class Requests:
     async def find(self, path: str) -> Found | None:
         """Return what the store says about an object, or None if there is no such object."""
         folder = self.opened.folder
-        here = partial(anyio.to_thread.run_sync, _found_below, folder, path, abandon_on_cancel=True)
+        here = partial(self._here, _found_below, path)
 
         async def look() -> Found:
             if folder is not None:
@@ -203,7 +203,7 @@ class Requests:
     async def remove(self, path: str) -> bool:
         """Remove an object. Return False if a local store has no such object; a bucket does not say so."""
         folder = self.opened.folder
-        unlink = partial(anyio.to_thread.run_sync, _unlink_below, folder, path, abandon_on_cancel=True)
+        unlink = partial(self._here, _unlink_below, path)
         delete = partial(obstore.delete_async, self.opened.objects, path)
         try:
             await self._ask(f"removing {path}", delete if folder is None else unlink)
@@ -236,6 +236,10 @@ class Requests:
             if limit.cancelled_caught:
                 raise self._late(f"listing {prefix}", self.opened.patience_s)
             await anyio.sleep(_RETRY_S)
+
+    async def _here(self, act: Callable[..., T], *arguments: object) -> T:
+        """Run a blocking function of a local store in a thread. Its first argument is the folder."""
+        return await anyio.to_thread.run_sync(partial(act, self.opened.folder, *arguments), abandon_on_cancel=True)
 
     async def _ask(self, doing: str, ask: Callable[[], Awaitable[T]], size_bytes: int = 0) -> T:
         """Ask until there is an answer, a final refusal, or no patience is left."""

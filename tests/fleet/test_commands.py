@@ -233,6 +233,8 @@ def test_a_key_is_made_once_and_kept_secret(node: Machine) -> None:
     assert "secret" in node.run("fleet", "keygen", "--help")[0]
     assert "exists" in node.fails("fleet", "keygen", key, "--name", "ci", code=2)
     assert "at least 1" in node.fails("fleet", "keygen", key, "--name", "ci", "--days", "0", code=2)
+    assert "such a date cannot be written" in node.fails("fleet", "keygen", f"{key}2", "--name", "ci", "--days", "99999999", code=2)
+    assert not Path(f"{key}2").exists()
 
 
 def test_wrong_usage_and_a_store_that_is_not_there_are_one_sentence_each(

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from blake3 import blake3
@@ -149,8 +150,20 @@ async def test_what_is_no_file_is_not_read_from_a_folder(tmp_path: Path, kind: s
             os.open(path, os.O_WRONLY | os.O_NONBLOCK)
 
 
-@pytest.mark.parametrize("address", ["s3://ID:SECRET@bucket/p", "s3://SECRET@bucket", "s3://bucket/p?key=SECRET", "s3://bucket/p#SECRET"])
+@pytest.mark.parametrize(
+    "address", ["s3://ID:SECRET@bucket/p", "s3://SECRET@bucket", "s3://bucket/p?key=SECRET", "s3://bucket/p#SECRET", "s3://"]
+)
 def test_an_address_with_credentials_is_refused_and_not_quoted(address: str) -> None:
     with pytest.raises(CallerError, match="credentials come from") as raised:
         open_address(address, patience_s=1.0)
     assert "SECRET" not in str(raised.value)
+
+
+@pytest.mark.parametrize("ending", ["#1", "?x=1"])
+def test_no_part_of_a_folders_address_is_dropped(tmp_path: Path, ending: str) -> None:
+    """`gc` of file:///store#1 must not sweep the folder /store."""
+    with pytest.raises(CallerError, match="write # and \\? of a path as %23 and %3F"):
+        open_address(f"file://{tmp_path}{ending}", patience_s=1.0)
+    folder = tmp_path / f"a{ending}"
+    folder.mkdir()
+    assert open_address(f"file://{quote(str(folder))}", patience_s=1.0).folder == folder
