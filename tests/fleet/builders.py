@@ -47,9 +47,7 @@ async def build(folder: Path, source: aionn.Model, key: BuilderKey, device: str,
     """Compile a model on what stands for another machine: another state directory, and another cache. `options`: of the engine."""
     asked = {device: options} if options else None
     async with aionn.Runtime(state_dir=folder / "state") as runtime:
-        compilation = await runtime.compile(
-            source, devices=(device,), cache_dir=folder / "cache", options={device: options} if options else None
-        )
+        compilation = await runtime.compile(source, devices=(device,), cache_dir=folder / "cache", options=asked)
         assert [outcome.save_failure for outcome in compilation.outcomes] == [None]
     manifest, files = entry_of(folder / "cache")
     return Pushed(key.sign(manifest), manifest, files)
