@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 import anyio
 
@@ -18,6 +19,7 @@ from aionn.caching.manifest import StoredFile
 from aionn.caching.offers import CompileRequest, Offered
 from aionn.caching.outcomes import MissReason, Refusal, refusal_of_os_error
 from aionn.caching.statement import Statement
+from aionn.caching.store.threads import run_in_thread
 from aionn.fleet.addresses import open_address
 from aionn.fleet.artifact_store import ArtifactStore, each
 from aionn.fleet.errors import StoreError
@@ -121,8 +123,8 @@ async def fetch_offer(store: ArtifactStore, signed: bytes, statement: Statement)
         for file in files:
             if folder is None:
                 fds.append(os.memfd_create("aionn-artifact", os.MFD_CLOEXEC))
-            else:
-                fds.append(os.open(folder / file_path(file.digest), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK))
+            else:  # in a thread, because the folder may lie on a slow network
+                fds.append(await run_in_thread(_open, folder / file_path(file.digest), undo=os.close))
         refusal = None if folder is not None else await store.fetch(files, fds)
         if refusal is not None:
             return refusal
@@ -136,3 +138,7 @@ async def fetch_offer(store: ArtifactStore, signed: bytes, statement: Statement)
         if not kept:
             for fd in fds:
                 os.close(fd)
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)

@@ -9,8 +9,9 @@ import shutil
 import signal
 import sqlite3
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,8 @@ import aionn
 from aionn import fleet
 from aionn.errors import CallerError
 from aionn.fleet import BuilderKey, CompileRequest, Offered
+from aionn.remote.device import RemoteDevice, RemotePreparedModel
+from aionn.runtime.preparing import adopting
 from aionn.runtime.runtime import Preference
 from aionn.testing import FakeDevice
 from aionn.testing.models import identity_model
@@ -370,3 +373,81 @@ def _ended(pidfd: int) -> None:
     (waiting := select.poll()).register(pidfd, select.POLLIN)
     assert waiting.poll(20_000), "the driver did not end with its app"
     os.close(pidfd)
+
+
+# --- what lies after the driver's check ------------------------------------------------------------------------------
+
+
+async def test_a_file_that_grows_after_the_check_does_not_fill_the_disk(
+    tmp_path: Path,
+    folder: Path,
+    key: BuilderKey,
+    model: aionn.Model,
+    pushed: Pushed,
+    fake: FakeDevice,
+    runtime: aionn.Runtime,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trust(folder, key)
+    length, copy = pushed.manifest.model[0].length, adopting.copy_into
+    grown = []
+
+    def copy_grown(targets: Sequence[int], sources: Sequence[int], lengths: Sequence[int]) -> None:
+        os.truncate(pushed.folder / "model0", length + (64 << 20))
+        grown.append(os.fstat(sources[0]).st_size)
+        copy(targets, sources, lengths)
+
+    monkeypatch.setattr(adopting, "copy_into", copy_grown)
+    fleet.use_backend(runtime, offering(pushed))
+    compilation = await runtime.compile(model, devices=(fake.name,), cache_dir=tmp_path / "cache")
+    assert grown == [length + (64 << 20)]
+    assert [(outcome.kind, outcome.save_failure) for outcome in compilation.outcomes] == [(Kind.HIT, None)]
+    assert entry_of(tmp_path / "cache")[1].joinpath("model0").stat().st_size == length
+
+
+@pytest.mark.parametrize(("length", "copied"), [(0, b""), (3, b"123"), (5, b"12345")])
+def test_no_more_is_copied_than_was_checked(tmp_path: Path, length: int, copied: bytes) -> None:
+    (tmp_path / "source").write_bytes(b"12345")
+    with (tmp_path / "source").open("rb") as source, (tmp_path / "target").open("wb") as target:
+        adopting.copy_into([target.fileno()], [source.fileno()], [length])
+    assert (tmp_path / "target").read_bytes() == copied
+
+
+def test_a_file_that_became_shorter_is_not_copied(tmp_path: Path) -> None:
+    (tmp_path / "source").write_bytes(b"12345")
+    with (
+        (tmp_path / "source").open("rb") as source,
+        (tmp_path / "target").open("wb") as target,
+        pytest.raises(OSError, match="ends after 5 of 6 bytes"),
+    ):
+        adopting.copy_into([target.fileno()], [source.fileno()], [6])
+
+
+async def test_a_driver_that_accepts_anything_does_not_end_the_apps_compile(
+    tmp_path: Path,
+    folder: Path,
+    key: BuilderKey,
+    model: aionn.Model,
+    pushed: Pushed,
+    fake: FakeDevice,
+    runtime: aionn.Runtime,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A driver that a model has taken over says yes to bytes that are not a statement."""
+    trust(folder, key)
+    adopt, said = RemoteDevice.adopt, list[bytes]()
+
+    async def accept(self: RemoteDevice, options: Any, handles: Any, digest: bytes, signed: bytes) -> RemotePreparedModel:
+        said.append(signed)
+        return await adopt(self, options, handles, digest, pushed.signed)
+
+    monkeypatch.setattr(RemoteDevice, "adopt", accept)
+
+    async def junk(request: CompileRequest) -> Offered:
+        good = pushed.offer()
+        return Offered(b"junk", good.model, good.data)
+
+    fleet.use_backend(runtime, Backend(junk))
+    compilation = await runtime.compile(model, devices=(fake.name,), cache_dir=tmp_path / "cache")
+    assert said == [b"junk"]
+    assert [(outcome.kind, outcome.reason) for outcome in compilation.outcomes] == [(Kind.MISS, Reason.BAD_SIGNATURE)]

@@ -41,15 +41,21 @@ class UnsafeFileError(OSError):
     """A file or directory that another account made, or could change."""
 
 
-def copy_into(targets: Sequence[int], sources: Sequence[int]) -> None:
-    """Copy whole files into empty ones. The offsets of `sources` do not matter, and do not move.
+def copy_into(targets: Sequence[int], sources: Sequence[int], lengths: Sequence[int]) -> None:
+    """Copy files of known lengths into empty ones. The offsets of `sources` do not matter, and do not move.
+
+    Args:
+        lengths: in bytes. Another account may let a source grow meanwhile, and must not fill the disk.
 
     Raises:
-        OSError: a file cannot be read or written.
+        OSError: a file cannot be read or written, or is shorter.
     """
-    for target, source in zip(targets, sources, strict=True):
+    for target, source, length in zip(targets, sources, lengths, strict=True):
         at = 0
-        while count := os.sendfile(target, source, at, _COPY_BYTES):
+        while at < length:
+            count = os.sendfile(target, source, at, min(_COPY_BYTES, length - at))
+            if not count:
+                raise OSError(errno.EIO, f"the file ends after {at} of {length} bytes")
             at += count
 
 

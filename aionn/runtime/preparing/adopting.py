@@ -235,6 +235,10 @@ class Adoption:
         else:
             with trace.span("prepare.adopt", device=self.remote.name):
                 prepared = await self.remote.adopt(options, handles, self.wanted.model_digest, offered.signed)
+            claimed = claimed_statement(offered.signed)
+            if isinstance(claimed, Refusal):  # a driver that a model has taken over may accept anything
+                prepared.release()
+                raise CompilationError("the driver adopted what is not a statement", reason=str(claimed))
         if model is not None and not take_operands(model, prepared.inputs, prepared.outputs):
             prepared.release()
             reason = str(Refusal(MissReason.OTHER_MODEL, "its inputs or outputs are not this model's"))
@@ -245,8 +249,8 @@ class Adoption:
         """Publish what the driver has loaded, if the miss has a publisher. If this call fails, the prepared model is released."""
         statement: Statement | None = None
         if offered.signed is not None:
-            claimed = claimed_statement(offered.signed)  # which the driver has verified
-            assert isinstance(claimed, Statement)
+            claimed = claimed_statement(offered.signed)
+            assert isinstance(claimed, Statement)  # `load` has checked that
             statement = claimed
         compile_ns = offered.compile_ns if statement is None else statement.compile_ns
         failure = miss.outcome.save_failure
@@ -255,7 +259,8 @@ class Adoption:
                 failure = refusal_from(prepared.save_outcome, MissReason.IO_ERROR)
             elif miss.publisher is not None:
                 publisher, miss.publisher = miss.publisher, None  # publishing closes the publisher
-                failure = await self._publish(publisher, offered, compile_ns)
+                lengths = None if statement is None else [file.length for file in statement.files]
+                failure = await self._publish(publisher, offered, compile_ns, lengths)
         except BaseException:
             prepared.release()  # the caller gets no model
             raise
@@ -270,7 +275,7 @@ class Adoption:
             CacheOutcomeKind.HIT, None, self.remote.name, detail, self.wanted.key, waited_s, compile_ns / 1e9, save_failure=failure
         )
 
-    async def _publish(self, publisher: Publisher, offered: Offered, compile_ns: int) -> Refusal | None:
+    async def _publish(self, publisher: Publisher, offered: Offered, compile_ns: int, lengths: Sequence[int] | None) -> Refusal | None:
         """Publish files, which are copied unless they are the publisher's. Returns why they are not stored, or None.
 
         Storing goes on in the background if the deadline comes before the disk is done.
@@ -284,7 +289,7 @@ class Adoption:
             with mine, store.in_use():
                 try:
                     targets = publisher.handles
-                    await run_in_thread(_copy_others, (*targets.model, *targets.data), (*mine.model, *mine.data))
+                    await run_in_thread(_copy_others, (*targets.model, *targets.data), (*mine.model, *mine.data), lengths)
                 except OSError as error:
                     return (refusal_of_os_error(error, "copying the adopted files"),)
                 else:
@@ -299,10 +304,14 @@ class Adoption:
         return published[0] if published is not None else Refusal(MissReason.TOO_SLOW, "it is still being stored at the deadline")
 
 
-def _copy_others(targets: Sequence[int], sources: Sequence[int]) -> None:
-    """Copy whole files into empty ones, except where both are one file: the worker has written the publisher's files."""
+def _copy_others(targets: Sequence[int], sources: Sequence[int], lengths: Sequence[int] | None) -> None:
+    """Copy files into empty ones, except where both are one file: the worker has written the publisher's files.
+
+    Args:
+        lengths: of the files as a statement says them, or None for the present ones.
+    """
     if not all(map(os.path.sameopenfile, targets, sources)):
-        copy_into(targets, sources)
+        copy_into(targets, sources, [os.fstat(fd).st_size for fd in sources] if lengths is None else lengths)
 
 
 async def adopt_entry(devices: Devices, store: CacheStore, offered: Offered, device: str | None) -> CacheOutcome:
