@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive, Scope
 
 from aionn.asgi.open_inference.refusals import Refusal
 
 __all__ = ["Incoming"]
 
 _HEADER = "Inference-Header-Content-Length"
+_READ = frozenset((b"content-length", b"content-encoding", b"inference-header-content-length"))
 
 
 class Incoming:
@@ -28,17 +29,23 @@ class Incoming:
         json_bytes: how many bytes at its beginning are JSON; None if all are.
     """
 
-    def __init__(self, request: Request, most_bytes: int) -> None:
+    def __init__(self, scope: Scope, receive: Receive, most_bytes: int) -> None:
+        found: dict[bytes, bytes] = {}
+        for name, value in scope["headers"]:  # ASGI gives names in lower case
+            if name in _READ:
+                if found.setdefault(name, value) != value:
+                    raise Refusal(400, f"the header {name.decode()} has two values; give it once", {"Connection": "close"})
         self._most = most_bytes
-        self._declared = _number(request, "Content-Length")
+        self._declared = _number("Content-Length", found.get(b"content-length"))
         if self._declared is not None and self._declared > most_bytes:
             raise self._too_large()
-        if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+        if found.get(b"content-encoding", b"identity").lower() != b"identity":
             raise Refusal(415, "this server takes no compressed requests; leave out Content-Encoding")
-        self.json_bytes = _number(request, _HEADER)
+        self.json_bytes = _number(_HEADER, found.get(b"inference-header-content-length"))
         if self.json_bytes is not None and self.json_bytes > (most_bytes if self._declared is None else self._declared):
             raise Refusal(400, f"{_HEADER} is {self.json_bytes}, which is more than the body has")
-        self._stream = request.stream()
+        self._receive = receive
+        self._ended = False
         self._chunk = memoryview(b"")
         self._arrived = 0
 
@@ -52,8 +59,14 @@ class Incoming:
         return await (self.take(self.json_bytes) if self.json_bytes is not None else self._rest())
 
     def check_rest(self, needed: int) -> None:
-        """Raise `Refusal` if the body is known to have another number of bytes behind its JSON."""
-        if self._declared is not None and self.json_bytes is not None and self._declared - self.json_bytes != needed:
+        """Raise `Refusal` if the body is known to have another number of bytes behind its JSON, or more than the limit."""
+        if self.json_bytes is None:
+            if needed:
+                raise Refusal(400, f"the request has raw bytes, but no header {_HEADER} that says where its JSON ends")
+        elif self._declared is None:
+            if self.json_bytes + needed > self._most:
+                raise self._too_large()
+        elif self._declared - self.json_bytes != needed:
             raise self._wrong_size(self._declared - self.json_bytes, needed)
 
     async def take(self, count: int) -> memoryview:
@@ -93,16 +106,18 @@ class Incoming:
 
     async def _more(self) -> bool:
         """Wait for a chunk with bytes. Returns False at the end."""
-        try:
-            async for chunk in self._stream:
-                if chunk:
-                    self._arrived += len(chunk)
-                    if self._arrived > self._most:
-                        raise self._too_large()
-                    self._chunk = memoryview(chunk)
-                    return True
-        except ClientDisconnect as error:
-            raise Refusal(400, "the client left before the end of its request") from error
+        while not self._ended:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise Refusal(400, "the client left before the end of its request")
+            self._ended = not message.get("more_body", False)
+            chunk = message.get("body", b"")
+            if chunk:
+                self._arrived += len(chunk)
+                if self._arrived > self._most:
+                    raise self._too_large()
+                self._chunk = memoryview(chunk)
+                return True
         return False
 
     def _too_large(self) -> Refusal:
@@ -114,10 +129,9 @@ class Incoming:
         return Refusal(400, f"{found} bytes follow the JSON, but its tensors have {needed}; correct binary_data_size or {_HEADER}")
 
 
-def _number(request: Request, header: str) -> int | None:
-    value = request.headers.get(header)
+def _number(header: str, value: bytes | None) -> int | None:
     if value is None:
         return None
-    if not (value.isascii() and value.isdigit() and len(value) < 20):
-        raise Refusal(400, f"{header} is {value!r}; give a number of bytes")
+    if not (value.isdigit() and len(value) < 20):
+        raise Refusal(400, f"{header} is {value.decode('latin-1')!r}; give a number of bytes")
     return int(value)

@@ -8,8 +8,6 @@ is put together first.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import anyio
@@ -65,22 +63,18 @@ async def infer(incoming: Incoming, target: Target) -> Response:
 
 async def _answered(incoming: Incoming, target: Target, began_ns: int) -> tuple[Response, int, int]:
     """Return the answer, when all inputs were there, and when the model had answered."""
-    body_by = anyio.current_time() + BODY_S
-    with _arriving(body_by):
-        text = await incoming.json()
-    asked = _asked(text, target)
-    incoming.check_rest(asked.binary_bytes)
+    data = memoryview(b"")
+    with anyio.CancelScope(deadline=began_ns / 1e9 + BODY_S) as arriving:
+        asked = _asked(await incoming.json(), target)
+        incoming.check_rest(asked.binary_bytes)
+        streamed = _is_large(incoming, asked) and _may_stream(incoming, target)
+        if not streamed:
+            data = await incoming.take(asked.binary_bytes)
+            await incoming.end()
+    _check_arrived(arriving)
     deadline_ns = None if asked.timeout_s is None else began_ns + round(asked.timeout_s * 1e9)
-    if target.burst is not None and _is_large(incoming, asked):
-        try:
-            target.streaming.acquire_on_behalf_of_nowait(incoming)
-        except anyio.WouldBlock:
-            pass  # too many bodies hold frames
-        else:
-            return await _streamed(incoming, target, target.burst, (asked, body_by, deadline_ns))
-    with _arriving(body_by) if incoming.at_hand < asked.binary_bytes else nullcontext():
-        data = await incoming.take(asked.binary_bytes)
-        await incoming.end()
+    if streamed and target.burst is not None:
+        return await _streamed(incoming, target, target.burst, (asked, arriving.deadline, deadline_ns))
     arrays = _arrays(data, asked)
     read_ns = time.monotonic_ns()
     outputs = await target.compute(arrays, asked.timing, deadline_ns)
@@ -99,17 +93,25 @@ def _asked(text: memoryview, target: Target) -> Asked:
     return asked
 
 
-@contextmanager
-def _arriving(body_by: float) -> Iterator[None]:
-    with anyio.CancelScope(deadline=body_by) as scope:
-        yield
-    if scope.cancelled_caught:
+def _check_arrived(arriving: anyio.CancelScope) -> None:
+    if arriving.cancelled_caught:
         raise Refusal(408, f"the body did not arrive within {BODY_S:g} s", {"Connection": "close"})
 
 
 def _is_large(incoming: Incoming, asked: Asked) -> bool:
     """Return whether much of the body is still to come."""
     return asked.binary_bytes - incoming.at_hand >= _LARGE_BYTES and all(tensor.operand.in_frames for tensor in asked.inputs)
+
+
+def _may_stream(incoming: Incoming, target: Target) -> bool:
+    """Return whether the body may be written into a frame while it arrives. `_streamed` ends what this begins."""
+    if target.burst is None:
+        return False
+    try:
+        target.streaming.acquire_on_behalf_of_nowait(incoming)
+    except anyio.WouldBlock:
+        return False  # too many bodies hold frames
+    return True
 
 
 def _arrays(data: memoryview, asked: Asked) -> dict[str, NDArray[Any]]:
@@ -131,8 +133,9 @@ async def _streamed(
     asked, body_by, deadline_ns = request
     try:
         async with burst.frame({tensor.name: tensor.shape for tensor in asked.inputs}) as frame:
-            with _arriving(body_by):
+            with anyio.CancelScope(deadline=body_by) as arriving:
                 await _fill(frame, incoming, asked)
+            _check_arrived(arriving)
             read_ns = time.monotonic_ns()
             outputs = await target.compute(frame, asked.timing, deadline_ns)
             called_ns = time.monotonic_ns()
@@ -156,15 +159,27 @@ async def _fill(frame: aionn.Frame, incoming: Incoming, asked: Asked) -> None:
 
 def _response(asked: Asked, target: Target, outputs: aionn.Outputs) -> Response:
     """Return the answer. It has copies of the outputs, whose memory is free from then on."""
+    arrays = [np.asarray(outputs[name]) for name in asked.outputs]
+    shapes = [array.shape for array in arrays]
+    head, of = asked.answered
+    if not head or shapes != of:
+        head = msgspec.json.encode(_described(asked, target, outputs))
+        if not asked.timing and all(asked.outputs.values()) and all(array.dtype != object for array in arrays):
+            asked.answered = head, shapes  # no value is in it, and no size of a text
+    if not any(asked.outputs.values()):
+        return Answer(head, b"application/json")
+    parts = [as_bytes(array) for array, binary in zip(arrays, asked.outputs.values(), strict=True) if binary]
+    return Answer(b"".join((head, *parts)), b"application/octet-stream", (b"inference-header-content-length", b"%d" % len(head)))
+
+
+def _described(asked: Asked, target: Target, outputs: aionn.Outputs) -> dict[str, Any]:
+    """Return the JSON of an answer."""
     described: list[dict[str, Any]] = []
-    parts: list[bytes | memoryview] = []
     for name, binary in asked.outputs.items():
         array, operand = np.asarray(outputs[name]), target.compilation.model.outputs[name]
         one: dict[str, Any] = {"name": name, "datatype": datatype(operand), "shape": list(array.shape)}
         if binary:
-            part = as_bytes(array)
-            parts.append(part)
-            one["parameters"] = {"binary_data_size": len(part)}
+            one["parameters"] = {"binary_data_size": len(as_bytes(array))}
         else:
             one["data"] = as_json(name, operand, array)
         described.append(one)
@@ -175,8 +190,14 @@ def _response(asked: Asked, target: Target, outputs: aionn.Outputs) -> Response:
         timing = outputs.timing
         known = {"aionn_time_on_device_us": timing.on_device_us, "aionn_time_in_driver_us": timing.in_driver_us}
         answer["parameters"] = {name: us for name, us in known.items() if us != UNKNOWN_TIME_US}
-    head = msgspec.json.encode(answer)
-    if not parts:
-        return Response(head, media_type="application/json")
-    headers = {"Inference-Header-Content-Length": str(len(head))}
-    return Response(b"".join((head, *parts)), media_type="application/octet-stream", headers=headers)
+    return answer
+
+
+class Answer(Response):
+    """An answer with status 200. Its headers need no encoding, so it is made in a fifth of the time."""
+
+    def __init__(self, body: bytes, media_type: bytes, *headers: tuple[bytes, bytes]) -> None:
+        self.status_code = 200
+        self.background = None
+        self.body = body
+        self.raw_headers = [(b"content-length", b"%d" % len(body)), (b"content-type", media_type), *headers]

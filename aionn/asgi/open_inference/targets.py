@@ -133,11 +133,11 @@ class Target:
 
 @dataclass(slots=True)
 class _Kept:
-    """What is kept for one name: its counts, what its requests asked of `model`, and the burst that was opened for the compilation `of`."""
+    """What is kept for one name: its counts, its target, whose `asked` is for `model`, and the burst that was opened for the compilation `of`."""
 
     counts: Counts = field(default_factory=Counts)
+    target: Target | None = None
     model: Model | None = None
-    asked: Memo[bytes, Asked] = field(default_factory=lambda: Memo(_REMEMBERED))
     streaming: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(STREAMED))
     opening: anyio.Lock = field(default_factory=anyio.Lock)
     burst: aionn.Burst | None = None
@@ -184,10 +184,14 @@ class Targets:
         Raises:
             Refusal: the server has no such model, or the model does not serve yet.
         """
-        if name not in self.names(connection) or version != VERSION:
-            which = f" in version {version!r}; its version is {VERSION!r}" if version != VERSION else ""
-            raise Refusal(404, f"this server has no model {name!r}{which}")
-        given, kept = self._models(connection), self._kept.setdefault(name, _Kept())
+        given = self._models(connection)
+        if version != VERSION:
+            raise Refusal(404, f"this server has no model {name!r} in version {version!r}; its version is {VERSION!r}")
+        if name not in given:
+            raise Refusal(404, f"this server has no model {name!r}")
+        kept = self._kept.get(name)
+        if kept is None:
+            kept = self._kept[name] = _Kept()
         if isinstance(given, Models):
             wanted = given.wanted(name)
             if wanted.compilation is None:
@@ -197,9 +201,12 @@ class Targets:
         else:
             compilation = given[name]
             burst = await _burst_of(compilation, name, kept)
-        if kept.model is not compilation.model:  # at first, and after a swap
-            kept.model, kept.asked = compilation.model, Memo(_REMEMBERED)
-        return Target(name, compilation, burst, kept.counts, kept.asked, kept.streaming, self._retries)
+        target, model = kept.target, compilation.model
+        if target is None or target.compilation is not compilation or target.burst is not burst or kept.model is not model:
+            # At first, after a swap, or with another compilation: what requests asked of the model before may not fit it.
+            kept.model = model
+            target = kept.target = Target(name, compilation, burst, kept.counts, Memo(_REMEMBERED), kept.streaming, self._retries)
+        return target
 
     async def serving(self, connection: HTTPConnection) -> Iterator[Target]:
         """Return the models that serve."""
