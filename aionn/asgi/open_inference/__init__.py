@@ -7,6 +7,7 @@ The protocol has metadata, health and inference with tensors as JSON or as raw b
     oip         the routes, and what each of them answers
     inference   one request for inference: read, computed, answered
     targets     the models behind the names: a compilation and its burst, a call that survives one driver's death, counts
+    arrivals    the timer that ends requests whose bodies come too late
     incoming    the body of a request, in chunks, up to a limit of size and time
     messages    the JSON of a request, and what it asks of a model; no I/O
     tensors     tensors as JSON and as raw bytes; no I/O

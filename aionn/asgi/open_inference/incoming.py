@@ -7,10 +7,12 @@ Invariants
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from starlette.types import Receive, Scope
 
+from aionn.asgi.open_inference.arrivals import Arrivals
 from aionn.asgi.open_inference.refusals import Refusal
 
 __all__ = ["Incoming"]
@@ -45,9 +47,16 @@ class Incoming:
         if self.json_bytes is not None and self.json_bytes > (most_bytes if self._declared is None else self._declared):
             raise Refusal(400, f"{_HEADER} is {self.json_bytes}, which is more than the body has")
         self._receive = receive
+        self._arrivals: Arrivals | None = None
+        self._seconds = self._by_s = 0.0
         self._ended = False
         self._chunk = memoryview(b"")
         self._arrived = 0
+
+    def expect(self, arrivals: Arrivals, seconds: float) -> None:
+        """Begin to read the body, and have it refused if it has not arrived after so many seconds."""
+        self._arrivals = arrivals
+        self._seconds, self._by_s = seconds, asyncio.get_running_loop().time() + seconds
 
     @property
     def at_hand(self) -> int:
@@ -106,8 +115,12 @@ class Incoming:
 
     async def _more(self) -> bool:
         """Wait for a chunk with bytes. Returns False at the end."""
+        assert self._arrivals is not None
         while not self._ended:
-            message = await self._receive()
+            try:
+                message = await self._arrivals.message(self._receive, self._by_s)
+            except TimeoutError as error:
+                raise Refusal(408, f"the body did not arrive within {self._seconds:g} s", {"Connection": "close"}) from error
             if message["type"] == "http.disconnect":
                 raise Refusal(400, "the client left before the end of its request")
             self._ended = not message.get("more_body", False)

@@ -63,18 +63,19 @@ async def infer(incoming: Incoming, target: Target) -> Response:
 
 async def _answered(incoming: Incoming, target: Target, began_ns: int) -> tuple[Response, int, int]:
     """Return the answer, when all inputs were there, and when the model had answered."""
-    data = memoryview(b"")
-    with anyio.CancelScope(deadline=began_ns / 1e9 + BODY_S) as arriving:
-        asked = _asked(await incoming.json(), target)
-        incoming.check_rest(asked.binary_bytes)
-        streamed = _is_large(incoming, asked) and _may_stream(incoming, target)
-        if not streamed:
-            data = await incoming.take(asked.binary_bytes)
-            await incoming.end()
-    _check_arrived(arriving)
+    incoming.expect(target.arrivals, BODY_S)
+    asked = _asked(await incoming.json(), target)
+    incoming.check_rest(asked.binary_bytes)
     deadline_ns = None if asked.timeout_s is None else began_ns + round(asked.timeout_s * 1e9)
-    if streamed and target.burst is not None:
-        return await _streamed(incoming, target, target.burst, (asked, arriving.deadline, deadline_ns))
+    if target.burst is not None and _is_large(incoming, asked):
+        try:
+            target.streaming.acquire_on_behalf_of_nowait(incoming)
+        except anyio.WouldBlock:
+            pass  # too many bodies hold frames
+        else:
+            return await _streamed(incoming, target, target.burst, (asked, deadline_ns))
+    data = await incoming.take(asked.binary_bytes)
+    await incoming.end()
     arrays = _arrays(data, asked)
     read_ns = time.monotonic_ns()
     outputs = await target.compute(arrays, asked.timing, deadline_ns)
@@ -93,25 +94,9 @@ def _asked(text: memoryview, target: Target) -> Asked:
     return asked
 
 
-def _check_arrived(arriving: anyio.CancelScope) -> None:
-    if arriving.cancelled_caught:
-        raise Refusal(408, f"the body did not arrive within {BODY_S:g} s", {"Connection": "close"})
-
-
 def _is_large(incoming: Incoming, asked: Asked) -> bool:
     """Return whether much of the body is still to come."""
     return asked.binary_bytes - incoming.at_hand >= _LARGE_BYTES and all(tensor.operand.in_frames for tensor in asked.inputs)
-
-
-def _may_stream(incoming: Incoming, target: Target) -> bool:
-    """Return whether the body may be written into a frame while it arrives. `_streamed` ends what this begins."""
-    if target.burst is None:
-        return False
-    try:
-        target.streaming.acquire_on_behalf_of_nowait(incoming)
-    except anyio.WouldBlock:
-        return False  # too many bodies hold frames
-    return True
 
 
 def _arrays(data: memoryview, asked: Asked) -> dict[str, NDArray[Any]]:
@@ -127,15 +112,13 @@ def _arrays(data: memoryview, asked: Asked) -> dict[str, NDArray[Any]]:
 
 
 async def _streamed(
-    incoming: Incoming, target: Target, burst: aionn.Burst, request: tuple[Asked, float, int | None]
+    incoming: Incoming, target: Target, burst: aionn.Burst, request: tuple[Asked, int | None]
 ) -> tuple[Response, int, int]:
     """Answer a request whose body is written into a frame while it arrives."""
-    asked, body_by, deadline_ns = request
+    asked, deadline_ns = request
     try:
         async with burst.frame({tensor.name: tensor.shape for tensor in asked.inputs}) as frame:
-            with anyio.CancelScope(deadline=body_by) as arriving:
-                await _fill(frame, incoming, asked)
-            _check_arrived(arriving)
+            await _fill(frame, incoming, asked)
             read_ns = time.monotonic_ns()
             outputs = await target.compute(frame, asked.timing, deadline_ns)
             called_ns = time.monotonic_ns()

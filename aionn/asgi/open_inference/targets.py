@@ -18,6 +18,7 @@ import anyio
 from starlette.requests import HTTPConnection
 
 import aionn
+from aionn.asgi.open_inference.arrivals import Arrivals
 from aionn.asgi.open_inference.messages import Asked
 from aionn.asgi.open_inference.refusals import Refusal
 from aionn.asgi.requests import RETRY_AFTER_S
@@ -63,6 +64,7 @@ class Target:
         burst: for its requests; None if no burst takes its values.
         asked: what earlier requests asked, by their JSON.
         streaming: bounds how many requests write into a frame while their body arrives.
+        arrivals: the bodies that are waited for.
         retries: how often a call is made again whose driver has died.
     """
 
@@ -73,6 +75,7 @@ class Target:
     asked: Memo[bytes, Asked]
     streaming: anyio.CapacityLimiter
     retries: int
+    arrivals: Arrivals = field(default_factory=Arrivals)
 
     async def compute(self, inputs: Mapping[str, Any] | aionn.Frame, timing: bool, deadline_ns: int | None) -> aionn.Outputs:
         """Run the model once. Errors are those of `Burst.compute`.
