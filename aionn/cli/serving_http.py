@@ -18,6 +18,7 @@ from typing import Any
 import anyio
 
 from aionn.cli.printing import NotDoneError, UsageError, error_console, printable
+from aionn.driver.beginning import raise_file_limit
 from aionn.errors import AionnError
 
 try:
@@ -58,6 +59,7 @@ def serve(models: Sequence[str], options: ServeOptions) -> None:
         NotDoneError: the address cannot be listened on, or a model can never be compiled.
     """
     app = _App(_specs(models, options), options)
+    raise_file_limit()  # each connection takes a descriptor, and the usual soft limit is 1024
     with _listening(options) as listening:
         host, port = listening.getsockname()[:2]
         app.where = f"http://{f'[{host}]' if ':' in host else host}:{port}"

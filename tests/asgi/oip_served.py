@@ -57,6 +57,7 @@ class OipServed:
         """Check that every frame is free, once the server has nothing to do."""
         counts = self.counts(name)
         assert counts["pinned_frames"] == counts["in_flight"] == 0, counts
+        assert counts["free_frames"] == counts["frames"], counts
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope
 
 from aionn.asgi.open_inference.arrivals import Arrivals
 from aionn.asgi.open_inference.refusals import Refusal
+from aionn.asgi.open_inference.room import Room
 
 __all__ = ["Incoming"]
 
@@ -26,17 +27,17 @@ class Incoming:
 
     Args:
         most_bytes: a larger body is refused, before it is read if it says its size.
+        room: for what is kept of bodies that arrive in several chunks. `close` gives it back.
 
     Attributes:
         json_bytes: how many bytes at its beginning are JSON; None if all are.
     """
 
-    def __init__(self, scope: Scope, receive: Receive, most_bytes: int) -> None:
+    def __init__(self, scope: Scope, receive: Receive, most_bytes: int, room: Room) -> None:
         found: dict[bytes, bytes] = {}
         for name, value in scope["headers"]:  # ASGI gives names in lower case
-            if name in _READ:
-                if found.setdefault(name, value) != value:
-                    raise Refusal(400, f"the header {name.decode()} has two values; give it once", {"Connection": "close"})
+            if name in _READ and found.setdefault(name, value) != value:
+                raise Refusal(400, f"the header {name.decode()} has two values; give it once", {"Connection": "close"})
         self._most = most_bytes
         self._declared = _number("Content-Length", found.get(b"content-length"))
         if self._declared is not None and self._declared > most_bytes:
@@ -46,6 +47,8 @@ class Incoming:
         self.json_bytes = _number(_HEADER, found.get(b"inference-header-content-length"))
         if self.json_bytes is not None and self.json_bytes > (most_bytes if self._declared is None else self._declared):
             raise Refusal(400, f"{_HEADER} is {self.json_bytes}, which is more than the body has")
+        self._room = room
+        self._kept = 0
         self._receive = receive
         self._arrivals: Arrivals | None = None
         self._seconds = self._by_s = 0.0
@@ -57,6 +60,12 @@ class Incoming:
         """Begin to read the body, and have it refused if it has not arrived after so many seconds."""
         self._arrivals = arrivals
         self._seconds, self._by_s = seconds, asyncio.get_running_loop().time() + seconds
+
+    def close(self) -> None:
+        """Give back the room that the body took. Its bytes are not used any more."""
+        if self._kept:
+            self._room.give_back(self._kept)
+            self._kept = 0
 
     @property
     def at_hand(self) -> int:
@@ -85,6 +94,7 @@ class Incoming:
         if len(self._chunk) >= count:
             taken, self._chunk = self._chunk[:count], self._chunk[count:]
             return taken
+        self._keep(count)
         whole = memoryview(bytearray(count))
         await self.into([whole])
         return whole
@@ -109,9 +119,15 @@ class Incoming:
     async def _rest(self) -> memoryview:
         chunks = [self._chunk] if self._chunk else []
         while await self._more():
+            if chunks:
+                self._keep(len(self._chunk))
             chunks.append(self._chunk)
         self._chunk = memoryview(b"")
         return chunks[0] if len(chunks) == 1 else memoryview(b"".join(chunks))
+
+    def _keep(self, count: int) -> None:
+        self._room.take(count)
+        self._kept += count
 
     async def _more(self) -> bool:
         """Wait for a chunk with bytes. Returns False at the end."""
@@ -145,6 +161,7 @@ class Incoming:
 def _number(header: str, value: bytes | None) -> int | None:
     if value is None:
         return None
+    value = value.strip(b" \t")  # which belong to no value, but some servers leave them there
     if not (value.isdigit() and len(value) < 20):
         raise Refusal(400, f"{header} is {value.decode('latin-1')!r}; give a number of bytes")
     return int(value)

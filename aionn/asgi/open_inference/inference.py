@@ -19,7 +19,6 @@ from starlette.responses import Response
 import aionn
 from aionn.asgi.open_inference.incoming import Incoming
 from aionn.asgi.open_inference.messages import Asked, asked_of, decoded
-from aionn.asgi.open_inference.refusals import Refusal
 from aionn.asgi.open_inference.targets import VERSION, Target
 from aionn.asgi.open_inference.tensors import array_of, as_bytes, as_json, check_bools, datatype, from_json
 from aionn.hal.types import UNKNOWN_TIME_US, OperandType
@@ -52,6 +51,8 @@ async def infer(incoming: Incoming, target: Target) -> Response:
         counts.failed += 1
         counts.fail_ns += time.monotonic_ns() - began_ns
         raise
+    finally:
+        incoming.close()
     ended_ns = time.monotonic_ns()
     counts.succeeded += 1
     counts.success_ns += ended_ns - began_ns
@@ -111,9 +112,7 @@ def _arrays(data: memoryview, asked: Asked) -> dict[str, NDArray[Any]]:
     return arrays
 
 
-async def _streamed(
-    incoming: Incoming, target: Target, burst: aionn.Burst, request: tuple[Asked, int | None]
-) -> tuple[Response, int, int]:
+async def _streamed(incoming: Incoming, target: Target, burst: aionn.Burst, request: tuple[Asked, int | None]) -> tuple[Response, int, int]:
     """Answer a request whose body is written into a frame while it arrives."""
     asked, deadline_ns = request
     try:

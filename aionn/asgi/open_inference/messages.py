@@ -139,6 +139,9 @@ def _tensor(message: InputMessage, inputs: Mapping[str, Operand]) -> Tensor:
     if len(shape) > _MOST_AXES or not operand.accepts(shape):
         fits = operand.dimensions and [extent or -1 for extent in operand.dimensions]
         raise Refusal(400, f"input {name!r}: the shape {list(shape)} does not fit the model's {fits or f'most of {_MOST_AXES} axes'}")
+    if max(shape, default=0) >= 2**31 or prod(max(extent, 1) for extent in shape) * max(operand.type.element_bytes, 1) >= 2**63:
+        # Such a tensor may have no elements, and so no data. Neither NumPy nor a burst takes it.
+        raise Refusal(400, f"input {name!r}: the shape {list(shape)} is beyond what an array can have")
     if _SHARED_MEMORY in message.parameters:
         raise Refusal(400, f"input {name!r}: this server takes no shared memory; send the data in the request")
     size = message.parameters.get("binary_data_size")

@@ -16,6 +16,7 @@ import aionn
 from aionn.asgi.open_inference.incoming import Incoming
 from aionn.asgi.open_inference.inference import infer
 from aionn.asgi.open_inference.refusals import Refusal, refusal_of
+from aionn.asgi.open_inference.room import Room
 from aionn.asgi.open_inference.targets import VERSION, Target, Targets, checked_targets
 from aionn.asgi.open_inference.tensors import datatype, shape_of
 from aionn.asgi.requests import RETRY_AFTER_S
@@ -28,7 +29,7 @@ __all__ = ["oip"]
 
 Handler = Callable[[Request], Awaitable[Response]]
 
-_METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
+_METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"]
 
 EXTENSIONS = ["binary_tensor_data", "statistics"]
 
@@ -47,7 +48,8 @@ def oip(
 
     Errors are answered as `{"error": ...}`: 400 for a request that does not fit the protocol or the model, 404 for an unknown model, 408
     for a body that stalls, 413 for one that is too large, 422 where the model does not compute the values, 503 with `Retry-After`
-    while a model compiles or its driver starts again, and 504 if the request's parameter `timeout` (in microseconds) has passed.
+    while a model compiles or its driver starts again, and 504 if the request's parameter `timeout` (in microseconds) has passed. All
+    bodies together may take 512 MB, or four times `max_body_bytes` if that is more. Beyond that a request is answered with 503, too.
 
     Args:
         runtime: of the compilations. None for the one that `aionn.asgi.lifespan` opens.
@@ -86,6 +88,7 @@ class _Routes:
     def __init__(self, targets: Targets, max_body_bytes: int) -> None:
         self._targets = targets
         self._max_body_bytes = max_body_bytes
+        self._room = Room(max_body_bytes)
 
     def answered(self, handler: Handler, method: str = "") -> Handler:
         """Return a handler that answers errors of aionn as the protocol does. `method`: the only one that the path has, or empty."""
@@ -143,7 +146,7 @@ class _Routes:
         return _health({"name": target.name, "ready": live}, live)
 
     async def infer(self, connection: HTTPConnection, receive: Receive) -> Response:
-        incoming = Incoming(connection.scope, receive, self._max_body_bytes)
+        incoming = Incoming(connection.scope, receive, self._max_body_bytes, self._room)
         return await infer(incoming, await self._target(connection))
 
     async def statistics(self, request: Request) -> Response:
@@ -163,7 +166,7 @@ class _Routes:
 class _Inference:
     """The ASGI app of a path for inference.
 
-    It is not a function of a request, because Starlette's wrapping of such a function costs a tenth of the server's time for a small request.
+    It is not a function of a request, because what Starlette makes around such a function costs a tenth of the time for a small request.
     """
 
     def __init__(self, routes: _Routes) -> None:

@@ -136,7 +136,7 @@ class Target:
 
 @dataclass(slots=True)
 class _Kept:
-    """What is kept for one name: its counts, its target, whose `asked` is for `model`, and the burst that was opened for the compilation `of`."""
+    """What is kept for one name: its counts, its target, whose `asked` is for `model`, and the burst that was opened for `of`."""
 
     counts: Counts = field(default_factory=Counts)
     target: Target | None = None
