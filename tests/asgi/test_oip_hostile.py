@@ -265,6 +265,13 @@ class TestArrivals:
         late = await asyncio.gather(*(wait(began_s + seconds) for seconds in (0.2, 0.1, 0.3, 0.1)))
         assert min(late) > -0.01
         assert await wait(loop.time() - 1) > 0, "a deadline that has passed"
+        patient = asyncio.create_task(arrivals.message(anyio.Event().wait, loop.time() + 600))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        with anyio.fail_after(60):
+            await wait(loop.time() + 0.1)  # an earlier deadline than the timer's
+        patient.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await patient
 
     async def test_what_is_there_is_handed_out_without_an_end(self, anyio_backend: Any) -> None:
         async def receive() -> Any:
