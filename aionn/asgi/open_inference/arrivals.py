@@ -1,6 +1,6 @@
 """`Arrivals`: ends requests whose bodies do not arrive in time, with one timer for all of them.
 
-A cancel scope of its own would make a small request a twentieth slower.
+A cancel scope for each wait would make small requests slower by a twentieth.
 
 Invariants
     All requests run in one event loop.
