@@ -120,6 +120,7 @@ def test_a_name_as_long_as_the_body_does_not_come_back_whole(served: OipServed) 
     response = served.infer("texts", *body({**TEXTS, "name": "x" * 500_000, "shape": [1, 3], "data": ["a"] * 3}))
     assert response.status_code == 400
     assert response.json()["error"].startswith("the model has no input 'xxx")
+    assert response.json()["error"].endswith("xxx'; its inputs are ['BYTES']")
     assert len(response.content) < 3000
     still_serves(served)
 
