@@ -100,6 +100,10 @@ class Models:
         """The names of all models, also of those that do not serve yet."""
         return tuple(self._wanted)
 
+    def __contains__(self, name: object) -> bool:
+        """Return whether the app has a model of that name, which may not serve yet."""
+        return name in self._wanted
+
     def start(self) -> None:
         """Have all models compiled in the background."""
         self._session.tasks.start_soon(self._work, name="models of a web app")

@@ -18,6 +18,7 @@ from typing import Any
 import anyio
 
 from aionn.cli.printing import NotDoneError, UsageError, error_console, printable
+from aionn.driver.beginning import raise_file_limit
 from aionn.errors import AionnError
 
 try:
@@ -28,7 +29,7 @@ try:
 except ImportError as error:
     raise UsageError("aionn serve-http needs Starlette and uvicorn; install them with: pip install 'aionn[web]'") from error
 
-__all__ = ["ServeOptions", "serve"]
+__all__ = ["ServeOptions", "serve", "server_config"]
 
 KEEP_ALIVE_S = 75
 """A client may reuse a connection after so long a pause. uvicorn's own 5 s close connections on which clients just send a request."""
@@ -58,18 +59,11 @@ def serve(models: Sequence[str], options: ServeOptions) -> None:
         NotDoneError: the address cannot be listened on, or a model can never be compiled.
     """
     app = _App(_specs(models, options), options)
+    raise_file_limit()  # each connection takes a descriptor, and the usual soft limit is 1024
     with _listening(options) as listening:
         host, port = listening.getsockname()[:2]
         app.where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        config = uvicorn.Config(
-            app.made(),
-            log_level="warning",
-            access_log=False,
-            lifespan="on",
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=END_S,
-        )
-        app.server = uvicorn.Server(config)
+        app.server = uvicorn.Server(server_config(app.made()))
         # uvicorn closes everything at a signal, and raises the signal again at its end. This handler takes that second one.
         before = signal.signal(signal.SIGTERM, lambda *_: None)
         try:
@@ -78,6 +72,19 @@ def serve(models: Sequence[str], options: ServeOptions) -> None:
             signal.signal(signal.SIGTERM, before)
     if app.failure:
         raise NotDoneError(app.failure)
+
+
+def server_config(app: Starlette) -> uvicorn.Config:
+    """Return how uvicorn serves an app."""
+    return uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        lifespan="on",
+        proxy_headers=False,  # no answer depends on the client's address
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=END_S,
+    )
 
 
 def _specs(models: Sequence[str], options: ServeOptions) -> Mapping[str, aionn.asgi.ModelSpec]:

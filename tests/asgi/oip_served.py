@@ -15,10 +15,7 @@ from starlette.applications import Starlette
 import aionn
 import aionn.asgi
 
-__all__ = ["OipServed", "oip_served", "requires_tritonclient", "serving"]
-
-requires_tritonclient = "this test needs NVIDIA's client; run pip install --no-deps -r tests/asgi/tritonclient.txt"
-"""The reason of a skip. The client is no dependency of the tests, because it holds ml-dtypes and greenlet at old versions."""
+__all__ = ["OipServed", "oip_served", "serving"]
 
 
 class OipServed:
@@ -60,6 +57,7 @@ class OipServed:
         """Check that every frame is free, once the server has nothing to do."""
         counts = self.counts(name)
         assert counts["pinned_frames"] == counts["in_flight"] == 0, counts
+        assert counts["free_frames"] == counts["frames"], counts
 
 
 @contextmanager

@@ -1,4 +1,7 @@
-"""NVIDIA's client, which knows nothing of aionn, asks real models: the answers are those of `Compilation.compute`, bit for bit (F18)."""
+"""NVIDIA's client, which knows nothing of aionn, asks real models: the answers are those of `Compilation.compute`, bit for bit (F18).
+
+The second command of CONTRIBUTING.md installs the client. Without it these tests fail, because a test that is skipped proves nothing.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tritonclient.http as client
 from numpy.typing import NDArray
+from tritonclient import utils
+from tritonclient.http import aio
 
 from aionn.hal.model import Model
 from tests.asgi.oip_models import IN_JSON, NUMBERS, extremes, json_model, numbers_model, texts_model
-from tests.asgi.oip_served import OipServed, oip_served, requires_tritonclient
+from tests.asgi.oip_served import OipServed, oip_served
 from tests.real_models import carried, some_input
-
-client = pytest.importorskip("tritonclient.http", reason=requires_tritonclient)
-aio = pytest.importorskip("tritonclient.http.aio", reason=requires_tritonclient)
-utils = pytest.importorskip("tritonclient.utils", reason=requires_tritonclient)
-
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 
 OPEN = {"silero": (), "upside_down": (3, 48, 192), "orientation": (2, 224, 224), "magika": (2, 2048)}
 

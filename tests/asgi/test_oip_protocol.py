@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import struct
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import aionn
+from tests.asgi.oip_by_hand import INPUT0, INPUT1, LENGTH, OUTPUT0, answer, body, connected, head, raw, tensor, until
 from tests.asgi.oip_models import example_model, picking_model, repeating
 from tests.asgi.oip_served import OipServed, oip_served
 from tests.runtime.values_models import linear_classifier
 
 LIMIT = 2**20
-LENGTH = "Inference-Header-Content-Length"
 
 
 @pytest.fixture(scope="module")
@@ -37,25 +35,6 @@ def served() -> Iterator[OipServed]:
     }
     with oip_served(models, max_body_bytes=LIMIT) as running:
         yield running
-
-
-INPUT0 = {"name": "input0", "shape": [2, 2], "datatype": "UINT32", "data": [1, 2, 3, 4]}
-INPUT1 = {"name": "input1", "shape": [3], "datatype": "BOOL", "data": [True, True, False]}
-OUTPUT0 = {"name": "output0", "shape": [3, 2], "datatype": "FP32", "data": [4.0, 6.0, 4.0, 6.0, 0.0, 0.0]}
-
-
-def tensor(of: dict[str, Any], **changed: Any) -> dict[str, Any]:
-    """Return a tensor of a request with other entries. None takes one away."""
-    return {key: value for key, value in {**of, **changed}.items() if value is not None}
-
-
-def raw(of: dict[str, Any], size: Any) -> dict[str, Any]:
-    return tensor(of, data=None, parameters={"binary_data_size": size})
-
-
-def body(*inputs: Any, tail: bytes = b"", **more: Any) -> tuple[bytes, dict[str, str]]:
-    text = json.dumps({"inputs": list(inputs), **more}).encode()
-    return text + tail, {LENGTH: str(len(text))} if tail or any("binary_data_size" in str(one) for one in inputs) else {}
 
 
 def infer(served: OipServed, asked: tuple[bytes, dict[str, str]], model: str = "mymodel") -> Any:
@@ -279,28 +258,6 @@ def test_a_compressed_body_is_refused(served: OipServed) -> None:
     assert (response.status_code, "leave out Content-Encoding" in response.text) == (415, True)
 
 
-def connected(served: OipServed) -> socket.socket:
-    host, port = served.address.split(":")
-    return socket.create_connection((host, int(port)), timeout=30)
-
-
-def head(model: str, *headers: str) -> bytes:
-    return "\r\n".join([f"POST /v2/models/{model}/infer HTTP/1.1", "Host: x", *headers, "", ""]).encode()
-
-
-def answer(stream: socket.socket) -> tuple[int, bytes, bytes]:
-    """Read one answer: its status, its head and its body."""
-    with stream.makefile("rb") as lines:
-        first = lines.readline()
-        rest = b""
-        length = 0
-        while (line := lines.readline()) not in (b"\r\n", b""):
-            rest += line
-            if line.lower().startswith(b"content-length:"):
-                length = int(line.split(b":")[1])
-        return int(first.split()[1]), rest, lines.read(length)
-
-
 def test_a_client_that_leaves_in_the_midst_of_a_body_leaves_no_frame(served: OipServed) -> None:
     """Its tensors come in chunks, so a frame is leased for them."""
     rows = 2**17 // 12
@@ -333,13 +290,6 @@ def test_clients_that_stall_do_not_hold_up_others(served: OipServed) -> None:
         for stream in stalled:
             stream.close()
     until(lambda: served.counts("floats")["pinned_frames"] == 0)
-
-
-def until(seen: Any) -> None:
-    """Ask until it is so. Each look is a call into the server's loop."""
-    began = time.monotonic()
-    while not seen():
-        assert time.monotonic() - began < 30
 
 
 def test_a_body_that_stalls_is_refused_in_the_end(served: OipServed, monkeypatch: pytest.MonkeyPatch) -> None:

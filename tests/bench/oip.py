@@ -3,6 +3,9 @@
     python -m tests.bench oip [--rounds 5] [--frames 200]
 
 The rounds of all ways alternate, so that other work on the machine meets all of them. Each way has one request in flight.
+
+Beside the times it prints the CPU time that the server spends on a request, which other work on the machine changes little. The driver's is
+not in it, but the server's while it waits for the driver in a loop is.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -30,6 +34,7 @@ from starlette.routing import Route
 
 import aionn
 import aionn.asgi
+from aionn.cli.serving_http import server_config
 from tests.real_models import carried
 
 INPUTS = {"input": (1, 576), "state": (2, 1, 128)}
@@ -83,7 +88,8 @@ def app() -> Starlette:
 
 
 @contextmanager
-def serving() -> Iterator[str]:
+def serving() -> Iterator[tuple[str, int]]:
+    """Run the server for the body. Yields HOST:PORT and its process id."""
     with socket.create_server(("127.0.0.1", 0), backlog=64) as listening:
         fd, address = listening.fileno(), f"127.0.0.1:{listening.getsockname()[1]}"
         process = subprocess.Popen([sys.executable, "-m", "tests.bench.oip", str(fd)], pass_fds=(fd,))
@@ -91,16 +97,15 @@ def serving() -> Iterator[str]:
         with httpx.Client(base_url=f"http://{address}", timeout=60) as client:
             while client.get("/v2/models/vad/ready").status_code != 200:
                 time.sleep(0.05)
-        yield address
+        yield address, process.pid
     finally:
         process.terminate()
         process.wait()
 
 
 def serve(fd: int) -> None:
-    """Serve on a socket that listens. uvicorn's own `--fd` takes it for a Unix socket, and each answer would wait 40 ms for Nagle."""
-    config = uvicorn.Config(app(), log_level="warning", timeout_keep_alive=300)
-    uvicorn.Server(config).run(sockets=[socket.socket(fileno=fd)])
+    """Serve on a socket that listens, as `aionn serve-http` does."""
+    uvicorn.Server(server_config(app())).run(sockets=[socket.socket(fileno=fd)])
 
 
 def request() -> tuple[bytes, dict[str, str]]:
@@ -183,6 +188,11 @@ async def timed_async(ask: Callable[[], Awaitable[object]]) -> int:
     return time.perf_counter_ns() - began
 
 
+def cpu_ns(pid: int) -> int:
+    """Return the CPU time of all threads of a process."""
+    return sum(int(one.read_text().split()[0]) for one in Path(f"/proc/{pid}/task").glob("*/schedstat"))
+
+
 def timed(way: Way) -> int:
     began = time.perf_counter_ns()
     way()
@@ -194,7 +204,8 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--frames", type=int, default=200)
     options = parser.parse_args(argv)
-    with serving() as address:
+    cpu: dict[str, list[float]] = {}
+    with serving() as (address, pid):
         ways = raw_ways(address)
         try:
             ways |= triton_ways(address)
@@ -206,17 +217,21 @@ def main(argv: Sequence[str]) -> None:
             times["a burst in the server"] += burst
             for name, way in ways.items():
                 way()
+                before = cpu_ns(pid)
                 times.setdefault(name, []).extend(timed(way) for _ in range(options.frames))
+                cpu.setdefault(name, []).append((cpu_ns(pid) - before) / options.frames / 1e3)
             if len(ways) > 2:
                 times.setdefault("tritonclient.aio, raw bytes", []).extend(asyncio.run(aio_times(address, options.frames)))
-    report(times)
+    report(times, cpu)
 
 
-def report(times: dict[str, list[int]]) -> None:
+def report(times: dict[str, list[int]], cpu: dict[str, list[float]]) -> None:
+    """Print the times in ns, and the CPU times in us of which there is one per round."""
     p50 = {name: statistics.median(values) / 1e6 for name, values in times.items()}
-    print(f"{'way':32} {'p50 ms':>8} {'p99 ms':>8}")
+    print(f"{'way':32} {'p50 ms':>8} {'p99 ms':>8} {'CPU us, median and least':>25}")
     for name, values in times.items():
-        print(f"{name:32} {p50[name]:8.3f} {statistics.quantiles(values, n=100)[98] / 1e6:8.3f}")
+        spent = f"{statistics.median(cpu[name]):17.0f} {min(cpu[name]):7.0f}" if name in cpu else ""
+        print(f"{name:32} {p50[name]:8.3f} {statistics.quantiles(values, n=100)[98] / 1e6:8.3f} {spent}".rstrip())
     loop_ms = p50["a burst in the server"]
     paced_ms = p50["http.client, POST to a handler"] - p50["http.client, plain POST"]
     print(f"A burst takes {loop_ms:.3f} ms in a loop, and {paced_ms:.3f} ms between requests, when its driver sleeps.")

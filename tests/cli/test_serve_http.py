@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import anyio
 import pytest
+from starlette.applications import Starlette
 
 from aionn.cli import main
+from aionn.cli.serving_http import server_config
 from aionn.testing import FakeDevice, identity_model
 from tests.cli.serving import serve_http
 from tests.real_models import carried
@@ -73,6 +77,36 @@ def test_the_largest_body(model: str) -> None:
         response = server.http.post("/v2/models/same/infer", content=json.dumps(MODEL).encode() + b" " * 1000)
         assert (response.status_code, "more than 1000 bytes" in response.text) == (413, True)
         assert server.end() == 0
+
+
+def test_more_clients_than_the_usual_number_of_open_files(model: str) -> None:
+    """The limit is low here. A connection takes a descriptor, and without one no driver gets memory for a request."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (128, hard))
+    try:
+        serving = serve_http(model, "--device", "onnxruntime")
+        server = serving.__enter__()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with ExitStack() as opened:
+        opened.push(serving)
+        server.until_ready()
+        host, port = server.address.split(":")
+        clients = [opened.enter_context(socket.create_connection((host, int(port)), timeout=60)) for _ in range(200)]
+        content = json.dumps(MODEL).encode()
+        for client in clients:
+            client.sendall(b"POST /v2/models/same/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(content) + content)
+        assert {client.recv(15) for client in clients} == {b"HTTP/1.1 200 OK"}
+        for client in clients:
+            client.close()
+        assert server.end() == 0
+
+
+def test_it_is_served_by_the_quick_parser() -> None:
+    """uvicorn takes the one that is installed. Its own, in Python, takes half as long again for a small request."""
+    config = server_config(Starlette())
+    config.load()
+    assert config.http_protocol_class.__name__ == "HttpToolsProtocol"
 
 
 @pytest.mark.parametrize(

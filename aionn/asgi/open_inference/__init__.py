@@ -7,13 +7,15 @@ The protocol has metadata, health and inference with tensors as JSON or as raw b
     oip         the routes, and what each of them answers
     inference   one request for inference: read, computed, answered
     targets     the models behind the names: a compilation and its burst, a call that survives one driver's death, counts
+    arrivals    the timer that ends requests whose bodies come too late
     incoming    the body of a request, in chunks, up to a limit of size and time
+    room        the memory that all bodies may take
     messages    the JSON of a request, and what it asks of a model; no I/O
     tensors     tensors as JSON and as raw bytes; no I/O
     refusals    the status and the sentence of each error
 
 Invariants
-    A body is never larger in memory than `max_body_bytes`. It lies in one piece, or in one frame.
+    A body is never larger in memory than `max_body_bytes`. It lies in one piece, or in one frame. All bodies together have a bound.
     A frame is leased only while a body arrives or the driver computes. A client that reads slowly holds no frame.
     At most `STREAMED` requests for one model have a frame while their body arrives, so clients that stall cannot take all frames.
     No request reads what another has left in a frame, because every input is checked to be there before one is leased.

@@ -8,8 +8,6 @@ is put together first.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import anyio
@@ -21,7 +19,6 @@ from starlette.responses import Response
 import aionn
 from aionn.asgi.open_inference.incoming import Incoming
 from aionn.asgi.open_inference.messages import Asked, asked_of, decoded
-from aionn.asgi.open_inference.refusals import Refusal
 from aionn.asgi.open_inference.targets import VERSION, Target
 from aionn.asgi.open_inference.tensors import array_of, as_bytes, as_json, check_bools, datatype, from_json
 from aionn.hal.types import UNKNOWN_TIME_US, OperandType
@@ -54,6 +51,8 @@ async def infer(incoming: Incoming, target: Target) -> Response:
         counts.failed += 1
         counts.fail_ns += time.monotonic_ns() - began_ns
         raise
+    finally:
+        incoming.close()
     ended_ns = time.monotonic_ns()
     counts.succeeded += 1
     counts.success_ns += ended_ns - began_ns
@@ -65,10 +64,8 @@ async def infer(incoming: Incoming, target: Target) -> Response:
 
 async def _answered(incoming: Incoming, target: Target, began_ns: int) -> tuple[Response, int, int]:
     """Return the answer, when all inputs were there, and when the model had answered."""
-    body_by = anyio.current_time() + BODY_S
-    with _arriving(body_by):
-        text = await incoming.json()
-    asked = _asked(text, target)
+    incoming.expect(target.arrivals, BODY_S)
+    asked = _asked(await incoming.json(), target)
     incoming.check_rest(asked.binary_bytes)
     deadline_ns = None if asked.timeout_s is None else began_ns + round(asked.timeout_s * 1e9)
     if target.burst is not None and _is_large(incoming, asked):
@@ -77,10 +74,9 @@ async def _answered(incoming: Incoming, target: Target, began_ns: int) -> tuple[
         except anyio.WouldBlock:
             pass  # too many bodies hold frames
         else:
-            return await _streamed(incoming, target, target.burst, (asked, body_by, deadline_ns))
-    with _arriving(body_by) if incoming.at_hand < asked.binary_bytes else nullcontext():
-        data = await incoming.take(asked.binary_bytes)
-        await incoming.end()
+            return await _streamed(incoming, target, target.burst, (asked, deadline_ns))
+    data = await incoming.take(asked.binary_bytes)
+    await incoming.end()
     arrays = _arrays(data, asked)
     read_ns = time.monotonic_ns()
     outputs = await target.compute(arrays, asked.timing, deadline_ns)
@@ -97,14 +93,6 @@ def _asked(text: memoryview, target: Target) -> Asked:
         if key:
             target.asked[key] = asked
     return asked
-
-
-@contextmanager
-def _arriving(body_by: float) -> Iterator[None]:
-    with anyio.CancelScope(deadline=body_by) as scope:
-        yield
-    if scope.cancelled_caught:
-        raise Refusal(408, f"the body did not arrive within {BODY_S:g} s", {"Connection": "close"})
 
 
 def _is_large(incoming: Incoming, asked: Asked) -> bool:
@@ -124,15 +112,12 @@ def _arrays(data: memoryview, asked: Asked) -> dict[str, NDArray[Any]]:
     return arrays
 
 
-async def _streamed(
-    incoming: Incoming, target: Target, burst: aionn.Burst, request: tuple[Asked, float, int | None]
-) -> tuple[Response, int, int]:
+async def _streamed(incoming: Incoming, target: Target, burst: aionn.Burst, request: tuple[Asked, int | None]) -> tuple[Response, int, int]:
     """Answer a request whose body is written into a frame while it arrives."""
-    asked, body_by, deadline_ns = request
+    asked, deadline_ns = request
     try:
         async with burst.frame({tensor.name: tensor.shape for tensor in asked.inputs}) as frame:
-            with _arriving(body_by):
-                await _fill(frame, incoming, asked)
+            await _fill(frame, incoming, asked)
             read_ns = time.monotonic_ns()
             outputs = await target.compute(frame, asked.timing, deadline_ns)
             called_ns = time.monotonic_ns()
@@ -156,15 +141,27 @@ async def _fill(frame: aionn.Frame, incoming: Incoming, asked: Asked) -> None:
 
 def _response(asked: Asked, target: Target, outputs: aionn.Outputs) -> Response:
     """Return the answer. It has copies of the outputs, whose memory is free from then on."""
+    arrays = [np.asarray(outputs[name]) for name in asked.outputs]
+    shapes = [array.shape for array in arrays]
+    head, of = asked.answered
+    if not head or shapes != of:
+        head = msgspec.json.encode(_described(asked, target, outputs))
+        if not asked.timing and all(asked.outputs.values()) and all(array.dtype != object for array in arrays):
+            asked.answered = head, shapes  # no value is in it, and no size of a text
+    if not any(asked.outputs.values()):
+        return Answer(head, b"application/json")
+    parts = [as_bytes(array) for array, binary in zip(arrays, asked.outputs.values(), strict=True) if binary]
+    return Answer(b"".join((head, *parts)), b"application/octet-stream", (b"inference-header-content-length", b"%d" % len(head)))
+
+
+def _described(asked: Asked, target: Target, outputs: aionn.Outputs) -> dict[str, Any]:
+    """Return the JSON of an answer."""
     described: list[dict[str, Any]] = []
-    parts: list[bytes | memoryview] = []
     for name, binary in asked.outputs.items():
         array, operand = np.asarray(outputs[name]), target.compilation.model.outputs[name]
         one: dict[str, Any] = {"name": name, "datatype": datatype(operand), "shape": list(array.shape)}
         if binary:
-            part = as_bytes(array)
-            parts.append(part)
-            one["parameters"] = {"binary_data_size": len(part)}
+            one["parameters"] = {"binary_data_size": len(as_bytes(array))}
         else:
             one["data"] = as_json(name, operand, array)
         described.append(one)
@@ -175,8 +172,14 @@ def _response(asked: Asked, target: Target, outputs: aionn.Outputs) -> Response:
         timing = outputs.timing
         known = {"aionn_time_on_device_us": timing.on_device_us, "aionn_time_in_driver_us": timing.in_driver_us}
         answer["parameters"] = {name: us for name, us in known.items() if us != UNKNOWN_TIME_US}
-    head = msgspec.json.encode(answer)
-    if not parts:
-        return Response(head, media_type="application/json")
-    headers = {"Inference-Header-Content-Length": str(len(head))}
-    return Response(b"".join((head, *parts)), media_type="application/octet-stream", headers=headers)
+    return answer
+
+
+class Answer(Response):
+    """An answer with status 200. Its headers need no encoding, so it is made in a fifth of the time."""
+
+    def __init__(self, body: bytes, media_type: bytes, *headers: tuple[bytes, bytes]) -> None:
+        self.status_code = 200
+        self.background = None
+        self.body = body
+        self.raw_headers = [(b"content-length", b"%d" % len(body)), (b"content-type", media_type), *headers]

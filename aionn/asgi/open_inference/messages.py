@@ -6,8 +6,8 @@ Invariant
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import prod
 from typing import Annotated, Any
 
@@ -59,9 +59,9 @@ class Tensor:
     data: msgspec.Raw
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Asked:
-    """What a request asks of a model.
+    """What a request asks of a model. Requests with the same JSON share one.
 
     Attributes:
         id: by which the client knows the request; empty if it gave none.
@@ -69,6 +69,8 @@ class Asked:
         outputs: by name, in the order of the answer, whether the client wants raw bytes.
         timeout_s: in which it wants the answer, or None.
         timing: whether it wants to know how long the model took.
+        binary_bytes: how many raw bytes follow the JSON.
+        answered: the JSON of the last answer and the shapes that it names, if nothing else of the answer is in it. Else empty.
     """
 
     id: str
@@ -76,11 +78,11 @@ class Asked:
     outputs: Mapping[str, bool]
     timeout_s: float | None
     timing: bool
+    binary_bytes: int = field(init=False)
+    answered: tuple[bytes, Sequence[tuple[int, ...]]] = (b"", ())
 
-    @property
-    def binary_bytes(self) -> int:
-        """How many raw bytes follow the JSON."""
-        return sum(tensor.binary_bytes or 0 for tensor in self.inputs)
+    def __post_init__(self) -> None:
+        self.binary_bytes = sum(tensor.binary_bytes or 0 for tensor in self.inputs)
 
 
 _DECODER = msgspec.json.Decoder(RequestMessage)
@@ -137,6 +139,9 @@ def _tensor(message: InputMessage, inputs: Mapping[str, Operand]) -> Tensor:
     if len(shape) > _MOST_AXES or not operand.accepts(shape):
         fits = operand.dimensions and [extent or -1 for extent in operand.dimensions]
         raise Refusal(400, f"input {name!r}: the shape {list(shape)} does not fit the model's {fits or f'most of {_MOST_AXES} axes'}")
+    if max(shape, default=0) >= 2**31 or prod(max(extent, 1) for extent in shape) * max(operand.type.element_bytes, 1) >= 2**63:
+        # Such a tensor may have no elements, and so no data. Neither NumPy nor a burst takes it.
+        raise Refusal(400, f"input {name!r}: the shape {list(shape)} is beyond what an array can have")
     if _SHARED_MEMORY in message.parameters:
         raise Refusal(400, f"input {name!r}: this server takes no shared memory; send the data in the request")
     size = message.parameters.get("binary_data_size")

@@ -7,14 +7,16 @@ from collections.abc import Awaitable, Callable, Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
+from starlette.types import Receive, Scope, Send
 
 import aionn
 from aionn.asgi.open_inference.incoming import Incoming
 from aionn.asgi.open_inference.inference import infer
 from aionn.asgi.open_inference.refusals import Refusal, refusal_of
+from aionn.asgi.open_inference.room import Room
 from aionn.asgi.open_inference.targets import VERSION, Target, Targets, checked_targets
 from aionn.asgi.open_inference.tensors import datatype, shape_of
 from aionn.asgi.requests import RETRY_AFTER_S
@@ -27,7 +29,7 @@ __all__ = ["oip"]
 
 Handler = Callable[[Request], Awaitable[Response]]
 
-_METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
+_METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"]
 
 EXTENSIONS = ["binary_tensor_data", "statistics"]
 
@@ -46,7 +48,8 @@ def oip(
 
     Errors are answered as `{"error": ...}`: 400 for a request that does not fit the protocol or the model, 404 for an unknown model, 408
     for a body that stalls, 413 for one that is too large, 422 where the model does not compute the values, 503 with `Retry-After`
-    while a model compiles or its driver starts again, and 504 if the request's parameter `timeout` (in microseconds) has passed.
+    while a model compiles or its driver starts again, and 504 if the request's parameter `timeout` (in microseconds) has passed. All
+    bodies together may take 512 MB, or four times `max_body_bytes` if that is more. Beyond that a request is answered with 503, too.
 
     Args:
         runtime: of the compilations. None for the one that `aionn.asgi.lifespan` opens.
@@ -62,7 +65,6 @@ def oip(
     routes = _Routes(targets, checked_count("oip: max_body_bytes", max_body_bytes, 1))
     one = "/v2/models/{model}"
     paths: list[tuple[str, Handler, str]] = [
-        (one + "/infer", routes.infer, "POST"),  # first, because routes are tried in order
         ("/v2", routes.server, "GET"),
         ("/v2/health/live", routes.live, "GET"),
         ("/v2/health/ready", routes.ready, "GET"),
@@ -74,8 +76,9 @@ def oip(
             (prefix + "/ready", routes.model_ready, "GET"),
             (prefix + "/stats", routes.statistics, "GET"),
         ]
-    paths.append((one + "/versions/{version}/infer", routes.infer, "POST"))
-    found: list[BaseRoute] = [Route(path, routes.answered(handler, method), methods=_METHODS) for path, handler, method in paths]
+    inferences = [one + "/infer", one + "/versions/{version}/infer"]
+    found: list[BaseRoute] = [Route(path, _Inference(routes), methods=_METHODS) for path in inferences]  # first: routes are tried in order
+    found += [Route(path, routes.answered(handler, method), methods=_METHODS) for path, handler, method in paths]
     if find_spec("prometheus_client") is not None:
         found.append(Route("/metrics", _metrics()))
     return [*found, Route("/v2/{rest:path}", routes.answered(routes.unknown), methods=_METHODS)]
@@ -85,23 +88,26 @@ class _Routes:
     def __init__(self, targets: Targets, max_body_bytes: int) -> None:
         self._targets = targets
         self._max_body_bytes = max_body_bytes
+        self._room = Room(max_body_bytes)
 
     def answered(self, handler: Handler, method: str = "") -> Handler:
         """Return a handler that answers errors of aionn as the protocol does. `method`: the only one that the path has, or empty."""
 
         @functools.wraps(handler)
         async def answer(request: Request) -> Response:
+            if method and request.method not in (method, "HEAD" if method == "GET" else method):
+                return _wrong_method(request, method)
             try:
-                if method and request.method not in (method, "HEAD" if method == "GET" else method):
-                    raise Refusal(405, f"the path {request.url.path} takes {method}, not {request.method}", {"Allow": method})
-                try:
-                    return await handler(request)
-                except AionnError as error:
-                    raise refusal_of(error, self._targets.runtime(request)) from error
-            except Refusal as refusal:
-                return refusal.response()
+                return await handler(request)
+            except (AionnError, Refusal) as error:
+                return self.refused(error, request)
 
         return answer
+
+    def refused(self, error: AionnError | Refusal, connection: HTTPConnection) -> Response:
+        """Return the answer for an error."""
+        refusal = error if isinstance(error, Refusal) else refusal_of(error, self._targets.runtime(connection))
+        return refusal.response()
 
     async def server(self, request: Request) -> Response:
         from importlib.metadata import version  # most processes answer this once
@@ -139,9 +145,9 @@ class _Routes:
         live = self._targets.runtime(request).health().live
         return _health({"name": target.name, "ready": live}, live)
 
-    async def infer(self, request: Request) -> Response:
-        incoming = Incoming(request, self._max_body_bytes)
-        return await infer(incoming, await self._target(request))
+    async def infer(self, connection: HTTPConnection, receive: Receive) -> Response:
+        incoming = Incoming(connection.scope, receive, self._max_body_bytes, self._room)
+        return await infer(incoming, await self._target(connection))
 
     async def statistics(self, request: Request) -> Response:
         return JSONResponse({"model_stats": [(await self._target(request)).statistics()]})
@@ -152,9 +158,35 @@ class _Routes:
     async def unknown(self, request: Request) -> Response:
         raise Refusal(404, f"the path {request.url.path} is unknown to this server")
 
-    async def _target(self, request: Request) -> Target:
-        parameters = request.path_params
-        return await self._targets.find(request, parameters["model"], parameters.get("version", VERSION))
+    async def _target(self, connection: HTTPConnection) -> Target:
+        parameters = connection.path_params
+        return await self._targets.find(connection, parameters["model"], parameters.get("version", VERSION))
+
+
+class _Inference:
+    """The ASGI app of a path for inference.
+
+    It is not a function of a request, because what Starlette makes around such a function costs a tenth of the time for a small request.
+    """
+
+    def __init__(self, routes: _Routes) -> None:
+        self._routes = routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        connection = HTTPConnection(scope)
+        if scope["method"] != "POST":
+            response = _wrong_method(connection, "POST")
+        else:
+            try:
+                response = await self._routes.infer(connection, receive)
+            except (AionnError, Refusal) as error:
+                response = self._routes.refused(error, connection)
+        await response(scope, receive, send)
+
+
+def _wrong_method(connection: HTTPConnection, method: str) -> Response:
+    sentence = f"the path {connection.url.path} takes {method}, not {connection.scope['method']}"
+    return Refusal(405, sentence, {"Allow": method}).response()
 
 
 def _described(operands: Mapping[str, Operand]) -> list[dict[str, Any]]:

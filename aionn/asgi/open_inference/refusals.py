@@ -26,6 +26,9 @@ __all__ = ["Refusal", "refusal_of"]
 RESTART_S = 1
 """What a client is asked to wait for while a driver starts again."""
 
+_MOST_CHARACTERS = 2000
+"""A sentence may have a name from the request in it, which may be as long as the request. A longer one lacks its middle."""
+
 _FOR_NOW = (DriverDiedError, DriverHungError, DeviceUnavailableError, MemoryAllocationError, CompilationError)
 
 _OF_STATUS = {
@@ -47,7 +50,8 @@ class Refusal(Exception):
     """
 
     def __init__(self, status: int, sentence: str, headers: dict[str, str] | None = None) -> None:
-        super().__init__(sentence)
+        most = _MOST_CHARACTERS // 2
+        super().__init__(sentence if len(sentence) <= _MOST_CHARACTERS else f"{sentence[:most]} ... {sentence[-most:]}")
         self.status = status
         self.headers = headers or {}
 

@@ -18,6 +18,7 @@ import anyio
 from starlette.requests import HTTPConnection
 
 import aionn
+from aionn.asgi.open_inference.arrivals import Arrivals
 from aionn.asgi.open_inference.messages import Asked
 from aionn.asgi.open_inference.refusals import Refusal
 from aionn.asgi.requests import RETRY_AFTER_S
@@ -63,6 +64,7 @@ class Target:
         burst: for its requests; None if no burst takes its values.
         asked: what earlier requests asked, by their JSON.
         streaming: bounds how many requests write into a frame while their body arrives.
+        arrivals: the bodies that are waited for.
         retries: how often a call is made again whose driver has died.
     """
 
@@ -73,6 +75,7 @@ class Target:
     asked: Memo[bytes, Asked]
     streaming: anyio.CapacityLimiter
     retries: int
+    arrivals: Arrivals = field(default_factory=Arrivals)
 
     async def compute(self, inputs: Mapping[str, Any] | aionn.Frame, timing: bool, deadline_ns: int | None) -> aionn.Outputs:
         """Run the model once. Errors are those of `Burst.compute`.
@@ -133,11 +136,11 @@ class Target:
 
 @dataclass(slots=True)
 class _Kept:
-    """What is kept for one name: its counts, what its requests asked of `model`, and the burst that was opened for the compilation `of`."""
+    """What is kept for one name: its counts, its target, whose `asked` is for `model`, and the burst that was opened for `of`."""
 
     counts: Counts = field(default_factory=Counts)
+    target: Target | None = None
     model: Model | None = None
-    asked: Memo[bytes, Asked] = field(default_factory=lambda: Memo(_REMEMBERED))
     streaming: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(STREAMED))
     opening: anyio.Lock = field(default_factory=anyio.Lock)
     burst: aionn.Burst | None = None
@@ -184,10 +187,14 @@ class Targets:
         Raises:
             Refusal: the server has no such model, or the model does not serve yet.
         """
-        if name not in self.names(connection) or version != VERSION:
-            which = f" in version {version!r}; its version is {VERSION!r}" if version != VERSION else ""
-            raise Refusal(404, f"this server has no model {name!r}{which}")
-        given, kept = self._models(connection), self._kept.setdefault(name, _Kept())
+        given = self._models(connection)
+        if version != VERSION:
+            raise Refusal(404, f"this server has no model {name!r} in version {version!r}; its version is {VERSION!r}")
+        if name not in given:
+            raise Refusal(404, f"this server has no model {name!r}")
+        kept = self._kept.get(name)
+        if kept is None:
+            kept = self._kept[name] = _Kept()
         if isinstance(given, Models):
             wanted = given.wanted(name)
             if wanted.compilation is None:
@@ -197,9 +204,12 @@ class Targets:
         else:
             compilation = given[name]
             burst = await _burst_of(compilation, name, kept)
-        if kept.model is not compilation.model:  # at first, and after a swap
-            kept.model, kept.asked = compilation.model, Memo(_REMEMBERED)
-        return Target(name, compilation, burst, kept.counts, kept.asked, kept.streaming, self._retries)
+        target, model = kept.target, compilation.model
+        if target is None or target.compilation is not compilation or target.burst is not burst or kept.model is not model:
+            # At first, after a swap, or with another compilation: what requests asked of the model before may not fit it.
+            kept.model = model
+            target = kept.target = Target(name, compilation, burst, kept.counts, Memo(_REMEMBERED), kept.streaming, self._retries)
+        return target
 
     async def serving(self, connection: HTTPConnection) -> Iterator[Target]:
         """Return the models that serve."""

@@ -69,10 +69,10 @@ def array_of(name: str, operand: Operand, shape: Sequence[int], data: memoryview
     """
     if operand.type is OperandType.STRING:
         return _texts(name, shape, data)
-    array: NDArray[Any] = np.frombuffer(data, np.uint8) if len(data) else np.empty(0, np.uint8)
+    array: NDArray[Any] = np.frombuffer(data, operand.type.dtype) if len(data) else np.empty(0, operand.type.dtype)
     if operand.type is OperandType.BOOL:
         check_bools(name, array)
-    return array.view(operand.type.dtype).reshape(tuple(shape))
+    return array.reshape(tuple(shape))
 
 
 def check_bools(name: str, data: NDArray[Any]) -> None:
