@@ -1,4 +1,4 @@
-"""What drivers print reaches the app's stderr unchanged, and never holds up the app or the driver."""
+"""What drivers print reaches the app's stderr with control characters as escapes, and never holds up the app or the driver."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 import aionn
 from aionn.errors import DriverDiedError, again
+from aionn.escapes import escaped
 from aionn.runtime.processes.output import PIPE_BYTES
 from aionn.runtime.processes.spawning import USUAL, Settings, Spawned
 from aionn.testing import identity_model
@@ -55,9 +56,13 @@ async def died(model: aionn.Model, act: Act) -> DriverDiedError:
     raise AssertionError("the driver lives")
 
 
-async def test_bytes_arrive_unchanged_and_in_order(model: aionn.Model, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+SHOWN = escaped(BYTES.decode("utf-8", "backslashreplace")).encode()
+
+
+async def test_lines_arrive_in_order_and_steer_no_terminal(model: aionn.Model, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     await acted(model, Act.PRINT)
-    assert capfdbinary.readouterr() == (b"", BYTES + b"to stdout\nto stderr\n")
+    assert capfdbinary.readouterr() == (b"", SHOWN + b"to stdout\nto stderr\n")
+    assert set(SHOWN) <= {*range(32, 127), *b"\t\n"}
 
 
 async def test_nothing_of_a_flood_is_lost_while_the_loop_runs(model: aionn.Model, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
@@ -241,4 +246,4 @@ def test_the_drivers_of_a_killed_app_do_not_keep_its_stderr_open() -> None:
     app.kill()
     out, err = app.communicate(timeout=20)
     assert (out, app.returncode) == (b"", -signal.SIGKILL)
-    assert err == BYTES + b"to stdout\nto stderr\n"
+    assert err == SHOWN + b"to stdout\nto stderr\n"
