@@ -275,13 +275,17 @@ def test_kills_of_apps_that_are_read_and_of_the_exporter_leave_nothing() -> None
             own = memfds(other.process.pid)
             assert len(own) == 1
             server.kill()
-            server.communicate()
+            server.wait()
             assert memfds(other.process.pid) == own
             other.do(1)
-            assert shown(subprocess.run(COMMAND, capture_output=True, text=True, timeout=60, check=True).stdout) == 43
+            everything = AllRuntimes()
+            assert answered(everything) == 43
+            everything.close()
         finally:
             server.kill()
-            server.communicate()
+            server.wait()
+            if server.stderr is not None:
+                server.stderr.close()
 
 
 @pytest.mark.parametrize(
