@@ -78,8 +78,6 @@ def check_descriptor(fd: int, description: MemoryDescription, *, write_through: 
         CallerError: the message says what is wrong.
     """
     kind = description.kind
-    if kind is MemoryKind.ASHMEM:
-        _check_memfd(fd)
     try:
         status, flags = os.fstat(fd), fcntl.fcntl(fd, fcntl.F_GETFL)
     except (OSError, OverflowError, ValueError) as error:
@@ -113,10 +111,12 @@ def check_descriptor(fd: int, description: MemoryDescription, *, write_through: 
             f"memory of kind {kind.value}: its size is not sealed, so its sender could cut it off while it is in use; "
             "make the memfd with MFD_ALLOW_SEALING and add F_SEAL_SHRINK"
         )
+    if kind is MemoryKind.ASHMEM:
+        _check_memfd(fd)
 
 
 def _check_memfd(fd: int) -> None:
-    """Refuse what is not a memfd of usual pages. Only then is the descriptor asked for more: a file of FUSE may never answer.
+    """Refuse what is not a memfd of usual pages. Only a memfd is asked for its pages, because a file of FUSE may never answer.
 
     The owner of a memfd of huge pages can free its pages again. Where none is left then, the next look at one is SIGBUS.
     """
