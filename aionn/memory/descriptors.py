@@ -10,6 +10,7 @@ What is refused, and what it would have done:
     O_PATH or write-only            no mapping
     a file shorter than claimed     SIGBUS at the first touch
     a memfd without F_SEAL_SHRINK   its sender may cut it off later, which means SIGBUS then
+    aionn's memory in huge pages    its sender may free them later, and no huge page may be left, which means SIGBUS then
     holes that cannot be filled     SIGBUS, or the out-of-memory killer, at the first touch
 
 An ordinary file has no seals. A process that truncates a mapped file can end the process that reads it. So
@@ -27,7 +28,16 @@ from aionn.hal.types import MemoryDescription, MemoryKind
 from aionn.memory import limits
 from aionn.memory.dma_buf import is_dma_buf, size_of
 
-__all__ = ["F_ADD_SEALS", "F_SEAL_FUTURE_WRITE", "F_SEAL_SEAL", "SIZE_SEALS", "check_description", "check_descriptor", "reserve_holes"]
+__all__ = [
+    "F_ADD_SEALS",
+    "F_SEAL_FUTURE_WRITE",
+    "F_SEAL_SEAL",
+    "SIZE_SEALS",
+    "check_description",
+    "check_descriptor",
+    "check_reserved",
+    "reserve_holes",
+]
 
 # The fcntl module of Python 3.11 may lack some of these, depending on the headers it was built with. The numbers are the kernel's.
 F_ADD_SEALS = 1033
@@ -101,6 +111,38 @@ def check_descriptor(fd: int, description: MemoryDescription, *, write_through: 
             f"memory of kind {kind.value}: its size is not sealed, so its sender could cut it off while it is in use; "
             "make the memfd with MFD_ALLOW_SEALING and add F_SEAL_SHRINK"
         )
+    if kind is MemoryKind.ASHMEM:
+        _check_memfd(fd)
+
+
+def _check_memfd(fd: int) -> None:
+    """Refuse what is not a memfd of usual pages. Only a memfd is asked for its pages, because a file of FUSE may never answer.
+
+    The owner of a memfd of huge pages can free its pages again. Where none is left then, the next look at one is SIGBUS.
+    """
+    if _seals(fd) is None:
+        raise CallerError(
+            f"memory of kind {MemoryKind.ASHMEM.value}: the descriptor is not a memfd; send a memfd, or memory of kind "
+            f"{MemoryKind.MMAP_FD.value}"
+        )
+    page_bytes = os.fstatvfs(fd).f_bsize
+    if page_bytes != PAGE_BYTES:
+        raise CallerError(
+            f"memory of kind {MemoryKind.ASHMEM.value}: its pages have {page_bytes} bytes; make the memfd without MFD_HUGETLB, for "
+            f"pages of {PAGE_BYTES} bytes"
+        )
+
+
+def check_reserved(fd: int, description: MemoryDescription) -> None:
+    """Refuse memory with holes, which its receiver would have to pay for. The sender of an answer has reserved what it has written.
+
+    Raises:
+        CallerError: pages of it were never reserved.
+    """
+    _check_memfd(fd)
+    hole_bytes = min(_missing_bytes(fd), description.size_bytes)
+    if hole_bytes:
+        raise CallerError(f"memory of kind {description.kind.value}: {hole_bytes} bytes were never reserved; call posix_fallocate first")
 
 
 def reserve_holes(fd: int, description: MemoryDescription, *, write_through: bool) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from aionn._mapping import Mapping
+from aionn.escapes import escaped
 from aionn.pages import layout
 from aionn.pages._page import Slot, Trace
 from aionn.pages.layout import Activity, LayoutError
@@ -39,6 +40,8 @@ __all__ = [
 
 BEAT_S = 0.5
 """How often a driver's loop writes its heartbeat."""
+
+_SYSTEM_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
@@ -99,6 +102,9 @@ def map_sealed(fd: int, size_bytes: int, *, write: bool = False) -> Mapping:
         raise LayoutError(
             f"a statistics page came with another size or without its seals; it has {size_bytes} bytes and seals against any other size"
         )
+    if os.fstatvfs(fd).f_bsize != _SYSTEM_PAGE_BYTES:
+        # Its owner can free huge pages again, and where none is left then, the next look at one is SIGBUS.
+        raise LayoutError("a statistics page lies in huge pages; a process of aionn makes a memfd of usual pages")
     return Mapping(fd, size_bytes, write)
 
 
@@ -268,7 +274,7 @@ class PageReader:
     def stacks(self) -> str:
         """Return the stacks written so far, as text."""
         written = max(0, min(self.stack_bytes(), layout.STACK_BYTES))
-        return os.pread(self._fd, written, layout.STACK_OFFSET).decode(errors="replace")
+        return escaped(os.pread(self._fd, written, layout.STACK_OFFSET).decode(errors="replace"))
 
     def close(self) -> None:
         """Unmap the page and close its descriptor. Idempotent."""

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from aionn.errors import CallerError, CompilationError
+from aionn.escapes import escaped
 from aionn.hal.interfaces import CacheHandles, IBuffer, IBurstCallback, IPreparedModel, PrepareOptions
 from aionn.hal.model import Model
 from aionn.hal.options import NO_OPTIONS, EngineOptions
@@ -56,6 +57,11 @@ from aionn.remote.messages import cache_fds, cache_message, model_message, optio
 from aionn.remote.option_files import opened_files
 from aionn.remote.parts import PoolMessage
 
+MAX_LINE_CHARACTERS = 8192
+"""A driver of this release cuts its lines to as many bytes."""
+
+MAX_NAME_CHARACTERS = 256
+
 
 class RemoteDevice:
     """The device at the other end of a connection. Satisfies `IDevice`.
@@ -68,14 +74,15 @@ class RemoteDevice:
         self.connection = connection
         self.name = name or ready.name
         self.restarted = False
-        self.version = ready.version
+        self.version = escaped(ready.version)
         self.type = ready.type
         self.cache_files = ready.cache_files
         self.priority_matters = ready.priority_matters
         self.performance = ready.performance
-        self.providers = ready.providers
-        self.runs_on = ready.runs_on
-        self.sandbox = ready.sandbox
+        self.providers = tuple(map(escaped, ready.providers))
+        self.runs_on = escaped(ready.runs_on)
+        lacks = tuple(map(escaped, ready.sandbox.lacks))
+        self.sandbox = replace(ready.sandbox, holds=tuple(map(escaped, ready.sandbox.holds)), lacks=lacks)
         self._bursts: dict[int, IBurstCallback] = {}
         self._models: dict[int, str] = {}
         self._buffers: set[int] = set()
@@ -205,9 +212,10 @@ class RemoteDevice:
         self._bursts.pop(number, None)
 
     def log(self, call_id: int, line: LogLine) -> None:
-        """Put a line of the driver's log into the app's, under the logger of the device."""
-        extra = {"aionn_device": self.name, "aionn_logger": line.logger}
-        logging.getLogger(f"aionn.driver.{self.name}").log(line.level, "device %r: %s", self.name, line.text, extra=extra)
+        """Put a line of the driver's log into the app's, under the logger of the device. The driver may say anything."""
+        extra = {"aionn_device": self.name, "aionn_logger": escaped(line.logger, MAX_NAME_CHARACTERS)}
+        text = escaped(line.text, MAX_LINE_CHARACTERS)
+        logging.getLogger(f"aionn.driver.{self.name}").log(line.level, "device %r: %s", self.name, text, extra=extra)
         self.connection.reply(call_id, Done())
 
     async def answer(self, call_id: int, body: CallBody, descriptors: Descriptors) -> None:
@@ -246,7 +254,7 @@ class RemotePreparedModel:
         self.outputs: Mapping[str, Operand] = MappingProxyType(from_messages(prepared.outputs))
         self.save_outcome = prepared.outcome
         self.contents = prepared.contents
-        self.runs_on = prepared.runs_on
+        self.runs_on = escaped(prepared.runs_on)
         self.tunes = prepared.tunes
         self._closed = False
 

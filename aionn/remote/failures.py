@@ -17,6 +17,7 @@ from aionn.errors import (
     OutputInsufficientSizeError,
     text_of,
 )
+from aionn.escapes import escaped
 from aionn.hal.types import ErrorStatus
 from aionn.remote.control import Failure
 
@@ -69,11 +70,18 @@ def _sendable(text: str) -> str:
 
 
 def error_of(failure: Failure) -> AionnError:
-    """Return the exception that a failure stands for. An unknown kind gives an `ExecutionError` with the failure's message."""
-    error = _error_of(failure)
-    for note in failure.notes:
-        error.add_note(note)
+    """Return the exception that a failure stands for. An unknown kind gives an `ExecutionError` with the failure's message.
+
+    Its texts are those of another process, so control characters in them become escapes.
+    """
+    error = _error_of(msgspec.structs.replace(failure, message=escaped(failure.message), reason=_escaped(failure.reason)))
+    for note in failure.notes[:MAX_NOTES]:
+        error.add_note(escaped(note))
     return error
+
+
+def _escaped(text: str | None) -> str | None:
+    return None if text is None else escaped(text)
 
 
 def _error_of(failure: Failure) -> AionnError:

@@ -12,7 +12,7 @@ from aionn.hal.options import EngineOptions, OptionValue
 from aionn.hal.types import IMemory, MemoryDescription, MemoryKind
 from aionn.hal.values import from_messages
 from aionn.memory import Access, MappingError, Memory, Region
-from aionn.memory.descriptors import check_description, check_descriptor
+from aionn.memory.descriptors import check_description, check_descriptor, check_reserved
 from aionn.remote.channel import Descriptors
 from aionn.remote.control import Adopt, PrepareModelFromCache
 from aionn.remote.parts import CacheMessage, ModelMessage, OptionsMessage
@@ -223,11 +223,14 @@ async def from_files(
     return await device.adopt(options, files, message.model_digest, message.signed)
 
 
-def attached(fd: int, description: MemoryDescription, access: Access | None = None) -> Region:
-    """Map a client's memory, read-only where the description says so. Takes over `fd`.
+def attached(fd: int, description: MemoryDescription, access: Access | None = None, *, reserved: bool = False) -> Region:
+    """Map the peer's memory, read-only where the description says so. Takes over `fd`.
+
+    Args:
+        reserved: refuse memory that its sender has not reserved. So a driver cannot make its app pay for memory.
 
     Raises:
-        CallerError: the description can never be right (INVALID_ARGUMENT).
+        CallerError: the description can never be right (INVALID_ARGUMENT), or the memory is not reserved.
         MappingError: the descriptor does not fit the description, or cannot be mapped (GENERAL_FAILURE).
         MemoryAllocationError: as `Region.attach`.
     """
@@ -235,6 +238,8 @@ def attached(fd: int, description: MemoryDescription, access: Access | None = No
         access = Access.WRITE if description.writable else Access.READ
     try:
         check_description(description)
+        if reserved:
+            check_reserved(fd, description)
     except BaseException:
         os.close(fd)
         raise

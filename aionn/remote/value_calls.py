@@ -16,7 +16,7 @@ from aionn.errors import AionnError, CallerError, ExecutionError
 from aionn.hal.interfaces import IPreparedModel
 from aionn.hal.types import ErrorStatus, MemoryDescription, MemoryKind, Operand, Result
 from aionn.hal.values import ValuesResult
-from aionn.memory.region import Region
+from aionn.memory.region import MappingError, Region
 from aionn.remote.channel import Descriptors
 from aionn.remote.connection import Connection
 from aionn.remote.control import ExecutedValues, ExecuteValues, ReplyBody
@@ -68,15 +68,18 @@ async def _laid(encoded: Encoded) -> tuple[bytes, Region | None]:
 class _Data:
     """The data that came with a message. Its mapping lasts as long as arrays over it."""
 
-    def __init__(self, inline: bytes, memory: MemoryDescription | None, descriptors: Descriptors) -> None:
+    def __init__(self, inline: bytes, memory: MemoryDescription | None, descriptors: Descriptors, *, reserved: bool = False) -> None:
         """Map the memory, if there is one.
+
+        Args:
+            reserved: as for `received.attached`.
 
         Raises:
             CallerError: it is the memory of a file, which its sender could cut off while it is read here. Or as `received.attached`.
         """
         if memory is not None and memory.kind is not MemoryKind.ASHMEM:
             raise CallerError(f"the data of values lies in memory of kind {memory.kind.value}; send it in {MemoryKind.ASHMEM.value}")
-        self._region = None if memory is None else attached(descriptors.take(), memory)
+        self._region = None if memory is None else attached(descriptors.take(), memory, reserved=reserved)
         self.view = memoryview(inline) if self._region is None else self._region.view()
 
     def __enter__(self) -> memoryview:
@@ -125,11 +128,11 @@ async def call_values(
     try:
         if executed.result.status is not ErrorStatus.NONE:
             return ValuesResult(executed.result, {}, encoded.size_bytes)
-        with _Data(executed.data, executed.memory, descriptors) as data:
+        with _Data(executed.data, executed.memory, descriptors, reserved=True) as data:
             large = len(executed.tree) + len(data) > _IN_LOOP_BYTES
             outputs = await _aside(large, lambda: decoded(operands[1], executed.tree, data, "output", owned=True))
             return ValuesResult(executed.result, outputs, encoded.size_bytes + len(data))
-    except CallerError as error:
+    except (CallerError, MappingError) as error:
         wrong = f"the driver's answer contradicts the model: {error}"
         raise ExecutionError(wrong, status=ErrorStatus.GENERAL_FAILURE) from error
     finally:

@@ -1,5 +1,7 @@
 """`Opened`: one opening of a runtime. It owns the tasks, the devices, the cache stores and the compilations, and closes them.
 
+A compilation that the app drops is collected. What the app keeps of it, such as a burst, is closed through its compiled model.
+
 `Runtime` makes it once everything that it needs is imported.
 """
 
@@ -103,14 +105,16 @@ class Opened:
         """Close everything, as the last act of the runtime's own task. It ends in bounded time, also when that task is cancelled."""
         self.session.close()
         # First, or a stage would try to go on with devices that end.
-        for parts in list(self.compilations):
-            parts.compiled.abandon()
+        for compiled in list(self.session.models):
+            compiled.abandon()
         self._reports.drivers_end()
         try:
             await self.devices.aclose()
         finally:
             for parts in list(self.compilations):
                 parts.end()
+            for compiled in list(self.session.models):
+                compiled.end()
             self._show_caches()
             self._reports.end()
             if self._traced is not None:

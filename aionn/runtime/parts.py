@@ -1,12 +1,13 @@
 """`CompilationParts`: what a compilation consists of, below its face. The runtime opens and closes it.
 
-Bursts and device memories hold the `Renewal`, never these parts. What runs in the runtime's tasks holds neither.
+Bursts, recurrent streams and device memories hold the `Renewal`, never these parts. What runs in the runtime's tasks holds neither.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from aionn import trace
@@ -48,6 +49,7 @@ class CompilationParts:
     Attributes:
         renewal: keeps the model prepared. Its `compiled` is what serves.
         arguments: how arguments are laid out.
+        roles: returns the `Part` with the inputs and the outputs that an app names for device memory.
         bursts: connections of the bursts that the app has made, and of the kept one.
         kept: the burst behind `Compilation.compute`.
         staging: makes better stages, in mode "staged".
@@ -60,6 +62,7 @@ class CompilationParts:
         self.compiled = self.renewal.compiled
         self.staging: Staging | None = None
         self.arguments = arguments = Arguments(model)
+        self.roles = partial(_roles, self.renewal, arguments)
         self.renewal.disproved = lambda: arguments.disproved
         self._trials = Executor(arguments, Frames(_TRIALS), None)
         fallback = None
@@ -129,15 +132,9 @@ class CompilationParts:
             self._end(bursts)
             self.compiled.release()
 
-    def roles(self, inputs: Iterable[str], outputs: Iterable[str]) -> Part:
-        """Return the roles that an app names for device memory of this compilation."""
-        return part_of(self.renewal.model, self.arguments.outputs, inputs, outputs)
-
     def end(self) -> None:
-        """Give the memory back: the runtime has closed, and every driver has ended."""
+        """Give the memory back: the runtime has closed, and every driver has ended. `CompiledModel.end` follows."""
         self._end(self.bursts)
-        if self.compiled.serving is not None:
-            self.compiled.serving.release()
 
     def _end(self, bursts: Iterable[BurstConnection]) -> None:
         self.kept.end()
@@ -180,6 +177,10 @@ class CompilationParts:
         """Return the inputs of the last execution on each burst."""
         found = [self.kept.last_inputs, *(burst.executor.frames.last_inputs() for burst in self.bursts)]
         return [inputs for inputs in found if inputs is not None]
+
+
+def _roles(renewal: Renewal, arguments: Arguments, inputs: Iterable[str], outputs: Iterable[str]) -> Part:
+    return part_of(renewal.model, arguments.outputs, inputs, outputs)
 
 
 def _kept_values(bursts: Connections) -> KeptBurst:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import weakref
 
 from aionn.errors import CallerError
 from aionn.runtime.processes.devices import Devices
 from aionn.runtime.reports import Reports
+from aionn.runtime.serving.compiled_model import CompiledModel
 from aionn.tasks import OwnedTasks, running_loop
 
 
@@ -23,9 +25,10 @@ class Session:
         devices: every device that the runtime knows.
         reports: what the runtime shows on the statistics page of this process, and as events.
         page: that page.
+        models: the compiled models that live. A burst or a device memory that the app keeps may outlive its compilation, but not its model.
     """
 
-    __slots__ = ("_open", "_pid", "devices", "loop", "page", "reports", "tasks")
+    __slots__ = ("_open", "_pid", "devices", "loop", "models", "page", "reports", "tasks")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, tasks: OwnedTasks, devices: Devices, reports: Reports) -> None:
         self.loop = loop
@@ -33,6 +36,7 @@ class Session:
         self.devices = devices
         self.reports = reports
         self.page = reports.page
+        self.models: weakref.WeakSet[CompiledModel] = weakref.WeakSet()
         self._pid = os.getpid()
         self._open = True
 

@@ -16,15 +16,14 @@ import struct
 from collections.abc import Iterator
 
 from aionn.sandbox.arguments import ALLOW, EQUAL, LOAD, RETURN, Instruction, checked
-from aionn.sandbox.calls import ALLOWED, ANSWERED, CHECKED, ERRORS, LAST_KNOWN
+from aionn.sandbox.calls import ALLOWED, ANSWERED, CHECKED, DENIED, ERRORS, LAST_KNOWN
 
-__all__ = ["MACHINES", "install", "program"]
+__all__ = ["MACHINES", "check_available", "install", "program"]
 
 MACHINES = {"x86_64": (0, 0xC000_003E), "aarch64": (1, 0xC000_00B7)}
 """By machine: the column of the tables, and AUDIT_ARCH of linux/audit.h."""
 
-_SECCOMP = {"x86_64": 317, "aarch64": 277}
-_SET_MODE_FILTER, _TSYNC = 1, 1
+_SET_MODE_FILTER, _GET_ACTION_AVAILABLE, _TSYNC = 1, 2, 1
 
 _ABOVE = 0x25  # BPF_JMP|JGT|K
 _NUMBER, _ARCHITECTURE = 0, 4  # offsets in struct seccomp_data
@@ -77,7 +76,24 @@ def install(code: bytes, machine: str) -> None:
     """
     buffer = ctypes.create_string_buffer(code, len(code))
     head = ctypes.create_string_buffer(struct.pack("@HP", len(code) // 8, ctypes.addressof(buffer)))
+    _seccomp(machine, _SET_MODE_FILTER, _TSYNC, head)
+
+
+def check_available(machine: str) -> None:
+    """Return if the kernel has filters of system calls. No filter is attached.
+
+    Args:
+        machine: a key of `MACHINES`.
+
+    Raises:
+        OSError: it has none, or an outer sandbox denies the question.
+    """
+    _seccomp(machine, _GET_ACTION_AVAILABLE, 0, ctypes.create_string_buffer(struct.pack("=I", _ERROR)))
+
+
+def _seccomp(machine: str, operation: int, flags: int, argument: ctypes.Array[ctypes.c_char]) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.syscall(ctypes.c_long(_SECCOMP[machine]), ctypes.c_long(_SET_MODE_FILTER), ctypes.c_long(_TSYNC), head) != 0:
+    call = DENIED["seccomp"][MACHINES[machine][0]]
+    if libc.syscall(ctypes.c_long(call), ctypes.c_long(operation), ctypes.c_long(flags), argument) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))

@@ -144,6 +144,43 @@ def test_one_snapshot_says_what_the_apps_themselves_measured(neighbour: subproce
         assert f"pid {neighbour.pid}" not in alone
 
 
+MANY = """
+import os, resource, sys
+from aionn.pages import Kind, app_layout, open_page
+resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+first = os.open("/dev/null", os.O_RDONLY)
+others = [os.dup(first) for _ in range(1000)]
+page = open_page()
+others += [os.dup(first) for _ in range(1000)]
+runtimes = [page.slot(Kind.RUNTIME, name, "serving") for name in ("left", "right")]
+bursts = []
+for number in range(64):
+    name = ("left", "right")[number % 2]
+    burst = page.slot(Kind.BURST, f"model{number % 8}", "reference", "first", f"burst{number}", name, parent=runtimes[number % 2])
+    for _ in range(number):
+        burst.answered(1_000_000 * (number + 1), 1000)
+    bursts.append(burst)
+print("ready", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_64_bursts_of_two_runtimes_are_found_among_two_thousand_descriptors() -> None:
+    """Row O4: what is shown of each burst is what the burst has counted, and times lie in the bucket of what was measured."""
+    with program(MANY) as app:
+        assert len(os.listdir(f"/proc/{app.pid}/fd")) > 2000
+        found = of_process(app.pid, json.loads(ran("--once", "--json")[0]))
+        assert found.keys() == {"left", "right"}
+        bursts = {burst["burst"]: burst for runtime in found.values() for burst in runtime["bursts"]}
+        assert len(bursts) == 64
+        for number in range(64):
+            shown = bursts[f"burst{number}"]
+            assert shown["counters"]["answered"] == number
+            assert shown["fps"] * shown["over_s"] == pytest.approx(number)
+            if number:
+                assert bucket_of(int(shown["p50_s"] * 1e9)) - bucket_of(1_000_000 * (number + 1)) in (-1, 0, 1)
+
+
 def test_a_snapshot_as_json_imports_neither_rich_nor_what_an_app_needs() -> None:
     script = "import sys; from aionn.cli import main; main(['top', '--once', '--json']); print(*sys.modules, file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)

@@ -180,3 +180,17 @@ async def test_an_app_with_two_runtimes_and_64_bursts(registry: CollectorRegistr
     totals = [value(families(text).values(), "aionn_executions_total", status="ok") for text, _ in scrapes]
     assert totals == sorted(totals)
     assert find_page(os.getpid()) is not None  # it closes with the collector
+
+
+async def test_a_scrape_needs_nothing_of_the_loop(registry: CollectorRegistry) -> None:
+    """So scrapes cannot hold up the loop, and a loop that stands still is scraped all the same."""
+    async with aionn.Runtime(start=(), name="still") as runtime:
+        compilation = await runtime.compile(aionn.Model.from_onnx(identity_model()), devices=("reference",))
+        await compilation.compute(INPUTS)
+        texts: list[str] = []
+        thread = threading.Thread(target=lambda: texts.extend(scrape(registry) for _ in range(10)))
+        thread.start()
+        thread.join(60)  # the loop stands still meanwhile
+        assert not thread.is_alive()
+        assert len(texts) == 10
+        assert value(families(texts[-1]).values(), "aionn_executions_total", runtime="still", status="ok") == 1

@@ -8,6 +8,7 @@ import random
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from functools import partial
 
@@ -22,6 +23,7 @@ from aionn.pages import find_page
 from tests.leaks import leak_check
 from tests.metrics.samples import families, value, values
 from tests.metrics.workers import SERVER, WRITER, Worker
+from tests.pages.processes import memfds
 
 NAME = f"workers of {os.getpid()}"
 """No other process on this machine has this name."""
@@ -227,6 +229,63 @@ def test_the_command_serves_until_it_is_ended() -> None:
         finally:
             server.kill()
             server.communicate()
+
+
+def test_kills_of_apps_that_are_read_and_of_the_exporter_leave_nothing() -> None:
+    """Row O3: an app ends by SIGKILL while the exporter reads it, then the exporter ends so. Neither disturbs another process."""
+    with leak_check(), Worker(WRITER, NAME) as other:
+        server = subprocess.Popen([*COMMAND, "--listen", "127.0.0.1:0"], stderr=subprocess.PIPE, text=True)
+        try:
+            assert server.stderr is not None
+            url = server.stderr.readline().split()[-1]
+            counted: list[float] = []
+            over, scraped = threading.Event(), threading.Semaphore(0)
+
+            def scrape() -> None:
+                with httpx.Client() as client:
+                    while not over.is_set():
+                        counted.append(shown(client.get(url, timeout=60).text))
+                        scraped.release()
+
+            thread = threading.Thread(target=scrape)
+            thread.start()
+            try:
+                other.do(42)
+                killed: set[str] = set()
+                for _ in range(5):
+                    with Worker(WRITER, NAME) as app:
+                        assert app.process.stdin is not None
+                        app.process.stdin.write("100000000\n")
+                        app.process.stdin.flush()
+                        killed |= memfds(app.process.pid)
+                        while scraped.acquire(blocking=False):
+                            pass
+                        for _ in range(2):  # the second scrape has begun after the app, and reads it
+                            assert scraped.acquire(timeout=60)
+                        app.kill()
+            finally:
+                over.set()
+                thread.join(60)
+            assert not thread.is_alive()
+            assert counted == sorted(counted)
+            assert counted[-1] > 42
+            assert len(killed) == 5
+            assert shown(httpx.get(url, timeout=60).text) >= counted[-1]  # what has ended is not mapped any more after this look
+            assert memfds() & killed == set()
+            own = memfds(other.process.pid)
+            assert len(own) == 1
+            server.kill()
+            server.wait()
+            assert memfds(other.process.pid) == own
+            other.do(1)
+            everything = AllRuntimes()
+            assert answered(everything) == 43
+            everything.close()
+        finally:
+            server.kill()
+            server.wait()
+            if server.stderr is not None:
+                server.stderr.close()
 
 
 @pytest.mark.parametrize(

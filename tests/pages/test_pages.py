@@ -182,6 +182,21 @@ def test_a_descriptor_that_is_not_a_page_is_refused_and_closed() -> None:
             os.fstat(fd)
 
 
+def test_huge_pages_are_refused_before_they_are_mapped() -> None:
+    fd = os.memfd_create("aionn-stats", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | os.MFD_HUGETLB | os.MFD_HUGE_2MB)
+    os.ftruncate(fd, layout.PAGE_BYTES)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    with pytest.raises(LayoutError, match="huge pages"):
+        PageReader(fd)
+
+
+def test_stacks_steer_no_terminal(page: tuple[DriverPage, PageReader]) -> None:
+    written, reader = page
+    reader.clear_stacks()
+    os.write(written.fd, b'File "a\x1b[2J.py"\n\xff\r')
+    assert reader.stacks() == 'File "a\\x1b[2J.py"\n\ufffd\\r'
+
+
 def test_a_page_of_another_layout_is_refused(page: tuple[DriverPage, PageReader]) -> None:
     written, _ = page
     written._words[layout.HEADER_VERSION] += 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +20,7 @@ from aionn.hal import ErrorStatus, MemoryDescription, MemoryKind, PrepareOptions
 from aionn.memory import Region
 from aionn.remote import value_calls
 from aionn.remote.control import ExecutedValues, ExecuteValues
+from tests.leaks import Inventory
 from tests.remote.pair import remote_device
 from tests.runtime.values_models import passing
 
@@ -101,6 +104,88 @@ async def test_values_in_a_file_are_refused_because_a_driver_could_cut_the_file(
         monkeypatch.setattr(value_calls, "serve_values", lie)
         with pytest.raises(ExecutionError, match="the data of values lies in memory of kind mmap_fd; send it in ashmem"):
             await prepared.execute_values(GIVEN)
+
+
+def _memfd(flags: int = 0, *, size_bytes: int = 4096, seals: int = fcntl.F_SEAL_SHRINK) -> int:
+    fd = os.memfd_create("evil", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
+    os.ftruncate(fd, size_bytes)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+def _holes() -> int:
+    return _memfd()
+
+
+def _unsealed() -> int:
+    fd = _memfd(seals=0)
+    os.posix_fallocate(fd, 0, 4096)
+    return fd
+
+
+def _short() -> int:
+    return _memfd(size_bytes=4095)
+
+
+def _huge_pages() -> int:
+    return _memfd(os.MFD_HUGETLB | os.MFD_HUGE_2MB, size_bytes=2 << 20)
+
+
+def _pipe() -> int:
+    reading, writing = os.pipe()
+    os.close(writing)
+    return reading
+
+
+def _folder() -> int:
+    return os.open("/", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+def _path_only() -> int:
+    fd = _memfd()
+    try:
+        return os.open(f"/proc/self/fd/{fd}", os.O_PATH | os.O_CLOEXEC)
+    finally:
+        os.close(fd)
+
+
+def _device() -> int:
+    return os.open("/dev/zero", os.O_RDWR | os.O_CLOEXEC)
+
+
+@pytest.mark.parametrize(
+    ("evil", "words"),
+    [
+        (_huge_pages, "its pages have 2097152 bytes"),
+        (_holes, "4096 bytes were never reserved"),
+        (_unsealed, "its size is not sealed"),
+        (_short, "the file is shorter than claimed|never reserved"),
+        (_pipe, "the descriptor is not a memfd"),
+        (_folder, "the descriptor is not a memfd"),
+        (_path_only, "the descriptor is not a memfd"),
+        (_device, "the descriptor is not a memfd"),
+    ],
+)
+async def test_an_answer_in_memory_that_could_end_or_block_the_app_is_refused_before_it_is_mapped(
+    evil: Callable[[], int], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fd = evil()
+
+    async def lie(*_: Any) -> tuple[ExecutedValues, Any]:
+        sent = SimpleNamespace(fileno=lambda: fd, close=lambda: None)
+        tree = msgspec.msgpack.encode([[[[3], 0]]])
+        return ExecutedValues(Result(ErrorStatus.NONE), tree, b"", MemoryDescription(MemoryKind.ASHMEM, 4096, writable=False)), sent
+
+    try:
+        async with remote_device(find_engine("onnxruntime")) as device:
+            prepared = await device.prepare_model(passing(FLOATS), PrepareOptions())
+            monkeypatch.setattr(value_calls, "serve_values", lie)
+            before = Inventory.take()
+            with pytest.raises(ExecutionError, match=f"the driver's answer contradicts the model: .*({words})"):
+                await prepared.execute_values(GIVEN)
+            assert Inventory.take().since(before) == []
+    finally:
+        os.close(fd)
 
 
 async def test_every_call_is_settled_once_also_one_that_is_refused_here() -> None:

@@ -1,12 +1,13 @@
 """A driver process that lies: an "engine" that takes the control socket for itself as soon as it is made.
 
 Asked for as "tests.runtime.hostile_driver:LIE" (the tests' root must be on PYTHONPATH): any attribute of this module is an engine
-that tells that lie, by its name in `GREETINGS`, `ANSWERS` or `EXECUTED`, and the truth otherwise.
+that tells that lie, by its name in `GREETINGS`, `ANSWERS`, `TEXTS` or `EXECUTED`, and the truth otherwise.
 """
 
 from __future__ import annotations
 
 import array
+import fcntl
 import os
 import socket
 import sys
@@ -24,14 +25,16 @@ from aionn.hal import CacheFiles, DeviceType, ErrorStatus, MQDescriptor, Operand
 from aionn.hal.queues import MQFlavor
 from aionn.hal.types import UNKNOWN_TIME_US
 from aionn.pages import DriverPage
+from aionn.pages.layout import PAGE_BYTES
 from aionn.remote import control
 from aionn.remote.control import HEADER, PROTOCOL, Call, Ready, Reply, encode
 
 Frame = tuple[bytes, int]
-"""Bytes, and how many descriptors (of pipes) go with them. PAGE: one, of a statistics page."""
+"""Bytes, and how many descriptors (of pipes) go with them. PAGE: one, of a statistics page. HUGE_PAGES: one that only looks like it."""
 
 PAGE = -1
-READY = encode(Ready(PROTOCOL, "hostile", "1", DeviceType.CPU, CacheFiles()), 1)
+HUGE_PAGES = -2
+READY = encode(Ready(PROTOCOL, "hostile", "1\x1b[31m", DeviceType.CPU, CacheFiles(), runs_on="\x07"), 1)
 OTHER = (("else", Operand(OperandType.INT8, (7,))),)
 
 
@@ -53,6 +56,7 @@ GREETINGS: dict[str, list[Frame]] = {
     "descriptors_nobody_spoke_of": [(READY, 5)],
     "no_page": [(encode(Ready(PROTOCOL, "hostile", "1", DeviceType.CPU, CacheFiles()), 0), 0)],
     "a_pipe_for_a_page": [(READY, 1)],
+    "a_page_of_huge_pages": [(READY, HUGE_PAGES)],
     "descriptors_without_end": [(READY[:1], 200), (READY[1:2], 200)],
     "another_protocol": [(encode(Ready(PROTOCOL + 1, "hostile", "1", DeviceType.CPU, CacheFiles()), 0), 0)],
     "two_greetings": [(READY, PAGE), (READY, PAGE)],
@@ -63,6 +67,20 @@ GREETINGS: dict[str, list[Frame]] = {
     "half": [(READY[:-3], PAGE)],
     "nothing": [],
 }
+
+STEERING = "\x1b]0;a title\x07\x1b[2J\r\x9b31mforged\u202e"
+"""Control sequences of a terminal, the second kind of each among them, and a character that turns the direction of text."""
+
+
+def steering_lines() -> list[Frame]:
+    """Two lines of a log. The second one is longer than a driver of aionn would send."""
+    texts = (f"first\n\t{STEERING}", STEERING * 2000)
+    return [(encode(Call(number, control.LogLine(30, STEERING, text)), 0), 0) for number, text in enumerate(texts, 1)]
+
+
+def steering_failure() -> control.Failure:
+    return control.Failure("CompilationError", STEERING, reason=STEERING, notes=(STEERING,) * 99)
+
 
 REFUSED = control.Failure("ExecutionError", "not today", status=int(ErrorStatus.GENERAL_FAILURE))
 ENDING = ("half_an_answer", "no_answer", "burst_cut", "burst_dead")
@@ -91,6 +109,11 @@ ANSWERS: dict[str, tuple[str, Callable[[Call], list[Frame]]]] = {
     "burst_of_nothing": ("ConfigureExecutionBurst", lambda call: [reply(call, control.Done())]),
     "burst_cut": ("ConfigureExecutionBurst", lambda call: [(reply(call, control.Configured(1))[0][:-1], 0)]),
     "burst_dead": ("ConfigureExecutionBurst", lambda call: []),
+}
+
+TEXTS: dict[str, tuple[str, Callable[[Call], list[Frame]]]] = {
+    "log_lines": ("PrepareModel", lambda call: [*steering_lines(), prepared(call)]),
+    "a_failure_that_steers": ("PrepareModel", lambda call: [reply(call, steering_failure())]),
 }
 
 RESULTS: dict[str, Result] = {
@@ -129,6 +152,14 @@ def prepared(call: Call) -> Frame:
     return reply(call, control.Prepared(1, model.inputs, model.outputs) if model is not None else control.Done())
 
 
+def huge_pages() -> int:
+    """Return a memfd of the size and with the seals of a statistics page."""
+    fd = os.memfd_create("aionn-stats", os.MFD_ALLOW_SEALING | os.MFD_HUGETLB)
+    os.ftruncate(fd, PAGE_BYTES)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    return fd
+
+
 class Hostile:
     """Never becomes an engine: it serves the socket until that ends."""
 
@@ -145,8 +176,14 @@ class Hostile:
 
     def _send(self, frames: list[Frame]) -> None:
         for data, pipes in frames:
-            ends = [os.dup(self._page.fd)] if pipes == PAGE else [fd for _ in range(-(-pipes // 2)) for fd in os.pipe()]
-            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", ends[: abs(pipes)]))] if pipes else []
+            match pipes:
+                case -1:
+                    ends = [os.dup(self._page.fd)]
+                case -2:
+                    ends = [huge_pages()]
+                case _:
+                    ends = [fd for _ in range(-(-pipes // 2)) for fd in os.pipe()]
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", ends[: max(pipes, 1)]))] if pipes else []
             self._socket.sendmsg([data], rights)
             for fd in ends:
                 os.close(fd)
@@ -159,7 +196,7 @@ class Hostile:
         else:
             self._send([(READY, PAGE)])
         for call, fds in self._calls():
-            verb, lie = ANSWERS.get(self._lie, ("", None))
+            verb, lie = {**ANSWERS, **TEXTS}.get(self._lie, ("", None))
             if lie is not None and type(call.body).__name__ == verb:
                 self._send(lie(call))
                 if self._lie in ENDING:
@@ -237,6 +274,6 @@ class Hostile:
 
 
 def __getattr__(name: str) -> Callable[[], Hostile]:
-    if name.startswith("_") or name not in {*GREETINGS, *ANSWERS, *EXECUTED, *QUEUES, "honest"}:
+    if name.startswith("_") or name not in {*GREETINGS, *ANSWERS, *TEXTS, *EXECUTED, *QUEUES, "honest"}:
         raise AttributeError(name)
     return partial(Hostile, name)

@@ -109,6 +109,45 @@ async def test_answers_that_are_none() -> None:
             assert failed == (lie not in HARMLESS_ANSWERS), lie
 
 
+async def test_a_page_in_huge_pages_is_refused_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+    async with beside_an_honest_one() as runtime:
+        with pytest.raises(aionn.DriverDiedError):
+            await runtime.compile(model(), devices=(device("a_page_of_huge_pages"),))
+    assert "broke the protocol and is killed: a statistics page lies in huge pages" in caplog.text
+
+
+async def test_no_text_of_a_driver_steers_a_terminal(caplog: pytest.LogCaptureFixture) -> None:
+    """Lines of its log, its errors with their notes, the reasons of failed executions, and what it says of itself."""
+
+    def plain(text: str) -> bool:
+        return text.replace("\n", "").replace("\t", "").isprintable()
+
+    shown = hostile_driver.STEERING.translate(
+        {code: ascii(chr(code))[1:-1] for code in map(ord, hostile_driver.STEERING) if not plain(chr(code))}
+    )
+    async with beside_an_honest_one() as runtime:
+        await runtime.compile(model(), devices=(device("log_lines"),))
+        with pytest.raises(aionn.CompilationError) as refused:
+            await runtime.compile(model(), devices=(device("a_failure_that_steers"),))
+        failing = await runtime.compile(model(), devices=(device("a_failure"),))
+        with pytest.raises(aionn.ExecutionError) as failed:
+            await failing.compute(inputs())
+        for one in runtime.devices:
+            assert plain(f"{one.version}{one.runs_on or ''}{one.providers}{one.sandbox}")
+        assert [one.version for one in runtime.devices if one.name == device("log_lines")] == [r"1\x1b[31m"]
+    first, second = (
+        record for record in caplog.records if record.name == f"aionn.driver.{device('log_lines')}" and "forged" in record.getMessage()
+    )
+    assert first.getMessage() == f"device {device('log_lines')!r}: first\n\t{shown}"
+    assert first.aionn_logger == second.aionn_logger == shown  # type: ignore[attr-defined]
+    assert len(second.getMessage()) < 8192 + 200
+    assert second.getMessage().endswith(f" [{2000 * len(hostile_driver.STEERING)} characters in all]")
+    assert shown in str(refused.value)
+    assert refused.value.__notes__ == [shown] * 8
+    assert r"\x00\x1b[31m" in str(failed.value)
+    assert plain(f"{refused.value}{refused.value.reason}{failed.value}{caplog.text}")
+
+
 async def test_configure_execution_burst_failure_null_transport_and_dead() -> None:
     """No burst, one sentence, and no fallback. `compute` keeps a burst and fails alike, on a new driver where the old one has gone."""
     rows: dict[str, tuple[type[aionn.AionnError], bool]] = {

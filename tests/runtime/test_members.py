@@ -47,6 +47,8 @@ class Recorded:
 
     def count_from_now(self) -> None: ...
 
+    def end(self) -> None: ...
+
     def check(self) -> None:
         self._note("check")
 

@@ -264,21 +264,52 @@ async def computing_threads(compilation: aionn.Compilation, pid: int | None, inp
     return found
 
 
-@pytest.mark.parametrize("name", ["onnxruntime", "openvino"])
-async def test_a_driver_computes_on_one_thread_where_the_runtime_says_so_whatever_is_stored(name: str, tmp_path: Path) -> None:
-    """The artifact of two threads is used under one and the other way round, and the runs have the threads of their runtime."""
-    cpus = len(os.sched_getaffinity(0))
+def detector() -> tuple[aionn.Model, dict[str, NDArray[Any]]]:
+    """A real model that is worth several threads, and inputs for it."""
     model = aionn.Model.from_onnx(carried("detector"))
     inputs = {key: some_input(operand, 1, 160, 160) for key, operand in model.inputs.items()}
-    (shape,) = {array.shape for array in inputs.values()}
-    assert shape == (1, 3, 160, 160)
-    for first, threads in ((True, 2), (False, 1), (False, 2)):
+    assert {array.shape for array in inputs.values()} == {(1, 3, 160, 160)}
+    return model, inputs
+
+
+@pytest.mark.parametrize("made_for", [1, 2])
+@pytest.mark.parametrize("name", ["onnxruntime", "openvino"])
+async def test_a_driver_computes_on_as_many_threads_as_the_runtime_says_whatever_is_stored(
+    name: str, made_for: int, tmp_path: Path
+) -> None:
+    """What is stored for one thread is used under two and the other way round, and the runs have the threads of their runtime."""
+    cpus = len(os.sched_getaffinity(0))
+    model, inputs = detector()
+    for threads in (made_for, 3 - made_for):
         async with leak_check(), aionn.Runtime(threads=threads) as runtime:
             compilation = await runtime.compile(model, devices=(name,), cache_dir=tmp_path / "cache", token=model.token)
-            assert compilation.outcomes[0].kind.value == ("miss" if first else "hit")
+            assert compilation.outcomes[0].kind.value == ("miss" if threads == made_for else "hit")
             (device,) = (device for device in runtime.devices if device.pid)
             expected = min(threads, cpus)
             assert await computing_threads(compilation, device.pid, inputs, expected) == expected
+
+
+@pytest.mark.parametrize("name", ["onnxruntime", "openvino"])
+async def test_several_bursts_compute_on_the_one_thread_of_their_runtime(name: str) -> None:
+    """The lanes belong to the model, not to its bursts. A lane is the thread that computes: there is no pool behind it."""
+    model, inputs = detector()
+    async with leak_check(), aionn.Runtime(threads=1) as runtime, AsyncExitStack() as opened:
+        compilation = await runtime.compile(model, devices=(name,))
+        bursts = [await opened.enter_async_context(compilation.burst()) for _ in range(3)]
+        (device,) = (device for device in runtime.devices if device.pid)
+        assert device.pid is not None
+
+        async def run(burst: aionn.Burst, times: int) -> None:
+            for _ in range(times):
+                await burst.compute(inputs)
+
+        for times in (3, 20):
+            before = cpu_ns(device.pid)
+            async with anyio.create_task_group() as tasks:
+                for burst in bursts:
+                    tasks.start_soon(run, burst, times)
+        spent = {thread: after - before.get(thread, 0) for thread, after in cpu_ns(device.pid).items() if thread != device.pid}
+        assert sum(ns > max(spent.values()) / 100 for ns in spent.values()) == 1
 
 
 def raw_environment_of(pid: int | None) -> bytes:

@@ -28,7 +28,7 @@ from aionn.pages.app_layout import TRACE_RECORDS
 from aionn.testing import FakeDevice, identity_model
 from tests.trace_format import FormatError, check, read
 
-FRAMES = 208
+FRAMES = 1008
 X = {"x": np.arange(4, dtype=np.float32)}
 
 

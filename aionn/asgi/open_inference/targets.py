@@ -10,6 +10,7 @@ Invariant
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -144,7 +145,7 @@ class _Kept:
     streaming: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(STREAMED))
     opening: anyio.Lock = field(default_factory=anyio.Lock)
     burst: aionn.Burst | None = None
-    of: aionn.Compilation | None = None  # kept alive with its burst, so the runtime closes both
+    of: weakref.ref[aionn.Compilation] | None = None
 
 
 _REMEMBERED = 64
@@ -227,14 +228,14 @@ class Targets:
 
 async def _burst_of(compilation: aionn.Compilation, name: str, kept: _Kept) -> aionn.Burst | None:
     """Return the burst of a compilation, opened at its first request. Returns None if no burst takes the model's values."""
-    if kept.of is not compilation:
+    if kept.of is None or kept.of() is not compilation:
         operands = (*compilation.model.inputs.values(), *compilation.model.outputs.values())
         if not all(operand.in_frames for operand in operands):
             return None
         async with kept.opening:
-            if kept.of is not compilation:
+            if kept.of is None or kept.of() is not compilation:
                 kept.burst = await compilation.burst(name=name).__aenter__()
-                kept.of = compilation
+                kept.of = weakref.ref(compilation)
     return kept.burst
 
 

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import os
 import platform
-import struct
 from pathlib import Path
 
 from aionn.cgroups import text_of
 from aionn.cli.checks.row import ROOT, Row, ok, warn
 from aionn.sandbox import landlock
 from aionn.sandbox.confining import LEAST_ABI
-from aionn.sandbox.filter import MACHINES
+from aionn.sandbox.filter import MACHINES, check_available
 from aionn.sandbox.report import VARIABLE, Confinement
 
 __all__ = ["CHECKS", "confined", "files", "made_code", "system_calls"]
 
-_SECCOMP_CALL = {"x86_64": 317, "aarch64": 277}
-_GET_ACTION_AVAILABLE, _RET_ERRNO = 2, 0x0005_0000  # linux/seccomp.h
 _PR_GET_MDWE = 66  # linux/prctl.h, Linux 6.3
 
 _USUAL = ("limits", "no new privileges", "environment")
@@ -58,16 +54,15 @@ def system_calls(root: Path = ROOT) -> Row:
     machine = platform.machine()
     if machine not in MACHINES:
         return warn(check, f"aionn has no table of system calls for {machine}, {_FREE}", needed, f"run on {' or '.join(MACHINES)}")
-    libc = ctypes.CDLL(None, use_errno=True)
-    action = ctypes.create_string_buffer(struct.pack("=I", _RET_ERRNO))
-    if libc.syscall(ctypes.c_long(_SECCOMP_CALL[machine]), ctypes.c_long(_GET_ACTION_AVAILABLE), ctypes.c_long(0), action) == 0:
-        outer = ", beside the filter of an outer sandbox" if _is_filtered(root) else ""
-        return ok(check, f"the kernel has filters{outer}")
-    error = OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    way_out = "run a kernel that was built with CONFIG_SECCOMP_FILTER"
-    if _is_filtered(root):
-        way_out = "a seccomp filter is active in this process, so allow the call seccomp in the profile of the container"
-    return warn(check, f"filters cannot be used: {_words(error)}, {_FREE}", needed, way_out)
+    try:
+        check_available(machine)
+    except OSError as error:
+        way_out = "run a kernel that was built with CONFIG_SECCOMP_FILTER"
+        if _is_filtered(root):
+            way_out = "a seccomp filter is active in this process, so allow the call seccomp in the profile of the container"
+        return warn(check, f"filters cannot be used: {_words(error)}, {_FREE}", needed, way_out)
+    outer = ", beside the filter of an outer sandbox" if _is_filtered(root) else ""
+    return ok(check, f"the kernel has filters{outer}")
 
 
 def made_code(root: Path = ROOT) -> Row:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from aionn.errors import AionnError, CallerError, DeadlineError, ExecutionError, OutputInsufficientSizeError
+from aionn.escapes import escaped
 from aionn.graph import resolve_shapes
 from aionn.hal.model import Model
 from aionn.hal.types import ErrorStatus, Operand, OutputShape, Result
@@ -207,7 +208,7 @@ def _check_shape(name: str, operand: Operand, shape: tuple[int, ...]) -> None:
 def failure_of(result: Result, model: Model, device: str) -> AionnError:
     """Return what a result that is not NONE means to the caller."""
     status = result.status
-    why, _, place = result.message.partition("\nat ")  # the last line says where the engine has a bug
+    why, _, place = escaped(result.message).partition("\nat ")  # the last line says where the engine has a bug
     error = _failure(status, why or "the driver gave no reason", result, model, device)
     if place:
         error.add_note(f"at {place}")

@@ -346,6 +346,9 @@ class Holding:
         """See `DeviceState.prepare`."""
         return await self._state.prepare(self._part, better)
 
+    def end(self) -> None:
+        """Do nothing: the contents ended with the driver, and so did the calls that waited for it. `DeviceState.check_alive` says so."""
+
 
 class DeviceChange:
     """A copy of a device memory in another driver, not yet in use."""

@@ -96,6 +96,7 @@ class Renewal:
         self.reports = order.reports
         self.named = order.reports.named
         self.compiled = CompiledModel(session.tasks)
+        session.models.add(self.compiled)
         self.outcomes: tuple[CacheOutcome, ...] = ()
         self.disproved: Callable[[], tuple[str, ...]] = tuple
         self._candidates = order.candidates

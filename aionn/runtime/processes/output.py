@@ -1,7 +1,7 @@
 """What a driver process prints, on its way to the app's stderr.
 
 A driver process has one pipe as its stdout and stderr, so it holds no descriptor of the app's terminal or log. The app reads the pipe in
-its event loop and writes the bytes to its own descriptor 2, unchanged.
+its event loop and writes the lines to its own descriptor 2, with control characters as escapes.
 
 The app reads at most TURN_BYTES in one turn of the loop. It never waits for its own stderr. While that is full, the pipe is not read,
 and the driver process waits or drops its output (`driver.beginning`). While it is closed, the bytes are dropped.
@@ -19,12 +19,15 @@ import fcntl
 import os
 import select
 from contextlib import suppress
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from aionn.tasks import leave_in_child, running_loop
 
 if TYPE_CHECKING:
     import asyncio
+
+    from aionn.escapes import EscapedStream
 
 __all__ = ["Output", "output_pipe"]
 
@@ -79,15 +82,16 @@ class Output:
         self._unwritten = _written_to_stderr(self._unwritten)
         while most > 0 and (data := self._read()):
             most -= len(data)
-            self._unwritten = self._unwritten or _written_to_stderr(data)
+            self._unwritten = self._unwritten or _written_to_stderr(self._stream.feed(data))
         self._close()
 
     @property
     def last_lines(self) -> str:
         """The last lines that have come, with control characters shown as escapes. Empty if nothing has come."""
-        text = self._last.decode("utf-8", "replace")
-        lines = text.splitlines()[-_LAST_LINES:]
-        return "\n".join("".join(c if c.isprintable() or c == "\t" else ascii(c)[1:-1] for c in line) for line in lines).strip("\n")
+        from aionn.escapes import escaped
+
+        lines = self._last.decode("utf-8", "replace").splitlines()[-_LAST_LINES:]
+        return escaped("\n".join(lines)).strip("\n")
 
     def leave(self) -> None:
         """Close the pipe in a child of fork: the driver process is the parent's."""
@@ -100,7 +104,7 @@ class Output:
         if data == b"":
             self._close()
         elif data:
-            self._unwritten = _written_to_stderr(data)
+            self._unwritten = _written_to_stderr(self._stream.feed(data))
             if self._unwritten and self._loop is not None:
                 self._loop.remove_reader(self._fd)
                 self._retry = self._loop.call_later(RETRY_S, self._try_again)
@@ -125,7 +129,15 @@ class Output:
         self._last = (self._last + data)[-_LAST_BYTES:]
         return data
 
+    @cached_property
+    def _stream(self) -> EscapedStream:
+        from aionn.escapes import EscapedStream
+
+        return EscapedStream()
+
     def _close(self) -> None:
+        if "_stream" in vars(self):
+            self._unwritten = self._unwritten or _written_to_stderr(self._stream.feed(b"", last=True))
         if self._retry is not None:
             self._retry.cancel()
             self._retry = None

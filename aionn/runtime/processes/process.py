@@ -178,7 +178,7 @@ class DriverProcess:
             now_ns = time.monotonic_ns()
             trace.span_at("driver.start", self.life.started_ns, now_ns, device=self.name, pid=self.pid)
             if self.life.reports is not None:
-                self.life.reports.greeted(self.pid, (now_ns - self.life.started_ns) / 1e9, greeting.type.name.lower(), greeting.version)
+                self.life.reports.greeted(self.pid, (now_ns - self.life.started_ns) / 1e9, greeting.type.name.lower(), self._remote.version)
 
     # --- while it runs -----------------------------------------------------------------------------------------------
 

@@ -100,6 +100,15 @@ class CompiledModel:
         if self.serving is not None:
             self.serving.release()
 
+    def end(self) -> None:
+        """Close what is left without waiting: the runtime has closed, and every driver has ended.
+
+        An app may keep bursts and device memories of a compilation that it has dropped.
+        """
+        for member in list(self.members):
+            member.end()
+        self.release()
+
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Count every execution that begins in the body."""

@@ -97,3 +97,7 @@ class Member(Protocol):
     def count_from_now(self) -> None:
         """Count every execution that begins, until `CompiledModel.watched` is 0 again."""
         ...
+
+    def end(self) -> None:
+        """Close without waiting: the runtime has closed, and every driver has ended. Calls that wait here end with `CallerError`."""
+        ...
