@@ -18,6 +18,7 @@ import pytest
 
 import aionn
 from aionn import fleet
+from aionn.caching.store import files
 from aionn.errors import CallerError
 from aionn.fleet import BuilderKey, CompileRequest, Offered
 from aionn.remote.device import RemoteDevice, RemotePreparedModel
@@ -389,7 +390,7 @@ async def test_a_file_that_grows_after_the_check_does_not_fill_the_disk(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     trust(folder, key)
-    length, copy = pushed.manifest.model[0].length, adopting.copy_into
+    length, copy = pushed.manifest.model[0].length, files.copy_into
     grown = []
 
     def copy_grown(targets: Sequence[int], sources: Sequence[int], lengths: Sequence[int]) -> None:
@@ -409,7 +410,7 @@ async def test_a_file_that_grows_after_the_check_does_not_fill_the_disk(
 def test_no_more_is_copied_than_was_checked(tmp_path: Path, length: int, copied: bytes) -> None:
     (tmp_path / "source").write_bytes(b"12345")
     with (tmp_path / "source").open("rb") as source, (tmp_path / "target").open("wb") as target:
-        adopting.copy_into([target.fileno()], [source.fileno()], [length])
+        files.copy_into([target.fileno()], [source.fileno()], [length])
     assert (tmp_path / "target").read_bytes() == copied
 
 
@@ -420,7 +421,7 @@ def test_a_file_that_became_shorter_is_not_copied(tmp_path: Path) -> None:
         (tmp_path / "target").open("wb") as target,
         pytest.raises(OSError, match="ends after 5 of 6 bytes"),
     ):
-        adopting.copy_into([target.fileno()], [source.fileno()], [6])
+        files.copy_into([target.fileno()], [source.fileno()], [6])
 
 
 async def test_a_driver_that_accepts_anything_does_not_end_the_apps_compile(
