@@ -20,7 +20,7 @@ FLOORS = (
     {"runtime", "driver"},
     {"__init__", "testing"},
     {"metrics", "otel", "sources", "fleet"},
-    {"asgi"},
+    {"asgi", "ray"},
     {"cli"},
     {"__main__"},
 )

@@ -1,0 +1,108 @@
+"""A Ray cluster of one node, for all test processes of a run: `python -m tests.ray.cluster FIFO ADDRESS_FILE`.
+
+The node writes its address to a file when it is ready. It ends when no process holds the FIFO open for writing any more, so it ends also if
+those processes were killed. Dashboard, usage statistics and object store are off or as small as Ray allows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import filelock
+
+OBJECT_STORE_BYTES = 80 * 1024 * 1024  # Ray refuses less than 75 MB
+CPUS = 16  # slots for tasks and replicas, not processors
+STARTED_WITHIN_S = 110.0
+
+# Ray reads these when it is imported. A test's cluster asks no token of its clients, and writes nothing into the user's home.
+ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_DEDUP_LOGS": "0",
+}
+
+
+@contextlib.contextmanager
+def shared_cluster(folder: Path) -> Iterator[str]:
+    """Use the cluster of a run for the body, and start it if no process has done so yet.
+
+    Args:
+        folder: one for all processes of the run.
+
+    Yields:
+        Its address, for `ray.init(address=...)`.
+    """
+    fifo, address_file, log = folder / "ray-cluster", folder / "ray-address", folder / "ray-log"
+    with filelock.FileLock(folder / "ray-lock", timeout=STARTED_WITHIN_S):
+        if not fifo.exists():
+            os.mkfifo(fifo)
+        holder = os.open(fifo, os.O_RDWR | os.O_CLOEXEC)  # a FIFO that is open for both never blocks
+        try:
+            if not address_file.exists():
+                _start(fifo, address_file, log)
+        except BaseException:
+            os.close(holder)
+            raise
+    try:
+        yield address_file.read_text()
+    finally:
+        os.close(holder)
+
+
+def _start(fifo: Path, address_file: Path, log: Path) -> None:
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.ray.cluster", os.fspath(fifo), os.fspath(address_file)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=output,
+            env=os.environ | ENVIRONMENT,
+            cwd=Path(__file__).parents[2],
+            start_new_session=True,  # a ^C of pytest must not end the node before the tests
+        )
+    assert process.stdout is not None
+    with process.stdout as ready:
+        said = ready.readline()  # nothing if the process ended
+    process.returncode = 0  # it lives on; its end is not this process's concern
+    if not said:
+        raise RuntimeError(f"the Ray node did not start:\n{log.read_text()}")
+
+
+def main(fifo: str, address_file: str) -> None:
+    """Run the node until the last user of the FIFO has left."""
+    import ray
+
+    users = os.open(fifo, os.O_RDONLY)
+    ready = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # Ray and its children must not hold the pipe
+    os.set_inheritable(ready.fileno(), False)
+    folder = tempfile.mkdtemp(prefix="aionn-ray-")  # Ray makes sockets in it, whose paths must be short
+    try:
+        started = ray.init(
+            num_cpus=CPUS,
+            object_store_memory=OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            log_to_driver=False,
+            configure_logging=False,
+            _temp_dir=folder,
+        )
+        Path(address_file).write_text(started.address_info["address"])
+        ready.write("ready\n")
+        ready.close()
+        while os.read(users, 1):
+            pass
+        ray.shutdown()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

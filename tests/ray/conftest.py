@@ -1,0 +1,38 @@
+"""One Ray node for all tests of a run that need one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.ray.cluster import ENVIRONMENT, shared_cluster
+
+os.environ.update(ENVIRONMENT)  # before any test imports Ray
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "tests/ray/" in item.path.as_posix() and "ray_address" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.fleet)
+
+
+@pytest.fixture(scope="session")
+def ray_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a cluster of one node, for `ray.init(address=...)` in programs that a test starts."""
+    base = tmp_path_factory.getbasetemp()
+    with shared_cluster(base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def ray_cluster(ray_address: str) -> Iterator[str]:
+    """The address of a cluster, to which this process is connected for the tests of one module."""
+    import ray
+
+    ray.init(address=ray_address, log_to_driver=False, configure_logging=False, namespace="aionn-tests")
+    try:
+        yield ray_address
+    finally:
+        ray.shutdown()
