@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,41 @@ hypothesis.settings.register_profile("aionn", deadline=None, suppress_health_che
 hypothesis.settings.load_profile("aionn")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--both-loops", action="store_true", help="run every async test on asyncio's own loop and on uvloop")
+
+
+def case_and_loop(item: pytest.Item) -> tuple[str, bool] | None:
+    """Return which case of which test this is, and whether it runs on uvloop. None if `anyio_backend` is no parameter of the test."""
+    callspec = getattr(item, "callspec", None)
+    if callspec is None or "anyio_backend" not in callspec.params:
+        return None
+    others = sorted((name, index) for name, index in callspec.indices.items() if name != "anyio_backend")
+    return f"{item.nodeid.partition('[')[0]} {others}", callspec.params["anyio_backend"] == ("asyncio", {"use_uvloop": True})
+
+
+@pytest.hookimpl(trylast=True)  # after -k and -m, so `-k uvloop` still selects all of its tests
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Run each case of an async test on one of the two loops. With `--both-loops` or the mark `both_loops` it runs on both.
+
+    The case's name decides, so a case has the same loop on every machine and in every selection. About half of them have uvloop.
+    A case that is selected with one loop only runs on that loop.
+    """
+    if config.getoption("--both-loops"):
+        return
+    cases = [None if item.get_closest_marker("both_loops") else case_and_loop(item) for item in items]
+    selected = set(cases)
+    once: dict[bool, list[pytest.Item]] = {True: [], False: []}
+    for item, case in zip(items, cases, strict=True):
+        runs = case is None or case[1] == bool(zlib.crc32(case[0].encode()) & 1) or (case[0], not case[1]) not in selected
+        once[runs].append(item)
+    if once[False]:
+        config.hook.pytest_deselected(items=once[False])
+        items[:] = once[True]
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ.pop("PYTEST_ADDOPTS", None)  # read by now, and not meant for pytests that tests start in other projects
     if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
         # Processes by the thousand start in these tests; without bytecode each would compile aionn anew, a third of its start.
         # Theirs is kept elsewhere, since the environment forbids it here.
@@ -81,7 +116,7 @@ def no_driver_starts_early() -> Iterator[None]:
     ]
 )
 def anyio_backend(request: pytest.FixtureRequest) -> Any:
-    """Every async test runs on asyncio's own loop and on uvloop."""
+    """Each async test runs on asyncio's own loop or on uvloop, and with `--both-loops` or the mark `both_loops` on both."""
     return request.param
 
 

@@ -13,7 +13,7 @@ import pytest
 from aionn.errors import CallerError, DriverDiedError, again
 from aionn.tasks import Answer, bounded_shield, deadline_of, ungrouped
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 
 
 async def test_the_one_error_of_a_group_comes_out_as_itself() -> None:

@@ -27,6 +27,7 @@ from tests.fmq.queues import duplicated
 
 pytestmark = [
     pytest.mark.anyio,
+    pytest.mark.both_loops,
     pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="an app and a lane that share one CPU are not anticipated"),
 ]
 

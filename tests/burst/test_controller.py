@@ -17,7 +17,7 @@ from aionn.fmq import QueueClosedError
 from aionn.hal.types import ErrorStatus, Request, Result
 from tests.burst.ends import RawDriver, raw_driver, request
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 
 BODY = encode_request_body(request(), (PoolReference(0),), False, framed=True)
 

@@ -43,7 +43,7 @@ from aionn.hal.types import ErrorStatus, OutputShape, Result
 from tests.burst.ends import Gate, RawDriver, packet, raw_client, raw_driver, request
 from tests.fmq.queues import duplicated
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 
 REQUESTS = [encode_request_body(request(offset), (PoolReference(0),), False, framed=True) for offset in (0, 128, 256)]
 RESULTS = [

@@ -29,7 +29,7 @@ from aionn.memory.region import Region
 from tests.burst.ends import Gate, RawClient, Slots, begin_to_free, nothing_computed, packet, raw_client
 from tests.fmq.queues import duplicated, open_fds
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("both_ways")]
+pytestmark = [pytest.mark.anyio, pytest.mark.both_loops, pytest.mark.usefixtures("both_ways")]
 
 
 async def test_memories_are_asked_for_once_and_kept() -> None:

@@ -1,4 +1,6 @@
-"""Kills a process before its n-th act on the file system, for every n. Run as `python -m tests.caching.crash SCENARIO DIRECTORY`.
+"""Kills a process before its n-th act on the file system, for n = START, START + STEP and so on.
+
+Run as `python -m tests.caching.crash SCENARIO DIRECTORY START STEP`. With START 1 and STEP 1 that is every act.
 
 One process, without threads, imports everything once and then forks: a child does the scenario with a bomb set on act n, another child
 looks at what is left. An act is whatever can make the disk differ afterwards: an `os` call that makes, changes, syncs or removes a file,
@@ -159,13 +161,13 @@ def in_child(act: Callable[[], Awaitable[None]], bomb: Bomb | None = None) -> in
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def main(name: str, directory: str) -> None:
+def main(name: str, directory: str, start: str, step: str) -> None:
     act, has_old, allowed = SCENARIOS[name]
     template = Path(directory) / "template"
     template.mkdir(mode=0o700)
     if has_old:
         assert in_child(lambda: save(template, b"old")) == 0
-    for point in range(1, MAX_POINTS):
+    for tried, point in enumerate(range(int(start), MAX_POINTS, int(step))):
         place = Path(directory) / f"at{point}"
         shutil.copytree(template, place)
         ended = in_child(lambda place=place: act(place, b"new"), Bomb(point))  # type: ignore[misc]
@@ -173,7 +175,7 @@ def main(name: str, directory: str) -> None:
         assert in_child(lambda place=place: look(place, allowed)) == 0, f"{name}: after a kill at point {point}"  # type: ignore[misc]
         shutil.rmtree(place)
         if ended == 0:
-            print(point - 1)
+            print(tried)
             return
     raise AssertionError(f"{name}: more than {MAX_POINTS} acts")
 

@@ -16,7 +16,7 @@ import pytest
 
 from aionn.caching.store.locks import CompileQueues, EntryHold, hold_now, sole_holder, wait_to_hold
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 
 
 @pytest.fixture

@@ -369,8 +369,28 @@ async def done(made: Any) -> None:
         await made
 
 
-@pytest.mark.parametrize("how", LOADS)
-@pytest.mark.parametrize("row", ROWS, ids=[row.change for row in ROWS])
+READ_LATE = (
+    "What the app asks for",
+    "The engine and the processes",
+    "The stored files",
+    "Where the cache and the records are",
+)
+"""What changes after the model was read. Each row reads its model in one of the two ways, in turn, and in soaks in both."""
+
+
+def cases() -> list[Any]:
+    """Return each row with the ways to read its model."""
+    late = [row for title in READ_LATE for row in TABLE[title] if row.loaded is None]
+    in_soaks = {(row.change, LOADS[turn % 2]) for turn, row in enumerate(late)}
+    return [
+        pytest.param(row, how, id=f"{row.change}-{how}", marks=pytest.mark.soak if (row.change, how) in in_soaks else [])
+        for row in ROWS
+        for how in LOADS
+    ]
+
+
+@pytest.mark.no_cover  # a hundred times the same lines, which other tests cover
+@pytest.mark.parametrize(("row", "how"), cases())
 async def test_the_outputs_are_those_of_the_model_as_it_is_now(
     row: Row, how: str, runtime: aionn.Runtime, records: Path, fake: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

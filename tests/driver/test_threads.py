@@ -16,7 +16,7 @@ import pytest
 
 from aionn.driver.threads import SerialThread, Threads
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 
 
 async def until(event: threading.Event) -> None:

@@ -13,7 +13,7 @@ from aionn.errors import CallerError, DeadlineError
 from aionn.fmq import NOT_EMPTY, MessageQueue, QueueClosedError
 from tests.fmq.queues import both_ends, words_of
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 
 
 @pytest.fixture

@@ -10,6 +10,8 @@ import pytest
 from tests.fmq.lane_model import Protocol, search
 from tests.fmq.test_wake_model import body_of, in_order
 
+pytestmark = pytest.mark.no_cover  # a search of a model, which runs no line of aionn
+
 SHIPPED = {
     "one lane and one burst": Protocol(("kk",), lanes=1, jobs=1),
     "one lane and two bursts": Protocol(("k", "k"), lanes=1),

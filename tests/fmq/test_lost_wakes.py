@@ -16,7 +16,7 @@ import pytest
 from aionn.fmq import MessageQueue
 from tests.fmq.service import Peer, peer
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 
 FAR_S = 25
 

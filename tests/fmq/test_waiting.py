@@ -17,7 +17,7 @@ from aionn.errors import CallerError, DeadlineError
 from aionn.fmq import MessageQueue, MQFlavor, QueueClosedError
 from tests.fmq.queues import both_ends, duplicated, open_fds, words_of
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 
 FAR_S = 30.0
 

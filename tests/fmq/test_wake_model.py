@@ -10,6 +10,8 @@ import pytest
 
 from tests.fmq.wake_model import Protocol, search
 
+pytestmark = pytest.mark.no_cover  # a search of a model, which runs no line of aionn
+
 FMQ = Path(__file__).parents[2] / "aionn" / "fmq"
 
 SIZES = [Protocol(messages=m, waiters=w, inline=i) for m in range(1, 6) for w in range(1, 4) for i in range(3) if m >= w + i]

@@ -19,7 +19,7 @@ import aionn
 from tests.journeys.silero import Directly, assert_same, still, windows
 from tests.leaks import driver_pids, leak_check
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 
 T = TypeVar("T")
 MOST_POINTS = 400  # a call with more awaits than this never ends

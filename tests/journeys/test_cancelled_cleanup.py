@@ -21,7 +21,7 @@ from aionn.runtime.executing.device_roles import DeviceRoles, part_of
 from aionn.testing import FakeDevice, identity_model
 from tests.leaks import ended, leak_check
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 
 INPUTS = {"input": np.ones((1, 16), np.float32)}
 MODEL = aionn.Model.from_onnx(identity_model())

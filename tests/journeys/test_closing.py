@@ -22,7 +22,7 @@ from aionn.runtime.processes import process
 from aionn.testing import FakeDevice, identity_model
 from tests.leaks import leak_check, wait_for_end
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 
 ROOT = Path(__file__).parent.parent.parent
 INPUTS = {"input": np.ones((1, 16), np.float32)}

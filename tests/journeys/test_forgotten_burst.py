@@ -16,7 +16,7 @@ from aionn.remote.device import RemotePreparedModel
 from aionn.testing import FakeDevice, identity_model
 from tests.leaks import Inventory, leak_check
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 
 INPUTS = {"input": np.ones((1, 16), np.float32)}
 MODEL = aionn.Model.from_onnx(identity_model())

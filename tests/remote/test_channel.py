@@ -31,7 +31,7 @@ from aionn.remote.control import (
 from aionn.remote.failures import MAX_MESSAGE_CHARACTERS, error_of, failure_of
 from tests.descriptors import free_descriptors
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 
 FRAME = encode(Reply(1, Done()), 0)
 

@@ -20,7 +20,7 @@ from aionn.remote.connection import Connection
 from aionn.remote.control import Allocated, Call, Cancel, Done, FreeBuffer, Message, Reply, ReplyBody
 from aionn.remote.failures import failure_of
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 
 
 class Peer:

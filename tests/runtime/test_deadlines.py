@@ -24,7 +24,7 @@ from aionn.testing.fake_engine import SecondFakeEngine
 from tests.leaks import leak_check
 from tests.stopping import holds_the_gil
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 
 ROLES: dict[str, Any] = {"inputs": ("input",), "outputs": ("input_out",)}
 

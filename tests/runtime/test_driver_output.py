@@ -31,7 +31,7 @@ from aionn.testing import identity_model
 from tests.leaks import driver_pids, leak_check, wait_for_end
 from tests.runtime.printing_engine import BYTES, LAST_WORDS, NAME, Act, flood
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("surroundings")]
+pytestmark = [pytest.mark.anyio, pytest.mark.both_loops, pytest.mark.usefixtures("surroundings")]
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from aionn.testing import FakeDevice, identity_model
 from tests.leaks import driver_pids, ended, leak_check
 from tests.real_models import carried
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 
 X = {"input": np.arange(16, dtype=np.float32).reshape(1, 16)}
 

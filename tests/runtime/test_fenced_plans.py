@@ -21,7 +21,7 @@ from tests.leaks import leak_check
 from tests.runtime.partial_engines import LeftFake, RightFake
 from tests.runtime.planned_models import LEFT, ORT, REF, RIGHT, chain, compiled, filtering, numbers, plan_of, woven, woven_outputs
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("surroundings")]
+pytestmark = [pytest.mark.anyio, pytest.mark.both_loops, pytest.mark.usefixtures("surroundings")]
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 import aionn
 from aionn.runtime.serving.gate import Gate
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 
 
 class Line:

@@ -30,7 +30,7 @@ from tests.leaks import leaves_nothing
 from tests.runtime.partial_engines import LeftFake, RightFake
 from tests.runtime.planned_models import LEFT, ORT, REF, RIGHT, chain, compiled, made, node
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 
 X = np.arange(16, dtype=np.float32)[None]
 
