@@ -22,7 +22,7 @@ from aionn.fleet.adopting import adopt, use_backend
 from aionn.fleet.asking import StoreBackend
 from aionn.fleet.errors import StoreError
 from aionn.fleet.keys import BuilderKey
-from aionn.hal.content import ModelFile
+from aionn.graph.carrying import ModelFile
 from aionn.hal.trust import Keyring, TrustedKey
 from aionn.runtime.model import content_of
 

@@ -22,7 +22,7 @@ from aionn.errors import CallerError
 from aionn.fleet.artifact_store import ArtifactStore
 from aionn.fleet.places import model_path
 from aionn.fleet.requests import BadContentsError
-from aionn.hal.content import ModelFile
+from aionn.graph.carrying import ModelFile
 from aionn.runtime.model import Model
 
 __all__ = ["fetch_model", "object_size", "put_model"]

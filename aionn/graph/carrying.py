@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -16,11 +17,10 @@ from aionn.errors import CallerError
 from aionn.graph.digest import Place, digest_file, digest_model
 from aionn.graph.files import Beside, Home, OpenFile, changed, open_model
 from aionn.graph.wire import Survey
-from aionn.hal.content import ModelFile
 from aionn.hal.model import Model
 from aionn.hal.types import DataLocation, IMemory
 
-__all__ = ["carried_by", "carried_files"]
+__all__ = ["ModelFile", "carried_by", "carried_files"]
 
 _CHUNK_BYTES = 4 << 20
 _MOST_KEPT_BYTES = 16 << 20
@@ -28,6 +28,22 @@ _MOST_KEPT_BYTES = 16 << 20
 
 _Kept = tuple[bytes | DataLocation, ...]
 """A serialized model in pieces: bytes, and places in the pool of the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFile:
+    """One file of an ONNX model, for another machine.
+
+    Attributes:
+        name: where the graph looks for the file, relative to the model's own file. Empty for the model's own file.
+        size_bytes: of the whole file.
+        chunks: reads the file from its beginning to its end, a few megabytes at a time. It blocks, so call it in a thread. It raises
+            `CallerError` if the file cannot be read, or was written to since the model was loaded.
+    """
+
+    name: str
+    size_bytes: int
+    chunks: Callable[[], Iterator[bytes | memoryview]]
 
 
 def _file_on_disk(name: str, file: OpenFile) -> ModelFile:

@@ -5,7 +5,6 @@
     types       the HAL's values (NNAPI 1.2/1.3, with the same numbers)
     values      types of inputs and outputs that are not tensors: sequences, maps, optionals
     model       the ONNX graph with its large constants taken out
-    content     the files of a model, as they are sent to another machine
     interfaces  `IDevice` and its objects, which the runtime calls
     options     what an app asks of one engine, as plain values by name
     trust       the builders whose compiled artifacts an app believes

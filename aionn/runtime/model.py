@@ -19,6 +19,7 @@ import dataclasses
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
@@ -38,8 +39,8 @@ from aionn.memory.memory import Memory, whole_of
 from aionn.memory.region import PROT_READ, Region
 
 if TYPE_CHECKING:
+    from aionn.graph.carrying import ModelFile
     from aionn.graph.reading import ReadGraph
-    from aionn.hal.content import ModelFile
 
 T = TypeVar("T")
 
@@ -87,7 +88,12 @@ class Model(hal_model.Model):
         file, directories = await _in_thread(lambda: open_model(path))
         model = cls.__new__(cls)
         beside = Beside(file.where, directories, {})
-        _set(model, _lazy=_Lazy(file, beside), _carried=lambda _: _files(file, beside), name=file.path.name)
+        _set(
+            model,
+            _lazy=_Lazy(file, beside),
+            _carried=lambda _: import_module("aionn.graph.carrying").carried_files(file, beside),
+            name=file.path.name,
+        )
         return model
 
     @classmethod
@@ -265,12 +271,6 @@ async def content_of(model: hal_model.Model) -> tuple[ModelFile, ...] | None:
     await model.digest()
     carried = model._carried
     return None if carried is None else await _in_thread(lambda: carried(model))
-
-
-def _files(file: OpenFile, beside: Beside) -> tuple[ModelFile, ...]:
-    from aionn.graph.carrying import carried_files
-
-    return carried_files(file, beside)
 
 
 def check_compiled(model: hal_model.Model, contents: bytes) -> None:
