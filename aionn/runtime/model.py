@@ -88,12 +88,8 @@ class Model(hal_model.Model):
         file, directories = await _in_thread(lambda: open_model(path))
         model = cls.__new__(cls)
         beside = Beside(file.where, directories, {})
-        _set(
-            model,
-            _lazy=_Lazy(file, beside),
-            _carried=lambda _: import_module("aionn.graph.carrying").carried_files(file, beside),
-            name=file.path.name,
-        )
+        _set(model, _lazy=_Lazy(file, beside), name=file.path.name)
+        _set(model, _carried=lambda _: import_module("aionn.graph.carrying").carried_files(file, beside))
         return model
 
     @classmethod
