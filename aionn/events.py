@@ -55,8 +55,8 @@ class CompileStep(_Event, frozen=True, kw_only=True):
 
     Attributes:
         compilation: its name. device: the one that does the step.
-        step: "starting the driver", "reading the model", "looking into the cache", "asking what the device can run", "compiling" or
-            "loading from the cache".
+        step: "starting the driver", "reading the model", "looking into the cache", "asking the compile backend", "asking what the device
+            can run", "compiling" or "loading from the cache". Or other words that a compile backend has reported.
         expected_s: how many seconds the step took the last time, if that is known: from this compilation's last preparation, or from
             the cache for a compile.
     """

@@ -1,14 +1,15 @@
 """Artifacts that another machine compiled, as they are asked for and offered. No I/O but closing descriptors.
 
-A compile that finds nothing in its cache may ask a `CompileBackend` before it compiles: an object store, a farm. What the backend offers is
-not believed. The driver checks the signed statement and the bytes (`caching.statement`, `IDevice.adopt`).
+A compile that finds nothing in its cache may ask a `CompileBackend`: an object store, a farm, a worker process of this machine. What the
+backend offers is not believed. The driver checks the signed statement and the bytes (`caching.statement`, `IDevice.adopt`). An artifact
+without a statement is loaded only if the driver's own records have it, so the backend cannot make the driver load other bytes.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from aionn.hal.interfaces import PrepareOptions
@@ -16,6 +17,10 @@ from aionn.hal.model import Model
 from aionn.hal.types import CacheFiles
 
 __all__ = ["CompileBackend", "CompileRequest", "Offered"]
+
+
+def _show_nothing(words: str) -> None:
+    """Stands for a request that nobody watches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +35,9 @@ class CompileRequest:
         files: how many cache files the device has.
         options: preference, priority, engine options, and the deadline of the compile (`deadline_ns`).
         model: the app's model, which has not been read if no other part of the runtime needed it.
+        report: shows in a few words what is done for the request, as in `request.report("compiling (attempt 2)")`. The words are shown as
+            the step of the preparation (`Health`, `CompileStep`) and of the stage (`Stage.step`). Call it in the runtime's event loop.
+            After the answer it does nothing.
     """
 
     key: bytes
@@ -40,23 +48,26 @@ class CompileRequest:
     files: CacheFiles
     options: PrepareOptions
     model: Model
+    report: Callable[[str], None] = field(default=_show_nothing, compare=False, repr=False)
 
 
 class Offered:
     """An artifact that a backend offers. Its holder closes it (`with`).
 
     Attributes:
-        signed: the signed statement.
+        signed: the signed statement. None for what this machine's own driver has compiled and recorded. A driver without that record
+            refuses it.
         model, data: descriptors of regular files, open for reading, in the device's order. `Offered` owns them.
+        compile_ns: what compiling an artifact without a statement took, or 0.
     """
 
-    def __init__(self, signed: bytes, model: Sequence[int], data: Sequence[int] = ()) -> None:
-        self.signed, self.model, self.data = signed, tuple(model), tuple(data)
+    def __init__(self, signed: bytes | None, model: Sequence[int], data: Sequence[int] = (), *, compile_ns: int = 0) -> None:
+        self.signed, self.model, self.data, self.compile_ns = signed, tuple(model), tuple(data), compile_ns
         self._open = True
 
     def taken(self) -> Offered:
         """Give the descriptors to a new object, which owns them from now on. Closing this one does nothing then."""
-        other = Offered(self.signed, self.model, self.data)
+        other = Offered(self.signed, self.model, self.data, compile_ns=self.compile_ns)
         other._open, self._open = self._open, False
         return other
 

@@ -10,13 +10,18 @@ the file's content: its digest is in the encoding, and its path is not.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Protocol
 
-__all__ = ["NO_OPTIONS", "EngineOptions", "OptionValue", "is_unicode"]
+from aionn.errors import CallerError
+
+__all__ = ["NO_OPTIONS", "EngineOptions", "OptionValue", "decode_options", "is_unicode"]
 
 OptionValue = str | int | float | bool
+
+_MOST_DIGITS = 20
+"""Of an integer of 64 bits, with its sign."""
 
 
 def is_unicode(text: str) -> bool:
@@ -89,6 +94,39 @@ def _encoded(value: OptionValue, digest: bytes | None) -> bytes:
             return b"f" + struct.pack("<d", value)
         case _:
             return b"s" + value.encode("utf-8", "surrogatepass")
+
+
+def decode_options(encoded: Iterable[tuple[str, bytes]]) -> EngineOptions:
+    """Return the options that `EngineOptions.encoded` stands for.
+
+    Raises:
+        CallerError: a value is not one that was encoded; or it names a file, which has no path here.
+    """
+    pairs = tuple(encoded)
+    options = EngineOptions({name: _decoded(name, value) for name, value in pairs}, {})
+    if options.encoded != pairs:
+        raise CallerError("the options are not in the one form that they are encoded in")
+    return options
+
+
+def _decoded(name: str, encoded: bytes) -> OptionValue:
+    kind, value = encoded[:1], encoded[1:]
+    if not is_unicode(name):
+        raise CallerError(f"option {name!r} is not Unicode")
+    try:
+        if kind == b"b" and value in (b"\0", b"\1"):
+            return value == b"\1"
+        if kind == b"i" and len(value) <= _MOST_DIGITS and -(2**63) <= int(value) < 2**63:
+            return int(value)
+        if kind == b"f":
+            return float(struct.unpack("<d", value)[0])
+        if kind == b"s":
+            return value.decode("utf-8")
+    except (ValueError, struct.error) as error:
+        raise CallerError(f"option {name!r}: {error}") from error
+    if kind == b"p":
+        raise CallerError(f"option {name!r} names a file, of which only the digest is known")
+    raise CallerError(f"option {name!r} has a value that cannot be read")
 
 
 NO_OPTIONS = EngineOptions({}, {})

@@ -17,7 +17,7 @@ from aionn.caching.outcomes import MissReason
 from aionn.pages.app_layout import ANSWERED, DROPPED
 from aionn.runtime.health import CompilationHealth, Health, HealthPolicy, State
 from aionn.runtime.parts import CompilationParts
-from aionn.runtime.preparations import COMPILING, WAITING, Preparation
+from aionn.runtime.preparations import ASKING, FAILED, LOADING, LOOKING, READING, STARTING, Preparation
 from aionn.runtime.preparing.renewal import Renewal
 from aionn.runtime.session import Session
 from aionn.runtime.streaming.connection import BurstConnection
@@ -36,6 +36,9 @@ _LEAST_FRAMES = 10
 
 _USUAL = (MissReason.BUSY, MissReason.SUPERSEDED)
 """Why an artifact is not stored although the cache is fine: another process was quicker."""
+
+_QUICK = (STARTING, READING, LOOKING, ASKING, LOADING, FAILED)
+"""Steps in which a preparation waits for no compile."""
 
 
 class HealthWatch:
@@ -153,7 +156,7 @@ class _Drops:
 
 def _keeps_waiting(preparation: Preparation) -> bool:
     """Return whether calls would wait for long. A model that is only loaded again keeps its callers for less than a restart of traffic."""
-    return preparation.cause == "first" or preparation.step in (COMPILING, WAITING)
+    return preparation.cause == "first" or preparation.step not in _QUICK  # the others wait for a compile, here or elsewhere
 
 
 def _prepared_now(preparation: Preparation, now_ns: int) -> CompilationHealth:

@@ -18,13 +18,26 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Literal
 
-__all__ = ["ASKING", "COMPILING", "FAILED", "LOADING", "LOOKING", "READING", "STARTING", "WAITING", "Preparation", "Preparations"]
+__all__ = [
+    "ASKING",
+    "ASKING_BACKEND",
+    "COMPILING",
+    "FAILED",
+    "LOADING",
+    "LOOKING",
+    "READING",
+    "STARTING",
+    "WAITING",
+    "Preparation",
+    "Preparations",
+]
 
 STARTING = "starting the driver"
 READING = "reading the model"
 LOOKING = "looking into the cache"
 LOADING = "loading from the cache"
 ASKING = "asking what the device can run"
+ASKING_BACKEND = "asking the compile backend"
 COMPILING = "compiling"
 WAITING = "waiting for another process that compiles it"
 FAILED = "waiting after a failure"
@@ -41,7 +54,7 @@ class Preparation:
         name: of the compilation. required: whether the runtime's health waits for it.
         cause: "first", or why it is prepared again: "death" of its driver, or "idle" time.
         device: where it is prepared. At first that of the first candidate.
-        step: what is done now.
+        step: what is done now. While a compile backend is asked, the words that it reports.
         began_ns, step_ns: when the preparation and the step began (CLOCK_MONOTONIC).
         failure: why the last attempt failed, in words, and whether there will be another one. Else empty.
     """

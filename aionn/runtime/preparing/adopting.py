@@ -1,41 +1,53 @@
-"""An artifact of another machine in place of a compile: a miss asks the runtime's `CompileBackend`, and the driver judges what is offered.
+"""An artifact in place of a compile: a miss asks a `CompileBackend`, and the driver that will serve judges what is offered.
 
 What a backend says is not believed, and neither are its files. The driver checks the signed statement with the keys that the app trusts,
 and the bytes with the statement (`IDevice.adopt`). Only then it loads them, and takes the same bytes from the cache from then on. So
 an offer that is wrong, late or missing costs time, and the model is compiled here.
+
+A miss of a first compile asks the runtime's backend. A better stage and a swap ask that of the policy, or the runtime's. The worker process
+that compiles a stage here (`worker`) is a backend, too, whose artifacts have no statement. They take the same way: the serving driver loads
+them, if its records have them, and then the entry is published. A first compile does not use the worker. Its model serves in the driver
+that compiles it, without the cost of an artifact.
 
 The driver comes first, the cache directory second. If the app dies in between, the driver believes files that no entry names.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
+import math
+import os
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from aionn import trace
 from aionn.caching import CacheOutcome, CacheOutcomeKind, MissReason, Refusal, Wanted
 from aionn.caching.keyring import current_keyring
-from aionn.caching.offers import CompileRequest, Offered
+from aionn.caching.offers import CompileBackend, CompileRequest, Offered
 from aionn.caching.outcomes import refusal_of_os_error
 from aionn.caching.statement import Statement, claimed_statement, verified_statement
 from aionn.caching.store import CacheStore, Hit, Miss, Publisher
 from aionn.caching.store.files import copy_into
 from aionn.caching.store.threads import run_in_thread
 from aionn.caching.token import decode_parts
-from aionn.errors import AionnError, CompilationError
+from aionn.errors import AionnError, CallerError, CompilationError
 from aionn.hal.interfaces import CacheHandles, PrepareOptions
 from aionn.hal.model import Model
+from aionn.hal.options import decode_options
 from aionn.hal.trust import decode_keyring
 from aionn.hal.types import Priority
 from aionn.remote.device import RemoteDevice, RemotePreparedModel
 from aionn.runtime.logs import about
 from aionn.runtime.model import adopt as take_operands
-from aionn.runtime.preparations import LOADING
-from aionn.runtime.preparing.cached import bound, refusal_from, refusal_of
+from aionn.runtime.preparations import ASKING_BACKEND, LOADING
+from aionn.runtime.preparing.cached import bound, refusal_from, refusal_of, wants_lanes
+from aionn.runtime.preparing.compiling import Missed
 from aionn.runtime.preparing.in_time import in_time
-from aionn.runtime.preparing.progress import Progress
+from aionn.runtime.preparing.options import may_name_file
 from aionn.runtime.preparing.reading import digested
 from aionn.runtime.processes.devices import Devices
 from aionn.tasks import seconds_until
@@ -48,55 +60,114 @@ _SHARE = 0.5
 """The share of the time that is left which asking and adopting may each take. The compiler gets the rest."""
 
 
-async def offered_instead(
-    devices: Devices,
-    remote: RemoteDevice,
-    model: Model,
-    options: PrepareOptions,
-    wanted: Wanted,
-    miss: Miss,
-    store: CacheStore,
-    progress: Progress,
-) -> Adopted | Refusal | None:
-    """Return the model as another machine has compiled it, why the offer is refused, or None if there is no offer.
+@dataclass(frozen=True, slots=True)
+class NotTaken:
+    """Why the model is compiled here although a backend could be asked.
+
+    Attributes:
+        reason: in words.
+        refusal: of the keyring or of the driver. None if nothing was offered.
+    """
+
+    reason: str
+    refusal: Refusal | None = None
+
+
+async def offered_instead(missed: Missed, backend: CompileBackend, most_s: float = math.inf) -> Adopted | NotTaken:
+    """Return the model as the backend has compiled it, or why it is compiled here. A failure is logged.
+
+    Args:
+        most_s: how long the backend may take, if that is less than its `wait_s`.
 
     Raises:
         CallerError: the model's file is broken, or has changed; or the runtime was closed.
     """
-    backend = devices.backend
-    if backend is None:
-        return None
+    remote, progress, store = missed.remote, missed.progress, missed.store
     keyring = await current_keyring()
     if refusal := _no_builder(keyring):
         if refusal.reason is not MissReason.UNSAFE:  # that has been logged with the keyring
-            store.warn(refusal)
-        return refusal
-    digest = await digested(devices.tasks, model)
-    request = CompileRequest(wanted.key, wanted.parts, remote.name, remote.version, digest, remote.cache_files, options, model)
-    left_s = seconds_until(options.deadline_ns)
-    wait_s = backend.wait_s if left_s is None else min(backend.wait_s, left_s * _SHARE)
-
-    async def ask() -> tuple[Offered | None]:
-        return (await backend.compile(request),)
-
-    try:
-        answer = await in_time(devices.tasks, ask, wait_s, _close)
-    except Exception as error:
-        devices.check_open()
-        what = "the compile backend failed, so model %r is compiled here: %s"
-        logger.warning(what, progress.model, error, extra=about(device=remote.name, model=progress.model))
-        return None
-    if answer is None:
-        store.warn(Refusal(MissReason.TOO_SLOW, f"the compile backend did not answer within {wait_s:.3f} s"))
-    if answer is None or answer[0] is None:
-        return None
-    wanted = dataclasses.replace(wanted, model_digest=digest)
+            _warn(missed, refusal)
+        return NotTaken(str(refusal), refusal)
+    digest = await digested(missed.devices.tasks, missed.model)
+    wanted = dataclasses.replace(missed.wanted, model_digest=digest)
+    progress.step(remote.name, ASKING_BACKEND)
+    offered = await _answer(missed, backend, digest, most_s)
+    if isinstance(offered, NotTaken):
+        return offered
     progress.step(remote.name, LOADING)
-    found = await Adoption(devices, store, remote, options, wanted, keyring).take(answer[0], miss, model)
+    found = await Adoption(missed.devices, store, remote, missed.options, wanted, keyring).take(offered, missed.miss, missed.model)
     if isinstance(found, Refusal):
         what = "device %r did not adopt the offered compilation of model %r, which is compiled here: %s"
         logger.warning(what, remote.name, progress.model, found, extra=about(device=remote.name, model=progress.model))
+        return NotTaken(f"the offered compilation was refused: {found}", found)
     return found
+
+
+async def _answer(missed: Missed, backend: CompileBackend, digest: bytes, most_s: float) -> Offered | NotTaken:
+    """Ask the backend. An error of the backend is logged, and never raised."""
+    devices, remote, progress, options = missed.devices, missed.remote, missed.progress, missed.options
+    waits = True
+
+    def report(words: str) -> None:
+        if waits:
+            progress.says(remote.name, str(words))
+
+    request = request_of(missed, digest, report)
+    extra = about(device=remote.name, model=progress.model)
+    try:
+        left_s = seconds_until(options.deadline_ns)
+        wait_s = min(backend.wait_s, most_s, math.inf if left_s is None else left_s * _SHARE)
+        with trace.span("prepare.ask", device=remote.name):
+            answer = await in_time(devices.tasks, partial(_asked, backend, request), None if wait_s == math.inf else wait_s, _close)
+    except Exception as error:
+        devices.check_open()
+        what = "the compile backend failed, so model %r is compiled here: %s"
+        logger.warning(what, progress.model, error or type(error).__name__, extra=extra)
+        return NotTaken(f"the compile backend failed: {error or type(error).__name__}")
+    finally:
+        waits = False
+    if answer is None:
+        slow = Refusal(MissReason.TOO_SLOW, f"the compile backend did not answer within {wait_s:.3f} s")
+        _warn(missed, slow)
+        return NotTaken(slow.detail)
+    if answer[0] is None:
+        logger.info("the compile backend has no compilation of model %r, which is compiled here", progress.model, extra=extra)
+        return NotTaken("the compile backend has no such compilation")
+    return answer[0]
+
+
+def request_of(missed: Missed, digest: bytes, report: Callable[[str], None] | None = None) -> CompileRequest:
+    """Return what a backend is asked for. `report`: shows the backend's words."""
+    wanted, remote = missed.wanted, missed.remote
+    request = CompileRequest(
+        wanted.key, wanted.parts, remote.name, remote.version, digest, remote.cache_files, missed.options, missed.model
+    )
+    return request if report is None else dataclasses.replace(request, report=report)
+
+
+async def _asked(backend: CompileBackend, request: CompileRequest) -> tuple[Offered | None]:
+    """Ask a backend, which is code of the app or of a package. Runs as a task of the runtime, which must not end by the backend's error."""
+    try:
+        offered = await backend.compile(request)
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise BackendError("its own work was cancelled") from error
+    if not isinstance(offered, Offered | None):
+        raise BackendError(f"it answered {type(offered).__name__}, expected Offered or None")
+    return (offered,)
+
+
+class BackendError(CompilationError):
+    """A compile backend ended in a way that its protocol does not have. The error is logged, and never reaches the app."""
+
+
+def _warn(missed: Missed, refusal: Refusal) -> None:
+    if missed.store is not None:
+        missed.store.warn(refusal)
+    else:
+        logger.warning("no compilation of another machine is used: %s", refusal, extra=about(device=missed.remote.name))
 
 
 async def _close(answer: tuple[Offered | None]) -> None:
@@ -119,78 +190,101 @@ class Adoption:
     """What is to be adopted, where, and with which keys.
 
     Attributes:
+        store: None if nothing is to be kept.
         wanted: the entry, with the digest of its model.
         keyring: the keys that the app trusts, encoded.
     """
 
     devices: Devices
-    store: CacheStore
+    store: CacheStore | None
     remote: RemoteDevice
     options: PrepareOptions
     wanted: Wanted
-    keyring: bytes
+    keyring: bytes = b""
 
     async def take(self, offered: Offered, miss: Miss, model: Model | None) -> Adopted | Refusal:
         """Let the driver adopt an artifact, and keep it in the cache if the miss has a publisher. Closes what is offered.
 
         Args:
             model: takes its operands from the artifact. None if only the cache is to have it.
+
+        Raises:
+            AionnError: the deadline has come; or the runtime was closed; or the device cannot run so many instances.
         """
         with offered:
             try:
-                prepared = await self._prepared(offered, model)
+                prepared = await self.load(offered, model)
             except AionnError as error:
-                if seconds_until(self.options.deadline_ns) == 0.0 or self.devices.closed:
+                if seconds_until(self.options.deadline_ns) == 0.0 or self.devices.closed or wants_lanes(error):
                     raise
                 return refusal_of(error)
-            statement = claimed_statement(offered.signed)  # which the driver has verified
-            assert not isinstance(statement, Refusal)
-            failure = miss.outcome.save_failure
-            try:
-                if prepared.save_outcome != "saved":
-                    failure = refusal_from(prepared.save_outcome, MissReason.IO_ERROR)
-                elif miss.publisher is not None:
-                    publisher, miss.publisher = miss.publisher, None  # publishing closes the publisher
-                    failure = await self._kept(publisher, offered, statement.compile_ns)
-            except BaseException:
-                prepared.release()  # the caller gets no model
-                raise
-        if failure is not None:
-            self.store.warn(failure)
-        trace.count("compile.adopted", device=self.remote.name, builder=statement.builder)
-        detail = f"compiled by builder {statement.builder!r}"
-        saved_s, waited_s = statement.compile_ns / 1e9, miss.outcome.waited_s
-        return prepared, CacheOutcome(
-            CacheOutcomeKind.HIT, None, self.remote.name, detail, self.wanted.key, waited_s, saved_s, save_failure=failure
-        )
+            return prepared, await self.keep(prepared, offered, miss)
 
-    async def _prepared(self, offered: Offered, model: Model | None) -> RemotePreparedModel:
-        """Have the driver judge and load an artifact, within a part of the time that is left."""
+    async def load(self, offered: Offered, model: Model | None) -> RemotePreparedModel:
+        """Have the driver judge and load an artifact, within a part of the time that is left.
+
+        Raises:
+            AionnError: the driver refused the artifact, or took too long.
+        """
         options, left_s = self.options, seconds_until(self.options.deadline_ns)
         if left_s is not None:
             options = dataclasses.replace(options, deadline_ns=time.monotonic_ns() + int(left_s * _SHARE * 1e9))
-        with trace.span("prepare.adopt", device=self.remote.name):
-            handles = CacheHandles(offered.model, offered.data, self.wanted.key, self.keyring)
-            prepared = await self.remote.adopt(options, handles, self.wanted.model_digest, offered.signed)
+        handles = CacheHandles(offered.model, offered.data, self.wanted.key, self.keyring)
+        if offered.signed is None:
+            prepared = await self.remote.prepare_model_from_cache(options, bound(handles, self.wanted.model_digest))
+        else:
+            with trace.span("prepare.adopt", device=self.remote.name):
+                prepared = await self.remote.adopt(options, handles, self.wanted.model_digest, offered.signed)
         if model is not None and not take_operands(model, prepared.inputs, prepared.outputs):
             prepared.release()
             reason = str(Refusal(MissReason.OTHER_MODEL, "its inputs or outputs are not this model's"))
             raise CompilationError("the offered compilation has other inputs or outputs than the model", reason=reason)
         return prepared
 
-    async def _kept(self, publisher: Publisher, offered: Offered, compile_ns: int) -> Refusal | None:
-        """Copy the files into the cache and publish them. Returns why they are not stored, or None.
+    async def keep(self, prepared: RemotePreparedModel, offered: Offered, miss: Miss) -> CacheOutcome:
+        """Publish what the driver has loaded, if the miss has a publisher. If this call fails, the prepared model is released."""
+        statement: Statement | None = None
+        if offered.signed is not None:
+            claimed = claimed_statement(offered.signed)  # which the driver has verified
+            assert isinstance(claimed, Statement)
+            statement = claimed
+        compile_ns = offered.compile_ns if statement is None else statement.compile_ns
+        failure = miss.outcome.save_failure
+        try:
+            if statement is not None and prepared.save_outcome != "saved":
+                failure = refusal_from(prepared.save_outcome, MissReason.IO_ERROR)
+            elif miss.publisher is not None:
+                publisher, miss.publisher = miss.publisher, None  # publishing closes the publisher
+                failure = await self._publish(publisher, offered, compile_ns)
+        except BaseException:
+            prepared.release()  # the caller gets no model
+            raise
+        if failure is not None and self.store is not None:
+            self.store.warn(failure)
+        if statement is None:
+            return dataclasses.replace(miss.outcome, save_failure=failure)
+        trace.count("compile.adopted", device=self.remote.name, builder=statement.builder)
+        detail = f"compiled by builder {statement.builder!r}"
+        waited_s = miss.outcome.waited_s
+        return CacheOutcome(
+            CacheOutcomeKind.HIT, None, self.remote.name, detail, self.wanted.key, waited_s, compile_ns / 1e9, save_failure=failure
+        )
+
+    async def _publish(self, publisher: Publisher, offered: Offered, compile_ns: int) -> Refusal | None:
+        """Publish files, which are copied unless they are the publisher's. Returns why they are not stored, or None.
 
         Storing goes on in the background if the deadline comes before the disk is done.
         """
+        store = self.store
+        assert store is not None  # it made the publisher
         publisher.wanted = self.wanted
         mine = offered.taken()
 
         async def publish() -> tuple[Refusal | None]:
-            with mine, self.store.in_use():
+            with mine, store.in_use():
                 try:
                     targets = publisher.handles
-                    await run_in_thread(copy_into, (*targets.model, *targets.data), (*mine.model, *mine.data))
+                    await run_in_thread(_copy_others, (*targets.model, *targets.data), (*mine.model, *mine.data))
                 except OSError as error:
                     return (refusal_of_os_error(error, "copying the adopted files"),)
                 else:
@@ -205,11 +299,18 @@ class Adoption:
         return published[0] if published is not None else Refusal(MissReason.TOO_SLOW, "it is still being stored at the deadline")
 
 
+def _copy_others(targets: Sequence[int], sources: Sequence[int]) -> None:
+    """Copy whole files into empty ones, except where both are one file: the worker has written the publisher's files."""
+    if not all(map(os.path.sameopenfile, targets, sources)):
+        copy_into(targets, sources)
+
+
 async def adopt_entry(devices: Devices, store: CacheStore, offered: Offered, device: str | None) -> CacheOutcome:
     """Adopt an artifact into a cache, without a model. Closes what is offered.
 
-    The driver loads it once, with the preference and priority that it was compiled for, and without engine options. The signature is
-    verified here, too: a statement says which device is meant, and no stranger may choose what is started or imported.
+    The driver loads it once, with the preference, priority and engine options that it was compiled for. The signature is verified here,
+    too: a statement says which device is meant, and no stranger may choose what is started or imported. Options that name a file are
+    refused, so that no statement chooses what is opened.
 
     Args:
         device: the device that shall adopt it. None: the installed device that the statement names.
@@ -222,13 +323,15 @@ async def adopt_entry(devices: Devices, store: CacheStore, offered: Offered, dev
     """
     with offered:
         keyring = await current_keyring()
-        statement = _no_builder(keyring) or verified_statement(offered.signed, decode_keyring(keyring), time.time())
+        statement = _no_builder(keyring) or verified_statement(offered.signed or b"", decode_keyring(keyring), time.time())
         if isinstance(statement, Statement) and device is None and statement.device not in devices.installed:
             statement = Refusal(MissReason.OTHER_FINGERPRINT, f"signed for device {statement.device!r}, which is not installed here")
         if isinstance(statement, Refusal):
             return CacheOutcome(CacheOutcomeKind.MISS, statement.reason, device or "", statement.detail, save_failure=statement)
-        parts = decode_parts(statement.parts)
-        options = PrepareOptions(parts.preference, parts.priority or Priority.MEDIUM)
+        asked = _signed_options(statement, device or statement.device)
+        if isinstance(asked, Refusal):
+            return CacheOutcome(CacheOutcomeKind.MISS, asked.reason, device or "", asked.detail, save_failure=asked)
+        options = asked
         remote = await devices.get(device or statement.device, options.priority)
         of_statement = statement.key, statement.family, remote.name, remote.version, statement.model_digest
         wanted = Wanted(*of_statement, remote.cache_files, statement.parts)
@@ -250,3 +353,17 @@ async def adopt_entry(devices: Devices, store: CacheStore, offered: Offered, dev
                     made[0].release()
                     return made[1]
                 return found.outcome
+
+
+def _signed_options(statement: Statement, device: str) -> PrepareOptions | Refusal:
+    """Return the options that an artifact was compiled with, or why they are not used here."""
+    parts = decode_parts(statement.parts)
+    try:
+        options = decode_options(parts.options)
+    except CallerError as error:
+        return Refusal(MissReason.REFUSED_BY_DEVICE, f"{error}; have a compile with that option adopt the artifact (use_backend)")
+    for name, value in options.items():
+        if may_name_file(name, value):
+            what = f"option {name!r} with the value {value!r} may name a file, and no file is opened because a statement names it"
+            return Refusal(MissReason.REFUSED_BY_DEVICE, f"{what}; have a compile with that option adopt the artifact (use_backend)")
+    return PrepareOptions(parts.preference, parts.priority or Priority.MEDIUM, options=((device, options),) if options else ())

@@ -68,14 +68,21 @@ def bound(handles: CacheHandles, model_digest: bytes) -> CacheHandles:
 
 def wanted_of(remote: RemoteDevice, model: Model, options: PrepareOptions, cache: CacheChoice) -> Wanted:
     """Return the name of the entry of this model on this device."""
+    return wanted_under(cache.token, remote, model, options, cache.operations)
+
+
+def wanted_under(
+    token: bytes, remote: RemoteDevice, model: Model, options: PrepareOptions, operations: tuple[int, ...] | None = None
+) -> Wanted:
+    """Return the name that the entry of this model has under an app's token. `operations`: as in `CacheChoice`."""
     parts = KeyParts(
-        app_token=cache.token,
+        app_token=token,
         device=remote.name,
         device_version=remote.version,
         preference=options.preference,
         priority=options.priority if remote.priority_matters else None,
         options=options.of(remote.name).encoded,
-        operations=None if cache.operations is None else tuple((0, index) for index in cache.operations),
+        operations=None if operations is None else tuple((0, index) for index in operations),
     )
     encoded, key, family = encoded_keys(parts)
     return Wanted(key, family, remote.name, remote.version, model.known_token, remote.cache_files, encoded)

@@ -11,9 +11,10 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from aionn import trace
-from aionn.caching import CacheOutcome, MissReason, Refusal
+from aionn.caching import CacheOutcome, MissReason, Refusal, Wanted
 from aionn.caching.store import CacheStore, Declined, Miss, Publisher
 from aionn.errors import CallerError, CompilationError
 from aionn.hal.interfaces import PrepareOptions
@@ -26,12 +27,34 @@ from aionn.runtime.preparing.in_time import in_time
 from aionn.runtime.preparing.progress import Progress
 from aionn.runtime.preparing.reading import digested, read, unread
 from aionn.runtime.preparing.step_model import StepModel
+from aionn.runtime.processes.devices import Devices
 from aionn.tasks import Tasks, seconds_until
 
 _UNSUPPORTED = "cannot run "
 
 _PUBLISH_SHARE = 0.8
 """The share of the time that is left after compiling, for which the caller waits for the entry to be published."""
+
+
+@dataclass(slots=True)
+class Missed:
+    """A model that the cache does not have on a device, and all that its compile needs.
+
+    Attributes:
+        remote: the live device.
+        wanted: the entry that is missing.
+        miss: what the cache said. Its publisher, if there is one, has the right to store the entry.
+        store: the cache, or None without a cache directory.
+    """
+
+    devices: Devices
+    remote: RemoteDevice
+    model: Model
+    options: PrepareOptions
+    wanted: Wanted
+    miss: Miss
+    store: CacheStore | None
+    progress: Progress
 
 
 class UnsupportedOperationError(CompilationError):
@@ -117,15 +140,15 @@ async def compile_model(
     return prepared
 
 
-async def compile_and_publish(
-    tasks: Tasks, remote: RemoteDevice, model: Model, options: PrepareOptions, miss: Miss, store: CacheStore, progress: Progress
-) -> tuple[RemotePreparedModel, CacheOutcome]:
+async def compile_and_publish(missed: Missed) -> tuple[RemotePreparedModel, CacheOutcome]:
     """Compile a model on a device, and publish its entry if the miss has a publisher.
 
     Raises: as `compile_model`.
     """
+    tasks, remote, model, options, progress = missed.devices.tasks, missed.remote, missed.model, missed.options, missed.progress
+    miss, store = missed.miss, missed.store
     publisher = miss.publisher
-    if publisher is None:
+    if publisher is None or store is None:
         return await compile_model(tasks, remote, model, options, progress), miss.outcome
     # The digest first, so that what is read is compared with it.
     publisher.wanted = dataclasses.replace(publisher.wanted, model_digest=await digested(tasks, model))

@@ -64,6 +64,14 @@ def _mapping(what: str, value: object) -> Mapping[object, object]:
     return value
 
 
+def may_name_file(option: str, value: OptionValue) -> bool:
+    """Return whether a plain value may be a path for the engine. It is asked of options that come from elsewhere, so it says yes in doubt."""
+    if option == CUSTOM_OPS:
+        return True
+    named = any(word in option.upper() for word in ("FILE", "PATH", "DIR", "LIBRARY"))
+    return isinstance(value, str) and (named or any(sign in value for sign in "/\\~\0"))
+
+
 def _is_path(option: object, value: object) -> bool:
     return isinstance(value, os.PathLike) or (option == CUSTOM_OPS and isinstance(value, str))
 

@@ -17,12 +17,12 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from aionn import trace
-from aionn.caching import CacheOutcome, CacheOutcomeKind, Refusal, Wanted
-from aionn.caching.store import CacheStore, Declined, Hit, Miss
+from aionn.caching import CacheOutcome, CacheOutcomeKind, Refusal
+from aionn.caching.store import Declined, Hit, Miss
 from aionn.errors import AionnError
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model
-from aionn.remote.device import RemoteDevice, RemotePreparedModel
+from aionn.remote.device import RemotePreparedModel
 from aionn.runtime.preparations import LOOKING
 from aionn.runtime.preparing.cached import (
     CacheChoice,
@@ -35,7 +35,7 @@ from aionn.runtime.preparing.cached import (
     wants_lanes,
     why_not_cached,
 )
-from aionn.runtime.preparing.compiling import UnsupportedOperationError, compile_and_publish, compile_model, raise_if_unsupported
+from aionn.runtime.preparing.compiling import Missed, UnsupportedOperationError, compile_and_publish, compile_model, raise_if_unsupported
 from aionn.runtime.preparing.progress import Progress
 from aionn.runtime.processes.devices import Devices
 from aionn.tasks import seconds_until
@@ -94,7 +94,7 @@ async def _prepare(
             if isinstance(found, Miss):
                 if refused is None and outcome.reason is not None:
                     progress.refused(cache.store.path, name, Refusal(outcome.reason, outcome.detail))
-                made, outcome = await _missed(devices, remote, model, options, wanted, found, cache.store, progress)
+                made, outcome = await _missed(Missed(devices, remote, model, options, wanted, found, cache.store, progress))
             elif isinstance(found, Declined):
                 raise_if_unsupported(remote, model, found)
                 made = await compile_model(devices.tasks, remote, model, options, progress)
@@ -116,28 +116,20 @@ async def _prepare(
         remote = await progress.driver(devices, name, options.priority)
 
 
-async def _missed(
-    devices: Devices,
-    remote: RemoteDevice,
-    model: Model,
-    options: PrepareOptions,
-    wanted: Wanted,
-    miss: Miss,
-    store: CacheStore,
-    progress: Progress,
-) -> tuple[RemotePreparedModel, CacheOutcome]:
+async def _missed(missed: Missed) -> tuple[RemotePreparedModel, CacheOutcome]:
     """Adopt what the runtime's compile backend offers, or compile the model and publish its entry."""
+    devices, remote, miss, progress = missed.devices, missed.remote, missed.miss, missed.progress
     if devices.backend is not None:
-        from aionn.runtime.preparing.adopting import offered_instead  # few apps have a backend
+        from aionn.runtime.preparing.adopting import NotTaken, offered_instead  # few apps have a backend
 
-        found = await offered_instead(devices, remote, model, options, wanted, miss, store, progress)
-        if isinstance(found, tuple):
+        found = await offered_instead(missed, devices.backend)
+        if not isinstance(found, NotTaken):
             return found
-        if found is not None:
-            progress.refused(store.path, remote.name, found)
-            miss.outcome = dataclasses.replace(miss.outcome, reason=found.reason, detail=found.detail)
+        if found.refusal is not None and missed.store is not None:
+            progress.refused(missed.store.path, remote.name, found.refusal)
+            miss.outcome = dataclasses.replace(miss.outcome, reason=found.refusal.reason, detail=found.refusal.detail)
         if remote.connection.ended_by is not None:  # over the offer
-            remote = await progress.driver(devices, remote.name, options.priority)
-            if remote.version != wanted.device_version:
-                return await compile_model(devices.tasks, remote, model, options, progress), miss.outcome
-    return await compile_and_publish(devices.tasks, remote, model, options, miss, store, progress)
+            missed.remote = await progress.driver(devices, remote.name, missed.options.priority)
+            if missed.remote.version != missed.wanted.device_version:
+                return await compile_model(devices.tasks, missed.remote, missed.model, missed.options, progress), miss.outcome
+    return await compile_and_publish(missed)

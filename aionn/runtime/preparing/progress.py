@@ -35,6 +35,9 @@ _NO_REFUSALS = {
 }
 """Reasons of a miss, or of a failed save, that show no fault of an entry or of the cache."""
 
+_MOST_CHARACTERS = 200
+"""So many characters of a backend's words are shown."""
+
 _WORST_FIRST = (CacheOutcomeKind.MISS, CacheOutcomeKind.DECLINED, CacheOutcomeKind.NO_CACHE, CacheOutcomeKind.HIT)
 
 
@@ -190,6 +193,15 @@ class Progress:
             self._shown.enter(step, device)
         expected_s = self._reports.took_s.get((device, step, times)) if expected_s is None else expected_s
         self._reports.publish(CompileStep(compilation=self.model, device=device, step=step, expected_s=expected_s))
+
+    def says(self, device: str, words: str) -> None:
+        """Show the words of a compile backend as the step of a device. They belong to the step that has begun, which goes on."""
+        words = " ".join(words.split())[:_MOST_CHARACTERS]
+        if self._on_step is not None:
+            self._on_step(words)
+        if self._shown is not None:
+            self._shown.enter(words, device)
+        self._reports.publish(CompileStep(compilation=self.model, device=device, step=words))
 
     def _end_step(self, device: str) -> None:
         if device in self._steps:

@@ -16,13 +16,13 @@ from aionn.errors import AionnError, CompilationError, DriverDiedError, DriverHu
 from aionn.hal.model import Model
 from aionn.runtime.logs import about
 from aionn.runtime.preparations import LOOKING
-from aionn.runtime.preparing.background import version_of
 from aionn.runtime.preparing.cached import load, wanted_of
 from aionn.runtime.preparing.in_time import in_time
 from aionn.runtime.preparing.partition import prepare_on
 from aionn.runtime.preparing.preparation import Found
 from aionn.runtime.preparing.progress import CompilationReports, Progress
 from aionn.runtime.preparing.renewal import Order, stage_devices
+from aionn.runtime.preparing.worker import version_of
 from aionn.runtime.processes.devices import Devices
 from aionn.runtime.staging import verdicts
 from aionn.runtime.staging.stage import Stage, StagePolicy, enter_state, reported_stage

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from aionn.errors import AionnError, StageRejected
-from aionn.runtime.preparations import LOADING
 from aionn.runtime.preparing import background
 from aionn.runtime.preparing.progress import Progress
 from aionn.runtime.preparing.renewal import stage_devices
@@ -15,7 +15,7 @@ from aionn.runtime.staging import verdicts
 from aionn.runtime.staging.comparing import COMPARE_S, RUNS, TOLERANCES, Comparison, Rules, compare
 from aionn.runtime.staging.measuring import Inputs
 from aionn.runtime.staging.samples import Samples, guessed_inputs
-from aionn.runtime.staging.stage import Stage, StagePolicy, enter_state
+from aionn.runtime.staging.stage import Stage, StagePolicy, compiles_here, enter_state, enter_step
 from aionn.runtime.staging.target import Target
 from aionn.runtime.staging.verdicts import Verdicts
 from aionn.tasks import deadline_of
@@ -56,18 +56,16 @@ class StageMaker:
         if (reason := await self._known.known(stage.name, policy)) not in (None, verdicts.APPROVED):
             raise StageRejected(stage.name, f"as an earlier comparison found: {reason}")
         enter_state(stage, "compiling")
-        with Progress(
-            target.reports, stage.name, lambda step: enter_state(stage, "loading" if step == LOADING else "compiling")
-        ) as progress:
+        effort = background.Effort(policy.threads, policy.timeout_s, policy.backend, partial(compiles_here, stage))
+        with Progress(target.reports, stage.name, partial(enter_step, stage)) as progress:
             made = await background.make(
                 target.devices,
                 stage_devices(stage.name, target.stages),
                 target.model,
                 target.options,
                 target.cache,
-                threads=policy.threads,
-                timeout_s=policy.timeout_s,
-                progress=progress,
+                progress,
+                effort,
             )
         stage.made_by = made.by
         made.prepared.remember(target.model)

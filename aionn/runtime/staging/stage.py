@@ -8,15 +8,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import anyio
 import numpy as np
 
 from aionn import trace
 from aionn.errors import CallerError
+from aionn.runtime.preparations import LOADING
 from aionn.runtime.staging.comparing import Comparison, Tolerance
 from aionn.tasks import checked_count
+
+if TYPE_CHECKING:
+    from aionn.caching.offers import CompileBackend
 
 State = Literal["waiting", "compiling", "loading", "comparing", "serving", "replaced", "rejected", "skipped"]
 _STEPS: Mapping[str, float] = {"waiting": 0.0, "compiling": 0.1, "loading": 0.7, "comparing": 0.8}
@@ -44,6 +48,10 @@ class StagePolicy:
         state: what a swap does about device memories. "move" copies them to the new stage's driver. "wait_for_reset" waits with the
             swap until the app has filled each of them anew, as at the beginning of a recording. The way back from a stage that fails
             never waits.
+        backend: where a better stage, or the model of a swap, is asked for before a process of this machine compiles it: an
+            `aionn.fleet.StoreBackend`, or any other `aionn.fleet.CompileBackend`. What it offers is adopted only if a trusted builder
+            has signed it. It may take its `wait_s` seconds, and half of `timeout_s` at most. None: the runtime's backend
+            (`aionn.fleet.use_backend`), if it has one.
 
     Examples:
         >>> runtime.stage_policy = aionn.StagePolicy(executions=100, min_gain=0.2)
@@ -61,6 +69,7 @@ class StagePolicy:
     run_timeout_s: float = 30.0
     hold: bool = True
     state: Literal["move", "wait_for_reset"] = "move"
+    backend: CompileBackend | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("executions", 0), ("threads", 1)):
@@ -77,6 +86,8 @@ class StagePolicy:
             raise CallerError(f"StagePolicy: hold={self.hold!r}; give True or False")
         if self.state not in ("move", "wait_for_reset"):
             raise CallerError(f"StagePolicy: state={self.state!r}; give 'move' or 'wait_for_reset'")
+        if self.backend is not None and not (callable(getattr(self.backend, "compile", None)) and hasattr(self.backend, "wait_s")):
+            raise CallerError(f"StagePolicy: backend={self.backend!r}; give an aionn.fleet.CompileBackend, which has compile and wait_s")
 
 
 def _is_number(value: object) -> bool:
@@ -94,8 +105,11 @@ class Stage:
         state: "waiting", "compiling", "loading", "comparing", then "serving", "replaced" (by a better one) or "rejected". "skipped" if
             a better one was stored already and served from the start. A stage that serves is rejected if it fails again and again.
         reason: why it was rejected or skipped. Empty otherwise.
-        made_by: "cache", "worker" (compiled by a process in the background) or "driver" (compiled by the driver that serves it, because
-            artifacts of this device cannot be stored).
+        made_by: "cache", "backend" (compiled by another machine, see `StagePolicy.backend`), "worker" (compiled by a process in the
+            background) or "driver" (compiled by the driver that serves it, because artifacts of this device cannot be stored).
+        step: what is done while it is compiled or loaded, as in `aionn.events.CompileStep`. A backend's own words are shown here, such
+            as "compiling (attempt 2)". Empty otherwise.
+        local_reason: why it was compiled on this machine although a backend could be asked. Empty otherwise.
         times_s: the seconds spent in each state that the stage has left.
         comparison: what the comparison with the stage before found, or None.
     """
@@ -104,6 +118,8 @@ class Stage:
     state: State = "waiting"
     reason: str = ""
     made_by: str = ""
+    step: str = ""
+    local_reason: str = ""
     times_s: dict[str, float] = field(default_factory=dict)
     comparison: Comparison | None = None
     _entered: Callable[[str, str, str], None] | None = field(default=None, repr=False, compare=False)
@@ -132,9 +148,21 @@ def enter_state(stage: Stage, state: State, reason: str = "") -> None:
         trace.count("stage.entered", stage=stage.name, state=state)
         if stage._entered is not None:
             stage._entered(stage.name, state, reason)
-    stage.state, stage.reason = state, reason
+    stage.state, stage.reason, stage.step = state, reason, ""
     if state in ("serving", "replaced", "rejected", "skipped"):
         stage._settled.set()
+
+
+def enter_step(stage: Stage, step: str) -> None:
+    """Show a step of the preparation, which is "loading" or a part of "compiling"."""
+    enter_state(stage, "loading" if step == LOADING else "compiling")
+    stage.step = step
+
+
+def compiles_here(stage: Stage, reason: str) -> None:
+    """Note why a stage is compiled here although a backend could be asked."""
+    stage.local_reason = reason
+    trace.count("stage.compiled_here", stage=stage.name, reason=reason)
 
 
 def settled(stage: Stage) -> anyio.Event:

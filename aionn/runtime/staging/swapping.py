@@ -81,9 +81,8 @@ async def swap_model(target: NewModel, model: Model, timeout_s: float | None) ->
             model,
             dataclasses.replace(renewal.options, deadline_ns=None),
             cache,
-            threads=policy.threads,
-            timeout_s=math.inf if timeout_s is None else timeout_s,
-            progress=progress,
+            progress,
+            background.Effort(policy.threads, math.inf if timeout_s is None else timeout_s, policy.backend),
         )
         made.prepared.remember(model)
     better = Serving(made.prepared, model, compiled.use)

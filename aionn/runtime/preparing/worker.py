@@ -1,0 +1,159 @@
+"""The local worker: a driver process at the lowest priority that compiles for another driver process.
+
+The worker is a driver like any other, with the same verbs. It gets SIGKILL when its work is done or over: at the end of its caller's time,
+when its caller is cancelled and when the app ends. It may then leave an unpublished file, which the store sweeps.
+
+`LocalWorker` is the worker as a `CompileBackend`. What it offers has no signed statement, because this machine has no builder's key. Its
+driver has recorded the files in the records of this user, which the serving driver shares. So the serving driver takes these bytes from
+the worker, and no others.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from aionn import trace
+from aionn.caching.offers import CompileRequest, Offered
+from aionn.errors import AionnError, CompilationError
+from aionn.hal.interfaces import CacheHandles, PrepareOptions
+from aionn.hal.types import CacheFiles
+from aionn.remote.device import RemoteDevice
+from aionn.runtime.preparations import COMPILING, STARTING
+from aionn.runtime.preparing.cached import bound
+from aionn.runtime.preparing.compiling import check_supported
+from aionn.runtime.preparing.progress import Progress
+from aionn.runtime.processes.devices import Devices
+from aionn.runtime.processes.process import DriverProcess
+from aionn.tasks import bounded_shield
+
+logger = logging.getLogger("aionn.runtime")
+
+_END_WORKER_S = 5.0
+"""How long to wait for the end of a killed worker."""
+
+
+class UnsavedError(CompilationError):
+    """The worker has compiled the model, and its artifact could not be stored. `reason` is the driver's save outcome."""
+
+
+class LocalWorker:
+    """A worker process of this machine as a `CompileBackend`.
+
+    Attributes:
+        wait_s: has no bound, because the caller of `background.make` sets one.
+    """
+
+    wait_s = math.inf
+
+    def __init__(
+        self, devices: Devices, threads: int, progress: Progress, targets: CacheHandles | None = None, expected_s: float | None = None
+    ) -> None:
+        """Prepare for one request.
+
+        Args:
+            threads: of the worker, which gets as many CPUs.
+            targets: empty files for the artifact. The offer has duplicates of their descriptors. None: anonymous files.
+            expected_s: what the compile took the last time, if that is known.
+        """
+        self._devices, self._threads, self._progress = devices, devices.bounded_threads(threads), progress
+        self._targets, self._expected_s = targets, expected_s
+
+    async def compile(self, request: CompileRequest) -> Offered | None:
+        """Compile the model in a worker process. Returns None if the device does not cache this model.
+
+        Raises:
+            UnsavedError: the artifact could not be stored.
+            UnsupportedOperationError: the device cannot run every node.
+            CompilationError, DeviceUnavailableError, DriverDiedError, DriverHungError, MemoryAllocationError
+        """
+        began_ns = time.monotonic_ns()
+        offered = _anonymous(request.files) if self._targets is None else _duplicates(self._targets)
+        try:
+            with trace.span("stage.compile", device=request.device, model=self._progress.model):
+                outcome = await self._saved(request, offered)
+            if outcome == "saved":
+                offered.compile_ns = time.monotonic_ns() - began_ns
+                return offered.taken()
+        finally:
+            offered.close()
+        if outcome == "declined":
+            return None
+        raise UnsavedError(f"the artifact of device {request.device!r} could not be stored: {outcome}", reason=outcome)
+
+    async def _saved(self, request: CompileRequest, target: Offered) -> str:
+        """Compile in a worker, into those files. Returns the save outcome."""
+        name, asked = request.device, request.options
+        options = PrepareOptions(asked.preference, asked.priority, None, self._threads, options=asked.options)
+        handles = bound(CacheHandles(target.model, target.data, request.key), request.model_digest)
+        self._progress.step(name, STARTING)
+        async with worker(self._devices, name, self._threads) as remote:
+            await check_supported(self._devices.tasks, remote, request.model, options, self._progress)
+            self._progress.step(name, COMPILING, self._expected_s)
+            prepared = await remote.prepare_model(request.model, options, handles)
+            return prepared.save_outcome
+
+
+def _anonymous(files: CacheFiles) -> Offered:
+    """Make cache files without names, for reading and writing. The system frees them with their last descriptor."""
+    fds: list[int] = []
+    try:
+        for number in range(files.model + files.data):
+            fds.append(os.memfd_create(f"aionn-stage-{number}", os.MFD_CLOEXEC))
+    except BaseException:
+        _close(fds)
+        raise
+    return Offered(None, fds[: files.model], fds[files.model :])
+
+
+def _duplicates(handles: CacheHandles) -> Offered:
+    fds: list[int] = []
+    try:
+        for fd in (*handles.model, *handles.data):
+            fds.append(os.dup(fd))
+    except BaseException:
+        _close(fds)
+        raise
+    return Offered(None, fds[: len(handles.model)], fds[len(handles.model) :])
+
+
+def _close(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+@asynccontextmanager
+async def worker(devices: Devices, name: str, threads: int) -> AsyncIterator[RemoteDevice]:
+    """Run a driver process of that device at the lowest priority, for the body. It is killed when the body ends.
+
+    Args:
+        threads: the number of CPUs for the process. 0 gives the process as many as any driver, and the app's priority.
+    """
+    process: DriverProcess = devices.start_worker(name, threads)
+    try:
+        yield await process.ready()
+    finally:
+        # An engine in the middle of a compile reads no message, and the process holds nothing worth keeping.
+        process.kill(None)
+        with bounded_shield(_END_WORKER_S):
+            await process.wait_ended()
+        devices.forget_worker(process)
+
+
+async def version_of(devices: Devices, name: str) -> str | None:
+    """Return the version of a device, or None if its driver cannot be started.
+
+    If the device has had no driver yet, a driver is started and ended again.
+    """
+    device = devices.find(name)
+    if device.version is None:
+        try:
+            async with worker(devices, name, 0) as remote:
+                device.introduced(remote)
+        except AionnError as error:
+            logger.info("the version of device %r is not known: %s", name, error)
+    return device.version
