@@ -141,7 +141,7 @@ class Farm:
             _log.info("model %s cannot be sent to the farm, so it is compiled here", request.model_digest.hex()[:16])
             return None
         await self.require_node(request.device, request.device_version, memory_bytes=order.memory_bytes)
-        request.report("sending the model to the farm")
+        request.report("farm: sending the model")
         await put_model(self._store, request.model_digest, files)
         made = await self._flown(order, request.report)
         if made.model_lost:
@@ -149,7 +149,7 @@ class Farm:
             made = await self._flown(order, request.report)
         if made.refusal:
             raise _FarmError(made.refusal)
-        request.report("fetching from the store")
+        request.report("farm: fetching the artifact")
         return await self._fetched(order, made)
 
     def _order(self, request: CompileRequest, model_bytes: int) -> Order | None:
@@ -244,7 +244,7 @@ class Farm:
                 if word.made is not None:
                     return word.made
                 if word.number != before.number:
-                    report(word.text)
+                    report(f"farm: {word.text}")
                 if not word.running and time.monotonic() - looked_at > _NODES_AGAIN_S:
                     await self.require_node(order.device, order.device_version)
                     looked_at = time.monotonic()

@@ -61,7 +61,6 @@ class Flights:
         self._flights: dict[str, _Flight] = {}
         self._numbers = itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._submitted = 0
 
     async def join(self, encoded: bytes, runtime_env: Mapping[str, Any] | None) -> int:
         """Wait for an order with all that want the same. Returns the number of the waiter."""
@@ -106,10 +105,6 @@ class Flights:
         if flight is not None and flight.word.made is None:
             flight.say(_of_attempt(text, flight.attempts))
 
-    async def submitted(self) -> int:
-        """Return how many tasks this actor has submitted. For tests, and for operators."""
-        return self._submitted
-
     def _submit(self, flight: _Flight, encoded: bytes, runtime_env: Mapping[str, Any] | None) -> None:
         ray, order = needed_ray(), flight.order
         options: dict[str, Any] = {
@@ -122,7 +117,6 @@ class Flights:
         if runtime_env:
             options["runtime_env"] = dict(runtime_env)
         flight.ref = ray.remote(compile_order).options(**options).remote(encoded, ray.get_runtime_context().current_actor)
-        self._submitted += 1
         self._start(self._fly(flight))
         self._start(self._watch(flight))
 

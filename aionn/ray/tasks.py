@@ -122,6 +122,8 @@ async def _compile(order: Order, model: aionn.Model, folder: Path, say: Say) -> 
         if isinstance(event, CompileStep):
             say(event.step)
 
+    preference: Any = order.preference  # `compile` checks both
+    priority: Any = order.priority
     most = order.threads * order.instances if order.at_most and order.threads else None
     async with aionn.Runtime(state_dir=folder / "state", threads=most, start=(), name="aionn farm") as runtime:
         opened = opened_of(runtime)
@@ -135,8 +137,8 @@ async def _compile(order: Order, model: aionn.Model, folder: Path, say: Say) -> 
         compilation = await runtime.compile(
             model,
             devices=(order.device,),
-            preference=order.preference,  # type: ignore[arg-type] -- checked by compile
-            priority=order.priority,  # type: ignore[arg-type] -- checked by compile
+            preference=preference,
+            priority=priority,
             threads=order.threads if order.threads and not order.at_most else None,
             instances=order.instances,
             cache_dir=folder / "cache",
