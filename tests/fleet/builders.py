@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,10 +43,11 @@ def entry_of(cache_dir: Path) -> tuple[Manifest, Path]:
     return manifest, path.parent / manifest.directory
 
 
-async def build(folder: Path, source: aionn.Model, key: BuilderKey, device: str) -> Pushed:
-    """Compile a model on what stands for another machine: another state directory, and another cache."""
+async def build(folder: Path, source: aionn.Model, key: BuilderKey, device: str, options: Mapping[str, object] | None = None) -> Pushed:
+    """Compile a model on what stands for another machine: another state directory, and another cache. `options`: of the engine."""
+    asked = {device: options} if options else None
     async with aionn.Runtime(state_dir=folder / "state") as runtime:
-        compilation = await runtime.compile(source, devices=(device,), cache_dir=folder / "cache")
+        compilation = await runtime.compile(source, devices=(device,), cache_dir=folder / "cache", options=asked)
         assert [outcome.save_failure for outcome in compilation.outcomes] == [None]
     manifest, files = entry_of(folder / "cache")
     return Pushed(key.sign(manifest), manifest, files)

@@ -1,4 +1,4 @@
-"""Stores for tests: a folder, memory, and a bucket of a fake S3 server."""
+"""What tests of a fleet share: an empty keyring, and stores (a folder, memory, a bucket of a fake S3 server)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,23 @@ from pathlib import Path
 
 import pytest
 
+from aionn.caching import keyring as keyrings
 from aionn.fleet.addresses import open_address
 from aionn.fleet.artifact_store import ArtifactStore
 from tests.fleet.fake_s3 import FakeS3, fake_s3
 
 PATIENCE_S = 20.0  # far beyond what a busy machine needs; tests of a dead store give their own
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The keyring of this user, empty."""
+    folder = tmp_path / "trusted"
+    folder.mkdir(mode=0o755)
+    monkeypatch.setenv("AIONN_TRUSTED_BUILDERS", str(folder))
+    monkeypatch.delenv("AIONN_ADOPT", raising=False)
+    monkeypatch.setattr(keyrings, "_warned", set())
+    return folder
 
 
 @pytest.fixture

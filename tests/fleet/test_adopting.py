@@ -17,7 +17,6 @@ import pytest
 
 import aionn
 from aionn import fleet
-from aionn.caching import keyring as keyrings
 from aionn.errors import CallerError
 from aionn.fleet import BuilderKey, CompileRequest, Offered
 from aionn.runtime.runtime import Preference
@@ -28,17 +27,6 @@ from tests.real_models import some_input
 
 pytestmark = pytest.mark.anyio
 Kind, Reason = aionn.CacheOutcomeKind, aionn.MissReason
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The keyring of this user, empty."""
-    folder = tmp_path / "trusted"
-    folder.mkdir(mode=0o755)
-    monkeypatch.setenv("AIONN_TRUSTED_BUILDERS", str(folder))
-    monkeypatch.delenv("AIONN_ADOPT", raising=False)
-    monkeypatch.setattr(keyrings, "_warned", set())
-    return folder
 
 
 @pytest.fixture
@@ -233,6 +221,7 @@ async def test_a_refused_offer_is_compiled_here_and_counted(
     async def answer(request: CompileRequest) -> Offered:
         offered = pushed.offer()
         if fault == "statement":
+            assert offered.signed is not None
             offered.signed = offered.signed[:-1] + bytes((offered.signed[-1] ^ 1,))
         return offered
 

@@ -10,22 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from aionn.caching import keyring as keyrings
 from aionn.caching.keyring import encoded_keyring
 from aionn.errors import CallerError
 from aionn.fleet import BuilderKey, Keyring, TrustedKey, decode_public_key, encode_public_key, keyring_folder, read_keyring
 from aionn.hal.trust import MAX_KEYS, decode_keyring, encode_keyring
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty keyring, which the environment names."""
-    folder = tmp_path / "trusted"
-    folder.mkdir(mode=0o755)
-    monkeypatch.setenv("AIONN_TRUSTED_BUILDERS", str(folder))
-    monkeypatch.delenv("AIONN_ADOPT", raising=False)
-    monkeypatch.setattr(keyrings, "_warned", set())
-    return folder
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.fuzz import server, shared_memory, stored, wire
+from tests.fuzz import server, shared_memory, signed, stored, wire
 from tests.fuzz.choices import Target
 
 TARGETS: dict[str, Target] = {
@@ -15,6 +15,10 @@ TARGETS: dict[str, Target] = {
     "memory_requests": Target(wire.memory_requests, wire.memory_seeds, 256, 1000, 300_000),
     "manifests": Target(stored.manifests, stored.manifest_seeds, 2048, 1000, 200_000),
     "keys": Target(stored.keys, stored.key_seeds, 512, 1000, 200_000),
+    "keyrings": Target(signed.keyrings, signed.keyring_seeds, 1024, 1000, 200_000),
+    "public_keys": Target(signed.public_keys, signed.public_key_seeds, 1024, 1000, 200_000),
+    "statements": Target(signed.statements, signed.statement_seeds, 1024, 600, 100_000),
+    "options": Target(signed.options, signed.option_seeds, 256, 1000, 200_000),
     "artifacts": Target(stored.artifacts, stored.artifact_seeds, 512, 200, 50_000),
     "integrity_databases": Target(stored.integrity_databases, stored.database_seeds, 128, 40, 5_000),
     "blob_databases": Target(stored.blob_databases, stored.database_seeds, 128, 40, 5_000),

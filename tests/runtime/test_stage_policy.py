@@ -43,6 +43,7 @@ def test_the_policy_has_these_fields_and_no_more() -> None:
         "run_timeout_s",
         "hold",
         "state",
+        "backend",
     ]
 
 
@@ -74,6 +75,8 @@ def test_the_policy_has_these_fields_and_no_more() -> None:
         ("min_gain", 1.0),
         ("run_timeout_s", -1.0),
         ("state", "keep"),
+        ("backend", "s3://bucket"),
+        ("backend", type("NoWait", (), {"compile": print})()),
     ],
 )
 def test_a_value_that_makes_no_sense_is_refused(field: str, value: Any) -> None:

@@ -65,7 +65,7 @@ def _mapping(what: str, value: object) -> Mapping[object, object]:
 
 
 def may_name_file(option: str, value: OptionValue) -> bool:
-    """Return whether a plain value may be a path for the engine. It is asked of options that come from elsewhere, so it says yes in doubt."""
+    """Return whether a plain value may be a path for the engine. For options that another machine has named, so a doubt is a yes."""
     if option == CUSTOM_OPS:
         return True
     named = any(word in option.upper() for word in ("FILE", "PATH", "DIR", "LIBRARY"))
