@@ -22,10 +22,9 @@ from aionn.testing.models import identity_model
 async def main(folder: Path, *stages: str) -> None:
     async with aionn.Runtime(state_dir=folder / "state", start=()) as runtime:
         runtime.stage_policy = aionn.StagePolicy(executions=1, min_gain=None, backend=Farm(folder / "store"))
-        compilation = await runtime.compile(
-            aionn.Model.from_onnx(identity_model()), mode="staged", stages=stages, cache_dir=folder / "cache", timeout_s=60
-        )
-        ((name, operand),) = compilation.inputs.items()
+        model = aionn.Model.from_onnx(identity_model())
+        compilation = await runtime.compile(model, mode="staged", stages=stages, cache_dir=folder / "cache", timeout_s=60)
+        ((name, operand),) = model.inputs.items()
         decided = anyio.Event()
 
         async def decide() -> None:
