@@ -250,8 +250,7 @@ class Farm:
                     looked_at = time.monotonic()
         finally:
             if word.made is None:
-                with suppress(Exception):  # Ray is gone, and this changes nothing
-                    actor.leave.remote(order.flight, waiter)
+                _aside(lambda: actor.leave.remote(order.flight, waiter))
 
 
 def _without_node(device: str, wanted: str, nodes: Iterable[Mapping[str, float]], having: Sequence[object], memory_bytes: int) -> str:
@@ -272,6 +271,16 @@ async def _answer(ref: Awaitable[T]) -> T:
     """
     with anyio.fail_after(_RAY_S):
         return await ref
+
+
+def _aside(act: Callable[[], object]) -> None:
+    """Run an act in a thread that no caller waits for, and that ends with the process. Its error has no reader."""
+
+    def run() -> None:
+        with suppress(Exception):
+            act()
+
+    threading.Thread(target=run, name="aionn Ray call", daemon=True).start()
 
 
 async def _in_time(act: Callable[[], T], seconds: float) -> T:
@@ -297,6 +306,6 @@ async def _in_time(act: Callable[[], T], seconds: float) -> T:
             outcome = None, error
         call_soon_from_anywhere(loop, settle, *outcome)
 
-    threading.Thread(target=run, name="aionn Ray call", daemon=True).start()
+    _aside(run)
     with anyio.fail_after(seconds):
         return await answer

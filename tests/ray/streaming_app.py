@@ -36,7 +36,7 @@ async def main(folder: Path, *stages: str) -> None:
             tasks.start_soon(decide)
             async with compilation.burst() as burst:
                 while not decided.is_set():
-                    frame = np.full(operand.dimensions, frames % 100, np.float32)
+                    frame = np.full(operand.dimensions or (), frames % 100, np.float32)
                     outputs = await burst.compute({name: frame})
                     assert all((output == frame).all() for output in outputs.values())
                     frames += 1

@@ -164,6 +164,28 @@ async def test_a_farm_whose_key_is_not_trusted_costs_a_local_compile(
     assert "compiling" in app.steps
 
 
+@pytest.mark.anyio
+async def test_a_stage_is_made_by_the_farm_while_the_first_one_serves(
+    ray_cluster: str, tmp_path: Path, store: Path, fake: FakeDevice, best: FakeDevice
+) -> None:
+    fake.hang("compile")
+    model = aionn.Model.from_onnx(identity_model())
+    frame = np.ones((1, 16), np.float32)
+    async with aionn.Runtime(state_dir=tmp_path / "state") as runtime:
+        runtime.stage_policy = aionn.StagePolicy(executions=1, min_gain=None, backend=farm_of(store, fake))
+        compilation = await runtime.compile(model, mode="staged", stages=(best.name, fake.name), cache_dir=tmp_path / "cache")
+        made = asyncio.create_task(compilation.wait_for_stage(fake.name))
+        with anyio.fail_after(100):
+            farm_driver(await fake.heard("compile"))
+            stage = compilation.stages[1]
+            assert stage.step.startswith("farm: "), stage.step
+            np.testing.assert_array_equal((await compilation.compute({"input": frame}))["input_out"], frame)
+            fake.behave()
+            await made
+        assert (stage.state, stage.made_by, stage.local_reason) == ("serving", "backend", "")
+        np.testing.assert_array_equal((await compilation.compute({"input": frame}))["input_out"], frame)
+
+
 # --- F9 --------------------------------------------------------------------------------------------------------------
 
 
@@ -172,6 +194,17 @@ async def test_a_killed_worker_is_replaced_and_leaves_nothing(
     ray_cluster: str, tmp_path: Path, store: Path, farm_key: BuilderKey, fake: FakeDevice
 ) -> None:
     await kill_worker(tmp_path, store, farm_key, fake)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+@pytest.mark.anyio
+async def test_ten_killed_workers_are_replaced(ray_cluster: str, tmp_path: Path, store: Path, farm_key: BuilderKey) -> None:
+    for number in range(10):
+        with FakeDevice() as fake:
+            (tmp_path / str(number)).mkdir()
+            await kill_worker(tmp_path / str(number), store, farm_key, fake, float(number))
+    assert await sound(store, farm_key) == 10
 
 
 async def kill_worker(folder: Path, store: Path, farm_key: BuilderKey, fake: FakeDevice, factor: float = 2.0) -> None:
@@ -193,6 +226,7 @@ async def kill_worker(folder: Path, store: Path, farm_key: BuilderKey, fake: Fak
     assert any("(attempt 2)" in step for step in app.steps), app.steps
     assert "compiling" not in app.steps
     await sound(store, farm_key)
+    assert before
     assert not before & work_folders()  # neither that of the worker that was killed, nor that of the next one
 
 
