@@ -57,7 +57,7 @@ class Made(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         builder: the id of the key that has signed the artifact in the store. Empty if there is no artifact.
-        refusal: why there is none.
+        refusal: why the task has no artifact. Empty otherwise.
         model_lost: the store does not have the model, or has other bytes under its name. Sending it again may help.
     """
 
