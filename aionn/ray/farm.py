@@ -121,8 +121,12 @@ class Farm:
             self._leave_alone(resource, f"{resource}: no node", text_of(error))
         except TimeoutError:
             self._leave_alone("", "no answer", f"the Ray cluster has not answered for {_RAY_S:g} s")
-        except (_FarmError, StoreError) as error:
-            self._warn(type(error).__name__ + text_of(error)[:40], text_of(error))
+        except StoreError as error:
+            self._leave_alone("", "store", text_of(error))
+        except needed_ray().exceptions.RayError as error:  # such as: this process is not connected any more
+            self._leave_alone("", "ray", text_of(error).partition("\n")[0])
+        except _FarmError as error:
+            self._warn(text_of(error)[:40], text_of(error))
         return None
 
     def _leave_alone(self, what: str, kind: str, why: str) -> None:

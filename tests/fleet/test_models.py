@@ -24,6 +24,7 @@ from aionn.memory.memory import Memory
 from aionn.testing.models import scaled_model
 from tests.real_models import carried
 
+FROM_ROOT = f"/tmp/aionn-escaped-{os.getpid()}"
 CONTENT = scaled_model(np.arange(5000, dtype=np.float32))
 
 
@@ -131,7 +132,7 @@ DAMAGED = {
     "no model in the list": packed(("weights", b"x")),
     "a name twice": packed(("", CONTENT), ("a", b""), ("a", b"")),
     "a name that leads out": packed(("", CONTENT), ("../../escaped", b"x")),
-    "a name from the root": packed(("", CONTENT), ("/tmp/escaped", b"x")),
+    "a name from the root": packed(("", CONTENT), (FROM_ROOT, b"x")),
     "a name that is a folder": packed(("", CONTENT), ("a/b", b""), ("a", b"x")),
     "not ONNX": packed(("", b"\xff" * 100)),
     "another model": packed(("", scaled_model(np.ones(9, np.float32)))),
@@ -140,7 +141,7 @@ DAMAGED = {
 
 
 def escaped(folder: Path) -> bool:
-    return any(folder.rglob("escaped")) or Path("/tmp/escaped").exists()
+    return any(folder.rglob("escaped")) or Path(FROM_ROOT).exists()
 
 
 @pytest.mark.anyio
