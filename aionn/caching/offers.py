@@ -20,7 +20,7 @@ __all__ = ["CompileBackend", "CompileRequest", "Offered"]
 
 
 def _show_nothing(words: str) -> None:
-    """Stands for a request that nobody watches."""
+    """Ignore the words, as a request does whose progress is not shown."""
 
 
 @dataclass(frozen=True, slots=True)

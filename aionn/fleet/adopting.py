@@ -17,8 +17,8 @@ async def adopt(runtime: Runtime, cache_dir: str | os.PathLike[str], offered: Of
     """Put an artifact into a cache, and have the driver believe it. Later compiles of the model with that cache are hits.
 
     The driver checks the signed statement with the keys that this user trusts, the device and its version, and all bytes. It loads the
-    artifact once, without engine options. An artifact that was compiled with such options may need them to load: have a compile adopt it
-    (`use_backend`).
+    artifact once, with the engine options that it was compiled with. An artifact whose options may name a file is refused, because a
+    statement must not choose which file is opened. Have a compile with these options adopt it (`use_backend`).
 
     Args:
         runtime: open, in this event loop.
@@ -44,10 +44,12 @@ async def adopt(runtime: Runtime, cache_dir: str | os.PathLike[str], offered: Of
 
 
 def use_backend(runtime: Runtime, backend: CompileBackend | None) -> None:
-    """Have each compile with a `cache_dir` that finds nothing there ask a backend before it compiles. None: ask no more.
+    """Have each compile with a `cache_dir` that finds nothing there ask a backend before it compiles. None: stop asking.
 
     What the backend offers is adopted if a trusted builder has signed it. Then the compile's outcome is a HIT. Otherwise the outcome is a
     MISS with the reason of the refusal, and the model is compiled here.
+
+    A better stage and a swap ask the backend, too, unless `StagePolicy.backend` names another one. They also ask it without a `cache_dir`.
 
     Raises:
         CallerError: the runtime is not open, or belongs to another event loop.

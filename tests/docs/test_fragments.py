@@ -57,6 +57,7 @@ WORLDS = {
     "Cameras",
     "Texts, lists and dicts",
     "First frame at once, faster frames later",
+    "A stage that another machine has compiled",
     "When a driver dies",
     "How many threads, and how many runs at once",
     "A bound for the machine",
@@ -293,6 +294,13 @@ async def test_first_frame_at_once(silero_path: Path) -> None:
         assert outputs.stage == "onnxruntime"
         assert [(stage.name, stage.reason) for stage in world["compilation"].stages] == [("onnxruntime", ""), ("openvino", "")]
         assert isinstance(runtime.stage_policy, aionn.StagePolicy)
+
+
+@pytest.mark.anyio
+async def test_a_stage_that_another_machine_has_compiled() -> None:
+    world: dict[str, Any] = {"runtime": aionn.Runtime(), "aionn": aionn}
+    await run_block("A stage that another machine has compiled", world)
+    assert world["runtime"].stage_policy.backend.wait_s == 60.0
 
 
 @pytest.mark.anyio

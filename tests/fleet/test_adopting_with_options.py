@@ -14,7 +14,7 @@ from aionn import fleet
 from aionn.caching.token import decode_parts, encoded_keys
 from aionn.errors import CallerError
 from aionn.fleet import BuilderKey
-from aionn.hal.options import EngineOptions, decode_options
+from aionn.hal.options import EngineOptions, OptionValue, decode_options
 from aionn.testing import identity_model
 from tests.fleet.builders import Pushed, build, trust
 from tests.fleet.choosy_engine import LEVEL, ChoosyEngine
@@ -103,7 +103,17 @@ async def test_an_option_that_the_engine_does_not_have_is_a_refusal(tmp_path: Pa
 
 
 def test_options_are_decoded_as_they_were_encoded() -> None:
-    values = {"a": True, "b": False, "c": 1, "d": 1.0, "e": -(2**63), "f": 2**63 - 1, "g": "", "h": "b\x01", "i": -0.0}
+    values: dict[str, OptionValue] = {
+        "a": True,
+        "b": False,
+        "c": 1,
+        "d": 1.0,
+        "e": -(2**63),
+        "f": 2**63 - 1,
+        "g": "",
+        "h": "b\x01",
+        "i": -0.0,
+    }
     options = EngineOptions(values, {})
     decoded = decode_options(options.encoded)
     assert decoded == options

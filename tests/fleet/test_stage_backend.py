@@ -289,7 +289,7 @@ async def test_a_backend_may_take_half_of_the_time_of_a_stage(
 ) -> None:
     """A backend that waits for ever must leave the local worker its time."""
     most: list[float] = []
-    original = background.offered_instead
+    original = adopting.offered_instead
 
     async def offered_instead(missed: Any, backend: Any, most_s: float) -> Any:
         most.append(most_s)

@@ -7,12 +7,13 @@ step_model   one step of a plan as a model
 renewal      keep the model of a compilation prepared: at the first use, and anew when its driver has died
 idling       give the driver's memory back while the app does not use a compilation
 tuning       store the better artifact that an engine offers while it runs
-background   prepare a model in a worker process at the lowest priority
+background   make a better stage behind the stream: ask a backend, or have the worker compile it
+worker       the local worker: a process at the lowest priority that compiles, as a backend
 preparation  prepare one model on one device: HIT, MISS, DECLINED or NO_CACHE
 progress     how a compilation and its preparations are shown: the page, events, `on_event`
 options      check the options of engines, and digest the files that they name
 compiling    compile a model, and publish its cache entry
-adopting     take what another machine has compiled, if the driver believes it
+adopting     ask a backend, and take what it offers if the driver believes it
 cached       look a cache entry up, and load it
 reading      digest and read a loaded model beside the loop
 in_time      wait for work that may hang, for a bounded time

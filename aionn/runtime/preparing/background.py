@@ -70,7 +70,7 @@ _BACKEND_SHARE = 0.5
 
 
 def _show_nowhere(reason: str) -> None:
-    """Stands for a caller that shows no stage."""
+    """Ignore the reason, as a caller does that shows no stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +284,7 @@ class _Making:
         made = await self._from_backend(missed)
         if made is not None:
             return made
-        # Under a key of its own. The records of a key are few, and other processes may compile the same.
+        # A key that no other process has: a driver keeps few records of one key, and other processes may compile the same model.
         missed.wanted = dataclasses.replace(wanted, key=secrets.token_bytes(CACHE_TOKEN_BYTES))
         offered = await self._from_worker(missed)
         if offered is None:
