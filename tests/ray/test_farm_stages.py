@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,10 +35,15 @@ def anyio_backend() -> str:
 
 
 @pytest.fixture
-def own_cluster(tmp_path: Path, fake: FakeDevice) -> Iterator[str]:
-    """The address of a cluster whose workers follow the fake's orders."""
-    with shared_cluster(tmp_path) as address:
-        yield address
+def own_cluster(tmp_path: Path, fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a cluster whose workers follow the fake's orders. What its killed processes leave is removed."""
+    folder = tempfile.mkdtemp(prefix="f10")  # Ray makes sockets below it, whose paths must be short
+    monkeypatch.setenv("TMPDIR", folder)
+    try:
+        with shared_cluster(tmp_path) as address:
+            yield address
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 class App:
