@@ -16,12 +16,12 @@ class UsageError(Exception):
 
 
 @contextmanager
-def required(program: str) -> Iterator[None]:
+def required(program: str, extras: str = "onnxruntime,examples") -> Iterator[None]:
     """End the program with one sentence and exit code 2 where a package that the body imports is not installed."""
     try:
         yield
     except ImportError as error:
-        print(f"{program}: {error}; run pip install -e '.[onnxruntime,examples]'", file=sys.stderr)
+        print(f"{program}: {error}; run pip install -e '.[{extras}]'", file=sys.stderr)
         sys.exit(2)
 
 

@@ -13,6 +13,7 @@
     bench        `aionn bench`: bench_subjects, bench_rounds, bench_processes, bench_worker, bench_machine, bench_compare
     metrics      `aionn metrics`
     fleet        `aionn fleet`; its arguments are in fleet_commands
+    ray          `aionn ray`; its arguments are in ray_commands
     amounts      bytes and times that people type
     printing     tables for people, JSON for programs, sizes and times in words
 

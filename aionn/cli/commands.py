@@ -13,6 +13,7 @@ from cyclopts import App, CycloptsError, Parameter
 from aionn.cli.amounts import bytes_of
 from aionn.cli.fleet_commands import fleet
 from aionn.cli.printing import NotDoneError, UsageError, error_console, printable, show_warnings
+from aionn.cli.ray_commands import ray
 from aionn.errors import AionnError, CallerError
 
 Json = Annotated[bool, Parameter(name="--json", negative="", show_default=False, help="Print one JSON value instead of a table.")]
@@ -30,6 +31,7 @@ app = App(
 cache = App(name="cache", help="Look after a directory of cached compilations.")
 app.command(cache)
 app.command(fleet)
+app.command(ray)
 
 
 def _version() -> str:

@@ -188,6 +188,6 @@ def sweep_store(url: str, keep_s: float, max_bytes: int | None, dry_run: bool, a
     over = f"; {size(report.over_bytes)} beyond the budget are younger than a day" if report.over_bytes else ""
     freed = f"{size(report.freed_bytes)} {would}freed"
     print(
-        f"{report.statements} statements and {report.files + report.staging} files {would}removed, {freed}; "
+        f"{report.statements} statements and {report.files + report.models + report.staging} files {would}removed, {freed}; "
         f"{report.kept} statements kept, {size(report.kept_bytes)}{over}"
     )

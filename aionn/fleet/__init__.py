@@ -7,6 +7,7 @@
     records   what the drivers' records say about the entries of a local cache
     artifact_store      files and statements in a store
     sweeping, checking  what `aionn fleet gc` and `aionn fleet verify` do
+    models    models in a store, for machines that compile them
     judging   which statements of a store count
     places    the paths of objects in a store
     requests, addresses, errors    the object store below (obstore): requests with a time limit, its address, its errors as one class
@@ -21,13 +22,16 @@ from aionn.fleet.adopting import adopt, use_backend
 from aionn.fleet.asking import StoreBackend
 from aionn.fleet.errors import StoreError
 from aionn.fleet.keys import BuilderKey
+from aionn.graph.carrying import ModelFile
 from aionn.hal.trust import Keyring, TrustedKey
+from aionn.runtime.model import content_of
 
 __all__ = [
     "BuilderKey",
     "CompileBackend",
     "CompileRequest",
     "Keyring",
+    "ModelFile",
     "Offered",
     "Statement",
     "StoreBackend",
@@ -35,6 +39,7 @@ __all__ = [
     "TrustedKey",
     "adopt",
     "claimed_statement",
+    "content_of",
     "decode_public_key",
     "encode_public_key",
     "keyring_folder",

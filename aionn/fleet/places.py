@@ -2,6 +2,7 @@
 
     blake3/<64 hex>                                       one file of an artifact, named by the digest of its contents
     statement/<key, 64 hex>/<fingerprint, 32 hex>/<builder, 64 hex>    who vouches for which files under which key; written last
+    model/<64 hex>                                        a model, named by its token; farms compile it, and nothing else reads it
     seen/<fingerprint, 32 hex>                            a node with this device version has pulled; its age counts, and it is empty
 
 A fingerprint is the digest of a device's name and version. It names the engine's version and the CPU's instruction set, so two machines
@@ -18,22 +19,26 @@ from blake3 import blake3
 
 __all__ = [
     "FILES",
+    "MODELS",
     "SEEN",
     "STATEMENTS",
     "StatementPlace",
     "digest_in",
     "file_path",
     "fingerprint",
+    "model_path",
     "seen_path",
     "statement_place",
 ]
 
 FILES = "blake3"
 STATEMENTS = "statement"
+MODELS = "model"
 SEEN = "seen"
 _STATEMENT = re.compile(rf"{STATEMENTS}/([0-9a-f]{{64}})/([0-9a-f]{{32}})/([0-9a-f]{{64}})")
 _FILE = re.compile(rf"{FILES}/([0-9a-f]{{64}})")
 _SEEN = re.compile(rf"{SEEN}/([0-9a-f]{{32}})")
+_MODEL = re.compile(rf"{MODELS}/([0-9a-f]{{64}})")
 
 
 def fingerprint(device: str, device_version: str) -> str:
@@ -71,12 +76,17 @@ def file_path(digest: bytes) -> str:
     return f"{FILES}/{digest.hex()}"
 
 
+def model_path(token: bytes) -> str:
+    """Return the path of the model with this token."""
+    return f"{MODELS}/{token.hex()}"
+
+
 def seen_path(of: str) -> str:
     """Return the path of the note that a node with fingerprint `of` has pulled."""
     return f"{SEEN}/{of}"
 
 
 def digest_in(path: str) -> bytes | None:
-    """Return the digest that a file's path or a note's path holds, or None if the path is neither."""
-    found = _FILE.fullmatch(path) or _SEEN.fullmatch(path)
+    """Return the digest that the path of a file, a model or a note holds, or None if the path is none of them."""
+    found = _FILE.fullmatch(path) or _MODEL.fullmatch(path) or _SEEN.fullmatch(path)
     return None if found is None else bytes.fromhex(found[1])

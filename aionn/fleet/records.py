@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import anyio
 
@@ -98,7 +99,7 @@ def vouched_files(
     refusal = Refusal(MissReason.NO_INTEGRITY_RECORD, f"no driver has records of this device's version in {state_path(state_dir)}")
     token = device_token(manifest.key, manifest.model_digest)
     folder = device_folder(state_path(state_dir), manifest.device)
-    for engine in _engines(manifest.device):
+    for engine in _engines(manifest.device, folder):
         # Looked for first: opening a store of records would make it.
         if not device_database(folder, "integrity", engine, manifest.device_version).exists():
             continue
@@ -127,6 +128,10 @@ def _recorded(digests: bytes) -> Iterator[StoredFile]:
         yield StoredFile(int.from_bytes(digests[at : at + 8], "little"), digests[at + 8 : at + _RECORD_BYTES])
 
 
-def _engines(device: str) -> list[str]:
-    """Return the engines that may have compiled for a device: the one of its name, then the others. An app may give a device a name."""
-    return [device, *sorted(installed_engines().keys() - {device})]
+def _engines(device: str, folder: Path) -> list[str]:
+    """Return the engines that may have compiled for a device: the one of its name, then the others. An app may give a device a name.
+
+    An engine that is not installed, and was named by its class, has left its name in that of its records.
+    """
+    recorded = {path.name.split("-")[1] for path in folder.glob("integrity-*-*.sqlite")}
+    return [device, *sorted((installed_engines().keys() | recorded) - {device})]

@@ -11,7 +11,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -43,6 +43,7 @@ _PART_BYTES = 16 << 20
 _CHUNK_BYTES = 256 << 10  # comes within the patience, so it bounds how slow a transfer may be
 _MAX_OBJECTS = 1_000_000
 _MAX_SAID = 300
+_STREAMED_AT_ONCE = 2
 _SLOWEST_BYTES_PER_S = 1_000_000  # an upload shows no progress, so its time grows with its size
 _RETRY_S = 0.1
 _FINAL = (PermissionDeniedError, UnauthenticatedError, NotSupportedError, InvalidPathError, PreconditionError)
@@ -84,6 +85,24 @@ class Requests:
         except AlreadyExistsError:
             return False
         return True
+
+    async def put_chunks(self, path: str, chunks: Callable[[], Iterator[bytes | memoryview]], size_bytes: int) -> None:
+        """Write an object, whether or not there is one of that name, and hold a part of it in memory at a time.
+
+        Args:
+            chunks: reads the contents from their beginning. It is called in threads, and again if a request has to be repeated. What it
+                raises ends the call, and the object is as it was.
+        """
+        if size_bytes <= MULTIPART_BYTES:
+            await self.replace(path, await anyio.to_thread.run_sync(lambda: b"".join(chunks())))
+            return
+
+        async def put() -> None:
+            await obstore.put_async(
+                self.opened.objects, path, chunks(), use_multipart=True, chunk_size=_PART_BYTES, max_concurrency=_STREAMED_AT_ONCE
+            )
+
+        await self._ask(f"writing {path}", put, size_bytes)
 
     async def replace(self, path: str, content: bytes | memoryview) -> None:
         """Write an object, whether or not there is one of that name."""
@@ -137,13 +156,22 @@ class Requests:
         """
         for last in (False, True):
             try:
-                return await self._copied(path, stored, fd)
+                return await self._copied(path, stored, fd) is not None
             except BadContentsError:
                 if last:
                     raise
         raise AssertionError("unreachable")
 
-    async def _copied(self, path: str, stored: StoredFile, fd: int | None) -> bool:
+    async def copy_object(self, path: str, fd: int) -> int | None:
+        """Read an object whose contents the caller checks, and write it to a file. Return its length, or None if there is no such object.
+
+        Raises:
+            StoreError: it cannot be read. What the file holds is of no use.
+        """
+        return await self._copied(path, None, fd)
+
+    async def _copied(self, path: str, stored: StoredFile | None, fd: int | None) -> int | None:
+        """Return the length of what was copied, or None if there is no such object."""
         answer: Any = None
 
         async def opened() -> None:
@@ -154,17 +182,20 @@ class Requests:
         while True:
             try:
                 await self._ask(f"reading {path}", opened)
-                if answer.meta["size"] != stored.length:
-                    raise BadContentsError(f"{path} has {answer.meta['size']} bytes, expected {stored.length}")
-                return await self._through(path, answer, stored, fd)
+                length: int = answer.meta["size"]
+                if stored is not None and length != stored.length:
+                    raise BadContentsError(f"{path} has {length} bytes, expected {stored.length}")
+                await self._through(path, answer, StoredFile(length, b"") if stored is None else stored, fd)
+                return length
             except (NotFoundError, FileNotFoundError):
-                return False
+                return None
             except BaseError as error:  # the answer was torn after it had begun
                 if time.monotonic() > give_up_at or self.opened.folder is not None:
                     raise self._failed(f"reading {path}", error) from error
                 await anyio.sleep(_RETRY_S)
 
-    async def _through(self, path: str, answer: Any, stored: StoredFile, fd: int | None) -> bool:
+    async def _through(self, path: str, answer: Any, stored: StoredFile, fd: int | None) -> None:
+        """Copy an answer. An empty digest is not compared."""
         hasher, at = blake3(), 0
         stream = answer.stream(min_chunk_size=_CHUNK_BYTES).__aiter__()
         while True:
@@ -180,9 +211,8 @@ class Requests:
                 raise BadContentsError(f"{path} has more than {stored.length} bytes")
             await anyio.to_thread.run_sync(_take, hasher, memoryview(chunk).cast("B"), fd, at)
             at += len(chunk)
-        if at != stored.length or hasher.digest() != stored.digest:
+        if at != stored.length or (stored.digest and hasher.digest() != stored.digest):
             raise BadContentsError(f"{path} has contents of another digest")
-        return True
 
     async def find(self, path: str) -> Found | None:
         """Return what the store says about an object, or None if there is no such object."""

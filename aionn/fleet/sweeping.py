@@ -4,6 +4,7 @@ What is younger than the grace stays, so a writer who is at work loses nothing. 
 removed. No lock is needed: a writer looks for its files after it has written its statement (`artifact_store`).
 
 A statement stays while one of these holds: it is younger than `keep_s`, or a node with its fingerprint has pulled within `keep_s`.
+Models that farms were given to compile (`models`) go when they are older than the grace, because no statement names them.
 Beyond the budget the oldest statements go first. A statement that has lost a file is of no use to anyone, so it goes, too.
 """
 
@@ -24,7 +25,7 @@ import anyio
 from aionn.caching.manifest import StoredFile
 from aionn.caching.outcomes import Refusal
 from aionn.fleet.artifact_store import ArtifactStore, FilesOf, each
-from aionn.fleet.places import FILES, SEEN, STATEMENTS, StatementPlace, digest_in, file_path, seen_path
+from aionn.fleet.places import FILES, MODELS, SEEN, STATEMENTS, StatementPlace, digest_in, file_path, seen_path
 from aionn.fleet.requests import Found
 
 __all__ = ["GRACE_S", "KEEP_S", "SweepReport", "sweep"]
@@ -41,6 +42,7 @@ class SweepReport:
     Attributes:
         statements: statements removed.
         files: files removed that no statement names any more.
+        models: models removed that farms were given to compile.
         staging: unfinished files of writers that were killed, removed from a local store.
         freed_bytes: bytes of all of them.
         kept: statements that stay.
@@ -50,6 +52,7 @@ class SweepReport:
 
     statements: int = 0
     files: int = 0
+    models: int = 0
     staging: int = 0
     freed_bytes: int = 0
     kept: int = 0
@@ -178,6 +181,7 @@ async def sweep(
     for one in kept:
         one.kept = True
     await each(partial(remove, found) for found in await plan.unnamed(kept))
+    await each(partial(remove, found) for found in await store.requests.listing(MODELS) if plan.old(found) and digest_in(found.path) is not None)
     await each(
         partial(remove, found)
         for found in await store.requests.listing(SEEN)
@@ -188,6 +192,7 @@ async def sweep(
     return SweepReport(
         statements=sum(found.path.startswith(f"{STATEMENTS}/") for found in removed),
         files=sum(found.path.startswith(f"{FILES}/") for found in removed),
+        models=sum(found.path.startswith(f"{MODELS}/") for found in removed),
         staging=len(staging),
         freed_bytes=sum(found.size_bytes for found in removed) + sum(staging),
         kept=len(kept),
@@ -201,7 +206,7 @@ def _remove_staging(folder: Path | None, before_s: float, dry_run: bool) -> list
     sizes: list[int] = []
     if folder is None:
         return sizes
-    for part in (FILES, STATEMENTS, SEEN):
+    for part in (FILES, STATEMENTS, MODELS, SEEN):
         with suppress(FileNotFoundError):
             # By descriptors, and without following symlinks, which a hostile writer could lead out of the store.
             for _, below, names, fd in os.fwalk(os.path.join(folder, part), topdown=False):

@@ -20,6 +20,7 @@ twice for a moment (source and pool), not four times (source, message, Python by
     cutting    cuts a model into steps
     flow       what each operation reads and makes
     step_models  makes each step a model of its own
+    carrying   the files of a model, for another machine
     reading    joins them
 
 What changes in the graph, and nothing else does

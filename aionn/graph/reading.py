@@ -36,6 +36,7 @@ class ReadGraph:
         changeable: names of the constants that `Model.contents` is about, in its order, and where their bytes come from.
         survey, kept: where the file's tensors lie, and the digest of each range beside them, as they were read.
         copied: digest of all else that was copied out of files.
+        placed: where the bytes of the file that was given whole lie in the pools.
     """
 
     graph: bytes = field(repr=False)
@@ -49,6 +50,7 @@ class ReadGraph:
     survey: Survey = field(repr=False)
     kept: tuple[bytes, ...] = field(repr=False)
     copied: dict[Place, bytes] = field(repr=False)
+    placed: dict[Place, DataLocation] = field(repr=False)
 
     def is_of(self, digested: Digested) -> bool:
         """Return whether what was read is what was digested. Constants that stay in files are compared by the driver."""
@@ -150,8 +152,11 @@ def _read(payloads: _Payloads, kept: tuple[bytes, ...], allocate: Callable[[int]
     ]
     graph = model.SerializeToString(deterministic=True)
     operations = tuple(Operation(node.name, node.op_type, node.domain) for node in model.graph.node)
+    placed = {
+        constant.fill.place: made.location for constant, made in zip(taken, constants, strict=True) if isinstance(constant.fill, _InGiven)
+    }
     facts = (graph, inputs, outputs, operations, constants, pools)
-    return ReadGraph(*facts, payloads.digested, tuple(changeable), payloads.survey, kept, payloads.copied)
+    return ReadGraph(*facts, payloads.digested, tuple(changeable), payloads.survey, kept, payloads.copied, placed)
 
 
 def _place(
@@ -287,6 +292,17 @@ class _InMemory:
         self.copied[self.place] = digest_of(target)
 
 
+@dataclass(frozen=True, slots=True)
+class _InGiven:
+    """A constant in bytes that were given. Called, it copies itself. `place` is as for `_InFile`."""
+
+    source: memoryview
+    place: Place
+
+    def __call__(self, target: memoryview) -> None:
+        target[:] = self.source
+
+
 class _Payloads:
     """The bytes of tensors that do not carry them: left out of the message, or in files beside the model."""
 
@@ -304,8 +320,7 @@ class _Payloads:
             return None
         start, end = self.survey.spans[int(index)]
         if isinstance(self.content, GivenBytes):
-            source = self.content.view[start:end]
-            return len(source), lambda target: _copy(target, source)
+            return end - start, _InGiven(self.content.view[start:end], (None, start, end - start))
         assert isinstance(self.content, OpenFile)  # the other kind of content
         return end - start, _InFile(self.content, (None, start, end - start), True, self.copied)
 
@@ -318,7 +333,3 @@ class _Payloads:
         if isinstance(holder, Home):
             return length, _InMemory(holder, place, self.copied)
         return length, _InFile(holder, place, isinstance(self.content, OpenFile), self.copied)
-
-
-def _copy(target: memoryview, source: memoryview) -> None:
-    target[:] = source

@@ -19,6 +19,7 @@ import dataclasses
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
@@ -38,6 +39,7 @@ from aionn.memory.memory import Memory, whole_of
 from aionn.memory.region import PROT_READ, Region
 
 if TYPE_CHECKING:
+    from aionn.graph.carrying import ModelFile
     from aionn.graph.reading import ReadGraph
 
 T = TypeVar("T")
@@ -65,6 +67,7 @@ class Model(hal_model.Model):
     name = ""
     _lazy: _Lazy | None = None
     _digests: Mapping[str, bytes] | None = None
+    _carried: Callable[[hal_model.Model], tuple[ModelFile, ...] | None] | None = None
 
     @classmethod
     async def load(cls, path: str | os.PathLike[str]) -> Model:
@@ -84,7 +87,9 @@ class Model(hal_model.Model):
             raise CallerError(f"model of type {type(path).__name__}: load takes the path of an ONNX file (.onnx)")
         file, directories = await _in_thread(lambda: open_model(path))
         model = cls.__new__(cls)
-        _set(model, _lazy=_Lazy(file, Beside(file.where, directories, {})), name=file.path.name)
+        beside = Beside(file.where, directories, {})
+        _set(model, _lazy=_Lazy(file, beside), name=file.path.name)
+        _set(model, _carried=lambda _: import_module("aionn.graph.carrying").carried_files(file, beside))
         return model
 
     @classmethod
@@ -108,6 +113,7 @@ class Model(hal_model.Model):
             CompilationError: the graph is broken, or has inputs or outputs that are not tensors.
             MemoryAllocationError: the weights do not fit into shared memory.
         """
+        from aionn.graph.carrying import carried_by
         from aionn.graph.reading import read_onnx  # brings `onnx`, which a cache hit does without
 
         homes = {}
@@ -134,6 +140,7 @@ class Model(hal_model.Model):
         )
         if read.digested is not None:
             _set(model, _digests=read.digests(read.digested))
+        _set(model, _carried=carried_by(source, read.survey, read.placed, homes))
         if isinstance(source, str | os.PathLike):
             _set(model, name=Path(source).name)
         return model
@@ -244,6 +251,22 @@ def adopt(model: hal_model.Model, inputs: Mapping[str, Operand], outputs: Mappin
 def digests_of(model: hal_model.Model) -> Mapping[str, bytes] | None:
     """Return the digest of each constant that may change, by name, as the token names them. None while that is not known."""
     return model._digests if isinstance(model, Model) else None
+
+
+async def content_of(model: hal_model.Model) -> tuple[ModelFile, ...] | None:
+    """Return the files of an ONNX model, not read yet. A machine that loads them has a model with the same token.
+
+    Returns None if they cannot be had: the model has another format, or is a step of a plan; or its file has changed since it was read
+    whole; or it was given as bytes, many of which are not weights.
+
+    Raises:
+        CallerError: a file of a loaded model cannot be read, or has changed.
+    """
+    if not isinstance(model, Model):
+        return None
+    await model.digest()
+    carried = model._carried
+    return None if carried is None else await _in_thread(lambda: carried(model))
 
 
 def check_compiled(model: hal_model.Model, contents: bytes) -> None:
@@ -365,11 +388,7 @@ def _mapped(file: OpenFile) -> IMemory:
 
 
 def _by_name(memories: Mapping[str, Memory] | None) -> Iterable[tuple[str, Memory]]:
-    """Return the pairs of `memories`.
-
-    Raises:
-        CallerError: it is not a mapping, or a value is not a `Memory`.
-    """
+    """Return the pairs of `memories`. Raises `CallerError` if it is not a mapping, or a value is not a `Memory`."""
     if memories is None:
         return ()
     if not isinstance(memories, Mapping):

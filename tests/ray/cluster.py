@@ -29,6 +29,10 @@ ENVIRONMENT = {
     "RAY_DEDUP_LOGS": "0",
 }
 
+FARM_DEVICES = ("onnxruntime", "aionn.testing.fake_engine:FakeEngine")
+FARM_KEY = "farm.key"
+"""The key of the node's builder lies under this name beside the address file."""
+
 
 @contextlib.contextmanager
 def shared_cluster(folder: Path) -> Iterator[str]:
@@ -80,14 +84,21 @@ def main(fifo: str, address_file: str) -> None:
     """Run the node until the last user of the FIFO has left."""
     import ray
 
+    from aionn.fleet import BuilderKey
+    from aionn.ray import node_resources
+
     users = os.open(fifo, os.O_RDONLY)
     ready = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # Ray and its children must not hold the pipe
     os.set_inheritable(ready.fileno(), False)
+    key = Path(address_file).with_name(FARM_KEY)
+    BuilderKey.generate("farm").save(key)
+    os.environ["AIONN_FARM_KEY"] = os.fspath(key)  # for the worker processes of the node
     folder = tempfile.mkdtemp(prefix="aionn-ray-")  # Ray makes sockets in it, whose paths must be short
     try:
         started = ray.init(
             num_cpus=CPUS,
+            resources=node_resources(FARM_DEVICES),
             object_store_memory=OBJECT_STORE_BYTES,
             include_dashboard=False,
             log_to_driver=False,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.ray.cluster import ENVIRONMENT, shared_cluster
+from aionn.fleet import BuilderKey
+from tests.ray.cluster import ENVIRONMENT, FARM_KEY, shared_cluster
 
 os.environ.update(ENVIRONMENT)  # before any test imports Ray
 
@@ -21,9 +23,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def ray_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a cluster of one node, for `ray.init(address=...)` in programs that a test starts."""
-    base = tmp_path_factory.getbasetemp()
-    with shared_cluster(base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) as address:
+    with shared_cluster(_run_folder(tmp_path_factory)) as address:
         yield address
+
+
+@pytest.fixture(scope="session")
+def farm_key(ray_address: str, tmp_path_factory: pytest.TempPathFactory) -> BuilderKey:
+    """The key with which the node of the cluster signs what it compiles."""
+    return BuilderKey.load(_run_folder(tmp_path_factory) / FARM_KEY)
+
+
+def _run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for all test processes of the run."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base
 
 
 @pytest.fixture(scope="module")

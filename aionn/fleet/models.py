@@ -1,0 +1,145 @@
+"""Models in an artifact store, for machines that compile them: one object for each, named by the model's token.
+
+    "aionn.model" 0x01 | length of the list u32 little-endian | list, msgpack: [name, bytes] of each file | the files, one after the other
+
+A token is a digest of the model's files. So the machine that fetches them makes the token anew, and takes nothing whose token differs.
+No statement names these objects. A sweep removes them when they are old, and the next compile that needs one writes it again.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePath
+from typing import Annotated
+
+import anyio
+import msgspec
+
+from aionn.caching.outcomes import MissReason, Refusal, refusal_of_os_error
+from aionn.errors import CallerError
+from aionn.fleet.artifact_store import ArtifactStore
+from aionn.fleet.places import model_path
+from aionn.fleet.requests import BadContentsError
+from aionn.graph.carrying import ModelFile
+from aionn.runtime.model import Model
+
+__all__ = ["fetch_model", "object_size", "put_model"]
+
+_MAGIC = b"aionn.model\x01"
+_MOST_LIST_BYTES = 1 << 20
+_FRESH_S = 12 * 3600.0  # half the grace of a sweep: an object this young stays until a machine has fetched it
+_COPY_BYTES = 16 << 20
+
+_Entry = tuple[Annotated[str, msgspec.Meta(max_length=4096)], Annotated[int, msgspec.Meta(ge=0)]]
+_decoder = msgspec.msgpack.Decoder(list[_Entry])
+
+
+def _head_of(files: Sequence[ModelFile]) -> bytes:
+    listed = msgspec.msgpack.encode([(file.name, file.size_bytes) for file in files])
+    return _MAGIC + len(listed).to_bytes(4, "little") + listed
+
+
+def object_size(files: Sequence[ModelFile]) -> int:
+    """Return how many bytes the object of a model has."""
+    return len(_head_of(files)) + sum(file.size_bytes for file in files)
+
+
+async def put_model(store: ArtifactStore, token: bytes, files: Sequence[ModelFile], *, anew: bool = False) -> bool:
+    """Store a model, unless it is there and young. Return whether it was written.
+
+    Args:
+        anew: write it also if it is there, because what is there cannot be read.
+
+    Raises:
+        StoreError: the store cannot be used.
+        CallerError: a file of the model cannot be read, or was written to.
+    """
+    path, size = model_path(token), object_size(files)
+    found = None if anew else await store.requests.find(path)
+    if found is not None and found.size_bytes == size and time.time() - found.written_s <= _FRESH_S:
+        return False
+
+    def chunks() -> Iterator[bytes | memoryview]:
+        yield _head_of(files)
+        for file in files:
+            yield from file.chunks()
+
+    await store.requests.put_chunks(path, chunks, size)
+    return True
+
+
+async def fetch_model(store: ArtifactStore, token: bytes, folder: Path) -> Model | Refusal:
+    """Fetch a model into an empty folder, and open it there. Return why it cannot be had if the store has another model, or none.
+
+    Raises:
+        StoreError: the store cannot be used.
+    """
+    path, whole = model_path(token), folder / "object"
+    with whole.open("xb") as file:
+        try:
+            length = await store.requests.copy_object(path, file.fileno())
+        except BadContentsError as error:
+            return Refusal(MissReason.WRONG_BYTES, f"artifact store {store.address}: {error}")
+    if length is None:
+        return Refusal(MissReason.ABSENT, f"artifact store {store.address} has no {path}")
+    try:
+        file_name = await anyio.to_thread.run_sync(_unpack, whole, folder / "model")
+        model = await Model.load(file_name)
+        found = await model.digest()
+    except (CallerError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        return Refusal(MissReason.UNREADABLE, f"artifact store {store.address}: {path}: {error}")
+    except OSError as error:
+        return refusal_of_os_error(error, "writing the model's files")
+    if found != token:
+        return Refusal(MissReason.WRONG_BYTES, f"artifact store {store.address}: {path} is model {found.hex()[:16]}")
+    return model
+
+
+def _unpack(whole: Path, folder: Path) -> Path:
+    """Write each file of a model below a new folder, and return the path of the model's own file. The store is not trusted.
+
+    Raises:
+        CallerError, msgspec.MsgspecError: this is not a whole model; or a name leads out of the folder.
+        OSError: a file cannot be written.
+    """
+    folder.mkdir()
+    with whole.open("rb") as source:
+        head = source.read(len(_MAGIC) + 4)
+        size = int.from_bytes(head[len(_MAGIC) :], "little")
+        if not head.startswith(_MAGIC) or size > _MOST_LIST_BYTES:
+            raise CallerError("this is not a model of this release")
+        entries = _decoder.decode(source.read(size))
+        names = [name for name, _ in entries]
+        if names[:1] != [""] or len(set(names)) < len(names):
+            raise CallerError("the list of files does not begin with the model, or names a file twice")
+        own = "model.onnx"
+        while own in names:
+            own = f"_{own}"
+        for name, length in entries:
+            _copy_out(source.fileno(), source.tell(), _inside(folder, name or own), length)
+            source.seek(length, os.SEEK_CUR)
+        if source.tell() != os.fstat(source.fileno()).st_size:
+            raise CallerError("it has other bytes than its list of files says")
+    whole.unlink()
+    return folder / own
+
+
+def _inside(folder: Path, name: str) -> Path:
+    named = PurePath(name)
+    if not named.parts or named.is_absolute() or ".." in named.parts or "\0" in name:
+        raise CallerError(f"the name {name!r} leads out of the model's folder")
+    path = folder / named
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _copy_out(source: int, at: int, path: Path, length: int) -> None:
+    with path.open("xb") as target:
+        while length:
+            chunk = os.pread(source, min(length, _COPY_BYTES), at)
+            if not chunk:
+                raise CallerError("it is cut off")
+            target.write(chunk)
+            at, length = at + len(chunk), length - len(chunk)

@@ -1,0 +1,77 @@
+"""Which devices a node of a Ray cluster has, as custom resources: `aionn-fp:<16 hex digits>`.
+
+The digits stand for a device and its version, which names the engine's version and the CPU's instruction set. So a compile task that asks
+for the resource runs only where its artifact fits.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+
+import aionn
+from aionn.errors import AionnError, CallerError
+from aionn.fleet.places import fingerprint
+from aionn.hal.types import Priority
+from aionn.runtime.runtime import opened_of
+
+__all__ = ["SHARE", "fingerprints_of", "node_resources", "resource_name"]
+
+PREFIX = "aionn-fp:"
+_DIGITS = 16
+SHARE = 0.001
+"""How much of a node's resource a task takes. CPUs and memory are what limits tasks, so this must not."""
+
+
+def resource_name(device: str, device_version: str) -> str:
+    """Return the name of the resource that a node with this version of a device has."""
+    return f"{PREFIX}{fingerprint(device, device_version)[:_DIGITS]}"
+
+
+def fingerprints_of(resources: Iterable[str]) -> list[str]:
+    """Return the names of devices' resources among all names, sorted."""
+    return sorted(name for name in resources if name.startswith(PREFIX))
+
+
+def node_resources(devices: Sequence[str] | None = None) -> dict[str, float]:
+    """Return the custom resources of this machine, for `ray.init(resources=...)` or `ray start --resources=...`.
+
+    Each device is started once, which takes a second or two. Devices that do not cache have no artifacts, so they have no resource.
+
+    Args:
+        devices: names of devices. None: every installed one that starts.
+
+    Returns:
+        1.0 for each device, by the name `aionn-fp:<16 hex digits>`.
+
+    Raises:
+        CallerError: a device that was named is not known.
+        AionnError: a device that was named cannot start.
+        RuntimeError: an event loop runs in this thread. Call it in another thread then.
+    """
+    return {resource_name(*named): 1.0 for named in device_versions(devices).items()}
+
+
+def device_versions(devices: Sequence[str] | None = None) -> Mapping[str, str]:
+    """Return the version of each device that caches, by its name. Arguments and errors are as for `node_resources`."""
+
+    async def versions(state_dir: str) -> dict[str, str]:
+        found: dict[str, str] = {}
+        async with aionn.Runtime(state_dir=state_dir, start=(), name="aionn node resources") as runtime:
+            opened = opened_of(runtime)
+            assert opened is not None
+            for name in opened.devices.installed if devices is None else devices:
+                try:
+                    remote = await opened.devices.get(name, Priority.MEDIUM)
+                except AionnError:
+                    if devices is not None:
+                        raise
+                    continue  # installed, and not usable here
+                if remote.cache_files.supported:
+                    found[name] = remote.version
+                elif devices is not None:
+                    raise CallerError(f"device {name!r} does not cache, so no other machine can compile for it")
+        return found
+
+    with tempfile.TemporaryDirectory(prefix="aionn-node-") as folder:
+        return aionn.run(versions, folder)

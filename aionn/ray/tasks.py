@@ -1,0 +1,203 @@
+"""The Ray task that compiles one model: fetch the model, compile it in a driver process, sign the artifact, push it to the store.
+
+It runs on a node that has the device (`resources`), in a Ray worker process. Its runtime starts a driver like any other, with a cache and
+with records that live as long as the task. So a crash of the engine is an answer of the task, and not the death of a worker.
+
+The key that signs is a file of the node, which the environment variable `AIONN_FARM_KEY` names. It never travels through Ray.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import aionn
+from aionn.caching.outcomes import CacheOutcome, Refusal
+from aionn.errors import AionnError, CallerError, text_of
+from aionn.events import CompileStep, Event
+from aionn.fleet.addresses import open_address
+from aionn.fleet.artifact_store import ArtifactStore
+from aionn.fleet.judging import trusted_files
+from aionn.fleet.keys import BuilderKey
+from aionn.fleet.models import fetch_model
+from aionn.fleet.places import StatementPlace, file_path, fingerprint
+from aionn.fleet.pushing import push_cache
+from aionn.hal.trust import Keyring
+from aionn.hal.types import Priority
+from aionn.ray.needed import needed_ray
+from aionn.ray.orders import Made, Order, decode_order, encode
+from aionn.runtime.runtime import opened_of
+
+__all__ = ["KEY_VARIABLE", "compile_order"]
+
+KEY_VARIABLE = "AIONN_FARM_KEY"
+_PATIENCE_S = 30.0
+_ACTOR_S = 10.0
+_EACH_S = 1.0  # at most one message a second
+_FOLDER = "aionn-farm-"
+_LOCK = "lock"
+
+Say = Callable[[str], None]
+
+
+def compile_order(encoded: bytes, flights: Any) -> bytes:
+    """Compile an order, as a Ray task. Returns an encoded `Made`, also if it cannot be compiled.
+
+    Ray repeats a task only if its worker process has died. Whatever else goes wrong would go wrong again.
+    """
+    order = decode_order(encoded)
+    try:
+        key = _builder_key()
+        return encode(aionn.run(_compiled, order, key, _reporter(order, flights)))
+    except (AionnError, OSError) as error:
+        return encode(Made(refusal=text_of(error)))
+
+
+def _builder_key() -> BuilderKey:
+    path = os.environ.get(KEY_VARIABLE)
+    if not path:
+        raise CallerError(f"this node has no builder's key: {KEY_VARIABLE} is not set; start Ray with {KEY_VARIABLE}=/path/of/builder.key")
+    return BuilderKey.load(path)
+
+
+def _reporter(order: Order, flights: Any) -> Say:
+    """Announce this attempt to the actor, and return what reports to it. A lost report costs nothing."""
+    ray, last = needed_ray(), [0.0]
+    with suppress(Exception):  # the actor is gone: what is compiled is stored all the same
+        ray.get(flights.started.remote(order.flight), timeout=_ACTOR_S)
+
+    def say(text: str) -> None:
+        now = time.monotonic()
+        if now - last[0] >= _EACH_S:
+            last[0] = now
+            with suppress(Exception):
+                flights.report.remote(order.flight, text)
+
+    return say
+
+
+async def _compiled(order: Order, key: BuilderKey, say: Say) -> Made:
+    store = ArtifactStore(open_address(order.store, patience_s=_PATIENCE_S))
+    if await _is_there(store, order, key):
+        return Made(key.public.id)
+    with _work_folder() as folder:
+        say("fetching the model")
+        model = await fetch_model(store, order.model_digest, folder)
+        if isinstance(model, Refusal):
+            return Made(refusal=str(model), model_lost=True)
+        if refusal := await _compile(order, model, folder, say):
+            return Made(refusal=refusal)
+        say("storing the artifact")
+        (pushed,) = await push_cache(folder / "cache", store, key, state_dir=folder / "state")
+        if pushed.refusal is not None:
+            return Made(refusal=f"the artifact was not signed: {pushed.refusal}")
+    return Made(key.public.id)
+
+
+async def _is_there(store: ArtifactStore, order: Order, key: BuilderKey) -> bool:
+    """Return whether a task of this builder was here before: the same one, whose worker died late, or another app's."""
+    place = StatementPlace(order.key, fingerprint(order.device, order.device_version), key.public.id)
+    signed = await store.statement(place)
+    files = None if signed is None else trusted_files(Keyring((key.public,)))(place, signed)
+    if files is None or isinstance(files, Refusal):
+        return False
+    for file in files:
+        found = await store.requests.find(file_path(file.digest))
+        if found is None or found.size_bytes != file.length:
+            return False
+    return True
+
+
+async def _compile(order: Order, model: aionn.Model, folder: Path, say: Say) -> str:
+    """Compile a model into the cache of the folder. Returns why that cannot be, or an empty text."""
+
+    def on_event(event: Event) -> None:
+        if isinstance(event, CompileStep):
+            say(event.step)
+
+    preference: Any = order.preference  # `compile` checks both
+    priority: Any = order.priority
+    most = order.threads * order.instances if order.at_most and order.threads else None
+    async with aionn.Runtime(state_dir=folder / "state", threads=most, start=(), name="aionn farm") as runtime:
+        opened = opened_of(runtime)
+        assert opened is not None
+        remote = await opened.devices.get(order.device, Priority[order.priority.upper()])
+        if remote.version != order.device_version:
+            return (
+                f"the node of the farm has device {order.device!r} in version {remote.version!r}, but {order.device_version!r} is asked "
+                "for; announce the node's resources anew"
+            )
+        compilation = await runtime.compile(
+            model,
+            devices=(order.device,),
+            preference=preference,
+            priority=priority,
+            threads=order.threads if order.threads and not order.at_most else None,
+            instances=order.instances,
+            cache_dir=folder / "cache",
+            token=order.token,
+            options={order.device: order.options} if order.options else None,
+            on_event=on_event,
+        )
+        return _fault(order, compilation.outcomes)
+
+
+def _fault(order: Order, outcomes: tuple[CacheOutcome, ...]) -> str:
+    """Return what is wrong with a compile, or an empty text."""
+    if len(outcomes) != 1:
+        return "the model does not run whole on the device"
+    (outcome,) = outcomes
+    if outcome.save_failure is not None:
+        return f"the node of the farm could not keep the artifact: {outcome.save_failure}"
+    if outcome.key != order.key:
+        return f"the node of the farm has compiled another entry, {(outcome.key or b'').hex()[:16]}, than {order.key.hex()[:16]}"
+    return ""
+
+
+# --- the folder of a task ----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _work_folder() -> Iterator[Path]:
+    """Make a folder for the body, and remove those that killed tasks of this account have left.
+
+    A task holds a lock in its folder. The kernel frees the lock when the process ends, however it ends.
+    """
+    _remove_left()
+    folder, lock = _locked_folder()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _locked_folder() -> tuple[Path, int]:
+    """Make a folder, and return it with the descriptor that holds its lock."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_FOLDER))
+        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if os.fstat(lock).st_nlink:
+            return folder, lock
+        os.close(lock)  # another task took it for one that was left
+
+
+def _remove_left() -> None:
+    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
+        with suppress(OSError):
+            if folder.lstat().st_uid != os.getuid() or folder.is_symlink():
+                continue
+            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)

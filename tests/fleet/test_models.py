@@ -1,0 +1,189 @@
+"""Models that travel through a store: each kind of model arrives with the same token, and nothing else is taken."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import onnx
+import pytest
+
+import aionn
+from aionn.caching.outcomes import MissReason, Refusal
+from aionn.errors import CallerError
+from aionn.fleet import content_of, requests
+from aionn.fleet.artifact_store import ArtifactStore
+from aionn.fleet.judging import claimed_files
+from aionn.fleet.models import fetch_model, put_model
+from aionn.fleet.places import model_path
+from aionn.fleet.sweeping import sweep
+from aionn.hal import Operand, OperandType
+from aionn.memory.memory import Memory
+from aionn.testing.models import scaled_model
+from tests.real_models import carried
+
+FROM_ROOT = f"/tmp/aionn-escaped-{os.getpid()}"
+CONTENT = scaled_model(np.arange(5000, dtype=np.float32))
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model whose weights lie in a folder beside it."""
+    folder = tmp_path / "source"
+    (folder / "weights").mkdir(parents=True)
+    message = onnx.load_model_from_string(CONTENT)
+    onnx.save_model(message, folder / "model.onnx", save_as_external_data=True, location="weights/data", size_threshold=64)
+    return folder
+
+
+async def model_of(kind: str, folder: Path) -> aionn.Model:
+    match kind:
+        case "loaded":
+            return await aionn.Model.load(carried("silero"))
+        case "loaded, weights beside":
+            return await aionn.Model.load(folder / "model.onnx")
+        case "read":
+            return aionn.Model.from_onnx(carried("silero_branching"))
+        case "read, weights beside":
+            return aionn.Model.from_onnx(folder / "model.onnx")
+        case "bytes":
+            return aionn.Model.from_onnx(carried("orientation").read_bytes())
+        case "bytes, weights in memory":
+            weights = (folder / "weights/data").read_bytes()
+            memory = Memory.allocate(len(weights))
+            memory.view()[: len(weights)] = weights
+            return aionn.Model.from_onnx((folder / "model.onnx").read_bytes(), memories={"weights/data": memory})
+    raise AssertionError(kind)
+
+
+KINDS = ("loaded", "loaded, weights beside", "read", "read, weights beside", "bytes", "bytes, weights in memory")
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_model_arrives_with_its_token(store: ArtifactStore, tmp_path: Path, folder: Path, kind: str) -> None:
+    model = await model_of(kind, folder)
+    files = await content_of(model)
+    assert files is not None
+    assert await put_model(store, await model.digest(), files)
+    assert not await put_model(store, model.token, files)  # it is there
+    (tmp_path / "work").mkdir()
+    fetched = await fetch_model(store, model.token, tmp_path / "work")
+    assert isinstance(fetched, aionn.Model), fetched
+    assert fetched.token == model.token
+    assert fetched.inputs.keys() == model.inputs.keys()
+
+
+@pytest.mark.anyio
+async def test_a_large_model_is_written_in_parts(store: ArtifactStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "MULTIPART_BYTES", 1_000_000)
+    monkeypatch.setattr(requests, "_PART_BYTES", 5 << 20)  # the least that S3 takes
+    model = await aionn.Model.load(carried("detector"))
+    files = await content_of(model)
+    assert files is not None
+    await put_model(store, model.token, files)
+    (tmp_path / "work").mkdir()
+    assert isinstance(await fetch_model(store, model.token, tmp_path / "work"), aionn.Model)
+
+
+@pytest.mark.anyio
+async def test_what_cannot_be_sent_has_no_files(folder: Path) -> None:
+    operand = Operand(OperandType.FLOAT32, (1,))
+    opaque = aionn.Model.from_bytes(b"weights", inputs={"x": operand}, outputs={"y": operand}, format="tflite")
+    assert await content_of(opaque) is None
+    large = onnx.load_model_from_string(CONTENT)
+    large.doc_string = "x" * (17 << 20)
+    assert await content_of(aionn.Model.from_onnx(large.SerializeToString())) is None
+    read = aionn.Model.from_onnx(folder / "model.onnx")
+    (folder / "model.onnx").write_bytes(scaled_model(np.ones(3, np.float32)))
+    assert await content_of(read) is None
+
+
+@pytest.mark.anyio
+async def test_a_file_that_changes_while_it_is_sent_is_not_stored(store: ArtifactStore, folder: Path) -> None:
+    model = await aionn.Model.load(folder / "model.onnx")
+    files = await content_of(model)
+    assert files is not None
+    with (folder / "weights/data").open("r+b") as file:
+        file.truncate(100)
+    with pytest.raises(CallerError, match="has changed since it was loaded"):
+        await put_model(store, model.token, files)
+    assert await store.requests.find(model_path(model.token)) is None
+
+
+def packed(*files: tuple[str, bytes]) -> bytes:
+    listed = msgspec.msgpack.encode([(name, len(content)) for name, content in files])
+    return b"aionn.model\x01" + len(listed).to_bytes(4, "little") + listed + b"".join(content for _, content in files)
+
+
+DAMAGED = {
+    "nothing": b"",
+    "not a model": b"<html>",
+    "a list that is cut": packed(("", CONTENT))[:16],
+    "a file that is cut": packed(("", CONTENT))[:-1],
+    "more than the list says": packed(("", CONTENT)) + b"x",
+    "no model in the list": packed(("weights", b"x")),
+    "a name twice": packed(("", CONTENT), ("a", b""), ("a", b"")),
+    "a name that leads out": packed(("", CONTENT), ("../../escaped", b"x")),
+    "a name from the root": packed(("", CONTENT), (FROM_ROOT, b"x")),
+    "a name that is a folder": packed(("", CONTENT), ("a/b", b""), ("a", b"x")),
+    "not ONNX": packed(("", b"\xff" * 100)),
+    "another model": packed(("", scaled_model(np.ones(9, np.float32)))),
+    "the model with another name for its own file": packed(("", CONTENT), ("model.onnx", b"x")),
+}
+
+
+def escaped(folder: Path) -> bool:
+    return any(folder.rglob("escaped")) or Path(FROM_ROOT).exists()
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("what", DAMAGED)
+async def test_a_damaged_model_is_refused_and_can_be_sent_anew(tmp_path: Path, what: str) -> None:
+    from aionn.fleet.addresses import open_address
+
+    store = ArtifactStore(open_address(tmp_path / "store", patience_s=20, make=True))
+    model = aionn.Model.from_onnx(CONTENT)
+    await store.requests.replace(model_path(model.token), DAMAGED[what])
+    (tmp_path / "work/deeper").mkdir(parents=True)
+    found = await fetch_model(store, model.token, tmp_path / "work/deeper")
+    if what.startswith("the model with"):
+        assert isinstance(found, aionn.Model)
+        return
+    assert isinstance(found, Refusal)
+    assert found.reason in (MissReason.UNREADABLE, MissReason.WRONG_BYTES, MissReason.IO_ERROR), found
+    assert not escaped(tmp_path)
+    files = await content_of(model)
+    assert files is not None
+    assert await put_model(store, model.token, files, anew=True)
+    (tmp_path / "again").mkdir()
+    assert isinstance(await fetch_model(store, model.token, tmp_path / "again"), aionn.Model)
+
+
+@pytest.mark.anyio
+async def test_a_sweep_removes_old_models_and_leaves_young_ones(tmp_path: Path) -> None:
+    from aionn.fleet.addresses import open_address
+
+    store = ArtifactStore(open_address(tmp_path / "store", patience_s=20, make=True))
+    young, old = aionn.Model.from_onnx(CONTENT), aionn.Model.from_onnx(scaled_model(np.ones(9, np.float32)))
+    for model in (young, old):
+        files = await content_of(model)
+        assert files is not None
+        await put_model(store, model.token, files)
+    path = tmp_path / "store" / model_path(old.token)
+    os.utime(path, (1e9, 1e9))
+    assert (await sweep(store, claimed_files, dry_run=True)).models == 1
+    report = await sweep(store, claimed_files)
+    assert (report.models, report.files, report.statements) == (1, 0, 0)
+    assert [one.path for one in await store.requests.listing("model")] == [model_path(young.token)]
+    os.utime(tmp_path / "store" / model_path(young.token), (1e9, 1e9))
+    files = await content_of(young)
+    assert files is not None
+    assert await put_model(store, young.token, files)  # so old that a sweep could take it before a machine has fetched it
