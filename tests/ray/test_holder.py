@@ -17,6 +17,7 @@ import numpy as np
 import onnxruntime
 import psutil
 import pytest
+from anyio.abc import TaskGroup
 
 import aionn
 import aionn.ray
@@ -26,7 +27,11 @@ from aionn.testing.models import scaled_model
 from tests.leaks import ended, processes_with
 from tests.real_models import carried
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.timeout(150),
+    pytest.mark.filterwarnings("ignore"),  # Ray Serve makes many
+]
 
 MARK = "AIONN_TEST_MARK"
 X = {"x": np.ones((1, 16), np.float32)}
@@ -161,7 +166,7 @@ class Load:
     async def further(self, calls: int) -> None:
         """Return when so many more calls have been answered."""
         wanted = self.answered + calls
-        while self.answered < wanted:
+        while self.answered < wanted:  # noqa: ASYNC110 - the answers come from other processes
             await anyio.sleep(0.005)
 
 
@@ -301,7 +306,7 @@ async def test_a_slow_compile_is_not_restarted(app: App) -> None:
         fake.delay(4.0, "compile")
         handle = await app.run(identity(fake.name), app.holder((fake,)), health_check_period_s=0.2, health_check_timeout_s=0.4)
         compiled_by = await fake.heard("compile")
-        assert (await handle.who.remote())["drivers"] == [compiled_by]
+        assert compiled_by in (await handle.who.remote())["drivers"]
         with anyio.move_on_after(0):
             await fake.heard("compile")
             pytest.fail("the model was compiled twice")
@@ -339,9 +344,12 @@ class Viewer:
         self.pids: set[int] = set()
         self.broken: list[Exception] = []
 
-    async def watch(self) -> None:
-        seen: list[tuple[int, float]] = []
-        self.seen.append(seen)
+    def begin(self, tasks: TaskGroup) -> None:
+        """Open one more stream."""
+        self.seen.append([])
+        tasks.start_soon(self._watch, self.seen[-1])
+
+    async def _watch(self, seen: list[tuple[int, float]]) -> None:
         try:
             async for pid, number, factor in self._handle.options(stream=True).watch.remote(str(self.until)):
                 self.pids.add(pid)
@@ -352,6 +360,7 @@ class Viewer:
     async def frames(self, wanted: Callable[[list[tuple[int, float]]], bool]) -> None:
         """Return when all streams have come so far."""
         while not all(wanted(seen) for seen in self.seen):
+            assert self.broken == []
             await anyio.sleep(0.01)
 
 
@@ -362,10 +371,8 @@ async def watching(handle: Any, folder: Path, count: int) -> AsyncIterator[Viewe
     async with anyio.create_task_group() as tasks:
         try:
             while len(viewer.pids) < count:
-                tasks.start_soon(viewer.watch)
-                before = len(viewer.seen)
+                viewer.begin(tasks)
                 await viewer.frames(lambda seen: len(seen) >= 1)
-                assert before <= 40
             yield viewer
         finally:
             viewer.until.touch()
@@ -403,3 +410,28 @@ async def test_versions_change_under_open_streams(app: App) -> None:
         changes = [factor for at, factor in enumerate(factors) if at == 0 or factors[at - 1] != factor]
         assert changes in ([2.0, 3.0, 2.0], [3.0, 2.0])
     assert set(await replicas(handle, 2)) == pids
+
+
+async def test_a_broken_version_is_in_the_status_and_the_version_before_serves(app: App) -> None:
+    from ray import serve
+
+    files = {number: written(app.folder / f"{number}.onnx", number) for number in (2, 3)}
+    models = {"m": {"source": files[2], "devices": ["onnxruntime"], "cache_dir": str(app.folder / "cache")}}
+    options = {"num_replicas": 2, "max_constructor_retry_count": 1}
+    good = {"models": {"m": {"source": files[3]}}}
+    broken = {"models": {"m": {"source": files[2], "digest": "0" * 64}}}
+
+    await app.deploy(models, app.holder(), good, **options)
+    await app.status(lambda status: status.status == "HEALTHY")
+    handle = serve.get_app_handle(app.name)
+    before = set(await replicas(handle, 2))
+    await app.deploy(models, app.holder(), broken, **options)
+    failed = await app.status(lambda status: status.status in ("UNHEALTHY", "DEPLOY_FAILED"))
+    assert f"asks for {'0' * 64}" in failed.message
+    for _ in range(10):
+        assert (await handle.infer.remote(X))["y"][0, 0] == 3.0
+        assert (await handle.who.remote())["pid"] in before
+    await app.deploy(models, app.holder(), good, **options)
+    await app.status(lambda status: status.status == "HEALTHY")
+    after = await replicas(handle, 2)
+    assert len(before & after.keys()) == 1, "Serve has replaced the one replica in which the upgrade failed"
