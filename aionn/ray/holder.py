@@ -63,7 +63,7 @@ class _Held:
 class Holder:
     """The base of a Ray Serve deployment whose replicas hold models in an `aionn.Runtime`. Methods of a subclass are the app's.
 
-    Serve awaits the constructor, which returns when all required models serve. A subclass with a constructor of its own makes it
+    Serve awaits the constructor, which returns when all required models serve. A constructor of a subclass is
     `async def __init__`, and begins with `await super().__init__()`.
 
     Args:
