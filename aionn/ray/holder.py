@@ -23,11 +23,13 @@ import anyio
 
 import aionn
 from aionn.errors import AionnError, CallerError, again
+from aionn.hal.model import Model
 from aionn.ray.models import ModelSpec, checked_specs, open_model, upgraded_specs
+from aionn.ray.needed import needed_ray
 from aionn.runtime.executing.retrying import compute_stateless
 from aionn.tasks import checked_count, deadline_of, ending_by, ungrouped
 
-__all__ = ["GRACEFUL_SHUTDOWN_S", "Holder", "required_ray"]
+__all__ = ["GRACEFUL_SHUTDOWN_S", "Holder"]
 
 logger = logging.getLogger("aionn.ray")
 
@@ -88,7 +90,7 @@ class Holder:
 
     models: ClassVar[Mapping[str, Any]] = {}
 
-    async def __init__(
+    async def __init__(  # type: ignore[misc]  # Serve awaits a constructor
         self,
         models: Mapping[str, Any] | None = None,
         *,
@@ -331,19 +333,18 @@ class Holder:
             logger.error("the replica keeps the models that it had, because an upgrade failed: %s: %s", type(error).__name__, error)
 
     async def _swap_all(self, specs: Mapping[str, ModelSpec]) -> None:
-        done: list[tuple[_Held, ModelSpec, aionn.Model]] = []
+        done: list[tuple[_Held, ModelSpec, str, Model]] = []
         try:
             for name, spec in specs.items():
                 held = self._held[name]
                 compilation = await self._compilation(held)
-                before = held.spec, compilation.model
+                before = held.spec, held.digest, compilation.model
                 if await self._swap(held, compilation, spec):
                     done.append((held, *before))
         except BaseException:
-            for held, old, model in reversed(done):
-                assert held.compilation is not None
-                await self.runtime.swap(held.compilation, model)
-                held.spec, held.digest = old, (await model.digest()).hex()
+            for held, old, digest, model in reversed(done):
+                await self.runtime.swap(await self._compilation(held), model)
+                held.spec, held.digest = old, digest
             raise
 
     async def _swap(self, held: _Held, compilation: aionn.Compilation, spec: ModelSpec) -> bool:
@@ -359,23 +360,9 @@ class Holder:
         return True
 
 
-def required_ray() -> Any:
-    """Return the package Ray.
-
-    Raises:
-        ImportError: it is not installed.
-    """
-    try:
-        import ray
-        import ray.serve
-    except ImportError as error:
-        raise ImportError("aionn.ray needs Ray, which is not installed; run pip install 'aionn[ray]'") from error
-    return ray
-
-
 def _assigned_threads() -> int:
     """Return how many engine threads a replica may have: the whole CPUs that Ray has assigned to it, at least 1."""
-    assigned = required_ray().get_runtime_context().get_assigned_resources()
+    assigned = needed_ray().get_runtime_context().get_assigned_resources()
     return max(1, int(assigned.get("CPU", 0)))
 
 

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from aionn.errors import CallerError
-from aionn.ray.holder import GRACEFUL_SHUTDOWN_S, Holder, required_ray
+from aionn.ray.holder import GRACEFUL_SHUTDOWN_S, Holder
 from aionn.ray.models import checked_specs
+from aionn.ray.needed import needed_ray
 from aionn.tasks import checked_count
 
 __all__ = ["deployment", "serve_options"]
@@ -76,11 +77,14 @@ def deployment(models: Mapping[str, Any], *, holder: Mapping[str, Any] | None = 
         >>> handle = serve.run(voice.bind())
         >>> outputs = await handle.infer.remote({"x": x})
     """
+    needed_ray()
+    from ray import serve
+
     specs = checked_specs(models)
     arguments = dict(holder or {})
 
     class Models(Holder):
-        async def __init__(self) -> None:
+        async def __init__(self) -> None:  # type: ignore[misc]  # as in `Holder`
             await super().__init__(specs, **arguments)
 
-    return required_ray().serve.deployment(**{"name": "Models", **serve_options(**options)})(Models)
+    return serve.deployment(**{"name": "Models", **serve_options(**options)})(Models)

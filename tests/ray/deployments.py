@@ -22,9 +22,11 @@ FPS = 30.0
 class Watched(aionn.ray.Holder):
     """A holder that says who it is, and that has a camera."""
 
-    async def __init__(self, models: Mapping[str, Any], hang_after_s: float | None = None, **arguments: Any) -> None:
+    async def __init__(  # type: ignore[misc]  # Serve awaits a constructor
+        self, models: Mapping[str, Any], hang_after_s: float | None = None, **arguments: Any
+    ) -> None:
         if hang_after_s is not None:
-            process.DEFAULT_HANG_S = hang_after_s  # with hang_s=None: when a hang is logged, and health sees it
+            process.DEFAULT_HANG_S = hang_after_s  # type: ignore[attr-defined]  # with hang_s=None: when a hang is logged, and health sees it
         await super().__init__(models, **arguments)
         self._built_in = threading.get_native_id()
         self._first_drivers = await self._drivers()

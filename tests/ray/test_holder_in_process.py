@@ -395,4 +395,4 @@ def test_the_names_need_no_ray_until_it_is_used(tmp_path: Path) -> None:
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
-    assert ran.stderr.splitlines()[-1] == "ImportError: aionn.ray needs Ray, which is not installed; run pip install 'aionn[ray]'"
+    assert ran.stderr.splitlines()[-1] == "ImportError: aionn.ray needs Ray; install it with: pip install 'aionn[ray]'"
