@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -89,6 +89,7 @@ class Holder:
     """
 
     models: ClassVar[Mapping[str, Any]] = {}
+    _closed = True  # until there is a runtime
 
     async def __init__(  # type: ignore[misc]  # Serve awaits a constructor
         self,
@@ -111,21 +112,20 @@ class Holder:
         if "threads" not in given:
             given["threads"] = _assigned_threads()
         self._runtime = aionn.Runtime(**given)
+        self._closed = False
         try:
             await self._runtime.open()
             await self._start()
         except BaseException:
-            await self._close()
+            await self.aclose()
             raise
 
-    async def __del__(self) -> None:
-        """Close the runtime. Serve awaits this before it stops the replica's process."""
-        await self._close()
-
-    async def _close(self) -> None:
+    async def aclose(self) -> None:
+        """Close the runtime. Serve does so by `__del__`, which it awaits before it stops the replica's process."""
         runtime = getattr(self, "_runtime", None)  # a subclass may have failed before this constructor
         if runtime is None:
             return
+        self._closed = True
         for held in self._held.values():
             if held.compiling is not None:
                 held.compiling.cancel()
@@ -134,6 +134,11 @@ class Holder:
             await runtime.aclose()
         if limit.cancelled_caught:
             logger.warning("the replica did not close its runtime within %g s; its drivers end with its process", _CLOSE_S)
+
+    @property
+    def closed(self) -> bool:
+        """Whether there is nothing to close."""
+        return self._closed
 
     # --- starting ----------------------------------------------------------------------------------------------------------
 
@@ -358,6 +363,30 @@ class Holder:
         logger.info("model %r: %s serves in place of %s, after %.1f s", held.name, digest, held.digest, time.monotonic() - began)
         held.spec, held.digest = spec, digest
         return True
+
+
+class _Destructor:
+    """`Holder.__del__`, which is `aclose` while the holder is open.
+
+    Python calls `__del__`, too, when the object goes. That call awaits nothing, and of a coroutine it would warn.
+    """
+
+    def __get__(self, holder: Holder | None, owner: type[Holder]) -> Callable[..., Awaitable[None]]:
+        if holder is None:
+            return owner.aclose
+        return _nothing if holder.closed else holder.aclose
+
+
+class _Nothing:
+    def __await__(self) -> Generator[None, None, None]:
+        yield from ()
+
+
+def _nothing() -> _Nothing:
+    return _Nothing()
+
+
+Holder.__del__ = _Destructor()  # type: ignore[attr-defined]
 
 
 def _assigned_threads() -> int:

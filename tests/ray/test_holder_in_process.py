@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import inspect
 import logging
 import os
 import signal
@@ -28,11 +30,7 @@ from aionn.testing.models import scaled_model
 from tests.leaks import driver_pids, ended, leaves_nothing
 from tests.real_models import carried
 
-pytestmark = [
-    pytest.mark.anyio,
-    # Serve awaits `__del__`, and so do these tests. Then Python calls it again for the object that goes.
-    pytest.mark.filterwarnings("ignore:coroutine 'Holder.__del__' was never awaited:RuntimeWarning"),
-]
+pytestmark = pytest.mark.anyio
 
 X = {"x": np.ones((1, 16), np.float32)}
 
@@ -88,6 +86,22 @@ async def test_contents_of_a_model_may_travel_with_the_deployment(tmp_path: Path
     content = scaled_model(np.full((1, 16), 2, np.float32))
     async with held(tmp_path, {"m": aionn.ray.ModelSpec(content, devices=("reference",))}) as holder:
         assert (await holder.infer(X))["y"].tolist() == [[2.0] * 16]
+
+
+async def test_a_destructor_may_be_awaited_twice_and_a_subclass_may_have_one(tmp_path: Path) -> None:
+    class Careful(aionn.ray.Holder):
+        async def __del__(self) -> None:
+            await super().__del__()  # type: ignore[misc]
+
+    made = Careful.__new__(Careful)
+    await made.__init__({"m": spec(written(tmp_path / "m.onnx", 2), tmp_path)}, runtime={"threads": 1, "state_dir": tmp_path / "state"})  # type: ignore[misc]
+    assert inspect.iscoroutinefunction(aionn.ray.Holder.__del__), "`serve.ingress` awaits it then"  # type: ignore[attr-defined]
+    await made.__del__()
+    assert made.closed
+    await made.__del__()
+    del Careful.__del__  # Python calls the one of `Holder` when the object goes
+    del made
+    gc.collect()
 
 
 async def test_a_file_with_another_digest_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
@@ -234,6 +248,7 @@ async def test_lost_state_is_an_error_and_a_kept_state_is_not(tmp_path: Path) ->
                 assert await ended(pid, 10)
             with pytest.raises(aionn.DeviceMemoryLostError):
                 await holder.infer({**frames[0], "state": memory})
+            assert (await holder.describe())["vad"]["retried"] == 0
 
 
 async def test_a_hung_driver_makes_the_replica_unhealthy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +278,9 @@ def config(**sources: tuple[str, str | None]) -> dict[str, Any]:
 async def test_a_new_version_takes_over(tmp_path: Path) -> None:
     one, two = written(tmp_path / "1.onnx", 2), written(tmp_path / "2.onnx", 3)
     digests = {path: await digest_of(path) for path in (one, two)}
-    async with held(tmp_path, {"m": spec(one, tmp_path)}) as holder:
+    async with held(tmp_path, {"m": spec(one, tmp_path, digest=digests[one])}) as holder:
+        await holder.reconfigure(config(m=(two, None)))  # a new source without a digest: any contents
+        assert (await holder.infer(X))["y"][0, 0] == 3.0
         for path, factor in ((two, 3.0), (two, 3.0), (one, 2.0)):
             await holder.reconfigure(config(m=(path, digests[path])))
             assert (await holder.infer(X))["y"][0, 0] == factor
