@@ -6,6 +6,7 @@ asked for, and Ray when it is first needed.
     holder      `Holder`: the base of a Serve deployment whose replicas hold models
     serving     `deployment`, a ready deployment, and `serve_options`, the options of Serve that suit it
     models      `ModelSpec`: which model, with which digest, compiled in which way
+    destructor  what Serve awaits at the end of a replica
     needed      imports Ray, or says how to install it
 """
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Generator, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -24,6 +24,7 @@ import anyio
 import aionn
 from aionn.errors import AionnError, CallerError, again
 from aionn.hal.model import Model
+from aionn.ray.destructor import Destructor
 from aionn.ray.models import ModelSpec, checked_specs, open_model, upgraded_specs
 from aionn.ray.needed import needed_ray
 from aionn.runtime.executing.retrying import compute_stateless
@@ -365,28 +366,7 @@ class Holder:
         return True
 
 
-class _Destructor:
-    """`Holder.__del__`, which is `aclose` while the holder is open.
-
-    Python calls `__del__`, too, when the object goes. That call awaits nothing, and of a coroutine it would warn.
-    """
-
-    def __get__(self, holder: Holder | None, owner: type[Holder]) -> Callable[..., Awaitable[None]]:
-        if holder is None:
-            return owner.aclose
-        return _nothing if holder.closed else holder.aclose
-
-
-class _Nothing:
-    def __await__(self) -> Generator[None, None, None]:
-        yield from ()
-
-
-def _nothing() -> _Nothing:
-    return _Nothing()
-
-
-Holder.__del__ = _Destructor()  # type: ignore[attr-defined]
+Holder.__del__ = Destructor()  # type: ignore[attr-defined]
 
 
 def _assigned_threads() -> int:

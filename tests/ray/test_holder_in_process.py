@@ -43,9 +43,13 @@ def anyio_backend() -> Any:
 @asynccontextmanager
 async def held(tmp_path: Path, models: dict[str, Any], runtime: dict[str, Any] | None = None, **arguments: Any) -> AsyncIterator[Any]:
     """Do as Serve does: make the object, await its constructor, and its destructor at the end."""
-    made = aionn.ray.Holder.__new__(aionn.ray.Holder)
+    made: Any = aionn.ray.Holder.__new__(aionn.ray.Holder)
     try:
-        await made.__init__(models, runtime={"threads": 1, "state_dir": tmp_path / "state", **(runtime or {})}, **arguments)  # type: ignore[misc]
+        try:
+            await made.__init__(models, runtime={"threads": 1, "state_dir": tmp_path / "state", **(runtime or {})}, **arguments)
+        except BaseException:
+            assert made.closed, "a constructor that fails leaves nothing open"
+            raise
         yield made
     finally:
         await made.__del__()
