@@ -49,3 +49,15 @@ def ray_cluster(ray_address: str) -> Iterator[str]:
         yield ray_address
     finally:
         ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def ray_serve(ray_cluster: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The address of the cluster, in which Ray Serve runs without a proxy. It ends with the cluster, because test processes share it."""
+    from filelock import FileLock
+    from ray import serve
+
+    base = tmp_path_factory.getbasetemp()
+    with FileLock((base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "serve-lock"):
+        serve.start(proxy_location="Disabled")
+    return ray_cluster

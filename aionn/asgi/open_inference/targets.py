@@ -9,9 +9,8 @@ Invariant
 
 from __future__ import annotations
 
-import time
 import weakref
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,9 +24,10 @@ from aionn.asgi.open_inference.refusals import Refusal
 from aionn.asgi.requests import RETRY_AFTER_S
 from aionn.asgi.requests import models as models_of
 from aionn.asgi.served import Models
-from aionn.errors import CallerError, DeadlineError, DeviceMemoryLostError, DriverDiedError
+from aionn.errors import CallerError
 from aionn.hal.model import Model
 from aionn.memo import Memo
+from aionn.runtime.executing.retrying import compute_stateless
 
 __all__ = ["Counts", "Target", "Targets", "checked_targets"]
 
@@ -84,21 +84,13 @@ class Target:
         Args:
             deadline_ns: when the client does not want the answer any more, in CLOCK_MONOTONIC.
         """
-        call: Callable[..., Awaitable[aionn.Outputs]] = self.compilation.compute if self.burst is None else self.burst.compute
-        left = self.retries
-        while True:
-            timeout_s = None if deadline_ns is None else (deadline_ns - time.monotonic_ns()) / 1e9
-            if timeout_s is not None and timeout_s <= 0:
-                raise DeadlineError("the request took longer than its parameter timeout allows")
-            try:
-                return await call(inputs, measure_timing=timing, timeout_s=timeout_s)
-            except DeviceMemoryLostError:
-                raise  # the app's own compilation holds state, which a second call would not find
-            except DriverDiedError:
-                if not left:
-                    raise
-                left -= 1
-                self.counts.retried += 1
+        call = self.compilation.compute if self.burst is None else self.burst.compute
+        return await compute_stateless(
+            call, inputs, retries=self.retries, on_retry=self._count_retry, measure_timing=timing, deadline_ns=deadline_ns
+        )
+
+    def _count_retry(self) -> None:
+        self.counts.retried += 1
 
     def statistics(self) -> dict[str, Any]:
         """Return what has been counted, in the form of Triton's statistics extension.

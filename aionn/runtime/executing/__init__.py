@@ -1,6 +1,7 @@
 """One execution: where its arguments lie, how it is sent, what it holds until the driver has answered.
 
 attempt         `Attempt`: one general execution, from its arguments to its outputs
+retrying        calls without state, made again after their driver has died
 values          executions with strings, sequences, maps and optionals
 event           `Event`: a started execution and its fence, as an app uses it
 fenced_plan     a started execution of a plan: its steps wait for each other in their drivers

@@ -1,0 +1,36 @@
+"""The destructor of a holder: Serve awaits it, and Python calls it when the object goes."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Generator
+from typing import Protocol
+
+__all__ = ["Destructor"]
+
+
+class _Closable(Protocol):
+    @property
+    def closed(self) -> bool: ...
+
+    async def aclose(self) -> None: ...
+
+
+class Destructor:
+    """`Holder.__del__`, which is `aclose` while the holder is open.
+
+    Python's call awaits nothing, and of a coroutine it would warn. So a closed holder has a destructor that makes no coroutine.
+    """
+
+    def __get__(self, holder: _Closable | None, owner: type[_Closable]) -> Callable[..., Awaitable[None]]:
+        if holder is None:
+            return owner.aclose
+        return _nothing if holder.closed else holder.aclose
+
+
+class _Nothing:
+    def __await__(self) -> Generator[None, None, None]:
+        yield from ()
+
+
+def _nothing() -> _Nothing:
+    return _Nothing()

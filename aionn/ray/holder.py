@@ -1,0 +1,393 @@
+"""`Holder`: the base of a Serve deployment whose replicas hold models.
+
+A replica enters a runtime when Serve constructs it, and closes the runtime when Serve stops it. The runtime's drivers end with the thread
+that has started them. Serve constructs a replica and runs its calls in one thread, which lives as long as the replica's process.
+
+Invariants
+    `_held` has each model of the deployment from the constructor on.
+    One `reconfigure` at a time changes what serves.
+    A background compile is a task in `_held`, and ends with the replica.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import anyio
+
+import aionn
+from aionn.errors import AionnError, CallerError, again
+from aionn.hal.model import Model
+from aionn.ray.destructor import Destructor
+from aionn.ray.models import ModelSpec, checked_specs, open_model, upgraded_specs
+from aionn.ray.needed import needed_ray
+from aionn.runtime.executing.retrying import compute_stateless
+from aionn.tasks import checked_count, deadline_of, ending_by, ungrouped
+
+__all__ = ["GRACEFUL_SHUTDOWN_S", "Holder"]
+
+logger = logging.getLogger("aionn.ray")
+
+GRACEFUL_SHUTDOWN_S = 20.0
+"""Serve kills a replica that has not stopped by then (`graceful_shutdown_timeout_s`)."""
+
+_CLOSE_S = GRACEFUL_SHUTDOWN_S - 2.0
+_PROGRESS_S = 10.0
+
+Inputs = Mapping[str, Any]
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """A model of a replica.
+
+    Attributes:
+        compilation, burst: what serves. `burst` stays None for a model whose values no burst takes.
+        digest: of the model that serves, as hexadecimal digits.
+        compiling: the task that compiles it, also when that is over.
+        retried: how many calls were made again, because their driver had died.
+    """
+
+    name: str
+    spec: ModelSpec
+    compilation: aionn.Compilation | None = None
+    burst: aionn.Burst | None = None
+    digest: str = ""
+    compiling: asyncio.Task[None] | None = None
+    retried: int = 0
+
+
+class Holder:
+    """The base of a Ray Serve deployment whose replicas hold models in an `aionn.Runtime`. Methods of a subclass are the app's.
+
+    Serve awaits the constructor, which returns when all required models serve. A constructor of a subclass is
+    `async def __init__`, and begins with `await super().__init__()`.
+
+    Args:
+        models: by name. None: the class attribute `models`.
+        retry_stateless: how often a call without state is made again whose driver has died.
+        runtime: arguments of `aionn.Runtime`, by name. `threads` is the number of CPUs that Ray has assigned to the replica, at least 1,
+            unless it is given here.
+        failed_upgrade: what a replica does in which `reconfigure` has failed. Its model before serves in either case. "raise": the error
+            goes to Serve, which shows it in the deployment's status, stops this replica, and ends the update. "keep": the replica logs the
+            error and stays, and Serve does not learn of it. A replica that has just started raises in either case.
+
+    Raises:
+        ImportError: Ray is not installed.
+        CallerError: an argument is wrong, or a model's digest is not that of its specification.
+        AionnError: as `aionn.Runtime.compile`, for a required model.
+
+    Examples:
+        >>> @serve.deployment(**aionn.ray.serve_options())
+        ... class Voice(aionn.ray.Holder):
+        ...     models = {"vad": aionn.ray.ModelSpec("/models/vad.onnx")}
+    """
+
+    models: ClassVar[Mapping[str, Any]] = {}
+    _closed = True  # until there is a runtime
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits a constructor
+        self,
+        models: Mapping[str, Any] | None = None,
+        *,
+        retry_stateless: int = 1,
+        runtime: Mapping[str, Any] | None = None,
+        failed_upgrade: Literal["raise", "keep"] = "raise",
+    ) -> None:
+        self._runtime: aionn.Runtime | None = None
+        specs = checked_specs(type(self).models if models is None else models)
+        self._retries = checked_count("Holder: retry_stateless", retry_stateless, 0)
+        if failed_upgrade not in ("raise", "keep"):
+            raise CallerError(f"Holder: failed_upgrade={failed_upgrade!r}; give 'raise' or 'keep'")
+        self._keeps = failed_upgrade == "keep"
+        self._checked = False  # Serve checks the health of a replica once it has started
+        self._upgrading = asyncio.Lock()
+        self._held = {name: _Held(name, spec) for name, spec in specs.items()}
+        given = dict(runtime or {})
+        if "threads" not in given:
+            given["threads"] = _assigned_threads()
+        self._runtime = aionn.Runtime(**given)
+        self._closed = False
+        try:
+            await self._runtime.open()
+            await self._start()
+        except BaseException:
+            await self.aclose()
+            raise
+
+    async def aclose(self) -> None:
+        """Close the runtime. Serve does so by `__del__`, which it awaits before it stops the replica's process."""
+        runtime = getattr(self, "_runtime", None)  # a subclass may have failed before this constructor
+        if runtime is None:
+            return
+        self._closed = True
+        for held in self._held.values():
+            if held.compiling is not None:
+                held.compiling.cancel()
+            held.compilation = held.burst = None  # they keep the model's file open
+        with anyio.move_on_after(_CLOSE_S, shield=True) as limit:
+            await runtime.aclose()
+        if limit.cancelled_caught:
+            logger.warning("the replica did not close its runtime within %g s; its drivers end with its process", _CLOSE_S)
+
+    @property
+    def closed(self) -> bool:
+        """Whether there is nothing to close."""
+        return self._closed
+
+    # --- starting ----------------------------------------------------------------------------------------------------------
+
+    async def _start(self) -> None:
+        """Return when all required models serve. The others are compiled in the background."""
+        required = [held for held in self._held.values() if held.spec.required]
+        with ungrouped():
+            async with anyio.create_task_group() as logging_tasks:
+                logging_tasks.start_soon(self._log_progress)
+                with ungrouped():
+                    async with anyio.create_task_group() as tasks:
+                        for held in required:
+                            tasks.start_soon(self._compile, held)
+                logging_tasks.cancel_scope.cancel()
+        for held in self._held.values():
+            if not held.spec.required:
+                self._compile_aside(held)
+
+    async def _log_progress(self) -> None:
+        began = time.monotonic()
+        while True:
+            await anyio.sleep(_PROGRESS_S)
+            logger.info("the replica has been starting for %.0f s: %s", time.monotonic() - began, self.runtime.health())
+
+    async def _compile(self, held: _Held) -> None:
+        spec = held.spec
+        model = await open_model(held.name, spec)
+        compilation = await self.runtime.compile(model, name=held.name, **spec.compile_options)
+        if spec.warm_up:
+            try:
+                await compilation.warm_up(spec.warm_up)
+            except CallerError as error:
+                logger.warning("model %r is not warmed up, because inputs for it cannot be made up: %s", held.name, error)
+        operands = (*compilation.model.inputs.values(), *compilation.model.outputs.values())
+        if all(operand.in_frames for operand in operands):
+            held.burst = await compilation.burst(name=held.name).__aenter__()  # the runtime closes it
+        held.digest = (await model.digest()).hex()
+        held.compilation = compilation
+
+    def _compile_aside(self, held: _Held) -> asyncio.Task[None]:
+        """Have a model compiled in the background. Calls that need the model wait for the task."""
+        held.compiling = asyncio.create_task(self._compile(held), name=f"compile {held.name}")
+        held.compiling.add_done_callback(partial(_log_failure, held.name))
+        return held.compiling
+
+    # --- what serves -------------------------------------------------------------------------------------------------------
+
+    @property
+    def runtime(self) -> aionn.Runtime:
+        """The replica's runtime, which is open."""
+        assert self._runtime is not None
+        return self._runtime
+
+    async def compilation(self, model: str | None = None) -> aionn.Compilation:
+        """Return the compilation of a model. Wait for it if it is still being compiled.
+
+        Args:
+            model: its name. None: the only model of the deployment.
+
+        Raises:
+            CallerError: the deployment has no such model, or has several and none is named.
+            AionnError: the model could not be compiled. The next call tries again.
+        """
+        return await self._compilation(self._named(model))
+
+    async def infer(self, inputs: Inputs, model: str | None = None, *, timeout_s: float | None = None) -> dict[str, Any]:
+        """Run a model once: `await handle.infer.remote({"x": x})`. A call whose driver has died is made again, as `retry_stateless` says.
+
+        Args:
+            inputs: as for `aionn.Burst.compute`.
+            model: as for `compilation`.
+            timeout_s: seconds after which the call ends with `DeadlineError`, also while it waits for a model.
+
+        Returns:
+            One array per output, by name, as `aionn.Burst.compute` returns them.
+
+        Raises:
+            AionnError: as `aionn.Burst.compute`. Serve hands it on to the caller, where `except aionn.CallerError` catches it.
+        """
+        held = self._named(model)
+        deadline_ns = deadline_of(timeout_s)
+        if held.compilation is None:
+            with ending_by(deadline_ns, f"model {held.name!r} was not compiled"):
+                await self._compilation(held)
+        assert held.compilation is not None
+        call = held.compilation.compute if held.burst is None else held.burst.compute
+        outputs = await compute_stateless(
+            call, inputs, retries=self._retries, on_retry=partial(_count_retry, held), deadline_ns=deadline_ns
+        )
+        return dict(outputs)
+
+    async def stream(
+        self,
+        frames: Iterable[Inputs] | AsyncIterable[Inputs],
+        model: str | None = None,
+        *,
+        states: Mapping[str, str] | None = None,
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """Run a model on each frame of a stream, in order, over a burst of the stream: `handle.options(stream=True).stream.remote(frames)`.
+
+        Args:
+            frames: inputs for `aionn.Burst.compute`, one dict each. A caller in another process gives a list. A method of the replica
+                gives what it receives, from a WebSocket for example.
+            model: as for `compilation`.
+            states: for a model with state, the output that follows each state, as in `{"state": "stateN"}`. The state stays in the driver
+                and survives the driver's death (`aionn.Compilation.recurrent`). None: each frame is a call without state, as with `infer`.
+
+        Yields:
+            One array per output, by name.
+
+        Raises:
+            AionnError: as `aionn.Burst.compute`. The stream is over then.
+        """
+        held = self._named(model)
+        compilation = await self._compilation(held)
+        if states is not None:
+            async with compilation.recurrent(states, name=held.name) as kept:
+                async for frame in _each(frames):
+                    yield dict(await kept.compute(frame))
+            return
+        async with compilation.burst(name=held.name) as burst:
+            count = partial(_count_retry, held)
+            async for frame in _each(frames):
+                yield dict(await compute_stateless(burst.compute, frame, retries=self._retries, on_retry=count))
+
+    async def describe(self) -> dict[str, dict[str, Any]]:
+        """Return what the replica serves, by the name of the model.
+
+        Each model has its `digest`, its `device` and `retried`, the number of calls that were made again after a driver's death. The digest
+        is empty until the model serves.
+        """
+        return {
+            held.name: {
+                "digest": held.digest,
+                "device": "" if held.compilation is None else held.compilation.device,
+                "retried": held.retried,
+            }
+            for held in self._held.values()
+        }
+
+    def _named(self, model: str | None) -> _Held:
+        if model is None and len(self._held) == 1:
+            return next(iter(self._held.values()))
+        held = None if model is None else self._held.get(model)
+        if held is None:
+            asked = "name one of its models" if model is None else f"this deployment has no model {model!r}"
+            raise CallerError(f"{asked}; they are {', '.join(map(repr, self._held))}")
+        return held
+
+    async def _compilation(self, held: _Held) -> aionn.Compilation:
+        if held.compilation is None:
+            task = held.compiling
+            if task is None or task.done():
+                task = self._compile_aside(held)
+            try:
+                await asyncio.shield(task)
+            except AionnError as error:
+                raise again(error) from None
+        assert held.compilation is not None
+        return held.compilation
+
+    # --- what Serve calls --------------------------------------------------------------------------------------------------
+
+    async def check_health(self) -> None:
+        """Return if the replica can do its work, or will do so without a restart. Serve calls this, and replaces a replica that raises.
+
+        A replica that compiles, or whose driver has died, is healthy. See `aionn.Runtime.health`.
+
+        Raises:
+            RuntimeError: a driver is hung, the event loop stands still, or the runtime is closed.
+        """
+        health = self.runtime.health()
+        if not health.live:
+            raise RuntimeError(str(health))
+        self._checked = True
+
+    async def reconfigure(self, user_config: Any) -> None:
+        """Swap other models in, in place, between two executions. Serve calls this with the deployment's `user_config`.
+
+        Open streams go on, and no frame is lost. Either all models of the config serve afterwards, or the ones before.
+
+        Args:
+            user_config: `{"models": {"vad": {"source": "/models/vad-2.onnx", "digest": "3f..."}}}`. A model that is not named stays.
+
+        Raises:
+            CallerError: the config has another form, a digest is not that of its file, or a model has other inputs or outputs than the one
+                before. A model with other inputs or outputs needs a rolling update of Serve.
+            CompilationError, DeadlineError, DriverDiedError, DriverHungError: as `aionn.Runtime.swap`.
+        """
+        try:
+            specs = upgraded_specs(user_config, {name: held.spec for name, held in self._held.items()})
+            async with self._upgrading:
+                await self._swap_all(specs)
+        except Exception as error:
+            if not self._keeps or not self._checked:
+                raise
+            logger.error("the replica keeps the models that it had, because an upgrade failed: %s: %s", type(error).__name__, error)
+
+    async def _swap_all(self, specs: Mapping[str, ModelSpec]) -> None:
+        done: list[tuple[_Held, ModelSpec, str, Model]] = []
+        try:
+            for name, spec in specs.items():
+                held = self._held[name]
+                compilation = await self._compilation(held)
+                before = held.spec, held.digest, compilation.model
+                if await self._swap(held, compilation, spec):
+                    done.append((held, *before))
+        except BaseException:
+            for held, old, digest, model in reversed(done):
+                await self.runtime.swap(await self._compilation(held), model)
+                held.spec, held.digest = old, digest
+            raise
+
+    async def _swap(self, held: _Held, compilation: aionn.Compilation, spec: ModelSpec) -> bool:
+        """Swap a model in. Returns False if it serves already."""
+        model = await open_model(held.name, spec)
+        digest = (await model.digest()).hex()
+        if digest == held.digest:
+            return False
+        began = time.monotonic()
+        await self.runtime.swap(compilation, model)
+        logger.info("model %r: %s serves in place of %s, after %.1f s", held.name, digest, held.digest, time.monotonic() - began)
+        held.spec, held.digest = spec, digest
+        return True
+
+
+Holder.__del__ = Destructor()  # type: ignore[attr-defined]
+
+
+def _assigned_threads() -> int:
+    """Return how many engine threads a replica may have: the whole CPUs that Ray has assigned to it, at least 1."""
+    assigned = needed_ray().get_runtime_context().get_assigned_resources()
+    return max(1, int(assigned.get("CPU", 0)))
+
+
+def _count_retry(held: _Held) -> None:
+    held.retried += 1
+
+
+def _log_failure(name: str, task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("model %r was not compiled: %s: %s", name, type(error).__name__, error)
+
+
+async def _each(frames: Iterable[Inputs] | AsyncIterable[Inputs]) -> AsyncIterator[Inputs]:
+    if isinstance(frames, AsyncIterable):
+        async for frame in frames:
+            yield frame
+    else:
+        for frame in frames:
+            yield frame

@@ -1,0 +1,419 @@
+"""`aionn.ray.Holder` without Serve: what a replica does at its start, at an upgrade and at its end."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import numpy as np
+import onnx
+import pytest
+
+import aionn
+import aionn.ray
+from aionn.ray import holder as holder_module
+from aionn.runtime.processes import process
+from aionn.testing import FakeDevice, identity_model
+from aionn.testing.fake_engine import SecondFakeEngine
+from aionn.testing.models import scaled_model
+from tests.leaks import driver_pids, ended, leaves_nothing
+from tests.real_models import carried
+
+pytestmark = pytest.mark.anyio
+
+X = {"x": np.ones((1, 16), np.float32)}
+
+
+@pytest.fixture
+def anyio_backend() -> Any:
+    return ("asyncio", {"use_uvloop": True})
+
+
+@asynccontextmanager
+async def held(tmp_path: Path, models: dict[str, Any], runtime: dict[str, Any] | None = None, **arguments: Any) -> AsyncIterator[Any]:
+    """Do as Serve does: make the object, await its constructor, and its destructor at the end."""
+    made: Any = aionn.ray.Holder.__new__(aionn.ray.Holder)
+    try:
+        try:
+            await made.__init__(models, runtime={"threads": 1, "state_dir": tmp_path / "state", **(runtime or {})}, **arguments)
+        except BaseException:
+            assert made.closed, "a constructor that fails leaves nothing open"
+            raise
+        yield made
+    finally:
+        await made.__del__()
+        assert driver_pids() == []
+
+
+def written(path: Path, factor: float, columns: int = 16) -> str:
+    path.write_bytes(scaled_model(np.full((1, columns), factor, np.float32)))
+    return str(path)
+
+
+async def digest_of(path: str) -> str:
+    return (await (await aionn.Model.load(path)).digest()).hex()
+
+
+def spec(path: str, tmp_path: Path, device: str = "reference", **others: Any) -> aionn.ray.ModelSpec:
+    return aionn.ray.ModelSpec(path, devices=(device,), cache_dir=tmp_path / "cache", **others)
+
+
+# --- the start ---------------------------------------------------------------------------------------------------------
+
+
+@leaves_nothing
+async def test_a_replica_answers_after_its_constructor(tmp_path: Path) -> None:
+    path = written(tmp_path / "m.onnx", 2)
+    async with held(tmp_path, {"m": spec(path, tmp_path, digest=await digest_of(path))}) as holder:
+        await holder.check_health()
+        assert (await holder.infer(X))["y"].tolist() == [[2.0] * 16]
+        assert (await holder.infer(X, "m", timeout_s=30))["y"].tolist() == [[2.0] * 16]
+        assert await holder.describe() == {"m": {"digest": await digest_of(path), "device": "reference", "retried": 0}}
+        with pytest.raises(aionn.CallerError, match="has no model 'other'"):
+            await holder.infer(X, "other")
+    with pytest.raises(RuntimeError, match="closed"):
+        await holder.check_health()
+
+
+async def test_contents_of_a_model_may_travel_with_the_deployment(tmp_path: Path) -> None:
+    content = scaled_model(np.full((1, 16), 2, np.float32))
+    async with held(tmp_path, {"m": aionn.ray.ModelSpec(content, devices=("reference",))}) as holder:
+        assert (await holder.infer(X))["y"].tolist() == [[2.0] * 16]
+
+
+async def test_a_destructor_may_be_awaited_twice_and_a_subclass_may_have_one(tmp_path: Path) -> None:
+    class Careful(aionn.ray.Holder):
+        async def __del__(self) -> None:
+            await super().__del__()  # type: ignore[misc]
+
+    made = Careful.__new__(Careful)
+    await made.__init__({"m": spec(written(tmp_path / "m.onnx", 2), tmp_path)}, runtime={"threads": 1, "state_dir": tmp_path / "state"})  # type: ignore[misc]
+    assert inspect.iscoroutinefunction(aionn.ray.Holder.__del__), "`serve.ingress` awaits it then"  # type: ignore[attr-defined]
+    await made.__del__()
+    assert made.closed
+    await made.__del__()
+    del Careful.__del__  # Python calls the one of `Holder` when the object goes
+    del made
+    gc.collect()
+
+
+async def test_a_file_with_another_digest_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
+    path = written(tmp_path / "m.onnx", 2)
+    digest = await digest_of(path)
+    written(tmp_path / "m.onnx", 3)
+    with pytest.raises(aionn.CallerError, match=f"asks for {digest}"):
+        async with held(tmp_path, {"m": spec(path, tmp_path, digest=digest)}):
+            pass
+    assert driver_pids() == []
+
+
+async def test_a_model_that_is_not_required_is_compiled_behind_the_start(tmp_path: Path) -> None:
+    path = written(tmp_path / "m.onnx", 2)
+    with FakeDevice() as fake:
+        fake.hang("compile")
+        models = {
+            "quick": spec(path, tmp_path),
+            "slow": aionn.ray.ModelSpec(identity_model({"x": (1, 16)}), devices=(fake.name,), required=False),
+        }
+        async with held(tmp_path, models) as holder:
+            await holder.check_health()
+            await fake.heard("compile")
+            assert (await holder.infer(X, "quick"))["y"].tolist() == [[2.0] * 16]
+            with pytest.raises(aionn.DeadlineError, match="model 'slow' was not compiled"):
+                await holder.infer(X, "slow", timeout_s=0.01)
+            with pytest.raises(aionn.CallerError, match="name one of its models"):
+                await holder.infer(X)
+            fake.behave()
+            (answer,) = (await holder.infer(X, "slow")).values()
+            assert answer.tolist() == X["x"].tolist()
+
+
+async def test_a_background_compile_that_fails_is_tried_again_by_the_next_call(tmp_path: Path) -> None:
+    with FakeDevice() as fake:
+        fake.fail("no room", "compile")
+        models = {"m": aionn.ray.ModelSpec(identity_model({"x": (1, 16)}), devices=(fake.name,), required=False)}
+        async with held(tmp_path, models) as holder:
+            with pytest.raises(aionn.CompilationError, match="no room"):
+                await holder.infer(X)
+            fake.behave()
+            (answer,) = (await holder.infer(X)).values()
+            assert answer.tolist() == X["x"].tolist()
+
+
+async def test_a_long_start_is_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(holder_module, "_PROGRESS_S", 0.01)
+    caplog.set_level(logging.INFO, "aionn.ray")
+
+    async def released(fake: FakeDevice) -> None:
+        while "'m' is in preparation on" not in caplog.text:
+            await anyio.lowlevel.checkpoint()
+        fake.behave()
+
+    with FakeDevice() as fake:
+        fake.hang("compile")
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(released, fake)
+            async with held(tmp_path, {"m": aionn.ray.ModelSpec(identity_model({"x": (1, 16)}), devices=(fake.name,))}) as holder:
+                await holder.infer(X)
+    assert "the replica has been starting for 0 s: the runtime is compiling" in caplog.text
+
+
+async def test_a_staged_model_serves_from_its_first_stage(tmp_path: Path) -> None:
+    with FakeDevice() as first, FakeDevice(SecondFakeEngine) as second:
+        second.hang("compile")
+        staged = aionn.ray.ModelSpec(identity_model({"x": (1, 16)}), stages=(first.name, second.name), cache_dir=tmp_path / "cache")
+        async with held(tmp_path, {"m": staged}) as holder:
+            (answer,) = (await holder.infer(X)).values()
+            assert answer.tolist() == X["x"].tolist()
+            assert (await holder.describe())["m"]["device"] == first.name
+
+
+async def test_a_model_without_made_up_inputs_starts_all_the_same(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    text = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.STRING, [1]) for name in "xy"]
+    graph = onnx.helper.make_graph([onnx.helper.make_node("Identity", ["x"], ["y"])], "texts", text[:1], text[1:])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8)
+    async with held(tmp_path, {"m": aionn.ray.ModelSpec(model.SerializeToString(), devices=("onnxruntime",))}) as holder:
+        assert (await holder.infer({"x": np.array(["word"])}))["y"].tolist() == ["word"]
+    assert "model 'm' is not warmed up, because inputs for it cannot be made up" in caplog.text
+
+
+# --- deaths ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("retries", [0, 1])
+async def test_a_call_without_state_is_made_again_after_a_death(tmp_path: Path, retries: int) -> None:
+    with FakeDevice() as fake:
+        models = {"m": aionn.ray.ModelSpec(identity_model({"x": (1, 16)}), devices=(fake.name,), warm_up=0)}
+        async with held(tmp_path, models, retry_stateless=retries) as holder:
+            fake.crash(after=2)
+            failures = 0
+            for _ in range(6):
+                try:
+                    await holder.infer(X)
+                except aionn.DriverDiedError:
+                    failures += 1
+            retried = (await holder.describe())["m"]["retried"]
+            assert (failures, retried) == ((0, 2) if retries else (2, 0))
+
+
+async def test_frames_of_a_stream_survive_a_death(tmp_path: Path) -> None:
+    with FakeDevice() as fake:
+        models = {"m": aionn.ray.ModelSpec(identity_model({"x": (1, 16)}), devices=(fake.name,), warm_up=0)}
+        async with held(tmp_path, models) as holder:
+            fake.crash(after=2)
+            frames = [{"x": np.full((1, 16), number, np.float32)} for number in range(7)]
+            got = [next(iter(outputs.values()))[0, 0] async for outputs in holder.stream(frames)]
+            assert got == list(range(7))
+
+
+async def test_errors_of_the_caller_and_of_the_execution_are_not_retried(tmp_path: Path) -> None:
+    with FakeDevice() as fake:
+        models = {"m": aionn.ray.ModelSpec(identity_model({"x": (1, 16)}), devices=(fake.name,), warm_up=0)}
+        async with held(tmp_path, models) as holder:
+            with pytest.raises(aionn.CallerError):
+                await holder.infer({"y": X["x"]})
+            fake.fail("out of beans")
+            with pytest.raises(aionn.ExecutionError, match="out of beans"):
+                await holder.infer(X)
+            assert (await holder.describe())["m"]["retried"] == 0
+
+
+async def test_lost_state_is_an_error_and_a_kept_state_is_not(tmp_path: Path) -> None:
+    models = {"vad": aionn.ray.ModelSpec(carried("silero"), devices=("onnxruntime",), cache_dir=tmp_path / "cache")}
+    random = np.random.default_rng(0)
+    frames = [{"input": random.uniform(-0.1, 0.1, (1, 576)).astype(np.float32)} for _ in range(40)]
+    async with held(tmp_path, models) as holder:
+        states = {"state": "stateN"}
+        expected = [float(outputs["output"][0, 0]) async for outputs in holder.stream(frames, states=states)]
+        got = []
+        async for outputs in holder.stream(frames, states=states):
+            got.append(float(outputs["output"][0, 0]))
+            if len(got) == 20:
+                for pid in driver_pids():
+                    os.kill(pid, signal.SIGKILL)
+                    assert await ended(pid, 10)
+        assert got == expected
+        compilation = await holder.compilation()
+        async with await compilation.allocate(inputs=("state",), outputs=("stateN",)) as memory:
+            await memory.reset()
+            for pid in driver_pids():
+                os.kill(pid, signal.SIGKILL)
+                assert await ended(pid, 10)
+            with pytest.raises(aionn.DeviceMemoryLostError):
+                await holder.infer({**frames[0], "state": memory})
+            assert (await holder.describe())["vad"]["retried"] == 0
+
+
+async def test_a_hung_driver_makes_the_replica_unhealthy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "DEFAULT_HANG_S", 0.3)
+    with FakeDevice() as fake:
+        models = {"m": aionn.ray.ModelSpec(identity_model({"x": (1, 16)}), devices=(fake.name,), warm_up=0)}
+        async with held(tmp_path, models, {"hang_s": None}) as holder, anyio.create_task_group() as tasks:
+            fake.hang()
+            tasks.start_soon(holder.infer, X)
+            await fake.heard("run")
+            with pytest.raises(RuntimeError, match=r"stalled: the driver .* is hung"):
+                while True:
+                    await holder.check_health()
+                    await anyio.lowlevel.checkpoint()
+            fake.behave()
+
+
+# --- upgrades ----------------------------------------------------------------------------------------------------------
+
+
+def config(**sources: tuple[str, str | None]) -> dict[str, Any]:
+    return {
+        "models": {name: {"source": path, **({} if digest is None else {"digest": digest})} for name, (path, digest) in sources.items()}
+    }
+
+
+async def test_a_new_version_takes_over(tmp_path: Path) -> None:
+    one, two = written(tmp_path / "1.onnx", 2), written(tmp_path / "2.onnx", 3)
+    digests = {path: await digest_of(path) for path in (one, two)}
+    async with held(tmp_path, {"m": spec(one, tmp_path, digest=digests[one])}) as holder:
+        await holder.reconfigure(config(m=(two, None)))  # a new source without a digest: any contents
+        assert (await holder.infer(X))["y"][0, 0] == 3.0
+        for path, factor in ((two, 3.0), (two, 3.0), (one, 2.0)):
+            await holder.reconfigure(config(m=(path, digests[path])))
+            assert (await holder.infer(X))["y"][0, 0] == factor
+            assert (await holder.describe())["m"]["digest"] == digests[path]
+
+
+async def test_the_way_back_compiles_nothing(tmp_path: Path) -> None:
+    one, two = written(tmp_path / "1.onnx", 2), written(tmp_path / "2.onnx", 3)
+    with FakeDevice() as fake:
+        async with held(tmp_path, {"m": spec(one, tmp_path, fake.name)}) as holder:
+            await holder.reconfigure(config(m=(two, None)))
+            fake.fail("this is not a hit", "compile")
+            await holder.reconfigure(config(m=(one, None)))
+            assert (await holder.describe())["m"]["digest"] == await digest_of(one)
+
+
+@pytest.mark.parametrize("fault", ["no model", "another digest", "another shape", "an unknown operator", "no file"])
+async def test_a_broken_version_raises_and_the_one_before_serves(tmp_path: Path, fault: str) -> None:
+    one = written(tmp_path / "1.onnx", 2)
+    bad, digest = tmp_path / "bad.onnx", None
+    kind: type[aionn.AionnError] = aionn.CallerError
+    if fault == "no model":
+        bad.write_bytes(b"not a model")
+    elif fault == "another digest":
+        written(bad, 3)
+        digest = "0" * 64
+    elif fault == "another shape":
+        written(bad, 3, columns=8)
+    elif fault == "an unknown operator":
+        import onnx
+
+        graph = onnx.load_from_string(scaled_model(np.full((1, 16), 3, np.float32)))
+        graph.graph.node[0].op_type = "NoSuchOperator"
+        bad.write_bytes(graph.SerializeToString())
+        kind = aionn.CompilationError
+    async with held(tmp_path, {"m": spec(one, tmp_path)}) as holder:
+        with pytest.raises(kind):
+            await holder.reconfigure(config(m=(str(bad), digest)))
+        assert (await holder.infer(X))["y"][0, 0] == 2.0
+        assert (await holder.describe())["m"]["digest"] == await digest_of(one)
+
+
+async def test_several_models_change_together_or_not_at_all(tmp_path: Path) -> None:
+    one, two = written(tmp_path / "1.onnx", 2), written(tmp_path / "2.onnx", 3)
+    async with held(tmp_path, {"a": spec(one, tmp_path), "b": spec(one, tmp_path)}) as holder:
+        with pytest.raises(aionn.CallerError):
+            await holder.reconfigure(config(a=(two, None), b=(two, "0" * 64)))
+        assert [(await holder.infer(X, name))["y"][0, 0] for name in "ab"] == [2.0, 2.0]
+        assert {one["digest"] for one in (await holder.describe()).values()} == {await digest_of(one)}
+        await holder.reconfigure(config(a=(two, None), b=(two, None)))
+        assert [(await holder.infer(X, name))["y"][0, 0] for name in "ab"] == [3.0, 3.0]
+
+
+async def test_a_replica_that_keeps_its_models_logs_the_failure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    one = written(tmp_path / "1.onnx", 2)
+    async with held(tmp_path, {"m": spec(one, tmp_path)}, failed_upgrade="keep") as holder:
+        with pytest.raises(aionn.CallerError):  # it has just started, so it would serve something else than the deployment says
+            await holder.reconfigure(config(m=(one, "0" * 64)))
+        await holder.check_health()
+        await holder.reconfigure(config(m=(one, "0" * 64)))
+        assert "the replica keeps the models that it had, because an upgrade failed: CallerError" in caplog.text
+        assert (await holder.infer(X))["y"][0, 0] == 2.0
+
+
+@pytest.mark.parametrize(
+    "user_config",
+    [
+        None,
+        [],
+        {"models": ["m"]},
+        {"models": {"other": {"source": "m.onnx"}}},
+        {"models": {"m": "m.onnx"}},
+        {"models": {"m": {"devices": []}}},
+    ],
+)
+async def test_a_config_of_another_form_is_refused(tmp_path: Path, user_config: Any) -> None:
+    one = written(tmp_path / "1.onnx", 2)
+    async with held(tmp_path, {"m": spec(one, tmp_path)}) as holder:
+        with pytest.raises(aionn.CallerError, match="user_config"):
+            await holder.reconfigure(user_config)
+
+
+# --- arguments ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"source": ""},
+        {"source": 3},
+        {"source": "m.onnx", "digest": "abc"},
+        {"source": "m.onnx", "warm_up": -1},
+        {"source": "m.onnx", "options": {"device": "x"}},
+        {"source": "m.onnx", "options": {"devices": ("x",)}},
+        {"source": "m.onnx", "options": "x"},
+    ],
+)
+def test_a_specification_that_cannot_be_is_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(aionn.CallerError, match="ModelSpec"):
+        aionn.ray.ModelSpec(**arguments)
+
+
+@pytest.mark.parametrize("arguments", [{"models": {}}, {"models": {"m": 3}}, {"retry_stateless": -1}, {"failed_upgrade": "ignore"}])
+async def test_a_holder_with_wrong_arguments_is_refused(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    with pytest.raises(aionn.CallerError):
+        async with held(tmp_path, **{"models": {"m": "m.onnx"}, **arguments}):
+            pass
+
+
+def test_the_options_of_serve_bound_queues_and_find_a_hang() -> None:
+    assert aionn.ray.serve_options(max_ongoing_requests=10, num_replicas=2) == {
+        "max_ongoing_requests": 10,
+        "max_queued_requests": 40,
+        "health_check_period_s": 2.0,
+        "health_check_timeout_s": 5.0,
+        "graceful_shutdown_timeout_s": 20.0,
+        "num_replicas": 2,
+    }
+    scaling = aionn.ray.serve_options(max_ongoing_requests=10, autoscaling={"max_replicas": 4})["autoscaling_config"]
+    assert scaling == {"target_ongoing_requests": 7.0, "max_replicas": 4}
+    with pytest.raises(aionn.CallerError, match="never adds a replica"):
+        aionn.ray.serve_options(max_ongoing_requests=10, autoscaling={"target_ongoing_requests": 10})
+
+
+def test_the_names_need_no_ray_until_it_is_used(tmp_path: Path) -> None:
+    (tmp_path / "ray.py").write_text("raise ImportError('it is not here')\n", encoding="utf-8")
+    program = (
+        "import aionn.ray; aionn.ray.Holder; s = aionn.ray.ModelSpec('m.onnx'); aionn.ray.serve_options(); aionn.ray.deployment({'m': s})"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert ran.stderr.splitlines()[-1] == "ImportError: aionn.ray needs Ray; install it with: pip install 'aionn[ray]'"
