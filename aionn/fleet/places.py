@@ -87,6 +87,6 @@ def seen_path(of: str) -> str:
 
 
 def digest_in(path: str) -> bytes | None:
-    """Return the digest that the path of a file, a model or a note holds, or None if the path is none of them."""
+    """Return the digest that the path of a file, a model or a note holds. Another path has None."""
     found = _FILE.fullmatch(path) or _MODEL.fullmatch(path) or _SEEN.fullmatch(path)
     return None if found is None else bytes.fromhex(found[1])

@@ -181,7 +181,9 @@ async def sweep(
     for one in kept:
         one.kept = True
     await each(partial(remove, found) for found in await plan.unnamed(kept))
-    await each(partial(remove, found) for found in await store.requests.listing(MODELS) if plan.old(found) and digest_in(found.path) is not None)
+    await each(
+        partial(remove, found) for found in await store.requests.listing(MODELS) if plan.old(found) and digest_in(found.path) is not None
+    )
     await each(
         partial(remove, found)
         for found in await store.requests.listing(SEEN)
