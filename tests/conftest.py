@@ -74,7 +74,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    os.environ.pop("PYTEST_ADDOPTS", None)  # read by now, and not meant for pytests that tests start in other projects
+    if not config.getoption("numprocesses", None):
+        # Read by now, and not meant for pytests that tests start in other projects. The workers of pytest-xdist still have to read it.
+        os.environ.pop("PYTEST_ADDOPTS", None)
     if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
         # Processes by the thousand start in these tests; without bytecode each would compile aionn anew, a third of its start.
         # Theirs is kept elsewhere, since the environment forbids it here.
