@@ -1,4 +1,4 @@
-"""Ray, imported when it is first needed. It takes a second, and an app may import `aionn.ray` without it."""
+"""Ray, imported when it is first needed. The import takes a second, and an app may import `aionn.ray` where Ray is not installed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def needed_ray() -> Any:
     """Return the package `ray`.
 
     Raises:
-        ImportError: it is not installed.
+        ImportError: Ray is not installed.
     """
     try:
         import ray
