@@ -64,11 +64,11 @@ class Asked:
     """What a request asks of a model. Requests with the same JSON share one.
 
     Attributes:
-        id: by which the client knows the request; empty if it gave none.
+        id: by which the client knows the request. Empty if the request has no id.
         inputs: in the order in which their raw bytes follow the JSON.
         outputs: by name, in the order of the answer, whether the client wants raw bytes.
-        timeout_s: in which it wants the answer, or None.
-        timing: whether it wants to know how long the model took.
+        timeout_s: seconds in which the client wants the answer, or None.
+        timing: whether the client wants to know how long the model took.
         binary_bytes: how many raw bytes follow the JSON.
         answered: the JSON of the last answer and the shapes that it names, if nothing else of the answer is in it. Else empty.
     """
@@ -164,7 +164,7 @@ def _check_size(name: str, operand: Operand, shape: tuple[int, ...], size: Any) 
 
 
 def _wanted(message: RequestMessage, outputs: Mapping[str, Operand]) -> Mapping[str, bool]:
-    """Return which outputs the client wants, and which of them as raw bytes. Without a word of it, it wants all, as JSON."""
+    """Return which outputs the client wants, and which of them as raw bytes. By default it wants all, as JSON."""
     binary = _flag("the request", message.parameters, "binary_data_output", False)
     asked: Iterable[OutputMessage] = message.outputs or [OutputMessage(name) for name in outputs]
     found: dict[str, bool] = {}
@@ -198,7 +198,7 @@ def _flag(where: str, parameters: Mapping[str, Any], name: str, otherwise: bool)
 
 def _timeout_s(parameters: Mapping[str, Any]) -> float | None:
     value = parameters.get("timeout")
-    if value is None or value == 0:  # 0 means none in Triton
+    if value is None or value == 0:  # in Triton, 0 stands for no timeout
         return None
     if type(value) is not int or not 0 < value < 2**63:
         raise Refusal(400, f"the parameter timeout is {value!r}; give a positive number of microseconds")
