@@ -35,7 +35,7 @@ from aionn.fleet.errors import StoreError
 from aionn.fleet.judging import statement_at
 from aionn.fleet.models import object_size, put_model
 from aionn.ray.flights import flights_actor
-from aionn.ray.needed import needed_ray
+from aionn.ray.needed import first_line, needed_ray
 from aionn.ray.orders import Order, OrderResult, OrderState, decode_state, encode
 from aionn.ray.resources import device_resources, resource_name
 from aionn.runtime.model import content_of
@@ -101,7 +101,7 @@ class Farm:
         self._asked = StoreBackend(store_address, wait_s=wait_s, patience_s=patience_s)
         self._store = ArtifactStore(open_address(store_address, patience_s=patience_s))
         self._runtime_env = runtime_env
-        self._left_alone_until: dict[str, float] = {}
+        self._left_alone_until: dict[str, float] = {}  # time.monotonic, by resource; "" stands for the whole farm
         self._warned: set[str] = set()
 
     # --- for a runtime ---------------------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ class Farm:
         except StoreError as error:
             self._leave_alone("", "store", text_of(error))
         except needed_ray().exceptions.RayError as error:  # such as: this process is not connected any more
-            self._leave_alone("", "ray", text_of(error).partition("\n")[0])
+            self._leave_alone("", "ray", first_line(error))
         except _FarmError as error:
             self._warn(text_of(error)[:40], text_of(error))
         return None
@@ -232,9 +232,9 @@ class Farm:
             try:
                 return await self._join_and_follow(order, report)
             except errors.RayActorError as error:  # the actor or its node has died; Ray makes another one
-                failure = text_of(error).partition("\n")[0]
+                failure = first_line(error)
             except errors.RayError as error:
-                raise _FarmError(text_of(error).partition("\n")[0]) from error
+                raise _FarmError(first_line(error)) from error
         raise _FarmError(f"the farm's actor was lost {_JOINS} times: {failure}")
 
     async def _join_and_follow(self, order: Order, report: Callable[[str], None]) -> OrderResult:

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from aionn.ray.needed import needed_ray
+from aionn.ray.needed import first_line, needed_ray
 from aionn.ray.orders import Order, OrderResult, OrderState, decode_order, decode_result, encode
 from aionn.ray.resources import TASK_SHARE, resource_name
 from aionn.ray.tasks import compile_order
@@ -140,7 +140,7 @@ class Flights:
         try:
             result = decode_result(await flight.ref)
         except Exception as error:  # the worker has died too often, the node is gone, or the task was cancelled
-            result = OrderResult(refusal=f"the task that compiles it has failed: {_first_line(error)}")
+            result = OrderResult(refusal=f"the task that compiles it has failed: {first_line(error)}")
         flight.show("done", result)
         await asyncio.sleep(_KEPT_S)
         if self._flights.get(flight.order.flight) is flight:
@@ -178,12 +178,8 @@ def _of_attempt(text: str, attempt: int) -> str:
     return text if attempt < 2 else f"{text} (attempt {attempt})"
 
 
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
 def flights_actor() -> Any:
-    """Return a handle of the `Flights` actor of this process's cluster. The actor is started if there is none. Blocking."""
+    """Return a handle of the `Flights` actor of this process's cluster. The actor is started if the cluster lacks it. Blocking."""
     ray = needed_ray()
     options = {"name": NAME, "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True, "num_cpus": 0, "max_concurrency": 1000}
     return ray.remote(Flights).options(**options).remote()

@@ -10,7 +10,7 @@ Invariant
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -211,15 +211,15 @@ class Targets:
             target = kept.target = Target(name, compilation, burst, kept.counts, Memo(_REMEMBERED), kept.streaming, self._retries)
         return target
 
-    async def serving(self, connection: HTTPConnection) -> Iterator[Target]:
+    async def serving(self, connection: HTTPConnection) -> list[Target]:
         """Return the models that serve."""
-        found = []
+        found: list[Target] = []
         for name in self.names(connection):
             try:
                 found.append(await self.find(connection, name))
             except Refusal:
                 continue
-        return iter(found)
+        return found
 
     def _models(self, connection: HTTPConnection) -> Models | Mapping[str, aionn.Compilation]:
         return models_of(connection) if self._given is None else self._given
