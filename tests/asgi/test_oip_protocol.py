@@ -14,6 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import aionn
+from aionn.asgi.open_inference.messages import asked_of, decoded
+from aionn.asgi.open_inference.refusals import Refusal
+from aionn.hal.types import Operand, OperandType
 from tests.asgi.oip_by_hand import INPUT0, INPUT1, LENGTH, OUTPUT0, answer, body, connected, head, raw, tensor, until
 from tests.asgi.oip_models import example_model, picking_model, repeating
 from tests.asgi.oip_served import OipServed, oip_served
@@ -35,6 +38,20 @@ def served() -> Iterator[OipServed]:
     }
     with oip_served(models, max_body_bytes=LIMIT) as running:
         yield running
+
+
+@pytest.mark.parametrize(
+    ("dimensions", "shape", "sentence"),
+    [
+        ((), [2], r"the shape \[2\] does not fit the model's \[\]$"),
+        ((0, 3), [2], r"the shape \[2\] does not fit the model's \[-1, 3\]$"),
+        (None, [1] * 33, r"has 33 axes; give at most 32$"),
+    ],
+)
+def test_a_shape_that_does_not_fit_is_named_beside_the_models(dimensions: tuple[int, ...] | None, shape: list[int], sentence: str) -> None:
+    message = decoded(json.dumps({"inputs": [{"name": "x", "shape": shape, "datatype": "FP32", "data": [1]}]}).encode())
+    with pytest.raises(Refusal, match=sentence):
+        asked_of(message, {"x": Operand(OperandType.FLOAT32, dimensions)}, {})
 
 
 def infer(served: OipServed, asked: tuple[bytes, dict[str, str]], model: str = "mymodel") -> Any:

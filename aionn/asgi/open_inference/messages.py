@@ -14,14 +14,13 @@ from typing import Annotated, Any
 import msgspec
 
 from aionn.asgi.open_inference.refusals import Refusal
-from aionn.asgi.open_inference.tensors import DATATYPES, datatype, only_binary
+from aionn.asgi.open_inference.tensors import DATATYPES, MOST_AXES, datatype, only_binary, shape_of
 from aionn.hal.types import Operand, OperandType
 
 __all__ = ["Asked", "Tensor", "asked_of", "decoded"]
 
 _KNOWN = frozenset(DATATYPES.values())
 _SHARED_MEMORY = "shared_memory_region"
-_MOST_AXES = 32
 
 
 class InputMessage(msgspec.Struct):
@@ -136,9 +135,10 @@ def _tensor(message: InputMessage, inputs: Mapping[str, Operand]) -> Tensor:
         raise Refusal(400, f"input {name!r}: {message.datatype!r} is not a datatype; the datatypes are {', '.join(DATATYPES.values())}")
     if message.datatype != wanted:
         raise Refusal(400, f"input {name!r}: the datatype {message.datatype} does not fit the model's {wanted}; values are not cast")
-    if len(shape) > _MOST_AXES or not operand.accepts(shape):
-        fits = operand.dimensions and [extent or -1 for extent in operand.dimensions]
-        raise Refusal(400, f"input {name!r}: the shape {list(shape)} does not fit the model's {fits or f'most of {_MOST_AXES} axes'}")
+    if not operand.accepts(shape):
+        raise Refusal(400, f"input {name!r}: the shape {list(shape)} does not fit the model's {shape_of(operand)}")
+    if len(shape) > MOST_AXES:  # of a model that takes any rank
+        raise Refusal(400, f"input {name!r}: the shape {list(shape)} has {len(shape)} axes; give at most {MOST_AXES}")
     if max(shape, default=0) >= 2**31 or prod(max(extent, 1) for extent in shape) * max(operand.type.element_bytes, 1) >= 2**63:
         # Such a tensor may have no elements, and so no data. Neither NumPy nor a burst takes it.
         raise Refusal(400, f"input {name!r}: the shape {list(shape)} is beyond what an array can have")
