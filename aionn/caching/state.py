@@ -177,7 +177,7 @@ def read_database(path: Path) -> sqlite3.Connection:
     path.stat()
     # Without a log SQLite would make one. `immutable` says that no process writes.
     immutable = "" if Path(f"{path}-wal").exists() else "&immutable=1"
-    connection = sqlite3.connect(f"{path.as_uri()}?mode=ro{immutable}", uri=True, isolation_level=None, check_same_thread=False)
+    connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro{immutable}", uri=True, isolation_level=None, check_same_thread=False)
     try:
         connection.execute(_UNTRUSTED)
         query(connection, "SELECT name FROM sqlite_master")
