@@ -1,4 +1,4 @@
-"""Texts of other processes, made fit for a terminal and a log: characters that steer a terminal become escapes such as "\\x1b".
+"""Make texts of other processes safe for a terminal and a log: characters that steer a terminal become escapes such as "\\x1b".
 
 A driver may be hostile or broken. What it writes must not move the cursor of the app's user, change a title or fake a line of the app.
 """
@@ -31,7 +31,7 @@ _BEGUN = re.compile(r"\x1b(?:\[[0-9;]{0,32})?\Z")
 
 
 def escaped(text: str, most: int | None = None) -> str:
-    """Return a text in which characters that are not printable are escapes. Ends of lines and tabs stay.
+    """Return a text whose unprintable characters are replaced by escapes. Ends of lines and tabs stay.
 
     Args:
         most: the length after which the text is cut, in characters, escapes included. None for any length.
@@ -47,10 +47,10 @@ def escaped(text: str, most: int | None = None) -> str:
 
 
 class EscapedStream:
-    """Escapes what comes in pieces, as `escaped` does. Bytes that are not UTF-8 become escapes, and colours are left out.
+    """Escapes a stream of bytes that comes in pieces, as `escaped` does. Bytes that are not UTF-8 become escapes. Colours are removed.
 
-    Engines colour their warnings also where no terminal reads them. A character or a colour that is not complete at the end of a piece
-    waits for the next one.
+    Engines colour their warnings also where no terminal reads them. A character or a colour that is cut off at the end of a piece waits for
+    the next piece.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class EscapedStream:
         self._begun = ""
 
     def feed(self, data: bytes, *, last: bool = False) -> bytes:
-        """Return what can be written of the stream now. `last`: nothing follows, so nothing waits."""
+        """Return the part of the stream that can be written now, as UTF-8. With `last`, nothing follows, so nothing waits."""
         if not self._begun and not data.translate(None, _PLAIN) and not self._decoder.getstate()[0]:
             return data
         text = _COLOUR.sub("", self._begun + self._decoder.decode(data, last))

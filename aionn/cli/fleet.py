@@ -139,10 +139,10 @@ def _detail(refusal: Refusal | None) -> str:
 
 
 def verify_store(url: str, remove: bool, as_json: bool) -> None:
-    """Check a store, and print what could not serve.
+    """Check a store, and print the objects that no machine could use.
 
     Raises:
-        NotDoneError: an object could not serve.
+        NotDoneError: there is such an object.
         StoreError: the store cannot be used.
     """
     keyring = read_keyring()

@@ -15,7 +15,7 @@ Json = Annotated[bool, Parameter(name="--json", negative="", show_default=False,
 StateDir = Annotated[str | None, Parameter(name="--state-dir")]
 DeviceNames = Annotated[list[str] | None, Parameter(name="--device", negative="")]
 
-fleet = App(name="fleet", help="Carry compiled models between machines, signed.")
+fleet = App(name="fleet", help="Sign compiled models, and carry them between machines.")
 
 
 @fleet.command
@@ -102,13 +102,14 @@ def verify(
     remove: Annotated[bool, Parameter(negative="", show_default=False)] = False,
     json: Json = False,
 ) -> None:
-    """Read every statement and every file of a store, and name what could not serve. Exits 1 if there is such an object.
+    """Read every statement and every file of a store, and name those that no machine could use. Exits 1 if there is one.
 
-    Signatures are checked with the keyring of this user. Without one, only the statements' form and the files are checked.
+    Signatures are checked with the keyring of this user, so a statement of another builder is named, too. With an empty keyring only
+    the files and the form of the statements are checked.
 
     Args:
         url: The store: a directory, file:///path or s3://bucket/prefix.
-        remove: Remove what could not serve, so that the next push writes it again.
+        remove: Remove what was named, so that the next push writes it again.
     """
     from aionn.cli.fleet import verify_store
 

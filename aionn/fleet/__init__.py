@@ -1,18 +1,24 @@
-"""Compiled artifacts that travel between machines with a signature. Optional (`pip install aionn[fleet]`); nothing below imports it.
+"""Compiled artifacts that travel between machines with a signature. Optional: `pip install aionn[fleet]`. No package below imports it.
 
-    keys      a builder's private key: made, kept in a file, and used to sign the entries of a cache
-    adopting  has an open runtime take artifacts of other machines: one that the app has, or what a backend offers at each miss
-    asking    an artifact store as the backend of a runtime
-    pushing, pulling    the entries of a local cache, to a store and from it
-    records   what the drivers' records say about the entries of a local cache
+A *builder* compiles, and signs a *statement* about each artifact. An *artifact store* keeps both. The driver of another machine *adopts*
+the artifact: it checks the statement with the public keys of its user (the *keyring*), and then loads the files like its own.
+
+    adopting            `adopt` and `use_backend`: an open runtime takes one artifact, or asks a backend at each miss
+    asking              `StoreBackend`: an artifact store as the backend of a runtime
+    keys                `BuilderKey`: a private key in a file, which signs the entries of a cache
+
+    pushing, pulling    `aionn fleet push` and `pull`: from a local cache to a store, and back
+    sweeping, checking  `aionn fleet gc` and `verify`
+    records             what the drivers' records say about the entries of a local cache
+
     artifact_store      files and statements in a store
-    sweeping, checking  what `aionn fleet gc` and `aionn fleet verify` do
-    models    models in a store, for machines that compile them
-    judging   which statements of a store count
-    places    the paths of objects in a store
-    requests, addresses, errors    the object store below (obstore): requests with a time limit, its address, its errors as one class
+    models              models in a store, for machines that compile them (`aionn.ray.Farm`)
+    judging             which statements of a store are accepted
+    places              the paths of objects in a store
+    requests            requests to an object store (obstore), with a time limit
+    addresses, errors   opening a store by its address, and its errors as one class
 
-What a driver checks lies below: `caching.statement` (the signed statement), `caching.keyring` (the keys that a user trusts).
+What drivers need lies in `aionn.caching`: `statement` (the signed statement), `keyring` (the keys that a user trusts).
 """
 
 from aionn.caching.keyring import decode_public_key, encode_public_key, keyring_folder, read_keyring

@@ -32,10 +32,10 @@ class OpenedStore:
     """An opened object store.
 
     Attributes:
-        address: as it was given.
+        address: as the caller gave it.
         objects: obstore's store.
-        folder: the directory of a local store, or None.
-        patience_s: seconds after which a request without progress is given up.
+        folder: the directory of a local store. None for a bucket and for memory.
+        patience_s: seconds without progress after which a request is given up.
     """
 
     address: str
@@ -45,13 +45,13 @@ class OpenedStore:
 
 
 def open_address(address: str | os.PathLike[str], *, patience_s: float, make: bool = False) -> OpenedStore:
-    """Open a store. A local directory is looked at; a bucket is not asked anything yet.
+    """Open a store. A local directory must exist. No request is sent to a bucket yet.
 
     Args:
         address: a path, `file:///path`, `memory://` (a new store of this process, for tests) or `s3://bucket/prefix`. Credentials,
             region and endpoint of a bucket come from the usual `AWS_*` variables.
         patience_s: see `OpenedStore`.
-        make: make a local directory that is missing.
+        make: whether a local directory that is missing is made.
 
     Raises:
         CallerError: this kind of address is not supported.
@@ -89,7 +89,7 @@ def _folder(address: str, path: Path, patience_s: float, make: bool) -> OpenedSt
 
 def _bucket(address: str, bucket: str, prefix: str, patience_s: float) -> OpenedStore:
     backoff = {"init_backoff": timedelta(seconds=_FIRST_BACKOFF_S), "max_backoff": timedelta(seconds=1), "base": 2}
-    # `Requests` asks again, too. It must hear the reason of a failure before its patience ends.
+    # `Requests` repeats requests, too. obstore must report a failure before the patience of `Requests` ends.
     retries: RetryConfig = {"max_retries": 2, "retry_timeout": timedelta(seconds=patience_s / 2), "backoff": backoff}  # type: ignore[typeddict-item]
     limits: ClientConfig = {
         "connect_timeout": timedelta(seconds=patience_s),

@@ -1,4 +1,4 @@
-"""Artifacts of other machines in an open runtime: one that is at hand, or what a backend offers at each miss."""
+"""Artifacts of other machines in an open runtime: `adopt` takes one artifact, and `use_backend` has each miss ask a backend."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["adopt", "use_backend"]
 
 
 async def adopt(runtime: Runtime, cache_dir: str | os.PathLike[str], offered: Offered, *, device: str | None = None) -> CacheOutcome:
-    """Put an artifact into a cache, and have the driver believe it. Later compiles of the model with that cache are hits.
+    """Have the driver adopt an artifact, and put the artifact into a cache. Later compiles of the model with that cache are hits.
 
     The driver checks the signed statement with the keys that this user trusts, the device and its version, and all bytes. It loads the
     artifact once, with the engine options that it was compiled with. An artifact whose options may name a file is refused, because a
@@ -23,16 +23,16 @@ async def adopt(runtime: Runtime, cache_dir: str | os.PathLike[str], offered: Of
     Args:
         runtime: open, in this event loop.
         cache_dir: the folder for `Runtime.compile(cache_dir=)`.
-        offered: is closed when this returns.
+        offered: the artifact. It is closed when this returns or raises.
         device: the name of the device that shall adopt it. None: the installed device that the statement names.
 
     Returns:
-        An outcome of the kind HIT if the artifact is in the cache. `save_failure` says if it could be loaded but not kept.
-        Else a MISS, whose `reason` says why the artifact was refused.
+        A HIT if the driver loaded the artifact. `save_failure` is None if the cache has it now, or else says why it could not be stored.
+        A MISS if the artifact was refused. `reason` and `detail` say why.
 
     Raises:
         CallerError: the runtime is not open, or belongs to another event loop.
-        DeviceUnavailableError, DriverDiedError, DriverHungError: the device cannot be started.
+        DeviceUnavailableError, DriverDiedError, DriverHungError: the device's driver cannot be started.
     """
     from aionn.runtime.preparing.adopting import adopt_entry
 
@@ -44,12 +44,16 @@ async def adopt(runtime: Runtime, cache_dir: str | os.PathLike[str], offered: Of
 
 
 def use_backend(runtime: Runtime, backend: CompileBackend | None) -> None:
-    """Have each compile with a `cache_dir` that finds nothing there ask a backend before it compiles. None: stop asking.
+    """Have each compile that misses its `cache_dir` ask a backend first. A compile without a `cache_dir` asks no backend.
 
     What the backend offers is adopted if a trusted builder has signed it. Then the compile's outcome is a HIT. Otherwise the outcome is a
     MISS with the reason of the refusal, and the model is compiled here.
 
     A better stage and a swap ask the backend, too, unless `StagePolicy.backend` names another one. They also ask it without a `cache_dir`.
+
+    Args:
+        runtime: open, in this event loop.
+        backend: such as a `StoreBackend`. None: ask no backend any more.
 
     Raises:
         CallerError: the runtime is not open, or belongs to another event loop.

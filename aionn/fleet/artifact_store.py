@@ -4,11 +4,11 @@ Writing one artifact:  files, each only if it is new  ->  statement, only if it 
 Reading one artifact:  one statement  ->  all its files at once. Each byte is compared with the digest in the file's name.
 
 Invariants
-    A statement is written after its files, so a reader who finds it finds the files. A sweep may take an old file that no statement
-    named, between the two. So the writer looks once more, and a reader who still misses a file gets PARTIAL and compiles.
-    Nothing is listed or renamed on the way to a first answer.
+    A statement is written after its files, so a reader who finds the statement finds the files. Between the two, a sweep may remove an
+    old file that no statement named. So the writer looks for the files once more. A reader who still misses a file gets PARTIAL.
+    A compile never lists the store, and nothing is ever renamed.
 
-The store is not trusted. What a statement says is judged by the keys of this machine (`StatementReader`), never by the store.
+The store is not trusted. The keys of this machine decide about a statement (`FilesOf`, `judging`), never the store.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ MAX_STATEMENT_BYTES = 64 * 1024
 _AT_ONCE = 8
 _FRESH_S = 3600.0  # far below the grace of a sweep: a file this young stays until the statement is written
 _REFRESHED_S = 7 * 86400.0  # an older statement is written anew with its files, so that a sweep counts them as young
-_NOTED_S = 86400.0
-_LOOKS = 3
+_NOTED_S = 86400.0  # a note below `seen/` is written anew after a day
+_LOOKS = 3  # how often a push begins anew because other writers or a sweep were faster
 
 FilesOf = Callable[[StatementPlace, bytes], Sequence[StoredFile] | Refusal]
 """Returns the files that an encoded statement names, or why it is not acceptable at that place."""
@@ -76,7 +76,7 @@ async def each(acts: Iterable[Callable[[], Awaitable[object]]], at_once: int = _
 
 
 class _Statement(NamedTuple):
-    """A statement in the store. `files` is a refusal if it is not acceptable."""
+    """A statement in the store. `files` is a refusal if the statement is not acceptable."""
 
     encoded: bytes
     files: Sequence[StoredFile] | Refusal
@@ -110,7 +110,8 @@ class ArtifactStore:
             files_of: judges a statement that is there already.
 
         Raises:
-            StoreError: the store cannot be used. An artifact that is there in part is not visible, or PARTIAL, until the next push.
+            StoreError: the store cannot be used. The artifact may be there in part. Then readers do not find it or get PARTIAL, until the
+                next push.
         """
         contents = {stored.digest: content for stored, content in files}
         for _ in range(_LOOKS):
@@ -187,8 +188,8 @@ class ArtifactStore:
     async def fetch(self, files: Sequence[StoredFile], fds: Sequence[int]) -> Refusal | None:
         """Read all files of an artifact at once, and write them to `fds`. Return None if each has the digest that was asked for.
 
-        The refusal is PARTIAL if a file is missing, WRONG_BYTES if one has other contents, IO_ERROR if the store does not answer, and what
-        the file system says if a file cannot be written. Nothing is raised for the state of the store.
+        The refusal is PARTIAL if a file is missing, WRONG_BYTES if a file has other contents, and IO_ERROR if the store does not answer. If
+        a file cannot be written, the refusal has the reason of the file system. No `StoreError` is raised.
         """
         refusals: list[Refusal] = []
 
@@ -221,9 +222,9 @@ class ArtifactStore:
         return [(place, one) for one in found if (place := statement_place(one.path)) is not None]
 
     async def mark_seen(self, fingerprints: Iterable[str]) -> None:
-        """Note that a node with these fingerprints pulls, so that a sweep keeps their artifacts. At most one write a day for each.
+        """Note that a machine with these fingerprints pulls, so that a sweep keeps their artifacts. At most one write a day for each.
 
-        A node without the right to write is not noted, and nothing is raised: the note is a wish.
+        If the store refuses the note or does not answer, nothing is raised, because a pull does not need the note.
         """
 
         async def mark(fingerprint: str) -> None:

@@ -1,6 +1,6 @@
-"""Ask an artifact store for what a compile needs, before the compile begins (`CompileBackend`).
+"""`StoreBackend`: an artifact store that is asked for an artifact before a model is compiled (`CompileBackend`).
 
-A store that is down costs a compile `patience_s` seconds, once: after a failure the store is left alone for a while, with one warning.
+A store that is down costs one compile `patience_s` seconds. After that failure, which is logged, the store is not asked for 30 seconds.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ class StoreBackend:
         """Open a store.
 
         Args:
-            address: see `open_address`.
-            wait_s: as the attribute. Large artifacts on slow networks need more.
+            address: a directory, `file:///path`, `s3://bucket/prefix`, or `memory://` for tests. Credentials, region and endpoint of a
+                bucket come from the `AWS_*` variables.
+            wait_s: as the attribute. Large artifacts on slow networks need more than the default.
             patience_s: seconds without an answer after which the store counts as down.
 
         Raises:
@@ -61,7 +62,7 @@ class StoreBackend:
         self._warned = False
 
     async def compile(self, request: CompileRequest) -> Offered | None:
-        """Return the artifact for a request, or None if the store has none, or does not answer."""
+        """Return the artifact for a request, or None if the store has none or does not answer. The caller closes the artifact."""
         if time.monotonic() < self._left_alone_until:
             return None
         keyring = await anyio.to_thread.run_sync(read_keyring)
@@ -89,7 +90,7 @@ class StoreBackend:
 
 
 async def _first(store: ArtifactStore, places: Sequence[StatementPlace], keyring: Keyring) -> tuple[bytes, Statement] | None:
-    """Return the first statement that is there and that its key has signed, in the keyring's order."""
+    """Return the first statement that the store has and that a key of the keyring has signed, in the order of `places`."""
     found: dict[StatementPlace, bytes] = {}
 
     async def read(place: StatementPlace) -> None:
@@ -113,7 +114,7 @@ async def fetch_offer(store: ArtifactStore, signed: bytes, statement: Statement)
     A file of a folder is not read here. The driver reads it once, into a private copy, and compares that copy with the statement.
 
     Returns:
-        The artifact, to be closed, or why it cannot be had, as `ArtifactStore.fetch`.
+        The artifact, which the caller closes, or why it cannot be fetched, as `ArtifactStore.fetch`.
     """
     files: Sequence[StoredFile] = statement.files
     folder = store.requests.opened.folder

@@ -1,4 +1,4 @@
-"""Check an artifact store (`aionn fleet verify`): read every statement and every file, and name what could not serve."""
+"""Check an artifact store (`aionn fleet verify`): read every statement and every file, and name those that no machine could use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _AT_ONCE = 4
 
 @dataclass(frozen=True, slots=True)
 class BadObject:
-    """A statement or a file that could not serve."""
+    """A statement or a file that no machine could use. `path` is its path in the store."""
 
     path: str
     reason: MissReason
@@ -34,7 +34,7 @@ class Checked:
         files: how many files there are, whether or not a statement names them.
         size_bytes: bytes of the files.
         unnamed: how many files no statement names. A sweep removes them.
-        bad: what could not serve, in the order of the paths.
+        bad: the objects that no machine could use, in the order of the paths.
         removed: how many bad objects were removed.
     """
 
@@ -50,8 +50,8 @@ async def check_store(store: ArtifactStore, judge: FilesOf, *, remove: bool = Fa
     """Read everything, and compare each file with the digest in its name.
 
     Args:
-        judge: decides about statements.
-        remove: remove what could not serve, so that the next push writes it again.
+        judge: decides which statements are acceptable. A statement that it refuses is bad.
+        remove: remove all bad objects, so that the next push writes them again.
 
     Raises:
         StoreError: the store cannot be used.

@@ -1,4 +1,4 @@
-"""What goes wrong with an artifact store, as one error."""
+"""`StoreError`: an artifact store cannot be used."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class StoreError(AionnError):
     """An artifact store cannot be used: it does not answer, it refuses, it is full, or its address is wrong.
 
     Attributes:
-        store: its address.
+        store: the address.
         reason: what the store answered, or that it did not answer in time.
     """
 

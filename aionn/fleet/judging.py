@@ -1,4 +1,4 @@
-"""Which statements of a store count: those that lie at their place, and for some purposes those of trusted keys only."""
+"""Which statements of a store are accepted: they lie at their own path and, where it matters, a trusted key has signed them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def statement_at(place: StatementPlace, signed: bytes, keyring: Keyring | None =
     """Return the statement that lies at a place, or why it does not belong there.
 
     Args:
-        keyring: whose keys may have signed it. None: the signature is not looked at, and the statement decides nothing.
+        keyring: whose keys may have signed it. None: the signature is not checked, so nothing may be
+            adopted because of this statement.
     """
     found = claimed_statement(signed) if keyring is None else verified_statement(signed, keyring, time.time())
     if isinstance(found, Statement) and place_of(found) != place:
@@ -33,7 +34,7 @@ def statement_at(place: StatementPlace, signed: bytes, keyring: Keyring | None =
 
 
 def claimed_files(place: StatementPlace, signed: bytes) -> Sequence[StoredFile] | Refusal:
-    """Return the files that a statement names, without a look at its signature. For sweeping."""
+    """Return the files that a statement names, and do not check the signature. For sweeping."""
     found = statement_at(place, signed)
     return found if isinstance(found, Refusal) else found.files
 

@@ -1,4 +1,4 @@
-"""A builder's private key: made, kept in a file that only this account can read, and used to sign the entries of a cache."""
+"""`BuilderKey`: a builder's private key. It lies in a file that only this account can read, and signs the entries of a cache."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class BuilderKey:
         """Make a new key.
 
         Raises:
-            CallerError: the name has not 1 to 200 characters; or 'cryptography' is not installed.
+            CallerError: the name is empty or has more than 200 characters, or 'cryptography' is not installed.
         """
         if not 1 <= len(name) <= 200:
             raise CallerError(f"a builder's name has 1 to 200 characters, got {len(name)}")
@@ -59,7 +59,7 @@ class BuilderKey:
         """Read a private key file.
 
         Raises:
-            CallerError: it cannot be read, is not a key, or other accounts may read it.
+            CallerError: the file cannot be read, is not a private key, or other accounts may read it.
         """
         try:
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -81,7 +81,7 @@ class BuilderKey:
         """Write the private key to a new file of mode 0600.
 
         Raises:
-            CallerError: the file exists, or cannot be made.
+            CallerError: the file exists already, or cannot be made.
         """
         try:
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

@@ -47,10 +47,11 @@ def object_size(files: Sequence[ModelFile]) -> int:
 
 
 async def put_model(store: ArtifactStore, token: bytes, files: Sequence[ModelFile], *, anew: bool = False) -> bool:
-    """Store a model, unless it is there and young. Return whether it was written.
+    """Store a model, unless the store has it and it is younger than 12 hours. Return whether it was written.
 
     Args:
-        anew: write it also if it is there, because what is there cannot be read.
+        token: `Model.token`, 32 bytes.
+        anew: write the model in any case, because a node could not read what the store has.
 
     Raises:
         StoreError: the store cannot be used.
@@ -71,7 +72,10 @@ async def put_model(store: ArtifactStore, token: bytes, files: Sequence[ModelFil
 
 
 async def fetch_model(store: ArtifactStore, token: bytes, folder: Path) -> Model | Refusal:
-    """Fetch a model into an empty folder, and open it there. Return why it cannot be had if the store has another model, or none.
+    """Fetch a model into an empty folder, and open it there.
+
+    Returns:
+        The model, or why it cannot be opened: the store does not have it, or has other bytes under its name.
 
     Raises:
         StoreError: the store cannot be used.

@@ -1,13 +1,14 @@
 """Where objects lie in an artifact store, as paths. No I/O.
 
-    blake3/<64 hex>                                       one file of an artifact, named by the digest of its contents
-    statement/<key, 64 hex>/<fingerprint, 32 hex>/<builder, 64 hex>    who vouches for which files under which key; written last
-    model/<64 hex>                                        a model, named by its token; farms compile it, and nothing else reads it
-    seen/<fingerprint, 32 hex>                            a node with this device version has pulled; its age counts, and it is empty
+    blake3/<64 hex>              one file of an artifact, named by the digest of its contents
+    statement/<key, 64 hex>/<fingerprint, 32 hex>/<builder, 64 hex>
+                                 the signed statement about one artifact, which names its files; written after them
+    model/<64 hex>               a model that a farm compiles, named by its token
+    seen/<fingerprint, 32 hex>   an empty note that a machine with this fingerprint has pulled; its age says when
 
-A fingerprint is the digest of a device's name and version. It names the engine's version and the CPU's instruction set, so two machines
-with one fingerprint can load the same artifacts. A builder is the id of the key that signs. So a reader asks only for statements of
-keys that it trusts, and needs no list.
+The key is that of the cache entry. A fingerprint is the digest of a device's name and version. The version names the engine's version and
+the CPU's instruction set, so two machines with one fingerprint can load the same artifacts. The builder is the id of the public key that
+verifies the statement. So a reader asks only for statements of keys that it trusts, and needs no list.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _MODEL = re.compile(rf"{MODELS}/([0-9a-f]{{64}})")
 
 
 def fingerprint(device: str, device_version: str) -> str:
-    """Return 32 hex digits that stand for one version of one device."""
+    """Return the fingerprint of a device in a version: 32 hexadecimal digits of the BLAKE3 digest of both."""
     name = device.encode("utf-8", "surrogatepass")
     return blake3(len(name).to_bytes(8, "little") + name + device_version.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
@@ -51,7 +52,7 @@ class StatementPlace(NamedTuple):
     """Where one statement lies.
 
     Attributes:
-        key: the entry's key, 32 bytes.
+        key: of the cache entry, 32 bytes.
         fingerprint: of the device and its version.
         builder: the id of the key that signed it, 32 bytes.
     """
@@ -82,7 +83,7 @@ def model_path(token: bytes) -> str:
 
 
 def seen_path(of: str) -> str:
-    """Return the path of the note that a node with fingerprint `of` has pulled."""
+    """Return the path of the note that a machine with fingerprint `of` has pulled."""
     return f"{SEEN}/{of}"
 
 

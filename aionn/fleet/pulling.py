@@ -1,7 +1,7 @@
-"""Pull artifacts from a store into a local cache, and have the drivers adopt them: the first start is then a hit.
+"""Pull artifacts from a store into a local cache, and have the drivers adopt them (`aionn fleet pull`). An app's first start is then a hit.
 
-What is pulled: statements for the devices of this machine, in the versions that run here, by the builders that the user trusts. A driver
-checks each one and records it, so the cache and the records must lie where the app will look for them.
+A pull takes artifacts for the devices of this machine, in the versions that run here, that builders have signed whom the user trusts. A
+driver checks each artifact and records it, so the cache and the records must lie where the app will look for them.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Pulled:
 
     Attributes:
         entries: one value for each artifact for this machine, ordered by key.
-        others: statements for other devices, other versions, or by builders that are not trusted.
-        fingerprints: of this machine, by device.
+        others: how many statements are for other devices or versions, or by builders that are not trusted.
+        fingerprints: of this machine's devices, by name.
     """
 
     entries: tuple[EntryPulled, ...]
@@ -79,7 +79,7 @@ async def pull_cache(
 
     Raises:
         StoreError: the store cannot be used.
-        CallerError: no builder is trusted, or a device is not installed.
+        CallerError: the keyring has no key, or a device is not installed.
         AionnError: a device that was named cannot start.
     """
     keys = await anyio.to_thread.run_sync(read_keyring)
@@ -162,6 +162,6 @@ async def _pull(
     try:
         outcome = await adopt(runtime, cache_dir, offer)
         refusal = outcome.save_failure if outcome.reason is None else Refusal(outcome.reason, outcome.detail)
-    except AionnError as error:  # the driver has died of it
+    except AionnError as error:  # such as: the driver died while it loaded the artifact
         refusal = Refusal(MissReason.REFUSED_BY_DEVICE, text_of(error))
     return EntryPulled(place.key, statement.device, statement.builder, size_bytes, refusal=refusal)

@@ -1,8 +1,8 @@
 """Push the entries of a local cache to an artifact store, each with a signed statement.
 
 A signature says "this machine's driver has stored these bytes". So each entry is compared with the driver's records first
-(`integrity`): the files are copied into private memory, that copy is digested and compared, and that copy is uploaded. An entry without a
-record is not signed. Neither is one that the driver has adopted: its builder has signed it.
+(`records`): the files are copied into private memory, that copy is digested and compared, and that copy is uploaded. An entry without a
+record is not signed. Nor is an entry that the driver has adopted, because another builder has signed it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class EntryPushed:
         key, device: of the entry.
         size_bytes: bytes of its files.
         pushed: what the store did, or None if the entry was not signed.
-        refusal: why it was not signed. None if it was, and if the driver has adopted it from another builder, who has signed it.
+        refusal: why it was not signed. None if it was signed here, or by the builder from whom the driver has adopted it.
     """
 
     key: bytes
@@ -58,7 +58,7 @@ async def push_cache(
         One value for each entry, ordered by key.
 
     Raises:
-        StoreError: the store cannot be used. Entries before that are pushed.
+        StoreError: the store cannot be used. Some entries may have been pushed.
         CallerError: the package cryptography is not installed.
         OSError: the cache directory cannot be read.
     """

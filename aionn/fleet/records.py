@@ -1,4 +1,4 @@
-"""The entries of a local cache, and what the records of this machine's drivers say about them. Read without a driver process."""
+"""The entries of a local cache, and what the records of this machine's drivers say about them. No driver process is started."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def vouched_files(
     token = device_token(manifest.key, manifest.model_digest)
     folder = device_folder(state_path(state_dir), manifest.device)
     for engine in _engines(manifest.device, folder):
-        # Looked for first: opening a store of records would make it.
+        # Looked for first, because opening a store of records that is missing would make it.
         if not device_database(folder, "integrity", engine, manifest.device_version).exists():
             continue
         files = CacheFiles(len(manifest.model), len(manifest.data))
@@ -129,9 +129,9 @@ def _recorded(digests: bytes) -> Iterator[StoredFile]:
 
 
 def _engines(device: str, folder: Path) -> list[str]:
-    """Return the engines that may have compiled for a device: the one of its name, then the others. An app may give a device a name.
+    """Return the engines that may have compiled for a device: the one with the device's name, then the others.
 
-    An engine that is not installed, and was named by its class, has left its name in that of its records.
+    An app may give a device a name of its choice, and may name an engine by its class. Such an engine is found by the name of its records.
     """
     recorded = {path.name.split("-")[1] for path in folder.glob("integrity-*-*.sqlite")}
     return [device, *sorted((installed_engines().keys() | recorded) - {device})]

@@ -42,7 +42,7 @@ MULTIPART_BYTES = 64_000_000  # larger files go up in parts, so a lost connectio
 _PART_BYTES = 16 << 20
 _CHUNK_BYTES = 256 << 10  # comes within the patience, so it bounds how slow a transfer may be
 _MAX_OBJECTS = 1_000_000
-_MAX_SAID = 300
+_MAX_REASON = 300
 _STREAMED_AT_ONCE = 2
 _SLOWEST_BYTES_PER_S = 1_000_000  # an upload shows no progress, so its time grows with its size
 _RETRY_S = 0.1
@@ -50,7 +50,7 @@ _FINAL = (PermissionDeniedError, UnauthenticatedError, NotSupportedError, Invali
 
 
 class BadContentsError(Exception):
-    """An object's contents are not those that its name stands for."""
+    """An object's contents are not those that its name stands for, or are too large, or the object is not a regular file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Found:
 
 
 class Requests:
-    """What an artifact store asks of its object store."""
+    """The requests of an artifact store to its object store. All raise `StoreError` if the store cannot be used."""
 
     def __init__(self, opened: OpenedStore) -> None:
         self.opened = opened
@@ -87,7 +87,7 @@ class Requests:
         return True
 
     async def put_chunks(self, path: str, chunks: Callable[[], Iterator[bytes | memoryview]], size_bytes: int) -> None:
-        """Write an object, whether or not there is one of that name, and hold a part of it in memory at a time.
+        """Write an object, whether or not there is one of that name. A large object is never in memory as a whole.
 
         Args:
             chunks: reads the contents from their beginning. It is called in threads, and again if a request has to be repeated. What it
@@ -195,7 +195,7 @@ class Requests:
                 await anyio.sleep(_RETRY_S)
 
     async def _through(self, path: str, answer: Any, stored: StoredFile, fd: int | None) -> None:
-        """Copy an answer. An empty digest is not compared."""
+        """Copy an answer to a file, and compare its length and digest with `stored`. An empty digest is not compared."""
         hasher, at = blake3(), 0
         stream = answer.stream(min_chunk_size=_CHUNK_BYTES).__aiter__()
         while True:
@@ -242,7 +242,7 @@ class Requests:
         return True
 
     async def listing(self, prefix: str) -> list[Found]:
-        """Return all objects below a prefix. Never called on the way to a first answer."""
+        """Return all objects below a prefix. For commands only, because a list takes long."""
 
         async def read() -> list[Found]:
             found = []
@@ -295,18 +295,21 @@ class Requests:
                 raise self._late(doing, patience_s) if failure is None else self._failed(doing, failure)
 
     def _failed(self, doing: str, error: Exception) -> StoreError:
-        return StoreError(self.opened.address, doing, said(error))
+        return StoreError(self.opened.address, doing, _reason_of(error))
 
     def _late(self, doing: str, patience_s: float) -> StoreError:
         return StoreError(self.opened.address, doing, f"it did not answer within {patience_s:g} s")
 
 
-def said(error: Exception) -> str:
-    """Return what obstore says in one sentence, without its dump of internal objects. It may quote what a hostile server has sent."""
+def _reason_of(error: Exception) -> str:
+    """Return obstore's error in one sentence, without its dump of internal objects.
+
+    The text may quote a hostile server, so it is cut, and characters that are not printable are replaced.
+    """
     text = str(error).partition("\n\nDebug source")[0]
     text = re.sub(r", after \d+ retries, max_retries: \d+, retry_timeout: \S+", "", " ".join(text.split()))
     text = "".join(letter if letter.isprintable() else "?" for letter in text)
-    return text if len(text) <= _MAX_SAID else f"{text[:_MAX_SAID]}..."
+    return text if len(text) <= _MAX_REASON else f"{text[:_MAX_REASON]}..."
 
 
 def _found_below(folder: Path, path: str) -> Found:

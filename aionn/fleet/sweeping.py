@@ -1,11 +1,12 @@
-"""Sweep an artifact store (`aionn fleet gc`): drop old statements, then files that no statement names. Marks first, deletes later.
+"""Sweep an artifact store (`aionn fleet gc`): remove old statements, then files that no statement names.
 
-What is younger than the grace stays, so a writer who is at work loses nothing. Each object's age is looked up once more just before it is
-removed. No lock is needed: a writer looks for its files after it has written its statement (`artifact_store`).
+An object that is younger than the grace (24 hours) stays, so a writer who is at work loses nothing. Each object's age is looked up once
+more just before it is removed. No lock is needed, because a writer looks for its files after it has written its statement
+(`artifact_store`).
 
-A statement stays while one of these holds: it is younger than `keep_s`, or a node with its fingerprint has pulled within `keep_s`.
-Models that farms were given to compile (`models`) go when they are older than the grace, because no statement names them.
-Beyond the budget the oldest statements go first. A statement that has lost a file is of no use to anyone, so it goes, too.
+A statement stays while one of these holds: it is younger than `keep_s`, or a machine with its fingerprint has pulled within `keep_s`. A
+statement that has lost a file is of no use, so it is removed. Beyond the budget the oldest statements are removed first.
+Models for farms (`models`) are removed when they are older than the grace, because no statement names them.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ class SweepReport:
     Attributes:
         statements: statements removed.
         files: files removed that no statement names any more.
-        models: models removed that farms were given to compile.
+        models: models for farms removed.
         staging: unfinished files of writers that were killed, removed from a local store.
         freed_bytes: bytes of all of them.
         kept: statements that stay.
         kept_bytes: bytes of the files that these name and that are there, each file once.
-        over_bytes: bytes that the kept ones have beyond the budget, because they are younger than the grace.
+        over_bytes: bytes beyond the budget that stay, because their statements are younger than the grace.
     """
 
     statements: int = 0
@@ -149,17 +150,17 @@ async def sweep(
     grace_s: float = GRACE_S,
     dry_run: bool = False,
 ) -> SweepReport:
-    """Remove what no node needs any more.
+    """Remove what no machine needs any more.
 
     Args:
-        files_of: reads a statement. Its signature does not matter here.
-        keep_s: seconds for which a statement is kept after it was written, and after a node with its fingerprint has pulled.
-        max_bytes: budget of all files, or None.
-        grace_s: nothing younger than that is removed, in seconds.
+        files_of: returns the files that a statement names. The signature need not be checked.
+        keep_s: seconds for which a statement is kept after it was written, and after a machine with its fingerprint has pulled.
+        max_bytes: budget of all files. None: no budget.
+        grace_s: seconds. Objects that are younger are never removed.
         dry_run: remove nothing, and report what would be removed.
 
     Raises:
-        StoreError: the store cannot be used. What was removed until then was not needed.
+        StoreError: the store cannot be used. Some objects may have been removed, which no machine needed.
     """
     plan = _Sweep(store, files_of, keep_s, max_bytes, grace_s)
     statements = await plan.marked()

@@ -1,16 +1,19 @@
-"""aionn on a Ray cluster. Optional (`pip install aionn[ray]`); nothing below imports it.
+"""aionn on a Ray cluster. Optional (`pip install aionn[ray]`): no other package of aionn but the command `aionn ray` imports it.
 
-Frames stay on the machine that has them. Models, artifacts and control travel through Ray.
+Two things are here: replicas of Ray Serve that hold models, and a farm of nodes that compile models for apps. Models and artifacts of the
+farm travel through an artifact store. Ray carries only orders and reports about them.
 
     holder      `Holder`: the base of a Serve deployment whose replicas hold models
     serving     `deployment`, a ready deployment, and `serve_options`, the options of Serve that suit it
     models      `ModelSpec`: which model, with which digest, compiled in which way
     destructor  what Serve awaits at the end of a replica
-    farm        a compile farm as the backend of a runtime: the app's side
+
+    farm        the farm as the compile backend of a runtime: the app's side
     flights     the actor that has each model compiled once, however many apps ask
     tasks       the Ray task that compiles one model, in a driver process like any other
-    orders      what app, actor and task say to each other
+    orders      the messages between app, actor and task
     resources   which devices a node of the cluster has
+
     needed      imports Ray, or says how to install it
 
 Names are imported when they are first asked for, and Ray when a name that needs Ray is used.

@@ -1,4 +1,4 @@
-"""The destructor of a holder: Serve awaits it, and Python calls it when the object goes."""
+"""The destructor of a `Holder`: Serve awaits it, and Python calls it when the object is collected."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _Closable(Protocol):
 class Destructor:
     """`Holder.__del__`, which is `aclose` while the holder is open.
 
-    Python's call awaits nothing, and of a coroutine it would warn. So a closed holder has a destructor that makes no coroutine.
+    Python calls `__del__` without awaiting it, and would warn of a coroutine. So the destructor of a closed holder makes no coroutine.
     """
 
     def __get__(self, holder: _Closable | None, owner: type[_Closable]) -> Callable[..., Awaitable[None]]:

@@ -1,13 +1,13 @@
-"""A compile farm on Ray as the backend of a runtime: what no store has yet is compiled by a node of the cluster that has the same device.
+"""A compile farm on Ray as the backend of a runtime: a node of the cluster with the same device compiles what the artifact store lacks.
 
-    in the store already          fetched from there; Ray is not asked
-    no node has the device        an answer within seconds: Ray itself would wait for such a node without a word
-    compiled now, or just begun   one task for all apps that want it (`flights`)
+    the store has the artifact    it is fetched, and Ray is not asked
+    no node has the device        the app gets that answer within seconds, but Ray itself would wait for such a node
+    otherwise                     one task compiles it for all apps that want it (`flights`)
 
-The model goes to the nodes through the artifact store, by its digest. So does the artifact, with the signature of the node's key. The app's
-driver checks that signature as it does for any artifact of another machine. The farm itself is not believed.
+The model goes to the nodes through the artifact store, by its digest. The artifact comes back through the store, with the signature of the
+node's key. The app's driver checks that signature as it does for any artifact of another machine. The farm itself is not trusted.
 
-Each wait has a deadline. Calls of Ray that block run in threads which this process may leave behind at its end.
+Each wait has a deadline. Blocking calls of Ray run in daemon threads, so a call that hangs does not keep the app from ending.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from aionn.fleet.errors import StoreError
 from aionn.fleet.judging import statement_at
 from aionn.fleet.models import object_size, put_model
 from aionn.ray.flights import flights_actor
-from aionn.ray.needed import needed_ray
-from aionn.ray.orders import Made, Order, Word, decode_word, encode
-from aionn.ray.resources import fingerprints_of, resource_name
+from aionn.ray.needed import first_line, needed_ray
+from aionn.ray.orders import Order, OrderResult, OrderState, decode_state, encode
+from aionn.ray.resources import device_resources, resource_name
 from aionn.runtime.model import content_of
 from aionn.tasks import call_soon_from_anywhere, checked_seconds
 
@@ -47,12 +47,12 @@ T = TypeVar("T")
 _log = logging.getLogger("aionn.ray")
 
 WAIT_S = 600.0
-_NODE_S = 3.0  # a node that has just joined is announced within seconds
-_LOOK_S = 0.5
-_RAY_S = 15.0  # a call of `follow` takes up to 5 s by itself
-_NODES_AGAIN_S = 10.0
-_LEFT_ALONE_S = 30.0
-_JOINS = 3
+_NODE_WAIT_S = 3.0  # a node that has just joined is announced within seconds
+_NODES_EVERY_S = 0.5  # pause between two looks at the list of nodes
+_ANSWER_S = 15.0  # a call of `follow` takes up to 5 s by itself
+_NODES_AGAIN_S = 10.0  # while an order waits for a node, that node may leave the cluster
+_LEFT_ALONE_S = 30.0  # after a failure the farm is not asked for so long
+_JOINS = 3  # after so many losses of the actor an order is given up
 
 
 class _FarmError(Exception):
@@ -62,18 +62,18 @@ class _FarmError(Exception):
 class Farm:
     """A compile farm on the Ray cluster that this process is connected to. Use it with `aionn.fleet.use_backend`.
 
-    A compile that finds nothing in its cache asks the artifact store first, then the farm, and goes on locally if neither has it. Errors
-    of the farm are logged, one warning for each kind.
+    A compile that misses its cache asks the artifact store first, then the nodes of the farm. If both fail, this machine compiles the
+    model. Failures of the farm are logged: the first of each kind as a WARNING, later ones as INFO.
 
     Args:
         store_address: of the artifact store, as apps and nodes of the farm see it: `s3://bucket/prefix`, or a directory that all of them
             have mounted. The store holds models, artifacts and statements. Apps and nodes need the right to write to it.
-        wait_s: how long a compile waits for the farm, in seconds. Then it goes on locally.
+        wait_s: how long a compile waits for the farm, in seconds. Then this machine compiles the model.
         patience_s: seconds without an answer after which the store counts as down.
         runtime_env: Ray's environment for the tasks, such as `{"pip": ["aionn[ray,onnxruntime]"]}`. None: nodes have aionn installed.
 
     Attributes:
-        wait_s: as the argument.
+        wait_s: as the argument, in seconds.
 
     Raises:
         ImportError: Ray is not installed.
@@ -101,13 +101,13 @@ class Farm:
         self._asked = StoreBackend(store_address, wait_s=wait_s, patience_s=patience_s)
         self._store = ArtifactStore(open_address(store_address, patience_s=patience_s))
         self._runtime_env = runtime_env
-        self._left_alone_until: dict[str, float] = {}
+        self._left_alone_until: dict[str, float] = {}  # time.monotonic, by resource; "" stands for the whole farm
         self._warned: set[str] = set()
 
     # --- for a runtime ---------------------------------------------------------------------------------------------------
 
     async def compile(self, request: CompileRequest) -> Offered | None:
-        """Return the artifact for a request, from the store or compiled now. None: the farm has none, which is logged."""
+        """Return the artifact for a request, from the store or compiled now. Returns None if the farm has none, and logs why."""
         offered = await self._asked.compile(request)
         if offered is not None:
             return offered
@@ -116,15 +116,15 @@ class Farm:
             if time.monotonic() < self._left_alone_until.get(alone, 0.0):
                 return None
         try:
-            return await self._compiled(request)
+            return await self._from_nodes(request)
         except DeviceUnavailableError as error:
             self._leave_alone(resource, f"{resource}: no node", text_of(error))
         except TimeoutError:
-            self._leave_alone("", "no answer", f"the Ray cluster has not answered for {_RAY_S:g} s")
+            self._leave_alone("", "no answer", "the Ray cluster did not answer in time")
         except StoreError as error:
             self._leave_alone("", "store", text_of(error))
         except needed_ray().exceptions.RayError as error:  # such as: this process is not connected any more
-            self._leave_alone("", "ray", text_of(error).partition("\n")[0])
+            self._leave_alone("", "ray", first_line(error))
         except _FarmError as error:
             self._warn(text_of(error)[:40], text_of(error))
         return None
@@ -138,7 +138,8 @@ class Farm:
         self._warned.add(kind)
         _log.log(level, "the compile farm has nothing: %s; models are compiled here meanwhile", why)
 
-    async def _compiled(self, request: CompileRequest) -> Offered | None:
+    async def _from_nodes(self, request: CompileRequest) -> Offered | None:
+        """Have a node compile a model, and fetch the artifact. Returns None if the model cannot be sent to a farm."""
         files = await content_of(request.model)
         order = None if files is None else self._order(request, object_size(files))
         if files is None or order is None:
@@ -147,17 +148,17 @@ class Farm:
         await self.require_node(request.device, request.device_version, memory_bytes=order.memory_bytes)
         request.report("farm: sending the model")
         await put_model(self._store, request.model_digest, files)
-        made = await self._flown(order, request.report)
-        if made.model_lost:
+        result = await self._compile_once(order, request.report)
+        if result.model_lost:
             await put_model(self._store, request.model_digest, files, anew=True)
-            made = await self._flown(order, request.report)
-        if made.refusal:
-            raise _FarmError(made.refusal)
+            result = await self._compile_once(order, request.report)
+        if result.refusal:
+            raise _FarmError(result.refusal)
         request.report("farm: fetching the artifact")
-        return await self._fetched(order, made)
+        return await self._fetch_artifact(order, result)
 
     def _order(self, request: CompileRequest, model_bytes: int) -> Order | None:
-        """Return what a task shall do, or None if it could not do the same."""
+        """Return the order for a task, or None if a task could not make the same artifact."""
         parts, options = decode_parts(request.parts), request.options
         own = options.of(request.device)
         if parts.operations is not None or own.files:  # a step of a plan; options that name files of this machine
@@ -178,9 +179,9 @@ class Farm:
             model_bytes=model_bytes,
         )
 
-    async def _fetched(self, order: Order, made: Made) -> Offered | None:
-        """Fetch what a task has stored. It may be signed by a key that is not trusted here: the driver says so, and the outcome has it."""
-        place = made.place(order)
+    async def _fetch_artifact(self, order: Order, result: OrderResult) -> Offered | None:
+        """Fetch what a task has stored. The signature is not checked here. If its key is not trusted, the driver refuses the artifact."""
+        place = result.place(order)
         signed = await self._store.statement(place)
         statement = None if signed is None else statement_at(place, signed)
         if signed is None or not isinstance(statement, Statement):
@@ -193,33 +194,35 @@ class Farm:
     # --- nodes -----------------------------------------------------------------------------------------------------------
 
     async def require_node(self, device: str, device_version: str, *, memory_bytes: int = 0) -> None:
-        """Return when a node of the cluster has a device in a version. A node that is about to join is waited for, up to 3 seconds.
+        """Return when a node of the cluster has a device in a version, a CPU, and so much memory.
+
+        A node may be about to join, so this waits for one, up to 3 seconds.
 
         Args:
-            memory_bytes: what the node must have in all.
+            memory_bytes: the memory that the node must have in all, used or not.
 
         Raises:
-            DeviceUnavailableError: no node has it. The text names the fingerprints that nodes have.
-            TimeoutError: Ray does not answer.
+            DeviceUnavailableError: no node has all of that. The text names the devices' resources of the nodes.
+            TimeoutError: Ray does not answer within 4 seconds.
         """
-        give_up_at = time.monotonic() + _NODE_S
+        give_up_at = time.monotonic() + _NODE_WAIT_S
         wanted = resource_name(device, device_version)
         while True:
-            nodes = [node["Resources"] for node in await _in_time(needed_ray().nodes, _NODE_S + 1) if node["Alive"]]
+            nodes = [node["Resources"] for node in await _call_in_thread(needed_ray().nodes, _NODE_WAIT_S + 1) if node["Alive"]]
             having = [node for node in nodes if wanted in node and node.get("CPU", 0) >= 1]
             if any(node.get("memory", 0) >= memory_bytes for node in having):
                 return
             if time.monotonic() >= give_up_at:
                 raise DeviceUnavailableError(device, _without_node(device, wanted, nodes, having, memory_bytes))
-            await anyio.sleep(_LOOK_S)
+            await anyio.sleep(_NODES_EVERY_S)
 
     # --- flights ---------------------------------------------------------------------------------------------------------
 
-    async def _flown(self, order: Order, report: Callable[[str], None]) -> Made:
-        """Have the order compiled once in the cluster, and wait for it.
+    async def _compile_once(self, order: Order, report: Callable[[str], None]) -> OrderResult:
+        """Have the order compiled once in the cluster, and wait for the result.
 
         Raises:
-            _FarmError: the actor is lost again and again.
+            _FarmError: the actor was lost three times, or does not know the order any more.
             DeviceUnavailableError: the node that had the device is gone.
             TimeoutError: Ray does not answer.
         """
@@ -227,58 +230,59 @@ class Farm:
         failure = ""
         for _ in range(_JOINS):
             try:
-                return await self._followed(order, report)
+                return await self._join_and_follow(order, report)
             except errors.RayActorError as error:  # the actor or its node has died; Ray makes another one
-                failure = text_of(error).partition("\n")[0]
+                failure = first_line(error)
             except errors.RayError as error:
-                raise _FarmError(text_of(error).partition("\n")[0]) from error
-        raise _FarmError(f"the actor that has the orders was lost {_JOINS} times: {failure}")
+                raise _FarmError(first_line(error)) from error
+        raise _FarmError(f"the farm's actor was lost {_JOINS} times: {failure}")
 
-    async def _followed(self, order: Order, report: Callable[[str], None]) -> Made:
-        actor = await _in_time(flights_actor, _RAY_S)
-        waiter: int = await _answer(actor.join.remote(encode(order), self._runtime_env))
-        word = Word(-1, "", False)
+    async def _join_and_follow(self, order: Order, report: Callable[[str], None]) -> OrderResult:
+        """Join the order's flight, and follow it to its end. Errors are as for `_compile_once`, and those of Ray."""
+        actor = await _call_in_thread(flights_actor, _ANSWER_S)
+        waiter: int = await _answered(actor.join.remote(encode(order), self._runtime_env))
+        state = OrderState(-1, "", False)
         looked_at = time.monotonic()
         try:
             while True:
-                encoded = await _answer(actor.follow.remote(order.flight, waiter, word.number))
+                encoded = await _answered(actor.follow.remote(order.flight, waiter, state.number))
                 if encoded is None:
                     raise _FarmError("the farm does not know this order any more")
-                before, word = word, decode_word(encoded)
-                if word.made is not None:
-                    return word.made
-                if word.number != before.number:
-                    report(f"farm: {word.text}")
-                if not word.running and time.monotonic() - looked_at > _NODES_AGAIN_S:
+                before, state = state, decode_state(encoded)
+                if state.result is not None:
+                    return state.result
+                if state.number != before.number:
+                    report(f"farm: {state.text}")
+                if not state.running and time.monotonic() - looked_at > _NODES_AGAIN_S:
                     await self.require_node(order.device, order.device_version)
                     looked_at = time.monotonic()
         finally:
-            if word.made is None:
-                _aside(lambda: actor.leave.remote(order.flight, waiter))
+            if state.result is None:
+                _in_daemon_thread(lambda: actor.leave.remote(order.flight, waiter))
 
 
 def _without_node(device: str, wanted: str, nodes: Iterable[Mapping[str, float]], having: Sequence[object], memory_bytes: int) -> str:
     if having:
-        return f"a node of the farm has device {device!r} ({wanted}), and none with {memory_bytes} bytes of memory and a CPU"
-    there = ", ".join(dict.fromkeys(fingerprints_of(name for node in nodes for name in node)))
+        return f"no node of the farm that has device {device!r} ({wanted}) has {memory_bytes} bytes of memory"
+    there = ", ".join(dict.fromkeys(device_resources(name for node in nodes for name in node)))
     return (
         f"no node of the farm has device {device!r} in this version ({wanted}); nodes have {there or 'no device'}; "
         'start one with ray start --resources="$(aionn ray node-resources --json)"'
     )
 
 
-async def _answer(ref: Awaitable[T]) -> T:
-    """Wait for what an actor returns.
+async def _answered(ref: Awaitable[T]) -> T:
+    """Wait for the answer to an actor's method.
 
     Raises:
-        TimeoutError: there is no answer.
+        TimeoutError: the actor does not answer within 15 seconds.
     """
-    with anyio.fail_after(_RAY_S):
+    with anyio.fail_after(_ANSWER_S):
         return await ref
 
 
-def _aside(act: Callable[[], object]) -> None:
-    """Run an act in a thread that no caller waits for, and that ends with the process. Its error has no reader."""
+def _in_daemon_thread(act: Callable[[], object]) -> None:
+    """Run a blocking function in a thread that ends with the process. No caller waits for it, and its error is dropped."""
 
     def run() -> None:
         with suppress(Exception):
@@ -287,7 +291,7 @@ def _aside(act: Callable[[], object]) -> None:
     threading.Thread(target=run, name="aionn Ray call", daemon=True).start()
 
 
-async def _in_time(act: Callable[[], T], seconds: float) -> T:
+async def _call_in_thread(act: Callable[[], T], seconds: float) -> T:
     """Run a blocking call of Ray in a thread. The thread is left behind if it takes too long; it ends with the process.
 
     Raises:
@@ -310,6 +314,6 @@ async def _in_time(act: Callable[[], T], seconds: float) -> T:
             outcome = None, error
         call_soon_from_anywhere(loop, settle, *outcome)
 
-    _aside(run)
+    _in_daemon_thread(run)
     with anyio.fail_after(seconds):
         return await answer

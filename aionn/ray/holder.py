@@ -1,12 +1,12 @@
-"""`Holder`: the base of a Serve deployment whose replicas hold models.
+"""`Holder`: the base of a Ray Serve deployment whose replicas hold models in an `aionn.Runtime`.
 
-A replica enters a runtime when Serve constructs it, and closes the runtime when Serve stops it. The runtime's drivers end with the thread
+A replica opens a runtime when Serve constructs it, and closes the runtime when Serve stops it. The runtime's drivers end with the thread
 that has started them. Serve constructs a replica and runs its calls in one thread, which lives as long as the replica's process.
 
 Invariants
-    `_held` has each model of the deployment from the constructor on.
-    One `reconfigure` at a time changes what serves.
-    A background compile is a task in `_held`, and ends with the replica.
+    `_held` has an item for each model of the deployment, from the constructor on. A model serves once its `compilation` is set.
+    Only one `reconfigure` at a time swaps models (`_upgrading`).
+    A background compile is the task `compiling` of its item, and is cancelled by `aclose`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import anyio
 import aionn
 from aionn.errors import AionnError, CallerError, again
 from aionn.hal.model import Model
+from aionn.hal.values import outside_frames
 from aionn.ray.destructor import Destructor
 from aionn.ray.models import ModelSpec, checked_specs, open_model, upgraded_specs
 from aionn.ray.needed import needed_ray
@@ -48,9 +49,9 @@ class _Held:
     """A model of a replica.
 
     Attributes:
-        compilation, burst: what serves. `burst` stays None for a model whose values no burst takes.
-        digest: of the model that serves, as hexadecimal digits.
-        compiling: the task that compiles it, also when that is over.
+        compilation, burst: what serves. `burst` stays None for a model whose values no burst takes, such as texts.
+        digest: of the model that serves, as 64 hexadecimal digits. Empty before.
+        compiling: the task that compiles the model in the background. It may have ended. None for a model without such a task.
         retried: how many calls were made again, because their driver had died.
     """
 
@@ -70,13 +71,13 @@ class Holder:
     `async def __init__`, and begins with `await super().__init__()`.
 
     Args:
-        models: by name. None: the class attribute `models`.
-        retry_stateless: how often a call without state is made again whose driver has died.
+        models: by name, an `aionn.ray.ModelSpec` or the path of an ONNX file. None: the class attribute `models`.
+        retry_stateless: how often a call without state is made again after its driver has died.
         runtime: arguments of `aionn.Runtime`, by name. `threads` is the number of CPUs that Ray has assigned to the replica, at least 1,
             unless it is given here.
-        failed_upgrade: what a replica does in which `reconfigure` has failed. Its model before serves in either case. "raise": the error
-            goes to Serve, which shows it in the deployment's status, stops this replica, and ends the update. "keep": the replica logs the
-            error and stays, and Serve does not learn of it. A replica that has just started raises in either case.
+        failed_upgrade: what happens when `reconfigure` fails in a replica. The models before go on serving in either case. "raise": the
+            error goes to Serve, which shows it in the deployment's status, stops this replica, and ends the update. "keep": the replica
+            logs the error and stays, and Serve does not learn of the error. `reconfigure` at the start of a replica always raises.
 
     Raises:
         ImportError: Ray is not installed.
@@ -90,7 +91,7 @@ class Holder:
     """
 
     models: ClassVar[Mapping[str, Any]] = {}
-    _closed = True  # until there is a runtime
+    _closed = True  # before there is a runtime, there is nothing to close
 
     async def __init__(  # type: ignore[misc]  # Serve awaits a constructor
         self,
@@ -106,7 +107,7 @@ class Holder:
         if failed_upgrade not in ("raise", "keep"):
             raise CallerError(f"Holder: failed_upgrade={failed_upgrade!r}; give 'raise' or 'keep'")
         self._keeps = failed_upgrade == "keep"
-        self._checked = False  # Serve checks the health of a replica once it has started
+        self._started = False  # set by the first health check, because Serve makes none before a replica has started
         self._upgrading = asyncio.Lock()
         self._held = {name: _Held(name, spec) for name, spec in specs.items()}
         given = dict(runtime or {})
@@ -122,7 +123,7 @@ class Holder:
             raise
 
     async def aclose(self) -> None:
-        """Close the runtime. Serve does so by `__del__`, which it awaits before it stops the replica's process."""
+        """Close the runtime, within 18 seconds. May be called again. Serve awaits it as `__del__` before it stops the replica's process."""
         runtime = getattr(self, "_runtime", None)  # a subclass may have failed before this constructor
         if runtime is None:
             return
@@ -130,7 +131,7 @@ class Holder:
         for held in self._held.values():
             if held.compiling is not None:
                 held.compiling.cancel()
-            held.compilation = held.burst = None  # they keep the model's file open
+            held.compilation = held.burst = None  # a compilation keeps the model's file open
         with anyio.move_on_after(_CLOSE_S, shield=True) as limit:
             await runtime.aclose()
         if limit.cancelled_caught:
@@ -156,7 +157,7 @@ class Holder:
                 logging_tasks.cancel_scope.cancel()
         for held in self._held.values():
             if not held.spec.required:
-                self._compile_aside(held)
+                self._compile_in_background(held)
 
     async def _log_progress(self) -> None:
         began = time.monotonic()
@@ -165,6 +166,7 @@ class Holder:
             logger.info("the replica has been starting for %.0f s: %s", time.monotonic() - began, self.runtime.health())
 
     async def _compile(self, held: _Held) -> None:
+        """Compile a model, warm it up and open its burst. The model serves from then on."""
         spec = held.spec
         model = await open_model(held.name, spec)
         compilation = await self.runtime.compile(model, name=held.name, **spec.compile_options)
@@ -173,13 +175,12 @@ class Holder:
                 await compilation.warm_up(spec.warm_up)
             except CallerError as error:
                 logger.warning("model %r is not warmed up, because inputs for it cannot be made up: %s", held.name, error)
-        operands = (*compilation.model.inputs.values(), *compilation.model.outputs.values())
-        if all(operand.in_frames for operand in operands):
+        if not outside_frames(compilation.model):
             held.burst = await compilation.burst(name=held.name).__aenter__()  # the runtime closes it
         held.digest = (await model.digest()).hex()
         held.compilation = compilation
 
-    def _compile_aside(self, held: _Held) -> asyncio.Task[None]:
+    def _compile_in_background(self, held: _Held) -> asyncio.Task[None]:
         """Have a model compiled in the background. Calls that need the model wait for the task."""
         held.compiling = asyncio.create_task(self._compile(held), name=f"compile {held.name}")
         held.compiling.add_done_callback(partial(_log_failure, held.name))
@@ -206,7 +207,7 @@ class Holder:
         return await self._compilation(self._named(model))
 
     async def infer(self, inputs: Inputs, model: str | None = None, *, timeout_s: float | None = None) -> dict[str, Any]:
-        """Run a model once: `await handle.infer.remote({"x": x})`. A call whose driver has died is made again, as `retry_stateless` says.
+        """Run a model once: `await handle.infer.remote({"x": x})`. A call is made again after its driver has died (`retry_stateless`).
 
         Args:
             inputs: as for `aionn.Burst.compute`.
@@ -293,7 +294,7 @@ class Holder:
         if held.compilation is None:
             task = held.compiling
             if task is None or task.done():
-                task = self._compile_aside(held)
+                task = self._compile_in_background(held)
             try:
                 await asyncio.shield(task)
             except AionnError as error:
@@ -304,7 +305,7 @@ class Holder:
     # --- what Serve calls --------------------------------------------------------------------------------------------------
 
     async def check_health(self) -> None:
-        """Return if the replica can do its work, or will do so without a restart. Serve calls this, and replaces a replica that raises.
+        """Return if the replica can work, or will be able to without a restart. Serve calls this, and replaces a replica that raises.
 
         A replica that compiles, or whose driver has died, is healthy. See `aionn.Runtime.health`.
 
@@ -314,7 +315,7 @@ class Holder:
         health = self.runtime.health()
         if not health.live:
             raise RuntimeError(str(health))
-        self._checked = True
+        self._started = True
 
     async def reconfigure(self, user_config: Any) -> None:
         """Swap other models in, in place, between two executions. Serve calls this with the deployment's `user_config`.
@@ -334,11 +335,12 @@ class Holder:
             async with self._upgrading:
                 await self._swap_all(specs)
         except Exception as error:
-            if not self._keeps or not self._checked:
+            if not self._keeps or not self._started:
                 raise
             logger.error("the replica keeps the models that it had, because an upgrade failed: %s: %s", type(error).__name__, error)
 
     async def _swap_all(self, specs: Mapping[str, ModelSpec]) -> None:
+        """Swap all these models in. If one fails, swap those back that were changed, and raise its error."""
         done: list[tuple[_Held, ModelSpec, str, Model]] = []
         try:
             for name, spec in specs.items():

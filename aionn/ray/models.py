@@ -34,10 +34,10 @@ class ModelSpec:
             models only.
         digest: what `aionn.Model.digest` returns for the file, as 64 hexadecimal digits. A replica refuses any other file. So a file that
             is replaced changes nothing until it is deployed. None: any contents.
-        devices: of `aionn.Runtime.compile`.
+        devices: as for `aionn.Runtime.compile`.
         stages: devices from quick to best. A replica answers as soon as the first one serves.
-        cache_dir: of `aionn.Runtime.compile`, on each node. Without a cache each replica compiles anew.
-        required: whether a replica starts only with this model. Another model is compiled while the replica answers.
+        cache_dir: as for `aionn.Runtime.compile`, a folder on each node. Without a cache each replica compiles anew.
+        required: whether a replica starts only with this model. If False, the model is compiled while the replica answers.
         warm_up: how often the model runs on made-up inputs before the replica answers.
         options: further options of `aionn.Runtime.compile`, by name.
 
@@ -81,10 +81,10 @@ class ModelSpec:
 
 
 def checked_specs(models: object) -> dict[str, ModelSpec]:
-    """Return the models of a deployment by name. A path stands for a `ModelSpec` of it.
+    """Return the models of a deployment by name. A path becomes a `ModelSpec` of that file.
 
     Raises:
-        CallerError: they are not models by name.
+        CallerError: `models` is not a dict, is empty, or has a value that is not a model.
     """
     if not isinstance(models, Mapping) or not models:
         raise CallerError(f"models={models!r}; give at least one model by name, as in models={{'vad': ModelSpec('vad.onnx')}}")
@@ -100,7 +100,8 @@ def upgraded_specs(user_config: object, specs: Mapping[str, ModelSpec]) -> dict[
     """Return the specifications that a deployment's `user_config` asks for, by name. They are `specs` with another source and digest.
 
     Raises:
-        CallerError: it is not of the form `{"models": {"vad": {"source": ..., "digest": ...}}}`, or a model is not of this deployment.
+        CallerError: the config is not of the form `{"models": {"vad": {"source": ..., "digest": ...}}}`, or names a model that this
+            deployment does not have.
     """
     models = user_config.get("models", {}) if isinstance(user_config, Mapping) else None
     if not isinstance(models, Mapping):

@@ -1,4 +1,11 @@
-"""What app, actor and task say to each other, as bytes (msgpack). No I/O. Ray carries bytes, texts and numbers for aionn, never objects."""
+"""The messages between an app of the farm, the actor and a task, encoded as bytes (msgpack). No I/O.
+
+    Order        from the app by way of the actor to the task: what to compile
+    OrderState   from the actor to the app: how far the order is
+    OrderResult  from the task by way of the actor to the app: which key has signed the artifact, or why the task has none
+
+Ray carries only bytes, texts and numbers for aionn. So it pickles no object of aionn.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +13,22 @@ import msgspec
 
 from aionn.fleet.places import StatementPlace, fingerprint
 
-__all__ = ["Made", "Order", "Word", "decode_made", "decode_order", "decode_word", "encode"]
+__all__ = ["Order", "OrderResult", "OrderState", "decode_order", "decode_result", "decode_state", "encode"]
 
 
 class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a task shall compile.
+    """What a task compiles.
 
     Attributes:
-        key: of the entry. The task makes the key anew, and compiles nothing if it is another one.
-        device, device_version: the device that shall run it.
-        model_digest: names the model in the store.
+        key: of the cache entry, 32 bytes. The task makes the key anew from what it has compiled. If the keys differ, it signs nothing.
+        device, device_version: of the app's device. The node must have the same.
+        model_digest: the model's token, 32 bytes, by which it lies in the store.
         store: the address of the artifact store.
-        token: the app's token in the key.
+        token: the token in the key, 32 bytes: that of `compile(token=)`, or else the model's.
         preference, priority: names, as for `Runtime.compile`.
         threads, at_most, instances: as in `PrepareOptions`.
-        options: of the device's engine.
-        model_bytes: bytes of the model's files.
+        options: of the device's engine, by name.
+        model_bytes: size of the model's files.
     """
 
     key: bytes
@@ -40,20 +47,20 @@ class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def flight(self) -> str:
-        """Return what orders for the same artifact in the same store share."""
+        """The name of the flight. Orders for the same artifact in the same store have the same name."""
         return f"{self.key.hex()} {fingerprint(self.device, self.device_version)} {self.store}"
 
     @property
     def memory_bytes(self) -> int:
-        """Return the memory that a task for the order asks Ray for."""
+        """The memory that a task for the order asks Ray for: four times the model, at least 100 MiB."""
         return max(4 * self.model_bytes, _LEAST_MEMORY_BYTES)
 
 
 _LEAST_MEMORY_BYTES = 100 << 20
 
 
-class Made(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a task has to say at its end.
+class OrderResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a task returns.
 
     Attributes:
         builder: the id of the key that has signed the artifact in the store. Empty if there is no artifact.
@@ -66,27 +73,27 @@ class Made(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model_lost: bool = False
 
     def place(self, order: Order) -> StatementPlace:
-        """Return where the statement lies."""
+        """Return where the statement of this result lies in the store."""
         return StatementPlace(order.key, fingerprint(order.device, order.device_version), self.builder)
 
 
-class Word(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How an order stands.
+class OrderState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How far an order is.
 
     Attributes:
         number: grows with each change.
-        text: what is done for it, in a few words.
-        running: a task has begun. Otherwise it waits for a node.
-        made: what became of it, once that is known.
+        text: what is done for the order now, in a few words.
+        running: whether a task has begun. Before, the order waits for a node.
+        result: of the task. None until the task has ended.
     """
 
     number: int
     text: str
     running: bool
-    made: Made | None = None
+    result: OrderResult | None = None
 
 
 encode = msgspec.msgpack.Encoder().encode
 decode_order = msgspec.msgpack.Decoder(Order).decode
-decode_made = msgspec.msgpack.Decoder(Made).decode
-decode_word = msgspec.msgpack.Decoder(Word).decode
+decode_result = msgspec.msgpack.Decoder(OrderResult).decode
+decode_state = msgspec.msgpack.Decoder(OrderState).decode

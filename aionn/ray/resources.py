@@ -1,7 +1,7 @@
 """Which devices a node of a Ray cluster has, as custom resources: `aionn-fp:<16 hex digits>`.
 
-The digits stand for a device and its version, which names the engine's version and the CPU's instruction set. So a compile task that asks
-for the resource runs only where its artifact fits.
+The digits are the beginning of a fingerprint (`fleet.places.fingerprint`): the digest of a device's name and version. The version names the
+engine's version and the CPU's instruction set. So a compile task that asks for the resource runs only where its artifact fits.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from aionn.fleet.places import fingerprint
 from aionn.hal.types import Priority
 from aionn.runtime.runtime import opened_of
 
-__all__ = ["SHARE", "fingerprints_of", "node_resources", "resource_name"]
+__all__ = ["TASK_SHARE", "device_resources", "node_resources", "resource_name"]
 
 PREFIX = "aionn-fp:"
 _DIGITS = 16
-SHARE = 0.001
-"""How much of a node's resource a task takes. CPUs and memory are what limits tasks, so this must not."""
+TASK_SHARE = 0.001
+"""How much of a node's resource a task takes, of 1.0. CPUs and memory limit how many tasks run at once. This resource must not."""
 
 
 def resource_name(device: str, device_version: str) -> str:
@@ -28,15 +28,15 @@ def resource_name(device: str, device_version: str) -> str:
     return f"{PREFIX}{fingerprint(device, device_version)[:_DIGITS]}"
 
 
-def fingerprints_of(resources: Iterable[str]) -> list[str]:
-    """Return the names of devices' resources among all names, sorted."""
+def device_resources(resources: Iterable[str]) -> list[str]:
+    """Return those names of resources that stand for devices of aionn, sorted."""
     return sorted(name for name in resources if name.startswith(PREFIX))
 
 
 def node_resources(devices: Sequence[str] | None = None) -> dict[str, float]:
     """Return the custom resources of this machine, for `ray.init(resources=...)` or `ray start --resources=...`.
 
-    Each device is started once, which takes a second or two. Devices that do not cache have no artifacts, so they have no resource.
+    Each device is started once, which takes a second or two. A device that does not cache has no artifacts, so it has no resource.
 
     Args:
         devices: names of devices. None: every installed one that starts.
@@ -47,7 +47,7 @@ def node_resources(devices: Sequence[str] | None = None) -> dict[str, float]:
     Raises:
         CallerError: a device that was named is not known.
         AionnError: a device that was named cannot start.
-        RuntimeError: an event loop runs in this thread. Call it in another thread then.
+        RuntimeError: an event loop runs in this thread. Call the function in another thread.
     """
     return {resource_name(*named): 1.0 for named in device_versions(devices).items()}
 

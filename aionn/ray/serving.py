@@ -1,4 +1,4 @@
-"""A ready Serve deployment for models, and the options of Serve that suit replicas with an `aionn.Runtime`."""
+"""`deployment`: a ready Ray Serve deployment for models. `serve_options`: options of Serve that suit replicas with an `aionn.Runtime`."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ def serve_options(
     Serve's own defaults find a hung driver only after 30 to 90 s, and queue without bound.
 
     Args:
-        max_ongoing_requests: how many calls a replica works on at once: the depth of its bursts (8) times their number.
-        max_queued_requests: how many further calls each handle or proxy keeps waiting. None: four times as many. Later ones are refused
-            with `ray.serve.exceptions.BackPressureError`.
+        max_ongoing_requests: how many calls a replica works on at once. A burst computes eight of them, and the others wait in order.
+        max_queued_requests: how many further calls each handle or proxy keeps waiting. None: four times `max_ongoing_requests`. Calls
+            beyond that are refused with `ray.serve.exceptions.BackPressureError`.
         autoscaling: Serve's `autoscaling_config`. `target_ongoing_requests` is 0.7 of `max_ongoing_requests`, unless it is given. None: the
             number of replicas is fixed.
-        others: further options of `serve.deployment`, which beat these.
+        others: further options of `serve.deployment`. They replace those that this function chooses.
 
     Raises:
-        CallerError: a number is wrong, or `target_ongoing_requests` is not below `max_ongoing_requests`. Serve would never add a replica.
+        CallerError: a number is wrong, or `target_ongoing_requests` is not below `max_ongoing_requests`, so that Serve would never add a
+            replica.
     """
     most = checked_count("serve_options: max_ongoing_requests", max_ongoing_requests, 1)
     queued = 4 * most if max_queued_requests is None else checked_count("serve_options: max_queued_requests", max_queued_requests, 0)
@@ -61,9 +62,9 @@ def deployment(models: Mapping[str, Any], *, holder: Mapping[str, Any] | None = 
     """Return a Serve deployment whose replicas serve models by `Holder.infer` and `Holder.stream`.
 
     Args:
-        models: an `aionn.ray.ModelSpec` by name. A path stands for a specification of it.
+        models: by name, an `aionn.ray.ModelSpec` or the path of an ONNX file.
         holder: further arguments of `aionn.ray.Holder`, by name.
-        options: of `serve_options`, and of `serve.deployment`, such as `name` and `num_replicas`.
+        options: arguments of `serve_options`, which takes those of `serve.deployment`, too, such as `name` and `num_replicas`.
 
     Returns:
         The deployment, for `serve.run(deployment.bind())`.

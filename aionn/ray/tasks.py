@@ -1,9 +1,9 @@
 """The Ray task that compiles one model: fetch the model, compile it in a driver process, sign the artifact, push it to the store.
 
-It runs on a node that has the device (`resources`), in a Ray worker process. Its runtime starts a driver like any other, with a cache and
-with records that live as long as the task. So a crash of the engine is an answer of the task, and not the death of a worker.
+A task runs on a node that has the device (`resources`), in a Ray worker process. It opens a runtime, whose driver compiles the model. The
+cache and the driver's records live as long as the task. A crash of the engine ends the driver only, and the task returns the reason.
 
-The key that signs is a file of the node, which the environment variable `AIONN_FARM_KEY` names. It never travels through Ray.
+The private key is a file of the node, which the environment variable `AIONN_FARM_KEY` names. The key never travels through Ray.
 """
 
 from __future__ import annotations
@@ -32,32 +32,35 @@ from aionn.fleet.pushing import push_cache
 from aionn.hal.trust import Keyring
 from aionn.hal.types import Priority
 from aionn.ray.needed import needed_ray
-from aionn.ray.orders import Made, Order, decode_order, encode
+from aionn.ray.orders import Order, OrderResult, decode_order, encode
 from aionn.runtime.runtime import opened_of
 
 __all__ = ["KEY_VARIABLE", "compile_order"]
 
 KEY_VARIABLE = "AIONN_FARM_KEY"
-_PATIENCE_S = 30.0
-_ACTOR_S = 10.0
-_EACH_S = 1.0  # at most one message a second
+_PATIENCE_S = 30.0  # as `aionn fleet push`: a task may wait longer for a store than the start of an app
+_ACTOR_ANSWER_S = 10.0  # for the announcement of an attempt
+_REPORT_EVERY_S = 1.0  # at most one message a second
 _FOLDER = "aionn-farm-"
 _LOCK = "lock"
 
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 def compile_order(encoded: bytes, flights: Any) -> bytes:
-    """Compile an order, as a Ray task. Returns an encoded `Made`, also if it cannot be compiled.
+    """Compile an encoded order, as a Ray task. Returns an encoded `OrderResult`, also if the model cannot be compiled.
 
-    Ray repeats a task only if its worker process has died. Whatever else goes wrong would go wrong again.
+    Ray repeats a task only if its worker process has died. Any other failure would come again, so it is the result.
+
+    Args:
+        flights: the handle of the actor that follows the task.
     """
     order = decode_order(encoded)
     try:
         key = _builder_key()
         return encode(aionn.run(_compiled, order, key, _reporter(order, flights)))
     except (AionnError, OSError) as error:
-        return encode(Made(refusal=text_of(error)))
+        return encode(OrderResult(refusal=text_of(error)))
 
 
 def _builder_key() -> BuilderKey:
@@ -67,42 +70,43 @@ def _builder_key() -> BuilderKey:
     return BuilderKey.load(path)
 
 
-def _reporter(order: Order, flights: Any) -> Say:
-    """Announce this attempt to the actor, and return what reports to it. A lost report costs nothing."""
+def _reporter(order: Order, flights: Any) -> Report:
+    """Announce this attempt to the actor. Return a function that sends it a text, at most once a second. A lost text costs nothing."""
     ray, last = needed_ray(), [0.0]
     with suppress(Exception):  # the actor is gone: what is compiled is stored all the same
-        ray.get(flights.started.remote(order.flight), timeout=_ACTOR_S)
+        ray.get(flights.started.remote(order.flight), timeout=_ACTOR_ANSWER_S)
 
-    def say(text: str) -> None:
+    def report(text: str) -> None:
         now = time.monotonic()
-        if now - last[0] >= _EACH_S:
+        if now - last[0] >= _REPORT_EVERY_S:
             last[0] = now
             with suppress(Exception):
                 flights.report.remote(order.flight, text)
 
-    return say
+    return report
 
 
-async def _compiled(order: Order, key: BuilderKey, say: Say) -> Made:
+async def _compiled(order: Order, key: BuilderKey, report: Report) -> OrderResult:
+    """Compile an order, sign the artifact and store it. `report` shows the app what is done."""
     store = ArtifactStore(open_address(order.store, patience_s=_PATIENCE_S))
-    if await _is_there(store, order, key):
-        return Made(key.public.id)
+    if await _is_stored(store, order, key):
+        return OrderResult(key.public.id)
     with _work_folder() as folder:
-        say("fetching the model")
+        report("fetching the model")
         model = await fetch_model(store, order.model_digest, folder)
         if isinstance(model, Refusal):
-            return Made(refusal=str(model), model_lost=True)
-        if refusal := await _compile(order, model, folder, say):
-            return Made(refusal=refusal)
-        say("storing the artifact")
+            return OrderResult(refusal=str(model), model_lost=True)
+        if refusal := await _compile(order, model, folder, report):
+            return OrderResult(refusal=refusal)
+        report("storing the artifact")
         (pushed,) = await push_cache(folder / "cache", store, key, state_dir=folder / "state")
         if pushed.refusal is not None:
-            return Made(refusal=f"the artifact was not signed: {pushed.refusal}")
-    return Made(key.public.id)
+            return OrderResult(refusal=f"the artifact was not signed: {pushed.refusal}")
+    return OrderResult(key.public.id)
 
 
-async def _is_there(store: ArtifactStore, order: Order, key: BuilderKey) -> bool:
-    """Return whether a task of this builder was here before: the same one, whose worker died late, or another app's."""
+async def _is_stored(store: ArtifactStore, order: Order, key: BuilderKey) -> bool:
+    """Return whether the store has the whole artifact of this builder: an attempt before has stored it, or a task for another app."""
     place = StatementPlace(order.key, fingerprint(order.device, order.device_version), key.public.id)
     signed = await store.statement(place)
     files = None if signed is None else trusted_files(Keyring((key.public,)))(place, signed)
@@ -115,12 +119,12 @@ async def _is_there(store: ArtifactStore, order: Order, key: BuilderKey) -> bool
     return True
 
 
-async def _compile(order: Order, model: aionn.Model, folder: Path, say: Say) -> str:
-    """Compile a model into the cache of the folder. Returns why that cannot be, or an empty text."""
+async def _compile(order: Order, model: aionn.Model, folder: Path, report: Report) -> str:
+    """Compile a model into the folder `cache` below `folder`. Return why that failed, or an empty text."""
 
     def on_event(event: Event) -> None:
         if isinstance(event, CompileStep):
-            say(event.step)
+            report(event.step)
 
     preference: Any = order.preference  # `compile` checks both
     priority: Any = order.priority
@@ -150,14 +154,14 @@ async def _compile(order: Order, model: aionn.Model, folder: Path, say: Say) -> 
 
 
 def _fault(order: Order, outcomes: tuple[CacheOutcome, ...]) -> str:
-    """Return what is wrong with a compile, or an empty text."""
+    """Return why what was compiled is not the order's artifact, or an empty text."""
     if len(outcomes) != 1:
         return "the model does not run whole on the device"
     (outcome,) = outcomes
     if outcome.save_failure is not None:
         return f"the node of the farm could not keep the artifact: {outcome.save_failure}"
     if outcome.key != order.key:
-        return f"the node of the farm has compiled another entry, {(outcome.key or b'').hex()[:16]}, than {order.key.hex()[:16]}"
+        return f"the node of the farm has compiled entry {outcome.key.hex()[:16]}, but {order.key.hex()[:16]} was asked for"
     return ""
 
 
@@ -166,7 +170,7 @@ def _fault(order: Order, outcomes: tuple[CacheOutcome, ...]) -> str:
 
 @contextmanager
 def _work_folder() -> Iterator[Path]:
-    """Make a folder for the body, and remove those that killed tasks of this account have left.
+    """Make a folder for the body, and remove the folders of killed tasks of this account.
 
     A task holds a lock in its folder. The kernel frees the lock when the process ends, however it ends.
     """
@@ -180,17 +184,18 @@ def _work_folder() -> Iterator[Path]:
 
 
 def _locked_folder() -> tuple[Path, int]:
-    """Make a folder, and return it with the descriptor that holds its lock."""
+    """Make a folder and lock it. Return its path, and the descriptor that holds the lock."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_FOLDER))
         lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)
         if os.fstat(lock).st_nlink:
             return folder, lock
-        os.close(lock)  # another task took it for one that was left
+        os.close(lock)  # before it was locked, another task removed it as that of a killed task
 
 
 def _remove_left() -> None:
+    """Remove the folders whose lock no process holds."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
         with suppress(OSError):
             if folder.lstat().st_uid != os.getuid() or folder.is_symlink():

@@ -14,6 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import aionn
+from aionn.asgi.open_inference.messages import asked_of, decoded
+from aionn.asgi.open_inference.refusals import Refusal
+from aionn.hal.types import Operand, OperandType
 from tests.asgi.oip_by_hand import INPUT0, INPUT1, LENGTH, OUTPUT0, answer, body, connected, head, raw, tensor, until
 from tests.asgi.oip_models import example_model, picking_model, repeating
 from tests.asgi.oip_served import OipServed, oip_served
@@ -35,6 +38,20 @@ def served() -> Iterator[OipServed]:
     }
     with oip_served(models, max_body_bytes=LIMIT) as running:
         yield running
+
+
+@pytest.mark.parametrize(
+    ("dimensions", "shape", "sentence"),
+    [
+        ((), [2], r"the shape \[2\] does not fit the model's \[\]$"),
+        ((0, 3), [2], r"the shape \[2\] does not fit the model's \[-1, 3\]$"),
+        (None, [1] * 33, r"has 33 axes; give at most 32$"),
+    ],
+)
+def test_a_shape_that_does_not_fit_is_named_beside_the_models(dimensions: tuple[int, ...] | None, shape: list[int], sentence: str) -> None:
+    message = decoded(json.dumps({"inputs": [{"name": "x", "shape": shape, "datatype": "FP32", "data": [1]}]}).encode())
+    with pytest.raises(Refusal, match=sentence):
+        asked_of(message, {"x": Operand(OperandType.FLOAT32, dimensions)}, {})
 
 
 def infer(served: OipServed, asked: tuple[bytes, dict[str, str]], model: str = "mymodel") -> Any:
@@ -323,19 +340,24 @@ TENSORS = st.fixed_dictionaries(
     optional={"data": JSON | st.lists(st.integers(-3, 300), max_size=6), "parameters": PARAMETERS},
 )
 VALID = [
-    ("mymodel", {"inputs": [INPUT0, INPUT1]}),
-    ("mymodel", {"inputs": [raw(INPUT0, 16), raw(INPUT1, 3)]}),
-    ("pick", {"inputs": [{"name": "index", "shape": [2], "datatype": "INT64", "data": [1, 2]}]}),
-    ("pick", {"inputs": [{"name": "index", "shape": [2], "datatype": "INT64", "parameters": {"binary_data_size": 16}}]}),
-    ("texts", {"inputs": [{"name": "BYTES", "shape": [1, 3], "datatype": "BYTES", "data": ["a", "", "b"]}]}),
-    ("texts", {"inputs": [{"name": "BYTES", "shape": [1, 3], "datatype": "BYTES", "parameters": {"binary_data_size": 14}}]}),
+    ("mymodel", {"inputs": [INPUT0, INPUT1]}, b""),
+    ("mymodel", {"inputs": [raw(INPUT0, 16), raw(INPUT1, 3)]}, b"\1" * 19),
+    ("pick", {"inputs": [{"name": "index", "shape": [2], "datatype": "INT64", "data": [1, 2]}]}, b""),
+    ("pick", {"inputs": [{"name": "index", "shape": [2], "datatype": "INT64", "parameters": {"binary_data_size": 16}}]}, b"\0" * 16),
+    ("texts", {"inputs": [{"name": "BYTES", "shape": [1, 3], "datatype": "BYTES", "data": ["a", "", "b"]}]}, b""),
+    (
+        "texts",
+        {"inputs": [{"name": "BYTES", "shape": [1, 3], "datatype": "BYTES", "parameters": {"binary_data_size": 14}}]},
+        b"\1\0\0\0a" * 2 + b"\0\0\0\0",
+    ),
 ]
+"""Model, JSON and raw bytes of requests that are answered with 200."""
 
 
 @st.composite
 def requests(draw: st.DrawFn) -> tuple[str, bytes, dict[str, str]]:
     """A body that is nearly right, or not at all: other values in it, other bytes behind it, another length said."""
-    model, message = draw(st.sampled_from(VALID))
+    model, message, right = draw(st.sampled_from(VALID))
     message = json.loads(json.dumps(message))
     for _ in range(draw(st.integers(0, 3))):
         change = draw(st.integers(0, 4))
@@ -349,7 +371,7 @@ def requests(draw: st.DrawFn) -> tuple[str, bytes, dict[str, str]]:
             one = draw(st.sampled_from(message["inputs"]))
             one[draw(st.sampled_from(["name", "shape", "datatype", "data", "parameters"]))] = draw(JSON | PARAMETERS)
     text = json.dumps(message).encode()
-    tail = draw(st.binary(max_size=24) | st.sampled_from([b"", b"\1" * 19, b"\0" * 16, b"\1\0\0\0a" * 2 + b"\0\0\0\0"]))
+    tail = draw(st.just(right) | st.sampled_from([tail for _, _, tail in VALID]) | st.binary(max_size=24))
     if draw(st.booleans()):
         text = text[: draw(st.integers(0, len(text)))] + draw(st.binary(max_size=3))
     said = draw(st.just(len(text)) | st.integers(-1, len(text) + 40) | st.none())

@@ -28,7 +28,7 @@ from aionn.fleet.artifact_store import ArtifactStore
 from aionn.fleet.checking import check_store
 from aionn.fleet.judging import trusted_files
 from aionn.hal.trust import Keyring
-from aionn.ray.resources import device_versions, fingerprints_of
+from aionn.ray.resources import device_resources, device_versions
 from aionn.testing import FakeDevice
 from aionn.testing.models import identity_model, scaled_model
 from tests.fleet.builders import trust
@@ -239,7 +239,7 @@ def work_folders() -> set[Path]:
 
 
 @pytest.mark.anyio
-async def test_without_a_node_that_has_the_device_the_app_compiles_and_is_told_which_exist(
+async def test_without_a_node_that_has_the_device_the_app_compiles_and_logs_what_nodes_have(
     ray_cluster: str, tmp_path: Path, store: Path, fake: FakeDevice, caplog: pytest.LogCaptureFixture
 ) -> None:
     fake.tell(version="an unknown one")
@@ -249,7 +249,7 @@ async def test_without_a_node_that_has_the_device_the_app_compiles_and_is_told_w
     assert outcome.kind is Kind.MISS
     assert "compiling" in app.steps
     (warning,) = warnings_in(caplog)
-    nodes = ray_cluster_fingerprints()
+    nodes = announced_devices()
     assert len(nodes) == 2
     assert all(name in warning for name in nodes)
     with pytest.raises(aionn.DeviceUnavailableError, match=nodes[0]) as raised:
@@ -262,10 +262,10 @@ async def test_without_a_node_that_has_the_device_the_app_compiles_and_is_told_w
     assert len(warnings_in(caplog)) == 1
 
 
-def ray_cluster_fingerprints() -> list[str]:
+def announced_devices() -> list[str]:
     import ray
 
-    return fingerprints_of(ray.cluster_resources())
+    return device_resources(ray.cluster_resources())
 
 
 @pytest.mark.anyio

@@ -1,4 +1,4 @@
-"""The Open Inference Protocol (KServe v2) over HTTP: clients that know nothing of aionn ask its models.
+"""The Open Inference Protocol (KServe v2) over HTTP, for clients in any language that send inputs to models and get outputs.
 
     app.routes.extend(aionn.asgi.oip())
 
@@ -6,10 +6,10 @@ The protocol has metadata, health and inference with tensors as JSON or as raw b
 
     oip         the routes, and what each of them answers
     inference   one request for inference: read, computed, answered
-    targets     the models behind the names: a compilation and its burst, a call that survives one driver's death, counts
+    targets     the models by name: a compilation, its burst, its counts, and calls that survive the death of a driver
     arrivals    the timer that ends requests whose bodies come too late
     incoming    the body of a request, in chunks, up to a limit of size and time
-    room        the memory that all bodies may take
+    room        how much memory all bodies together may take
     messages    the JSON of a request, and what it asks of a model; no I/O
     tensors     tensors as JSON and as raw bytes; no I/O
     refusals    the status and the sentence of each error

@@ -19,7 +19,7 @@ __all__ = ["Arrivals"]
 
 
 class Arrivals:
-    """The bodies that are waited for."""
+    """The requests whose bodies are waited for, with one timer."""
 
     def __init__(self) -> None:
         self._waiting: dict[asyncio.Task[Any], float] = {}
@@ -29,10 +29,10 @@ class Arrivals:
         """Return the next message of a request.
 
         Args:
-            by_s: when it must have arrived, in the time of the event loop.
+            by_s: when the message must have arrived, in seconds of the event loop's clock.
 
         Raises:
-            TimeoutError: it did not.
+            TimeoutError: the message has not arrived by then.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -43,7 +43,7 @@ class Arrivals:
         try:
             return await receive()
         except asyncio.CancelledError:
-            # Someone else may have cancelled the task, too, and that cancellation goes on.
+            # Another part of the program may have cancelled the task, too, and that cancellation goes on.
             if task not in self._waiting and task.uncancel() <= others:
                 raise TimeoutError from None
             raise

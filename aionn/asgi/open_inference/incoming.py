@@ -26,8 +26,8 @@ class Incoming:
     """A request's body.
 
     Args:
-        most_bytes: a larger body is refused, before it is read if it says its size.
-        room: for what is kept of bodies that arrive in several chunks. `close` gives it back.
+        most_bytes: a larger body is refused, before it is read if the request has a Content-Length.
+        room: counts what is kept of bodies that arrive in several chunks. `close` gives back what this body took.
 
     Attributes:
         json_bytes: how many bytes at its beginning are JSON; None if all are.
@@ -73,7 +73,7 @@ class Incoming:
         return len(self._chunk)
 
     async def json(self) -> memoryview:
-        """Return the JSON at its beginning, or all of it."""
+        """Return the JSON at the beginning of the body, or the whole body if all of it is JSON."""
         return await (self.take(self.json_bytes) if self.json_bytes is not None else self._rest())
 
     def check_rest(self, needed: int) -> None:

@@ -14,14 +14,13 @@ from typing import Annotated, Any
 import msgspec
 
 from aionn.asgi.open_inference.refusals import Refusal
-from aionn.asgi.open_inference.tensors import DATATYPES, datatype, only_binary
+from aionn.asgi.open_inference.tensors import DATATYPES, MOST_AXES, datatype, only_binary, shape_of
 from aionn.hal.types import Operand, OperandType
 
 __all__ = ["Asked", "Tensor", "asked_of", "decoded"]
 
 _KNOWN = frozenset(DATATYPES.values())
 _SHARED_MEMORY = "shared_memory_region"
-_MOST_AXES = 32
 
 
 class InputMessage(msgspec.Struct):
@@ -64,11 +63,11 @@ class Asked:
     """What a request asks of a model. Requests with the same JSON share one.
 
     Attributes:
-        id: by which the client knows the request; empty if it gave none.
+        id: by which the client knows the request. Empty if the request has no id.
         inputs: in the order in which their raw bytes follow the JSON.
         outputs: by name, in the order of the answer, whether the client wants raw bytes.
-        timeout_s: in which it wants the answer, or None.
-        timing: whether it wants to know how long the model took.
+        timeout_s: seconds in which the client wants the answer, or None.
+        timing: whether the client wants to know how long the model took.
         binary_bytes: how many raw bytes follow the JSON.
         answered: the JSON of the last answer and the shapes that it names, if nothing else of the answer is in it. Else empty.
     """
@@ -136,9 +135,10 @@ def _tensor(message: InputMessage, inputs: Mapping[str, Operand]) -> Tensor:
         raise Refusal(400, f"input {name!r}: {message.datatype!r} is not a datatype; the datatypes are {', '.join(DATATYPES.values())}")
     if message.datatype != wanted:
         raise Refusal(400, f"input {name!r}: the datatype {message.datatype} does not fit the model's {wanted}; values are not cast")
-    if len(shape) > _MOST_AXES or not operand.accepts(shape):
-        fits = operand.dimensions and [extent or -1 for extent in operand.dimensions]
-        raise Refusal(400, f"input {name!r}: the shape {list(shape)} does not fit the model's {fits or f'most of {_MOST_AXES} axes'}")
+    if not operand.accepts(shape):
+        raise Refusal(400, f"input {name!r}: the shape {list(shape)} does not fit the model's {shape_of(operand)}")
+    if len(shape) > MOST_AXES:  # of a model that takes any rank
+        raise Refusal(400, f"input {name!r}: the shape {list(shape)} has {len(shape)} axes; give at most {MOST_AXES}")
     if max(shape, default=0) >= 2**31 or prod(max(extent, 1) for extent in shape) * max(operand.type.element_bytes, 1) >= 2**63:
         # Such a tensor may have no elements, and so no data. Neither NumPy nor a burst takes it.
         raise Refusal(400, f"input {name!r}: the shape {list(shape)} is beyond what an array can have")
@@ -164,7 +164,7 @@ def _check_size(name: str, operand: Operand, shape: tuple[int, ...], size: Any) 
 
 
 def _wanted(message: RequestMessage, outputs: Mapping[str, Operand]) -> Mapping[str, bool]:
-    """Return which outputs the client wants, and which of them as raw bytes. Without a word of it, it wants all, as JSON."""
+    """Return which outputs the client wants, and which of them as raw bytes. By default it wants all, as JSON."""
     binary = _flag("the request", message.parameters, "binary_data_output", False)
     asked: Iterable[OutputMessage] = message.outputs or [OutputMessage(name) for name in outputs]
     found: dict[str, bool] = {}
@@ -198,7 +198,7 @@ def _flag(where: str, parameters: Mapping[str, Any], name: str, otherwise: bool)
 
 def _timeout_s(parameters: Mapping[str, Any]) -> float | None:
     value = parameters.get("timeout")
-    if value is None or value == 0:  # 0 means none in Triton
+    if value is None or value == 0:  # in Triton, 0 stands for no timeout
         return None
     if type(value) is not int or not 0 < value < 2**63:
         raise Refusal(400, f"the parameter timeout is {value!r}; give a positive number of microseconds")

@@ -49,14 +49,14 @@ def oip(
     Errors are answered as `{"error": ...}`: 400 for a request that does not fit the protocol or the model, 404 for an unknown model, 408
     for a body that stalls, 413 for one that is too large, 422 where the model does not compute the values, 503 with `Retry-After`
     while a model compiles or its driver starts again, and 504 if the request's parameter `timeout` (in microseconds) has passed. All
-    bodies together may take 512 MB, or four times `max_body_bytes` if that is more. Beyond that a request is answered with 503, too.
+    bodies together may take 512 MiB, or four times `max_body_bytes` if that is more. Beyond that a request is answered with 503, too.
 
     Args:
         runtime: of the compilations. None for the one that `aionn.asgi.lifespan` opens.
         models: compilations by name, which the app may change while it serves. None for the models of `aionn.asgi.lifespan`.
         max_body_bytes: a request with a larger body is refused with 413, before the body is read if the request says its size.
-        retry_stateless: how often a call is made again whose driver has died. The protocol's calls have no state, so that is safe. It
-            is not done for device memory of the app's own, nor after any other error.
+        retry_stateless: how often a call is made again after its driver has died. The protocol's calls have no state, so that is safe.
+            After any other error a call is not made again.
 
     Raises:
         CallerError: an argument is wrong.

@@ -24,14 +24,14 @@ from aionn.hal.types import ErrorStatus
 __all__ = ["Refusal", "refusal_of"]
 
 RESTART_S = 1
-"""What a client is asked to wait for while a driver starts again."""
+"""Seconds that a client is asked to wait while a driver starts again."""
 
 _MOST_CHARACTERS = 2000
-"""A sentence may have a name from the request in it, which may be as long as the request. A longer one lacks its middle."""
+"""A sentence may quote a name from the request, which may be as long as the request. The middle of a longer sentence is left out."""
 
-_FOR_NOW = (DriverDiedError, DriverHungError, DeviceUnavailableError, MemoryAllocationError, CompilationError)
+_MAY_PASS = (DriverDiedError, DriverHungError, DeviceUnavailableError, MemoryAllocationError, CompilationError)
 
-_OF_STATUS = {
+_HTTP_STATUS = {
     ErrorStatus.INVALID_ARGUMENT: 400,
     ErrorStatus.DEVICE_UNAVAILABLE: 503,
     ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT: 503,
@@ -73,7 +73,7 @@ def refusal_of(error: AionnError, runtime: aionn.Runtime) -> Refusal:
     elif isinstance(error, DeadlineError):
         status = 504
     elif isinstance(error, ExecutionError):
-        status = _OF_STATUS.get(ErrorStatus(error.status), _NOT_COMPUTED)
-    elif isinstance(error, _FOR_NOW):
+        status = _HTTP_STATUS.get(ErrorStatus(error.status), _NOT_COMPUTED)
+    elif isinstance(error, _MAY_PASS):
         status = 503
     return Refusal(status, sentence, {"Retry-After": str(RESTART_S)} if status == 503 else None)

@@ -1,4 +1,4 @@
-"""`Room`: how much memory the bodies of all requests may take that arrive in pieces.
+"""`Room`: how much memory the bodies of all requests that arrive in pieces may take together.
 
 Without such a bound a thousand clients, each with a body of the largest size, would take all of the machine's memory.
 """
@@ -10,7 +10,7 @@ from aionn.asgi.open_inference.refusals import RESTART_S, Refusal
 __all__ = ["Room"]
 
 ROOM_BYTES, ROOM_BODIES = 2**29, 4
-"""All bodies may take so many bytes, or as much as so many of the largest bodies, if that is more."""
+"""All bodies together may take `ROOM_BYTES`, or as much as `ROOM_BODIES` bodies of the largest size, if that is more."""
 
 
 class Room:
@@ -28,10 +28,12 @@ class Room:
         """Count bytes that a body takes.
 
         Raises:
-            Refusal: there is not so much room now.
+            Refusal: the bodies of all requests would take more than they may.
         """
         if self._used + count > self._most:
-            sentence = f"the requests under way have {self._used} bytes of the {self._most} that this server keeps of them; try again later"
+            sentence = (
+                f"the requests under way take {self._used} of the {self._most} bytes that this server keeps for them; try again later"
+            )
             raise Refusal(503, sentence, {"Retry-After": str(RESTART_S), "Connection": "close"})
         self._used += count
 

@@ -1,16 +1,16 @@
 """`Targets`: the models behind the names of the protocol, each with a burst that all its requests share.
 
-A call without state may be made again, so one driver's death is not the client's concern: the call goes on in the next driver. A request
-that kills every driver must end, so that is done `retry_stateless` times at most.
+A call without state is made again in the next driver after its driver has died, so a client meets latency and not an error. A request that
+kills every driver must end, so a call is made again `retry_stateless` times at most.
 
 Invariant
-    A burst belongs to the compilation that it is kept for, and closes with it. So a name may get another compilation.
+    The burst of a name belongs to the name's present compilation (`_Kept.of`), and is opened anew when the app gives the name another one.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from aionn.asgi.requests import models as models_of
 from aionn.asgi.served import Models
 from aionn.errors import CallerError
 from aionn.hal.model import Model
+from aionn.hal.values import outside_frames
 from aionn.memo import Memo
 from aionn.runtime.executing.retrying import compute_stateless
 
@@ -63,10 +64,10 @@ class Target:
 
     Attributes:
         burst: for its requests; None if no burst takes its values.
-        asked: what earlier requests asked, by their JSON.
+        asked: what earlier requests asked for, by the bytes of their JSON.
         streaming: bounds how many requests write into a frame while their body arrives.
         arrivals: the bodies that are waited for.
-        retries: how often a call is made again whose driver has died.
+        retries: how often a call is made again after its driver has died.
     """
 
     name: str
@@ -82,7 +83,8 @@ class Target:
         """Run the model once. Errors are those of `Burst.compute`.
 
         Args:
-            deadline_ns: when the client does not want the answer any more, in CLOCK_MONOTONIC.
+            timing: whether to measure how long the model takes.
+            deadline_ns: when the client does not want the answer any more, in nanoseconds of CLOCK_MONOTONIC.
         """
         call = self.compilation.compute if self.burst is None else self.burst.compute
         return await compute_stateless(
@@ -129,7 +131,12 @@ class Target:
 
 @dataclass(slots=True)
 class _Kept:
-    """What is kept for one name: its counts, its target, whose `asked` is for `model`, and the burst that was opened for `of`."""
+    """What is kept for one name.
+
+    Attributes:
+        target, model: the last target, and the model for which it was made. A swap gives a compilation another model.
+        burst, of: the burst of an app's compilation, and that compilation. Bursts of `Models` are not kept here.
+    """
 
     counts: Counts = field(default_factory=Counts)
     target: Target | None = None
@@ -151,8 +158,8 @@ class Targets:
     """The models that the routes serve.
 
     Args:
-        given: what `oip` was given. None: the models of the app's lifespan.
-        retries: of each target.
+        given: the argument `models` of `oip`. None: the models of the app's lifespan.
+        retries: as for `Target`.
     """
 
     def __init__(self, runtime: aionn.Runtime | None, given: Given, retries: int) -> None:
@@ -199,20 +206,20 @@ class Targets:
             burst = await _burst_of(compilation, name, kept)
         target, model = kept.target, compilation.model
         if target is None or target.compilation is not compilation or target.burst is not burst or kept.model is not model:
-            # At first, after a swap, or with another compilation: what requests asked of the model before may not fit it.
+            # The first request, a swapped model or another compilation. What was remembered of earlier requests may not fit this model.
             kept.model = model
             target = kept.target = Target(name, compilation, burst, kept.counts, Memo(_REMEMBERED), kept.streaming, self._retries)
         return target
 
-    async def serving(self, connection: HTTPConnection) -> Iterator[Target]:
+    async def serving(self, connection: HTTPConnection) -> list[Target]:
         """Return the models that serve."""
-        found = []
+        found: list[Target] = []
         for name in self.names(connection):
             try:
                 found.append(await self.find(connection, name))
             except Refusal:
                 continue
-        return iter(found)
+        return found
 
     def _models(self, connection: HTTPConnection) -> Models | Mapping[str, aionn.Compilation]:
         return models_of(connection) if self._given is None else self._given
@@ -221,8 +228,7 @@ class Targets:
 async def _burst_of(compilation: aionn.Compilation, name: str, kept: _Kept) -> aionn.Burst | None:
     """Return the burst of a compilation, opened at its first request. Returns None if no burst takes the model's values."""
     if kept.of is None or kept.of() is not compilation:
-        operands = (*compilation.model.inputs.values(), *compilation.model.outputs.values())
-        if not all(operand.in_frames for operand in operands):
+        if outside_frames(compilation.model):
             return None
         async with kept.opening:
             if kept.of is None or kept.of() is not compilation:

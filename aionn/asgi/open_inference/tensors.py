@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from aionn.asgi.open_inference.refusals import Refusal
 from aionn.hal.types import Operand, OperandType
 
-__all__ = ["DATATYPES", "array_of", "as_bytes", "as_json", "check_bools", "datatype", "from_json", "only_binary", "shape_of"]
+__all__ = ["DATATYPES", "MOST_AXES", "array_of", "as_bytes", "as_json", "check_bools", "datatype", "from_json", "only_binary", "shape_of"]
 
 DATATYPES = {
     OperandType.BOOL: "BOOL",
@@ -37,7 +37,8 @@ DATATYPES = {
 }
 """The protocol's name of each element type. It has none for the other types of ONNX."""
 
-_MOST_AXES = 32
+MOST_AXES = 32
+"""The most axes that a tensor may have. NumPy 1 takes no more."""
 _LENGTH_BYTES = 4
 
 
@@ -142,7 +143,7 @@ def from_json(name: str, operand: Operand, shape: Sequence[int], data: msgspec.R
 def _depth(data: memoryview) -> int:
     """Return how many lists a JSON text opens at its beginning, as far as arrays have axes."""
     depth = 0
-    for byte in data[: 4 * _MOST_AXES]:
+    for byte in data[: 4 * MOST_AXES]:
         if byte == ord("["):
             depth += 1
         elif byte not in b" \t\r\n":

@@ -1,7 +1,8 @@
-"""Calls without state that are made again after their driver has died, so that the caller meets latency and not an error.
+"""`compute_stateless`: make a call without state again after its driver has died, so that the caller meets latency and not an error.
 
 A request that kills every driver must end, so a call is made again a limited number of times. A call whose device memory was lost is
-never made again, because the second call would not find the state. Nor is a call that failed for another reason than the driver's death.
+never made again, because the second call would not find the state. A call that failed for another reason than the driver's death is not
+made again either. A hung driver is such a reason (`DriverHungError`).
 """
 
 from __future__ import annotations
@@ -31,11 +32,13 @@ async def compute_stateless(
     Args:
         call: `Burst.compute` or `Compilation.compute`.
         retries: how often the call is made again at most.
-        on_retry: is called before each further call.
-        deadline_ns: when the answer is of no use any more, in CLOCK_MONOTONIC. It holds for all calls together.
+        on_retry: is called before each further call, to count it.
+        measure_timing: as for `Burst.compute`.
+        deadline_ns: when the answer is of no use any more, in nanoseconds of CLOCK_MONOTONIC. It holds for all calls together.
 
     Raises:
         DeadlineError: the deadline has passed.
+        DriverDiedError: the driver has died, and the call was made again `retries` times.
     """
     left = retries
     while True:

@@ -1,15 +1,15 @@
-"""An artifact in place of a compile: a miss asks a `CompileBackend`, and the driver that will serve judges what is offered.
+"""Adopt an artifact instead of compiling: a miss asks a `CompileBackend`, and the driver that will serve checks what is offered.
 
-What a backend says is not believed, and neither are its files. The driver checks the signed statement with the keys that the app trusts,
-and the bytes with the statement (`IDevice.adopt`). Only then it loads them, and takes the same bytes from the cache from then on. So
-an offer that is wrong, late or missing costs time, and the model is compiled here.
+Neither the backend nor its files are trusted. The driver checks the signed statement with the keys that the app trusts, and the files with
+the statement (`IDevice.adopt`). Only then does it load them and record their digests. From then on it loads the same bytes from the cache.
+So an offer that is wrong, late or missing costs time, and the model is compiled here.
 
-A miss of a first compile asks the runtime's backend. A better stage and a swap ask that of the policy, or the runtime's. The worker process
-that compiles a stage here (`worker`) is a backend, too, whose artifacts have no statement. They take the same way: the serving driver loads
-them, if its records have them, and then the entry is published. A first compile does not use the worker. Its model serves in the driver
-that compiles it, without the cost of an artifact.
+A miss of a first compile asks the runtime's backend. A better stage and a swap ask that of the `StagePolicy`, or else the runtime's. The
+worker process that compiles a stage here (`worker`) is a backend, too, whose artifacts have no statement. The serving driver loads those if
+its records have them, and then the entry is published. A first compile does not use the worker: its model serves in the driver that
+compiles it, which needs no artifact.
 
-The driver comes first, the cache directory second. If the app dies in between, the driver believes files that no entry names.
+The driver records an artifact before the cache has it. If the app dies in between, the records name files that no entry has.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ logger = logging.getLogger("aionn.runtime")
 Adopted = tuple[RemotePreparedModel, CacheOutcome]
 
 _SHARE = 0.5
-"""The share of the time that is left which asking and adopting may each take. The compiler gets the rest."""
+"""Asking, loading and storing may each take this share of the time that is left before the deadline. The rest is for compiling."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +74,16 @@ class NotTaken:
 
 
 async def offered_instead(missed: Missed, backend: CompileBackend, most_s: float = math.inf) -> Adopted | NotTaken:
-    """Return the model as the backend has compiled it, or why it is compiled here. A failure is logged.
+    """Ask a backend for the model, and have the driver adopt its answer. Failures are logged.
 
     Args:
-        most_s: how long the backend may take, if that is less than its `wait_s`.
+        most_s: seconds that the backend may take, if that is less than its `wait_s`.
+
+    Returns:
+        The prepared model and its outcome, or why the model has to be compiled here.
 
     Raises:
-        CallerError: the model's file is broken, or has changed; or the runtime was closed.
+        CallerError: the model's file is broken or has changed, or the runtime was closed.
     """
     remote, progress, store = missed.remote, missed.progress, missed.store
     keyring = await current_keyring()
@@ -137,7 +140,7 @@ async def _answer(missed: Missed, backend: CompileBackend, digest: bytes, most_s
 
 
 def request_of(missed: Missed, digest: bytes, report: Callable[[str], None] | None = None) -> CompileRequest:
-    """Return what a backend is asked for. `report`: shows the backend's words."""
+    """Return the request for a backend. `report` shows the backend's words."""
     wanted, remote = missed.wanted, missed.remote
     request = CompileRequest(
         wanted.key, wanted.parts, remote.name, remote.version, digest, remote.cache_files, missed.options, missed.model
@@ -146,7 +149,7 @@ def request_of(missed: Missed, digest: bytes, report: Callable[[str], None] | No
 
 
 async def _asked(backend: CompileBackend, request: CompileRequest) -> tuple[Offered | None]:
-    """Ask a backend, which is code of the app or of a package. Runs as a task of the runtime, which must not end by the backend's error."""
+    """Ask a backend, whose code is not aionn's. If that code cancels its own work, this raises an error, and is not cancelled."""
     try:
         offered = await backend.compile(request)
     except asyncio.CancelledError as error:
@@ -160,7 +163,7 @@ async def _asked(backend: CompileBackend, request: CompileRequest) -> tuple[Offe
 
 
 class BackendError(CompilationError):
-    """A compile backend ended in a way that its protocol does not have. The error is logged, and never reaches the app."""
+    """A compile backend did not keep to its protocol. The error is logged, and never reaches the app."""
 
 
 def _warn(missed: Missed, refusal: Refusal) -> None:
@@ -187,12 +190,12 @@ def _no_builder(keyring: bytes) -> Refusal | None:
 
 @dataclass(frozen=True, slots=True)
 class Adoption:
-    """What is to be adopted, where, and with which keys.
+    """How one device adopts an artifact for one cache entry.
 
     Attributes:
-        store: None if nothing is to be kept.
+        store: the cache. None if the artifact is not kept.
         wanted: the entry, with the digest of its model.
-        keyring: the keys that the app trusts, encoded.
+        keyring: the keys that the app trusts, encoded (`hal.trust`). Not needed for an artifact without a statement.
     """
 
     devices: Devices
@@ -203,13 +206,13 @@ class Adoption:
     keyring: bytes = b""
 
     async def take(self, offered: Offered, miss: Miss, model: Model | None) -> Adopted | Refusal:
-        """Let the driver adopt an artifact, and keep it in the cache if the miss has a publisher. Closes what is offered.
+        """Have the driver adopt an artifact, and keep it in the cache if the miss has a publisher. Closes `offered`.
 
         Args:
-            model: takes its operands from the artifact. None if only the cache is to have it.
+            model: gets its inputs and outputs from the artifact. None if the artifact is only put into the cache.
 
         Raises:
-            AionnError: the deadline has come; or the runtime was closed; or the device cannot run so many instances.
+            AionnError: the deadline has passed, the runtime was closed, or the device cannot run so many instances.
         """
         with offered:
             try:
@@ -221,7 +224,7 @@ class Adoption:
             return prepared, await self.keep(prepared, offered, miss)
 
     async def load(self, offered: Offered, model: Model | None) -> RemotePreparedModel:
-        """Have the driver judge and load an artifact, within a part of the time that is left.
+        """Have the driver check and load an artifact, within half of the time that is left.
 
         Raises:
             AionnError: the driver refused the artifact, or took too long.
@@ -236,7 +239,7 @@ class Adoption:
             with trace.span("prepare.adopt", device=self.remote.name):
                 prepared = await self.remote.adopt(options, handles, self.wanted.model_digest, offered.signed)
             claimed = claimed_statement(offered.signed)
-            if isinstance(claimed, Refusal):  # a driver that a model has taken over may accept anything
+            if isinstance(claimed, Refusal):  # a hostile model may have taken over the driver, which then accepts anything
                 prepared.release()
                 raise CompilationError("the driver adopted what is not a statement", reason=str(claimed))
         if model is not None and not take_operands(model, prepared.inputs, prepared.outputs):
@@ -276,7 +279,7 @@ class Adoption:
         )
 
     async def _publish(self, publisher: Publisher, offered: Offered, compile_ns: int, lengths: Sequence[int] | None) -> Refusal | None:
-        """Publish files, which are copied unless they are the publisher's. Returns why they are not stored, or None.
+        """Publish files, which are copied unless they are the publisher's. Return why they are not stored, or None.
 
         Storing goes on in the background if the deadline comes before the disk is done.
         """
@@ -305,27 +308,27 @@ class Adoption:
 
 
 def _copy_others(targets: Sequence[int], sources: Sequence[int], lengths: Sequence[int] | None) -> None:
-    """Copy files into empty ones, except where both are one file: the worker has written the publisher's files.
+    """Copy files into empty ones, unless both are the same files, because the worker has written the publisher's files.
 
     Args:
-        lengths: of the files as a statement says them, or None for the present ones.
+        lengths: how many bytes of each file a statement names, and so the driver has checked. None: copy whole files.
     """
     if not all(map(os.path.sameopenfile, targets, sources)):
         copy_into(targets, sources, [os.fstat(fd).st_size for fd in sources] if lengths is None else lengths)
 
 
 async def adopt_entry(devices: Devices, store: CacheStore, offered: Offered, device: str | None) -> CacheOutcome:
-    """Adopt an artifact into a cache, without a model. Closes what is offered.
+    """Adopt an artifact into a cache, without a model. Closes `offered`.
 
-    The driver loads it once, with the preference, priority and engine options that it was compiled for. The signature is verified here,
-    too: a statement says which device is meant, and no stranger may choose what is started or imported. Options that name a file are
-    refused, so that no statement chooses what is opened.
+    The driver loads the artifact once, with the preference, priority and engine options that it was compiled with. This process verifies
+    the signature, too, because the statement names the device whose driver is started. Options that may name a file are refused, so that
+    no statement chooses which file is opened.
 
     Args:
         device: the device that shall adopt it. None: the installed device that the statement names.
 
     Returns:
-        A HIT if the cache has it now, or a MISS with the reason why not.
+        A HIT if the driver has loaded the artifact, or a MISS with the reason of the refusal.
 
     Raises:
         DeviceUnavailableError, DriverDiedError, DriverHungError: the device cannot be started.

@@ -1,21 +1,23 @@
-"""A better stage is made behind the live stream: compiled by another process, loaded by the driver that will serve it.
+"""Make a better stage while another one serves: another process compiles it, and the driver that will serve it loads it.
 
-    stored already         prepare_model_from_cache in the serving driver                    ("cache")
-    not stored             a compile backend is asked for it, if there is one. The serving driver adopts what it offers, which is then
-                           published                                                         ("backend")
-                           otherwise a second driver process at the lowest priority compiles it into the cache under the entry's
-                           compile lock and is ended. The serving driver loads the files, which are then published ("worker")
-    no directory, or it    the same through anonymous files (memfd), which no other process sees ("worker")
+The words at the end of a line are `Made.by`.
+
+    in the cache           the serving driver loads the entry: "cache"
+    not in the cache       a compile backend is asked, if there is one. The serving driver adopts what the backend offers, which is then
+                           published: "backend"
+                           otherwise a worker (`worker`) compiles it into the cache, under the entry's compile lock. The serving driver
+                           loads the files, which are then published: "worker"
+    no directory, or it    the same through anonymous files (memfd), which no other process sees: "worker"
     cannot be written to
-    device never caches    the device's driver compiles it; the stage that serves is in another process ("driver")
+    device never caches    the device's driver compiles it, while the stage that serves is in another process: "driver"
 
 A device without cache files has nothing that could be carried from one process to another, so neither a backend nor a worker would help it.
 Its driver compiles at the priority of the app. That priority cannot be lowered for a compile, because an unprivileged process must not
 raise it again. The stage that serves runs in another process. The compile does not stop it, but shares the CPUs with it. An engine whose
 compiles take long should export its artifacts. Only the engine `reference` does not, and it compiles nothing.
 
-The backend and the worker are `CompileBackend`s, and `adopting.Adoption` takes what either offers. The serving driver verifies what it
-loads, as always. It loads before the entry is published, so a disk that is full costs the entry and not a second compile.
+The backend and the worker are `CompileBackend`s. `adopting.Adoption` has the serving driver load what either offers, and the driver
+verifies what it loads, as always. It loads before the entry is published, so a disk that is full costs the entry and not a second compile.
 """
 
 from __future__ import annotations
@@ -63,23 +65,23 @@ from aionn.runtime.processes.devices import Devices
 from aionn.runtime.serving.planned_model import Prepared
 
 _REFUSALS = 2
-"""After so many refusals of an artifact by the device that stored it, the stage is given up."""
+"""The stage is given up after the device has refused so many artifacts that it has stored itself."""
 
 _BACKEND_SHARE = 0.5
-"""The share of the time that is left which a compile backend may take. The local worker gets the rest."""
+"""A compile backend may take this share of the time that is left. The rest is for the worker."""
 
 
-def _show_nowhere(reason: str) -> None:
+def _ignore_reason(reason: str) -> None:
     """Ignore the reason, as a caller does that shows no stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """At what cost a model is made behind the stream.
+    """At what cost a model is prepared while another stage serves.
 
     Attributes:
-        threads: the number of threads of the worker.
-        timeout_s: for the whole call. A worker that still compiles then is killed.
+        threads: the number of engine threads, and of CPUs, of the worker.
+        timeout_s: seconds for the whole call. A worker that still compiles then is killed.
         backend: is asked before the worker compiles. None: the runtime's backend, if it has one.
         compiles_here: called with the reason if the worker compiles although a backend could be asked.
     """
@@ -87,7 +89,7 @@ class Effort:
     threads: int
     timeout_s: float
     backend: CompileBackend | None = None
-    compiles_here: Callable[[str], None] = _show_nowhere
+    compiles_here: Callable[[str], None] = _ignore_reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,7 @@ class Made:
 
     Attributes:
         prepared: in the driver that will serve it.
-        by: where it came from: "cache", "backend", "worker" or "driver". Of the steps of a plan, that of the slowest way.
+        by: where it came from: "cache", "backend", "worker" or "driver". For a plan of several steps, the last of these that a step has.
     """
 
     prepared: Prepared
@@ -263,7 +265,7 @@ class _Making:
         made = await self._from_backend(missed)
         if made is not None or publisher is None:
             return made
-        if missed.remote.connection.ended_by is not None:  # over the offer, and the next driver may have another version
+        if missed.remote.connection.ended_by is not None:  # the offer ended the driver, and the next one may have another version
             return _Next.AGAIN
         try:
             offered = await self._from_worker(missed, publisher.handles, publisher.last_compile_s)
@@ -310,7 +312,7 @@ class _Making:
         return prepared, "backend", outcome
 
     async def _from_worker(self, missed: Missed, targets: CacheHandles | None = None, expected_s: float | None = None) -> Offered | None:
-        """Have the worker compile the model, see `LocalWorker`."""
+        """Have the worker compile the model. Arguments and result are as for `LocalWorker`."""
         local: CompileBackend = LocalWorker(self._devices, self._effort.threads, self._progress, targets, expected_s)
         return await local.compile(request_of(missed, self._model.token))
 
@@ -323,7 +325,7 @@ class _Making:
             return self._way(await load_files(serving, self._model, self._options, handles), "cache")
 
     async def _loaded(self, missed: Missed, offered: Offered) -> _Way:
-        """Load the worker's artifact, then publish it if there is a publisher. Closes what is offered."""
+        """Load the worker's artifact, then publish it if there is a publisher. Closes `offered`."""
         with offered:
             serving = await self._serving()  # which may have ended while the worker compiled
             wanted = dataclasses.replace(missed.wanted, model_digest=self._model.token)

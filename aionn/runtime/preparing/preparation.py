@@ -128,7 +128,7 @@ async def _missed(missed: Missed) -> tuple[RemotePreparedModel, CacheOutcome]:
         if found.refusal is not None and missed.store is not None:
             progress.refused(missed.store.path, remote.name, found.refusal)
             miss.outcome = dataclasses.replace(miss.outcome, reason=found.refusal.reason, detail=found.refusal.detail)
-        if remote.connection.ended_by is not None:  # over the offer
+        if remote.connection.ended_by is not None:  # the offer ended the driver
             missed.remote = await progress.driver(devices, remote.name, missed.options.priority)
             if missed.remote.version != missed.wanted.device_version:
                 return await compile_model(devices.tasks, missed.remote, missed.model, missed.options, progress), miss.outcome

@@ -1,11 +1,11 @@
-"""The local worker: a driver process at the lowest priority that compiles for another driver process.
+"""The worker: a driver process at the lowest priority that compiles for the driver process that will serve the model.
 
-The worker is a driver like any other, with the same verbs. It gets SIGKILL when its work is done or over: at the end of its caller's time,
-when its caller is cancelled and when the app ends. It may then leave an unpublished file, which the store sweeps.
+The worker runs the same program as any driver. It gets SIGKILL when its compile has ended, when its caller's time is over or its caller is
+cancelled, and when the app ends. It may then leave an unpublished file, which the cache store sweeps.
 
-`LocalWorker` is the worker as a `CompileBackend`. What it offers has no signed statement, because this machine has no builder's key. Its
-driver has recorded the files in the records of this user, which the serving driver shares. So the serving driver takes these bytes from
-the worker, and no others.
+`LocalWorker` is the worker as a `CompileBackend`. What it offers has no signed statement, because this machine has no builder's key.
+Instead the worker has recorded the digests of the files in this user's state directory, and the serving driver reads these records. So the
+serving driver loads these bytes from the worker, and refuses others.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from aionn.tasks import bounded_shield
 logger = logging.getLogger("aionn.runtime")
 
 _END_WORKER_S = 5.0
-"""How long to wait for the end of a killed worker."""
+"""Seconds to wait for the end of a killed worker."""
 
 
 class UnsavedError(CompilationError):
-    """The worker has compiled the model, and its artifact could not be stored. `reason` is the driver's save outcome."""
+    """The worker has compiled the model, but its artifact could not be stored. `reason` is the driver's save outcome."""
 
 
 class LocalWorker:
     """A worker process of this machine as a `CompileBackend`.
 
     Attributes:
-        wait_s: has no bound, because the caller of `background.make` sets one.
+        wait_s: infinite, because `background.make` bounds the whole call.
     """
 
     wait_s = math.inf
@@ -53,12 +53,13 @@ class LocalWorker:
     def __init__(
         self, devices: Devices, threads: int, progress: Progress, targets: CacheHandles | None = None, expected_s: float | None = None
     ) -> None:
-        """Prepare for one request.
+        """Take what one compile needs. No process starts yet.
 
         Args:
-            threads: of the worker, which gets as many CPUs.
-            targets: empty files for the artifact. The offer has duplicates of their descriptors. None: anonymous files.
-            expected_s: what the compile took the last time, if that is known.
+            threads: engine threads of the worker, which gets as many CPUs.
+            targets: empty files for the artifact, which their caller closes. The offer has duplicates of the descriptors. None: anonymous
+                files (memfd).
+            expected_s: seconds that the compile took the last time, if that is known.
         """
         self._devices, self._threads, self._progress = devices, devices.bounded_threads(threads), progress
         self._targets, self._expected_s = targets, expected_s
@@ -86,7 +87,7 @@ class LocalWorker:
         raise UnsavedError(f"the artifact of device {request.device!r} could not be stored: {outcome}", reason=outcome)
 
     async def _saved(self, request: CompileRequest, target: Offered) -> str:
-        """Compile in a worker, into those files. Returns the save outcome."""
+        """Compile in a worker process, and write the artifact into the files of `target`. Return the driver's save outcome."""
         name, asked = request.device, request.options
         options = PrepareOptions(asked.preference, asked.priority, None, self._threads, options=asked.options)
         handles = bound(CacheHandles(target.model, target.data, request.key), request.model_digest)
@@ -99,7 +100,7 @@ class LocalWorker:
 
 
 def _anonymous(files: CacheFiles) -> Offered:
-    """Make cache files without names, for reading and writing. The system frees them with their last descriptor."""
+    """Return anonymous files for an artifact, open for reading and writing. The system frees them with their last descriptor."""
     fds: list[int] = []
     try:
         for number in range(files.model + files.data):
@@ -128,7 +129,7 @@ def _close(fds: list[int]) -> None:
 
 @asynccontextmanager
 async def worker(devices: Devices, name: str, threads: int) -> AsyncIterator[RemoteDevice]:
-    """Run a driver process of that device at the lowest priority, for the body. It is killed when the body ends.
+    """Run a driver process of a device at the lowest priority, for the body. The process is killed when the body ends.
 
     Args:
         threads: the number of CPUs for the process. 0 gives the process as many as any driver, and the app's priority.
