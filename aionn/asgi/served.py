@@ -25,6 +25,7 @@ import anyio
 import aionn
 from aionn.errors import AionnError, CallerError, DeadlineError, DriverDiedError, DriverHungError, MemoryAllocationError
 from aionn.errors import again as fresh
+from aionn.hal.values import outside_frames
 from aionn.runtime.runtime import opened_of
 
 __all__ = ["ModelSpec", "Models", "Wanted", "checked_models"]
@@ -168,10 +169,9 @@ class Models:
             source = wanted.source
             model = source if isinstance(source, aionn.Model) else await self.runtime.load(source)
             compilation = await self.runtime.compile(model, name=wanted.name, **wanted.options)
-            try:
+            burst: aionn.Burst | None = None
+            if not outside_frames(model):  # else only `compute` takes its values
                 burst = await compilation.burst(name=wanted.name).__aenter__()
-            except CallerError:
-                burst = None  # strings, sequences or maps, which only `compute` takes
         except Exception as error:
             if not isinstance(error, AionnError):
                 logger.exception("compiling model %r of the web app failed by a defect", wanted.name)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import threading
 import time
@@ -68,7 +69,7 @@ class Farm:
     Args:
         store_address: of the artifact store, as apps and nodes of the farm see it: `s3://bucket/prefix`, or a directory that all of them
             have mounted. The store holds models, artifacts and statements. Apps and nodes need the right to write to it.
-        wait_s: how long a compile waits for the farm, in seconds. Then this machine compiles the model.
+        wait_s: how long a compile waits for the farm, in seconds, or `math.inf`. Then this machine compiles the model.
         patience_s: seconds without an answer after which the store counts as down.
         runtime_env: Ray's environment for the tasks, such as `{"pip": ["aionn[ray,onnxruntime]"]}`. None: nodes have aionn installed.
 
@@ -97,7 +98,7 @@ class Farm:
     ) -> None:
         if not needed_ray().is_initialized():
             raise CallerError("this process is not connected to a Ray cluster; call ray.init(address=...) before aionn.ray.Farm(...)")
-        self.wait_s = checked_seconds("Farm: wait_s", wait_s) or WAIT_S
+        self.wait_s = checked_seconds("Farm: wait_s", wait_s) or math.inf
         self._asked = StoreBackend(store_address, wait_s=wait_s, patience_s=patience_s)
         self._store = ArtifactStore(open_address(store_address, patience_s=patience_s))
         self._runtime_env = runtime_env
