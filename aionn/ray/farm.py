@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import threading
 import time
@@ -35,7 +36,7 @@ from aionn.fleet.errors import StoreError
 from aionn.fleet.judging import statement_at
 from aionn.fleet.models import object_size, put_model
 from aionn.ray.flights import flights_actor
-from aionn.ray.needed import needed_ray
+from aionn.ray.needed import connected_ray, needed_ray
 from aionn.ray.orders import Made, Order, Word, decode_word, encode
 from aionn.ray.resources import fingerprints_of, resource_name
 from aionn.runtime.model import content_of
@@ -68,7 +69,7 @@ class Farm:
     Args:
         store_address: of the artifact store, as apps and nodes of the farm see it: `s3://bucket/prefix`, or a directory that all of them
             have mounted. The store holds models, artifacts and statements. Apps and nodes need the right to write to it.
-        wait_s: how long a compile waits for the farm, in seconds. Then it goes on locally.
+        wait_s: how long a compile waits for the farm, in seconds. Then it goes on locally. None: without a limit.
         patience_s: seconds without an answer after which the store counts as down.
         runtime_env: Ray's environment for the tasks, such as `{"pip": ["aionn[ray,onnxruntime]"]}`. None: nodes have aionn installed.
 
@@ -77,7 +78,7 @@ class Farm:
 
     Raises:
         ImportError: Ray is not installed.
-        CallerError: this process is not connected to a cluster (`ray.init`), or the address is not supported.
+        CallerError: this process is not connected to a cluster (`ray.init`), or the address is not supported or in memory only.
         StoreError: there is no such directory, or the bucket's settings are wrong.
 
     Examples:
@@ -91,15 +92,19 @@ class Farm:
         self,
         store_address: str | os.PathLike[str],
         *,
-        wait_s: float = WAIT_S,
+        wait_s: float | None = WAIT_S,
         patience_s: float = PATIENCE_S,
         runtime_env: Mapping[str, Any] | None = None,
     ) -> None:
         if not needed_ray().is_initialized():
             raise CallerError("this process is not connected to a Ray cluster; call ray.init(address=...) before aionn.ray.Farm(...)")
-        self.wait_s = checked_seconds("Farm: wait_s", wait_s) or WAIT_S
-        self._asked = StoreBackend(store_address, wait_s=wait_s, patience_s=patience_s)
-        self._store = ArtifactStore(open_address(store_address, patience_s=patience_s))
+        self.wait_s = checked_seconds("Farm: wait_s", wait_s) or math.inf
+        self._asked = StoreBackend(store_address, wait_s=self.wait_s, patience_s=patience_s)
+        opened = open_address(store_address, patience_s=patience_s)
+        if opened.address.startswith("memory:"):
+            raise CallerError("Farm: a store in memory is this process's own; give a directory or a bucket that the nodes see, too")
+        self._store = ArtifactStore(opened)
+        self._address = opened.address if opened.folder is None else os.fspath(opened.folder)  # nodes have other working directories
         self._runtime_env = runtime_env
         self._left_alone_until: dict[str, float] = {}
         self._warned: set[str] = set()
@@ -167,7 +172,7 @@ class Farm:
             device=request.device,
             device_version=request.device_version,
             model_digest=request.model_digest,
-            store=self._store.address,
+            store=self._address,
             token=parts.app_token,
             preference=options.preference.name.lower(),
             priority=options.priority.name.lower(),
@@ -235,13 +240,13 @@ class Farm:
         raise _FarmError(f"the actor that has the orders was lost {_JOINS} times: {failure}")
 
     async def _followed(self, order: Order, report: Callable[[str], None]) -> Made:
-        actor = await _in_time(flights_actor, _RAY_S)
-        waiter: int = await _answer(actor.join.remote(encode(order), self._runtime_env))
+        actor = await _in_time(lambda: flights_actor(self._runtime_env), _RAY_S)
+        waiter: int = await _answer(lambda: actor.join.remote(encode(order), self._runtime_env))
         word = Word(-1, "", False)
         looked_at = time.monotonic()
         try:
             while True:
-                encoded = await _answer(actor.follow.remote(order.flight, waiter, word.number))
+                encoded = await _answer(lambda: actor.follow.remote(order.flight, waiter, word.number))  # noqa: B023 - called at once
                 if encoded is None:
                     raise _FarmError("the farm does not know this order any more")
                 before, word = word, decode_word(encoded)
@@ -249,12 +254,16 @@ class Farm:
                     return word.made
                 if word.number != before.number:
                     report(f"farm: {word.text}")
-                if not word.running and time.monotonic() - looked_at > _NODES_AGAIN_S:
-                    await self.require_node(order.device, order.device_version)
+                if time.monotonic() - looked_at > _NODES_AGAIN_S:  # the last such node may die under a task that runs
+                    try:
+                        await self.require_node(order.device, order.device_version)
+                    except TimeoutError:
+                        if not word.running:
+                            raise
                     looked_at = time.monotonic()
         finally:
             if word.made is None:
-                _aside(lambda: actor.leave.remote(order.flight, waiter))
+                _aside(lambda: _leave(actor, order.flight, waiter))
 
 
 def _without_node(device: str, wanted: str, nodes: Iterable[Mapping[str, float]], having: Sequence[object], memory_bytes: int) -> str:
@@ -267,14 +276,22 @@ def _without_node(device: str, wanted: str, nodes: Iterable[Mapping[str, float]]
     )
 
 
-async def _answer(ref: Awaitable[T]) -> T:
-    """Wait for what an actor returns.
+def _leave(actor: Any, flight: str, waiter: int) -> None:
+    """Say that nobody waits here any more. Raises RaySystemError if this process is not connected any more."""
+    connected_ray()
+    actor.leave.remote(flight, waiter)
+
+
+async def _answer(ask: Callable[[], Awaitable[T]]) -> T:
+    """Ask an actor, and wait for what it returns.
 
     Raises:
+        ray.exceptions.RaySystemError: this process is not connected any more.
         TimeoutError: there is no answer.
     """
+    connected_ray()
     with anyio.fail_after(_RAY_S):
-        return await ref
+        return await ask()
 
 
 def _aside(act: Callable[[], object]) -> None:

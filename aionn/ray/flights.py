@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from aionn.ray.needed import needed_ray
+from blake3 import blake3
+
+from aionn.ray.needed import connected_ray, needed_ray
 from aionn.ray.orders import Made, Order, Word, decode_made, decode_order, encode
 from aionn.ray.resources import SHARE, resource_name
 from aionn.ray.tasks import compile_order
@@ -93,7 +96,7 @@ class Flights:
     async def started(self, flight_name: str) -> int:
         """Note that a task begins to work. Returns how many have begun for this flight."""
         flight = self._flights.get(flight_name)
-        if flight is None:
+        if flight is None or flight.word.made is not None:  # a cancelled task of an earlier flight may begin that late
             return 0
         flight.attempts += 1
         flight.say(_of_attempt("starting", flight.attempts))
@@ -172,8 +175,21 @@ def _first_line(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def flights_actor() -> Any:
-    """Return the actor of the cluster that this process is connected to, made if it is not there. Blocking."""
-    ray = needed_ray()
-    options = {"name": NAME, "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True, "num_cpus": 0, "max_concurrency": 1000}
-    return ray.remote(Flights).options(**options).remote()
+def flights_actor(runtime_env: Mapping[str, Any] | None = None) -> Any:
+    """Return the actor of the cluster that this process is connected to, made if it is not there. Blocking.
+
+    Args:
+        runtime_env: of the tasks. Where it brings aionn to a node, the actor needs it, too, and apps with the same one share an actor.
+            Variables are for tasks only, because tasks of other apps would inherit them from the actor.
+
+    Raises:
+        ray.exceptions.RaySystemError: this process is not connected.
+    """
+    ray = connected_ray()
+    options = {"namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True, "num_cpus": 0, "max_concurrency": 1000}
+    packages = {name: value for name, value in (runtime_env or {}).items() if name != "env_vars"}
+    name = NAME
+    if packages:
+        options["runtime_env"] = packages
+        name = f"{NAME}-{blake3(json.dumps(packages, sort_keys=True, default=str).encode()).hexdigest()[:16]}"
+    return ray.remote(Flights).options(name=name, **options).remote()

@@ -26,7 +26,7 @@ from aionn.errors import AionnError, CallerError, again
 from aionn.hal.model import Model
 from aionn.ray.destructor import Destructor
 from aionn.ray.models import ModelSpec, checked_specs, open_model, upgraded_specs
-from aionn.ray.needed import needed_ray
+from aionn.ray.needed import assigned_threads
 from aionn.runtime.executing.retrying import compute_stateless
 from aionn.tasks import checked_count, deadline_of, ending_by, ungrouped
 
@@ -73,7 +73,7 @@ class Holder:
         models: by name. None: the class attribute `models`.
         retry_stateless: how often a call without state is made again whose driver has died.
         runtime: arguments of `aionn.Runtime`, by name. `threads` is the number of CPUs that Ray has assigned to the replica, at least 1,
-            unless it is given here.
+            unless it is given here. Outside of an actor of Ray, such as in a test, it is None.
         failed_upgrade: what a replica does in which `reconfigure` has failed. Its model before serves in either case. "raise": the error
             goes to Serve, which shows it in the deployment's status, stops this replica, and ends the update. "keep": the replica logs the
             error and stays, and Serve does not learn of it. A replica that has just started raises in either case.
@@ -101,17 +101,17 @@ class Holder:
         failed_upgrade: Literal["raise", "keep"] = "raise",
     ) -> None:
         self._runtime: aionn.Runtime | None = None
-        specs = checked_specs(type(self).models if models is None else models)
+        self._deployed = checked_specs(type(self).models if models is None else models)
         self._retries = checked_count("Holder: retry_stateless", retry_stateless, 0)
         if failed_upgrade not in ("raise", "keep"):
             raise CallerError(f"Holder: failed_upgrade={failed_upgrade!r}; give 'raise' or 'keep'")
         self._keeps = failed_upgrade == "keep"
         self._checked = False  # Serve checks the health of a replica once it has started
         self._upgrading = asyncio.Lock()
-        self._held = {name: _Held(name, spec) for name, spec in specs.items()}
+        self._held = {name: _Held(name, spec) for name, spec in self._deployed.items()}
         given = dict(runtime or {})
         if "threads" not in given:
-            given["threads"] = _assigned_threads()
+            given["threads"] = assigned_threads()
         self._runtime = aionn.Runtime(**given)
         self._closed = False
         try:
@@ -322,7 +322,8 @@ class Holder:
         Open streams go on, and no frame is lost. Either all models of the config serve afterwards, or the ones before.
 
         Args:
-            user_config: `{"models": {"vad": {"source": "/models/vad-2.onnx", "digest": "3f..."}}}`. A model that is not named stays.
+            user_config: `{"models": {"vad": {"source": "/models/vad-2.onnx", "digest": "3f..."}}}`. A model that is not named
+                is the one of the deployment's `ModelSpec`, so what a replica serves does not depend on earlier configs.
 
         Raises:
             CallerError: the config has another form, a digest is not that of its file, or a model has other inputs or outputs than the one
@@ -330,9 +331,10 @@ class Holder:
             CompilationError, DeadlineError, DriverDiedError, DriverHungError: as `aionn.Runtime.swap`.
         """
         try:
-            specs = upgraded_specs(user_config, {name: held.spec for name, held in self._held.items()})
+            named = upgraded_specs(user_config, self._deployed)
             async with self._upgrading:
-                await self._swap_all(specs)
+                changed = {name: spec for name, spec in self._deployed.items() if self._held[name].spec != spec}
+                await self._swap_all(changed | named)
         except Exception as error:
             if not self._keeps or not self._checked:
                 raise
@@ -349,8 +351,12 @@ class Holder:
                     done.append((held, *before))
         except BaseException:
             for held, old, digest, model in reversed(done):
-                await self.runtime.swap(await self._compilation(held), model)
-                held.spec, held.digest = old, digest
+                try:
+                    await self.runtime.swap(await self._compilation(held), model)
+                except AionnError as error:
+                    logger.error("model %r: %s goes on, because the way back failed: %s", held.name, held.digest, error)
+                else:
+                    held.spec, held.digest = old, digest
             raise
 
     async def _swap(self, held: _Held, compilation: aionn.Compilation, spec: ModelSpec) -> bool:
@@ -358,6 +364,7 @@ class Holder:
         model = await open_model(held.name, spec)
         digest = (await model.digest()).hex()
         if digest == held.digest:
+            held.spec = spec
             return False
         began = time.monotonic()
         await self.runtime.swap(compilation, model)
@@ -367,12 +374,6 @@ class Holder:
 
 
 Holder.__del__ = Destructor()  # type: ignore[attr-defined]
-
-
-def _assigned_threads() -> int:
-    """Return how many engine threads a replica may have: the whole CPUs that Ray has assigned to it, at least 1."""
-    assigned = needed_ray().get_runtime_context().get_assigned_resources()
-    return max(1, int(assigned.get("CPU", 0)))
 
 
 def _count_retry(held: _Held) -> None:

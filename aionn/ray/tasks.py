@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import aionn
-from aionn.caching.outcomes import CacheOutcome, Refusal
+from aionn.caching.outcomes import CacheOutcome, MissReason, Refusal
 from aionn.errors import AionnError, CallerError, text_of
 from aionn.events import CompileStep, Event
 from aionn.fleet.addresses import open_address
@@ -43,6 +43,7 @@ _ACTOR_S = 10.0
 _EACH_S = 1.0  # at most one message a second
 _FOLDER = "aionn-farm-"
 _LOCK = "lock"
+_LOST = (MissReason.ABSENT, MissReason.WRONG_BYTES, MissReason.UNREADABLE)  # of the store's model, and not of this node's disk
 
 Say = Callable[[str], None]
 
@@ -91,7 +92,7 @@ async def _compiled(order: Order, key: BuilderKey, say: Say) -> Made:
         say("fetching the model")
         model = await fetch_model(store, order.model_digest, folder)
         if isinstance(model, Refusal):
-            return Made(refusal=str(model), model_lost=True)
+            return Made(refusal=str(model), model_lost=model.reason in _LOST)
         if refusal := await _compile(order, model, folder, say):
             return Made(refusal=refusal)
         say("storing the artifact")
