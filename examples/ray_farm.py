@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"ray_farm.py: {error}", file=sys.stderr)
         return 2
-    except (aionn.AionnError, OSError) as error:
+    except (aionn.AionnError, OSError, RuntimeError) as error:
         print(f"ray_farm.py: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -36,7 +36,7 @@ from aionn.fleet.errors import StoreError
 from aionn.fleet.judging import statement_at
 from aionn.fleet.models import object_size, put_model
 from aionn.ray.flights import flights_actor
-from aionn.ray.needed import first_line, needed_ray
+from aionn.ray.needed import connected_ray, first_line, needed_ray
 from aionn.ray.orders import Order, OrderResult, OrderState, decode_state, encode
 from aionn.ray.resources import device_resources, resource_name
 from aionn.runtime.model import content_of
@@ -69,7 +69,7 @@ class Farm:
     Args:
         store_address: of the artifact store, as apps and nodes of the farm see it: `s3://bucket/prefix`, or a directory that all of them
             have mounted. The store holds models, artifacts and statements. Apps and nodes need the right to write to it.
-        wait_s: how long a compile waits for the farm, in seconds, or `math.inf`. Then this machine compiles the model.
+        wait_s: how long a compile waits for the farm, in seconds. Then this machine compiles the model. None: without a limit.
         patience_s: seconds without an answer after which the store counts as down.
         runtime_env: Ray's environment for the tasks, such as `{"pip": ["aionn[ray,onnxruntime]"]}`. None: nodes have aionn installed.
 
@@ -78,7 +78,7 @@ class Farm:
 
     Raises:
         ImportError: Ray is not installed.
-        CallerError: this process is not connected to a cluster (`ray.init`), or the address is not supported.
+        CallerError: this process is not connected to a cluster (`ray.init`), or the address is not supported or in memory only.
         StoreError: there is no such directory, or the bucket's settings are wrong.
 
     Examples:
@@ -92,15 +92,19 @@ class Farm:
         self,
         store_address: str | os.PathLike[str],
         *,
-        wait_s: float = WAIT_S,
+        wait_s: float | None = WAIT_S,
         patience_s: float = PATIENCE_S,
         runtime_env: Mapping[str, Any] | None = None,
     ) -> None:
         if not needed_ray().is_initialized():
             raise CallerError("this process is not connected to a Ray cluster; call ray.init(address=...) before aionn.ray.Farm(...)")
         self.wait_s = checked_seconds("Farm: wait_s", wait_s) or math.inf
-        self._asked = StoreBackend(store_address, wait_s=wait_s, patience_s=patience_s)
-        self._store = ArtifactStore(open_address(store_address, patience_s=patience_s))
+        self._asked = StoreBackend(store_address, wait_s=self.wait_s, patience_s=patience_s)
+        opened = open_address(store_address, patience_s=patience_s)
+        if opened.address.startswith("memory:"):
+            raise CallerError("Farm: a store in memory is this process's own; give a directory or a bucket that the nodes see, too")
+        self._store = ArtifactStore(opened)
+        self._address = opened.address if opened.folder is None else os.fspath(opened.folder)  # nodes have other working directories
         self._runtime_env = runtime_env
         self._left_alone_until: dict[str, float] = {}  # time.monotonic, by resource; "" stands for the whole farm
         self._warned: set[str] = set()
@@ -169,7 +173,7 @@ class Farm:
             device=request.device,
             device_version=request.device_version,
             model_digest=request.model_digest,
-            store=self._store.address,
+            store=self._address,
             token=parts.app_token,
             preference=options.preference.name.lower(),
             priority=options.priority.name.lower(),
@@ -240,13 +244,13 @@ class Farm:
 
     async def _join_and_follow(self, order: Order, report: Callable[[str], None]) -> OrderResult:
         """Join the order's flight, and follow it to its end. Errors are as for `_compile_once`, and those of Ray."""
-        actor = await _call_in_thread(flights_actor, _ANSWER_S)
-        waiter: int = await _answered(actor.join.remote(encode(order), self._runtime_env))
+        actor = await _call_in_thread(lambda: flights_actor(self._runtime_env), _ANSWER_S)
+        waiter: int = await _answer(lambda: actor.join.remote(encode(order), self._runtime_env))
         state = OrderState(-1, "", False)
         looked_at = time.monotonic()
         try:
             while True:
-                encoded = await _answered(actor.follow.remote(order.flight, waiter, state.number))
+                encoded = await _answer(lambda: actor.follow.remote(order.flight, waiter, state.number))  # noqa: B023 - called at once
                 if encoded is None:
                     raise _FarmError("the farm does not know this order any more")
                 before, state = state, decode_state(encoded)
@@ -254,12 +258,16 @@ class Farm:
                     return state.result
                 if state.number != before.number:
                     report(f"farm: {state.text}")
-                if not state.running and time.monotonic() - looked_at > _NODES_AGAIN_S:
-                    await self.require_node(order.device, order.device_version)
+                if time.monotonic() - looked_at > _NODES_AGAIN_S:  # the last such node may die under a task that runs
+                    try:
+                        await self.require_node(order.device, order.device_version)
+                    except TimeoutError:
+                        if not state.running:
+                            raise
                     looked_at = time.monotonic()
         finally:
             if state.result is None:
-                _in_daemon_thread(lambda: actor.leave.remote(order.flight, waiter))
+                _in_daemon_thread(lambda: _leave(actor, order.flight, waiter))
 
 
 def _without_node(device: str, wanted: str, nodes: Iterable[Mapping[str, float]], having: Sequence[object], memory_bytes: int) -> str:
@@ -272,14 +280,22 @@ def _without_node(device: str, wanted: str, nodes: Iterable[Mapping[str, float]]
     )
 
 
-async def _answered(ref: Awaitable[T]) -> T:
-    """Wait for the answer to an actor's method.
+def _leave(actor: Any, flight: str, waiter: int) -> None:
+    """Say that nobody waits here any more. Raises RaySystemError if this process is not connected any more."""
+    connected_ray()
+    actor.leave.remote(flight, waiter)
+
+
+async def _answer(ask: Callable[[], Awaitable[T]]) -> T:
+    """Ask an actor, and wait for its answer.
 
     Raises:
+        ray.exceptions.RaySystemError: this process is not connected any more.
         TimeoutError: the actor does not answer within 15 seconds.
     """
+    connected_ray()
     with anyio.fail_after(_ANSWER_S):
-        return await ref
+        return await ask()
 
 
 def _in_daemon_thread(act: Callable[[], object]) -> None:

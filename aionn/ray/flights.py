@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from aionn.ray.needed import first_line, needed_ray
+from blake3 import blake3
+
+from aionn.ray.needed import connected_ray, first_line, needed_ray
 from aionn.ray.orders import Order, OrderResult, OrderState, decode_order, decode_result, encode
 from aionn.ray.resources import TASK_SHARE, resource_name
 from aionn.ray.tasks import compile_order
@@ -103,7 +106,7 @@ class Flights:
     async def started(self, flight_name: str) -> int:
         """Note that a task begins to work. Return how many attempts have begun for this flight."""
         flight = self._flights.get(flight_name)
-        if flight is None:
+        if flight is None or flight.state.result is not None:  # a cancelled task of an earlier flight may begin that late
             return 0
         flight.attempts += 1
         flight.show(_of_attempt("starting", flight.attempts))
@@ -178,8 +181,21 @@ def _of_attempt(text: str, attempt: int) -> str:
     return text if attempt < 2 else f"{text} (attempt {attempt})"
 
 
-def flights_actor() -> Any:
-    """Return a handle of the `Flights` actor of this process's cluster. The actor is started if the cluster lacks it. Blocking."""
-    ray = needed_ray()
-    options = {"name": NAME, "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True, "num_cpus": 0, "max_concurrency": 1000}
-    return ray.remote(Flights).options(**options).remote()
+def flights_actor(runtime_env: Mapping[str, Any] | None = None) -> Any:
+    """Return a handle of the `Flights` actor of this process's cluster. The actor is started if the cluster lacks it. Blocking.
+
+    Args:
+        runtime_env: of the tasks. Where it brings aionn to a node, the actor needs it, too, and apps with the same one share an actor.
+            Variables are for tasks only, because tasks of other apps would inherit them from the actor.
+
+    Raises:
+        ray.exceptions.RaySystemError: this process is not connected.
+    """
+    ray = connected_ray()
+    options = {"namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True, "num_cpus": 0, "max_concurrency": 1000}
+    packages = {name: value for name, value in (runtime_env or {}).items() if name != "env_vars"}
+    name = NAME
+    if packages:
+        options["runtime_env"] = packages
+        name = f"{NAME}-{blake3(json.dumps(packages, sort_keys=True, default=str).encode()).hexdigest()[:16]}"
+    return ray.remote(Flights).options(name=name, **options).remote()

@@ -27,7 +27,7 @@ from aionn.hal.model import Model
 from aionn.hal.values import outside_frames
 from aionn.ray.destructor import Destructor
 from aionn.ray.models import ModelSpec, checked_specs, open_model, upgraded_specs
-from aionn.ray.needed import needed_ray
+from aionn.ray.needed import assigned_threads
 from aionn.runtime.executing.retrying import compute_stateless
 from aionn.tasks import checked_count, deadline_of, ending_by, ungrouped
 
@@ -74,7 +74,7 @@ class Holder:
         models: by name, an `aionn.ray.ModelSpec` or the path of an ONNX file. None: the class attribute `models`.
         retry_stateless: how often a call without state is made again after its driver has died.
         runtime: arguments of `aionn.Runtime`, by name. `threads` is the number of CPUs that Ray has assigned to the replica, at least 1,
-            unless it is given here.
+            unless it is given here. Outside of an actor of Ray, such as in a test, it is None.
         failed_upgrade: what happens when `reconfigure` fails in a replica. The models before go on serving in either case. "raise": the
             error goes to Serve, which shows it in the deployment's status, stops this replica, and ends the update. "keep": the replica
             logs the error and stays, and Serve does not learn of the error. `reconfigure` at the start of a replica always raises.
@@ -102,17 +102,17 @@ class Holder:
         failed_upgrade: Literal["raise", "keep"] = "raise",
     ) -> None:
         self._runtime: aionn.Runtime | None = None
-        specs = checked_specs(type(self).models if models is None else models)
+        self._deployed = checked_specs(type(self).models if models is None else models)
         self._retries = checked_count("Holder: retry_stateless", retry_stateless, 0)
         if failed_upgrade not in ("raise", "keep"):
             raise CallerError(f"Holder: failed_upgrade={failed_upgrade!r}; give 'raise' or 'keep'")
         self._keeps = failed_upgrade == "keep"
         self._started = False  # set by the first health check, because Serve makes none before a replica has started
         self._upgrading = asyncio.Lock()
-        self._held = {name: _Held(name, spec) for name, spec in specs.items()}
+        self._held = {name: _Held(name, spec) for name, spec in self._deployed.items()}
         given = dict(runtime or {})
         if "threads" not in given:
-            given["threads"] = _assigned_threads()
+            given["threads"] = assigned_threads()
         self._runtime = aionn.Runtime(**given)
         self._closed = False
         try:
@@ -323,7 +323,8 @@ class Holder:
         Open streams go on, and no frame is lost. Either all models of the config serve afterwards, or the ones before.
 
         Args:
-            user_config: `{"models": {"vad": {"source": "/models/vad-2.onnx", "digest": "3f..."}}}`. A model that is not named stays.
+            user_config: `{"models": {"vad": {"source": "/models/vad-2.onnx", "digest": "3f..."}}}`. A model that is not named
+                is the one of the deployment's `ModelSpec`, so what a replica serves does not depend on earlier configs.
 
         Raises:
             CallerError: the config has another form, a digest is not that of its file, or a model has other inputs or outputs than the one
@@ -331,9 +332,10 @@ class Holder:
             CompilationError, DeadlineError, DriverDiedError, DriverHungError: as `aionn.Runtime.swap`.
         """
         try:
-            specs = upgraded_specs(user_config, {name: held.spec for name, held in self._held.items()})
+            named = upgraded_specs(user_config, self._deployed)
             async with self._upgrading:
-                await self._swap_all(specs)
+                changed = {name: spec for name, spec in self._deployed.items() if self._held[name].spec != spec}
+                await self._swap_all(changed | named)
         except Exception as error:
             if not self._keeps or not self._started:
                 raise
@@ -351,8 +353,12 @@ class Holder:
                     done.append((held, *before))
         except BaseException:
             for held, old, digest, model in reversed(done):
-                await self.runtime.swap(await self._compilation(held), model)
-                held.spec, held.digest = old, digest
+                try:
+                    await self.runtime.swap(await self._compilation(held), model)
+                except AionnError as error:
+                    logger.error("model %r: %s goes on, because the way back failed: %s", held.name, held.digest, error)
+                else:
+                    held.spec, held.digest = old, digest
             raise
 
     async def _swap(self, held: _Held, compilation: aionn.Compilation, spec: ModelSpec) -> bool:
@@ -360,6 +366,7 @@ class Holder:
         model = await open_model(held.name, spec)
         digest = (await model.digest()).hex()
         if digest == held.digest:
+            held.spec = spec
             return False
         began = time.monotonic()
         await self.runtime.swap(compilation, model)
@@ -369,12 +376,6 @@ class Holder:
 
 
 Holder.__del__ = Destructor()  # type: ignore[attr-defined]
-
-
-def _assigned_threads() -> int:
-    """Return how many engine threads a replica may have: the whole CPUs that Ray has assigned to it, at least 1."""
-    assigned = needed_ray().get_runtime_context().get_assigned_resources()
-    return max(1, int(assigned.get("CPU", 0)))
 
 
 def _count_retry(held: _Held) -> None:

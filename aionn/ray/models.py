@@ -59,7 +59,7 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         if not isinstance(self.source, str | os.PathLike | bytes) or not self.source:
-            raise CallerError(f"ModelSpec: source={self.source!r}; give the path of an ONNX file, or its contents as bytes")
+            raise CallerError(f"ModelSpec: source={_shown(self.source)}; give the path of an ONNX file, or its contents as bytes")
         if self.digest is not None and not (isinstance(self.digest, str) and _DIGEST.fullmatch(self.digest)):
             raise CallerError(
                 f"ModelSpec: digest={self.digest!r}; give 64 hexadecimal digits, as (await model.digest()).hex() returns them"
@@ -87,13 +87,18 @@ def checked_specs(models: object) -> dict[str, ModelSpec]:
         CallerError: `models` is not a dict, is empty, or has a value that is not a model.
     """
     if not isinstance(models, Mapping) or not models:
-        raise CallerError(f"models={models!r}; give at least one model by name, as in models={{'vad': ModelSpec('vad.onnx')}}")
+        raise CallerError(f"models={_shown(models)}; give at least one model by name, as in models={{'vad': ModelSpec('vad.onnx')}}")
     found = {}
     for name, given in models.items():
         if not isinstance(name, str) or not name or not isinstance(given, ModelSpec | str | os.PathLike):
-            raise CallerError(f"models: {name!r} is {given!r}; give an aionn.ray.ModelSpec by name")
+            raise CallerError(f"models: {name!r} is {_shown(given)}; give an aionn.ray.ModelSpec by name")
         found[name] = given if isinstance(given, ModelSpec) else ModelSpec(given)
     return found
+
+
+def _shown(value: object) -> str:
+    """Return a value for a sentence. Contents of a model have megabytes."""
+    return type(value).__name__ if isinstance(value, bytes | bytearray | memoryview) and value else repr(value)
 
 
 def upgraded_specs(user_config: object, specs: Mapping[str, ModelSpec]) -> dict[str, ModelSpec]:

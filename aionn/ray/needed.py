@@ -1,4 +1,4 @@
-"""Ray, imported when it is first needed, and its errors in one line.
+"""Ray, imported when it is first needed, its errors in one line, and what it says of this process.
 
 The import takes a second, and an app may import `aionn.ray` where Ray is not installed.
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 from aionn.errors import text_of
 
-__all__ = ["first_line", "needed_ray"]
+__all__ = ["assigned_threads", "connected_ray", "first_line", "needed_ray"]
 
 
 def needed_ray() -> Any:
@@ -23,6 +23,33 @@ def needed_ray() -> Any:
     except ImportError as error:
         raise ImportError("aionn.ray needs Ray; install it with: pip install 'aionn[ray]'") from error
     return ray
+
+
+def connected_ray() -> Any:
+    """Return the package `ray` of a process that is connected to a cluster.
+
+    Without a connection most calls of Ray start a cluster of their own on this machine. An app that has called `ray.shutdown` must not
+    get one.
+
+    Raises:
+        ImportError: it is not installed.
+        ray.exceptions.RaySystemError: this process is not connected.
+    """
+    ray = needed_ray()
+    if not ray.is_initialized():
+        raise ray.exceptions.RaySystemError("this process is not connected to a Ray cluster any more")
+    return ray
+
+
+def assigned_threads() -> int | None:
+    """Return how many engine threads a replica may have: the whole CPUs that Ray has assigned to it, at least 1. None: it is no actor."""
+    ray = needed_ray()
+    if not ray.is_initialized():  # the next call would start a cluster on this machine
+        return None
+    context = ray.get_runtime_context()
+    if context.get_actor_id() is None:
+        return None
+    return max(1, int(context.get_assigned_resources().get("CPU", 0)))
 
 
 def first_line(error: Exception) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import aionn
-from aionn.caching.outcomes import CacheOutcome, Refusal
+from aionn.caching.outcomes import CacheOutcome, MissReason, Refusal
 from aionn.errors import AionnError, CallerError, text_of
 from aionn.events import CompileStep, Event
 from aionn.fleet.addresses import open_address
@@ -43,6 +43,7 @@ _ACTOR_ANSWER_S = 10.0  # for the announcement of an attempt
 _REPORT_EVERY_S = 1.0  # at most one message a second
 _FOLDER = "aionn-farm-"
 _LOCK = "lock"
+_LOST = (MissReason.ABSENT, MissReason.WRONG_BYTES, MissReason.UNREADABLE)  # of the store's model, and not of this node's disk
 
 Report = Callable[[str], None]
 
@@ -95,7 +96,7 @@ async def _compiled(order: Order, key: BuilderKey, report: Report) -> OrderResul
         report("fetching the model")
         model = await fetch_model(store, order.model_digest, folder)
         if isinstance(model, Refusal):
-            return OrderResult(refusal=str(model), model_lost=True)
+            return OrderResult(refusal=str(model), model_lost=model.reason in _LOST)
         if refusal := await _compile(order, model, folder, report):
             return OrderResult(refusal=refusal)
         report("storing the artifact")

@@ -338,6 +338,50 @@ async def test_several_models_change_together_or_not_at_all(tmp_path: Path) -> N
         assert [(await holder.infer(X, name))["y"][0, 0] for name in "ab"] == [3.0, 3.0]
 
 
+async def test_what_a_replica_serves_does_not_depend_on_earlier_configs(tmp_path: Path) -> None:
+    one, two = written(tmp_path / "1.onnx", 2), written(tmp_path / "2.onnx", 3)
+    async with held(tmp_path, {"a": spec(one, tmp_path), "b": spec(one, tmp_path)}) as holder:
+        served = []
+        configs: list[dict[str, Any]] = [config(a=(two, None)), config(b=(two, None)), {"models": {}}]
+        for named in configs:
+            await holder.reconfigure(named)
+            served.append([(await holder.infer(X, name))["y"][0, 0] for name in "ab"])
+        assert served == [[3.0, 2.0], [2.0, 3.0], [2.0, 2.0]]
+
+
+async def test_models_go_back_although_one_cannot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, two = written(tmp_path / "1.onnx", 2), written(tmp_path / "2.onnx", 3)
+    swap, swaps = aionn.Runtime.swap, list[str]()
+
+    async def failing(self: aionn.Runtime, compilation: aionn.Compilation, model: aionn.Model) -> None:
+        swaps.append(compilation.name)
+        if swaps == ["a", "b", "b"]:
+            raise aionn.CompilationError("no room")
+        await swap(self, compilation, model)
+
+    monkeypatch.setattr(aionn.Runtime, "swap", failing)
+    async with held(tmp_path, {name: spec(one, tmp_path) for name in "abc"}) as holder:
+        with pytest.raises(aionn.CallerError, match="asks for 000"):
+            await holder.reconfigure(config(a=(two, None), b=(two, None), c=(two, "0" * 64)))
+        assert [(await holder.infer(X, name))["y"][0, 0] for name in "abc"] == [2.0, 3.0, 2.0]
+        assert [(await holder.describe())[name]["digest"] == await digest_of(one) for name in "abc"] == [True, False, True]
+        assert "model 'b'" in caplog.text
+        await holder.reconfigure({"models": {}})
+        assert [(await holder.infer(X, name))["y"][0, 0] for name in "abc"] == [2.0] * 3
+
+
+async def test_a_holder_outside_of_ray_starts_no_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    monkeypatch.setattr(ray, "init", lambda *_, **__: pytest.fail("Ray was started"))
+    made: Any = aionn.ray.Holder.__new__(aionn.ray.Holder)
+    await made.__init__({"m": spec(written(tmp_path / "m.onnx", 2), tmp_path)}, runtime={"state_dir": tmp_path / "state"})
+    assert (await made.infer(X))["y"].tolist() == [[2.0] * 16]
+    await made.__del__()
+
+
 async def test_a_replica_that_keeps_its_models_logs_the_failure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     one = written(tmp_path / "1.onnx", 2)
     async with held(tmp_path, {"m": spec(one, tmp_path)}, failed_upgrade="keep") as holder:
@@ -392,6 +436,16 @@ async def test_a_holder_with_wrong_arguments_is_refused(tmp_path: Path, argument
     with pytest.raises(aionn.CallerError):
         async with held(tmp_path, **{"models": {"m": "m.onnx"}, **arguments}):
             pass
+
+
+def test_contents_of_a_model_are_not_in_an_error() -> None:
+    from aionn.ray.models import checked_specs
+
+    contents: Any = bytearray(b"contents" * 1000)
+    for wrong in (lambda: checked_specs({"m": bytes(contents)}), lambda: checked_specs(contents), lambda: aionn.ray.ModelSpec(contents)):
+        with pytest.raises(aionn.CallerError) as raised:
+            wrong()
+        assert "contentscontents" not in str(raised.value)
 
 
 def test_the_options_of_serve_bound_queues_and_find_a_hang() -> None:
