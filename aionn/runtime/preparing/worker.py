@@ -140,9 +140,11 @@ async def worker(devices: Devices, name: str, threads: int) -> AsyncIterator[Rem
     finally:
         # An engine in the middle of a compile reads no message, and the process holds nothing worth keeping.
         process.kill(None)
-        with bounded_shield(_END_WORKER_S):
-            await process.wait_ended()
-        devices.forget_worker(process)
+        try:
+            with bounded_shield(_END_WORKER_S):
+                await process.wait_ended()
+        finally:
+            devices.forget_worker(process)  # also if the task is cancelled while it waits
 
 
 async def version_of(devices: Devices, name: str) -> str | None:
