@@ -281,7 +281,7 @@ def _without_node(device: str, wanted: str, nodes: Iterable[Mapping[str, float]]
 
 
 def _leave(actor: Any, flight: str, waiter: int) -> None:
-    """Say that nobody waits here any more. Raises RaySystemError if this process is not connected any more."""
+    """Say that this app does not wait any more. Raises RaySystemError if this process is not connected any more."""
     connected_ray()
     actor.leave.remote(flight, waiter)
 

@@ -28,7 +28,7 @@ def needed_ray() -> Any:
 def connected_ray() -> Any:
     """Return the package `ray` of a process that is connected to a cluster.
 
-    Without a connection most calls of Ray start a cluster of their own on this machine. An app that has called `ray.shutdown` must not
+    Most calls of Ray start a new cluster on this machine if there is no connection. An app that has called `ray.shutdown` must not
     get one.
 
     Raises:
@@ -42,7 +42,11 @@ def connected_ray() -> Any:
 
 
 def assigned_threads() -> int | None:
-    """Return how many engine threads a replica may have: the whole CPUs that Ray has assigned to it, at least 1. None: it is no actor."""
+    """Return how many engine threads a replica may have: the whole CPUs that Ray has assigned to it, at least 1.
+
+    Returns:
+        None outside of an actor.
+    """
     ray = needed_ray()
     if not ray.is_initialized():  # the next call would start a cluster on this machine
         return None

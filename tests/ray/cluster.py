@@ -64,18 +64,19 @@ def shared_cluster(folder: Path) -> Iterator[str]:
 def _start(fifo: Path, address_file: Path, log: Path) -> None:
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.ray.cluster", os.fspath(fifo), os.fspath(address_file)],
+            # In a session of its own, so that a ^C of pytest does not end it before the tests. It is not a child of this process, so
+            # that tests here do not take the node's drivers for theirs.
+            ["setsid", "--fork", sys.executable, "-m", "tests.ray.cluster", os.fspath(fifo), os.fspath(address_file)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=output,
             env=os.environ | ENVIRONMENT,
             cwd=Path(__file__).parents[2],
-            start_new_session=True,  # a ^C of pytest must not end the node before the tests
         )
     assert process.stdout is not None
     with process.stdout as ready:
         said = ready.readline()  # nothing if the process ended
-    process.returncode = 0  # it lives on; its end is not this process's concern
+    process.wait()
     if not said:
         raise RuntimeError(f"the Ray node did not start:\n{log.read_text()}")
 
