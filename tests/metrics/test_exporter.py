@@ -258,9 +258,8 @@ def test_kills_of_apps_that_are_read_and_of_the_exporter_leave_nothing() -> None
                         app.process.stdin.write("100000000\n")
                         app.process.stdin.flush()
                         killed |= memfds(app.process.pid)
-                        while scraped.acquire(blocking=False):
-                            pass
-                        for _ in range(2):  # the second scrape has begun after the app, and reads it
+                        before = counted[-1] if counted else 42.0
+                        while not counted or counted[-1] <= before:  # until the exporter has read what this app counts
                             assert scraped.acquire(timeout=60)
                         app.kill()
             finally:
@@ -271,7 +270,7 @@ def test_kills_of_apps_that_are_read_and_of_the_exporter_leave_nothing() -> None
             assert counted[-1] > 42
             assert len(killed) == 5
             assert shown(httpx.get(url, timeout=60).text) >= counted[-1]  # what has ended is not mapped any more after this look
-            assert memfds() & killed == set()
+            assert memfds(server.pid, other.process.pid) & killed == set()  # tests beside this one read all apps, too
             own = memfds(other.process.pid)
             assert len(own) == 1
             server.kill()

@@ -281,6 +281,7 @@ async def test_dependencies_of_a_wrong_kind_are_refused_at_the_start(first: aion
     read, write = os.pipe()
     os.close(read)
     os.close(write)
+    gc.collect()  # as below: earlier tests leave garbage that holds descriptors
     before = fds()
     with open(tmp_path / "file", "w+") as file:  # noqa: ASYNC230
         wrong: tuple[Any, ...] = (

@@ -111,7 +111,7 @@ async def attacked(
     """Start a driver of one evil engine to ask, and another of the other, its sibling."""
     other = EVIL_COMPILER if device == EVIL else EVIL
     model = evil_model(Path(target.folder).parent / "model")
-    async with leak_check(), aionn.Runtime(sandbox=sandbox, driver_env=environment) as runtime:
+    async with leak_check(), aionn.Runtime(sandbox=sandbox, driver_env=environment, hang_s=60) as runtime:
         sibling = await ask(await runtime.compile(model, devices=(other,)), Question())
         compilation = await runtime.compile(model, devices=(device,))
         yield runtime, compilation, msgspec.structs.replace(target, sibling=sibling.pid)
