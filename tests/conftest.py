@@ -45,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def case_and_loop(item: pytest.Item) -> tuple[str, bool] | None:
-    """Return which case of which test this is, and whether it runs on uvloop. None if `anyio_backend` is no parameter of the test."""
+    """Return which case of which test this is, and whether it runs on uvloop. Return None for a test without `anyio_backend`."""
     callspec = getattr(item, "callspec", None)
     if callspec is None or "anyio_backend" not in callspec.params:
         return None

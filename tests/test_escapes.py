@@ -18,7 +18,7 @@ def fed(pieces: Iterable[bytes]) -> bytes:
 
 
 def steers(text: str) -> bool:
-    """Whether a character of control, of format, or one that is none, is in it."""
+    """Return whether a text has a control character, a format character, or a code point without a character."""
     return any(unicodedata.category(letter).startswith("C") for letter in text if letter not in "\t\n")
 
 

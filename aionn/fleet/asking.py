@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 import anyio
 
@@ -25,6 +24,7 @@ from aionn.fleet.artifact_store import ArtifactStore, each
 from aionn.fleet.errors import StoreError
 from aionn.fleet.judging import statement_at
 from aionn.fleet.places import StatementPlace, file_path, fingerprint
+from aionn.fleet.requests import open_below
 from aionn.hal.trust import Keyring
 
 __all__ = ["PATIENCE_S", "StoreBackend", "fetch_offer"]
@@ -125,7 +125,7 @@ async def fetch_offer(store: ArtifactStore, signed: bytes, statement: Statement)
             if folder is None:
                 fds.append(os.memfd_create("aionn-artifact", os.MFD_CLOEXEC))
             else:  # in a thread, because the folder may lie on a slow network
-                fds.append(await run_in_thread(_open, folder / file_path(file.digest), undo=os.close))
+                fds.append(await run_in_thread(open_below, folder, file_path(file.digest), undo=os.close))
         refusal = None if folder is not None else await store.fetch(files, fds)
         if refusal is not None:
             return refusal
@@ -139,7 +139,3 @@ async def fetch_offer(store: ArtifactStore, signed: bytes, statement: Statement)
         if not kept:
             for fd in fds:
                 os.close(fd)
-
-
-def _open(path: Path) -> int:
-    return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)

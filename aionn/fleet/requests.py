@@ -35,7 +35,7 @@ from aionn.caching.manifest import StoredFile
 from aionn.fleet.addresses import OpenedStore
 from aionn.fleet.errors import StoreError
 
-__all__ = ["MULTIPART_BYTES", "BadContentsError", "Found", "Requests"]
+__all__ = ["MULTIPART_BYTES", "BadContentsError", "Found", "Requests", "open_below"]
 
 T = TypeVar("T")
 MULTIPART_BYTES = 64_000_000  # larger files go up in parts, so a lost connection costs one part
@@ -163,7 +163,10 @@ class Requests:
         raise AssertionError("unreachable")
 
     async def copy_object(self, path: str, fd: int) -> int | None:
-        """Read an object whose contents the caller checks, and write it to a file. Return its length, or None if there is no such object.
+        """Copy an object to a file. The caller checks the contents.
+
+        Returns:
+            The length in bytes. None if the store has no such object.
 
         Raises:
             StoreError: it cannot be read. What the file holds is of no use.
@@ -171,7 +174,7 @@ class Requests:
         return await self._copied(path, None, fd)
 
     async def _copied(self, path: str, stored: StoredFile | None, fd: int | None) -> int | None:
-        """Return the length of what was copied, or None if there is no such object."""
+        """Copy an object to a file. Return the length in bytes, or None if the store has no such object."""
         answer: Any = None
 
         async def opened() -> None:
@@ -322,6 +325,15 @@ def _found_below(folder: Path, path: str) -> Found:
     return Found(path, status.st_size, status.st_mtime_ns // 1000 / 1e6)  # as precise as obstore's lists
 
 
+def open_below(folder: Path, path: str) -> int:
+    """Open a file of a local store for reading, without following a symlink in its place or waiting for a FIFO. Return the descriptor.
+
+    Raises:
+        OSError: it is not there, or cannot be opened.
+    """
+    return os.open(folder / path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
 def _read_small(folder: Path, path: str, max_bytes: int) -> bytes:
     """Read a file of a local store. A FIFO in its place would hold obstore's thread until a writer comes.
 
@@ -330,7 +342,7 @@ def _read_small(folder: Path, path: str, max_bytes: int) -> bytes:
         BadContentsError: it is not a regular file, or has more than `max_bytes` bytes.
     """
     try:
-        fd = os.open(folder / path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = open_below(folder, path)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise BadContentsError(f"{path} is a symlink") from error

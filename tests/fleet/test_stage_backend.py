@@ -287,7 +287,7 @@ async def test_a_backend_that_is_stopped_in_the_middle_costs_the_stage_only_time
 async def test_a_backend_may_take_half_of_the_time_of_a_stage(
     model: aionn.Model, quick: FakeDevice, best: FakeDevice, key: BuilderKey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A backend that waits for ever must leave the local worker its time."""
+    """A backend that never answers gets a part of the time only. The local worker has the rest."""
     most: list[float] = []
     original = adopting.offered_instead
 

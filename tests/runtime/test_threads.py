@@ -291,7 +291,7 @@ async def test_a_driver_computes_on_as_many_threads_as_the_runtime_says_whatever
 
 @pytest.mark.parametrize("name", ["onnxruntime", "openvino"])
 async def test_several_bursts_compute_on_the_one_thread_of_their_runtime(name: str) -> None:
-    """The lanes belong to the model, not to its bursts. A lane is the thread that computes: there is no pool behind it."""
+    """The lanes belong to the model, not to its bursts. A lane computes in its own thread, without a pool of threads."""
     model, inputs = detector()
     async with leak_check(), aionn.Runtime(threads=1) as runtime, AsyncExitStack() as opened:
         compilation = await runtime.compile(model, devices=(name,))
