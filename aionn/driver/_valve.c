@@ -2,15 +2,17 @@
  *
  * Descriptors 1 and 2 are a pipe that the app reads in its event loop. An app whose loop stands still reads nothing, and a thread that
  * prints would wait in `write`. A pipe that does not wait would be worse: a C++ stream that fails once prints nothing any more. So
- * this thread looks at the pipe. If it is full and the app has read nothing for some time, the thread reads what is in it, counts the
- * bytes, and writes a line that says how many are lost.
+ * this thread looks at the pipe. If it is full and the app has read nothing for some time, the thread reads the older part of what is in
+ * it, and adds the number of bytes to a counter, which is an eventfd. The app reads the counter and says how many bytes are lost. A line
+ * in the pipe would not do: the process may end before the thread finds room for it.
  *
  * The thread is native, because the thread that prints may hold Python's lock.
  *
  * Invariants
  *     While the pipe is empty the thread sleeps until something is printed. Else it looks at most twice in `patience_ms`.
- *     It writes without waiting, because its open file description does not wait.
- *     It owns both descriptors, and ends with the process. */
+ *     It counts each piece before it reads the next one.
+ *     Something is left in the pipe, so the app's loop wakes and reads the counter.
+ *     It owns the descriptors, and ends with the process. */
 #define _GNU_SOURCE
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -20,21 +22,20 @@
 #include <poll.h>
 #include <pthread.h>
 #include <signal.h>
-#include <stdio.h>
+#include <stdint.h>
 #include <time.h>
 #include <unistd.h>
 
-enum { PATIENCE_WHILE_LOSING_MS = 100, TAKEN_BYTES = 1 << 16, STACK_BYTES = 1 << 16 };
-
-static const char LINE[] = "\n[aionn: the app did not read what this driver process prints; %llu bytes are lost]\n";
+enum { PATIENCE_WHILE_LOSING_MS = 100, PIECE_BYTES = 1 << 12, SMALLEST_PIPE_BYTES = 1 << 12, STACK_BYTES = 1 << 16 };
 
 struct valve {
-    int reading, writing; /* neither waits */
+    int reading, writing; /* the ends of the pipe; neither waits */
+    int counter;          /* an eventfd */
     int patience_ms;
 };
 
-static struct valve only;      /* set before its thread starts */
-static char taken[TAKEN_BYTES]; /* of the thread */
+static struct valve only;       /* set before its thread starts */
+static char piece[PIECE_BYTES]; /* of the thread */
 
 static int ready(int fd, short event, int timeout_ms)
 {
@@ -46,19 +47,21 @@ static int ready(int fd, short event, int timeout_ms)
     return found < 0 || look.revents & POLLNVAL ? -1 : found;
 }
 
-/* Read what is in the pipe, and no more than it can hold: writers fill it meanwhile. Returns the bytes. */
-static unsigned long long emptied(const struct valve *valve, int most)
+/* Drop the oldest three quarters of a full pipe. The rest stays, because writers may not fill the pipe again. */
+static void drop(const struct valve *valve, int pipe_bytes)
 {
-    unsigned long long bytes = 0;
-    while (bytes < (unsigned long long)most) {
-        ssize_t got = read(valve->reading, taken, sizeof taken);
+    int most = pipe_bytes / 4 * 3;
+    while (most > 0) {
+        ssize_t got = read(valve->reading, piece, most < PIECE_BYTES ? (size_t)most : PIECE_BYTES);
         if (got < 0 && errno == EINTR)
             continue;
         if (got <= 0)
-            break;
-        bytes += (unsigned long long)got;
+            return;
+        most -= (int)got;
+        uint64_t bytes = (uint64_t)got;
+        if (write(valve->counter, &bytes, sizeof bytes) < 0)
+            return; /* an engine has closed what is not its own */
     }
-    return bytes;
 }
 
 static void nap(int milliseconds)
@@ -71,39 +74,27 @@ static void *mind(void *argument)
 {
     const struct valve *valve = argument;
     int size = fcntl(valve->writing, F_GETPIPE_SZ), patience_ms = valve->patience_ms;
-    unsigned long long lost = 0, said = 0; /* since the app has last read everything */
-    int line_bytes = 0;                    /* of the line in the pipe that says it, which is lost with the rest */
     for (;;) {
         int something = ready(valve->reading, POLLIN, 0);
-        if (!something && lost == said) {
-            lost = said = 0;
-            line_bytes = 0;
+        if (!something) { /* the app has read everything */
             patience_ms = valve->patience_ms;
             something = ready(valve->reading, POLLIN, -1);
         }
         if (something < 0)
             return NULL; /* an engine has closed what is not its own */
         if (!ready(valve->writing, POLLOUT, 0) && !ready(valve->writing, POLLOUT, patience_ms)) {
-            lost += emptied(valve, size > 0 ? size : TAKEN_BYTES) - (unsigned long long)line_bytes;
-            line_bytes = 0;
+            drop(valve, size > 0 ? size : SMALLEST_PIPE_BYTES);
             patience_ms = PATIENCE_WHILE_LOSING_MS;
-        }
-        if (lost != said) {
-            int length = snprintf(taken, sizeof taken, LINE, lost);
-            if (write(valve->writing, taken, (size_t)length) == length) {
-                said = lost;
-                line_bytes = length;
-            }
         }
         nap(patience_ms / 2);
     }
 }
 
-/* open_valve(reading, writing, patience_ms) */
+/* open_valve(reading, writing, counter, patience_ms) */
 static PyObject *open_valve(PyObject *Py_UNUSED(module), PyObject *args)
 {
     struct valve valve;
-    if (!PyArg_ParseTuple(args, "iii", &valve.reading, &valve.writing, &valve.patience_ms))
+    if (!PyArg_ParseTuple(args, "iiii", &valve.reading, &valve.writing, &valve.counter, &valve.patience_ms))
         return NULL;
     if (only.patience_ms) {
         PyErr_SetString(PyExc_RuntimeError, "this process has a valve");

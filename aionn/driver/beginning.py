@@ -34,11 +34,8 @@ The app handles them and may still finish its work. Its drivers end with it.
 """
 
 PATIENCE_S = 5.0
-"""How long a thread may wait that prints while the app does not read. Then the oldest output is dropped, and a line says how much.
+"""How long a thread may wait that prints while the app does not read. Then the oldest output is dropped, and the app says how much.
 It is less than the usual `hang_s`, after which a driver whose loop waits is killed."""
-
-_STARTED_BY_AN_APP = "AIONN_APP_PID"
-"""A driver that was started by hand has a stderr of its user's."""
 
 
 def bind_to_parent() -> None:
@@ -65,7 +62,7 @@ def name_process(name: str) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_NAME, os.fsencode(f"aionn-{name}")[:15], 0, 0, 0)
 
 
-def close_inherited(keep: int) -> None:
+def close_inherited(keep: tuple[int, ...]) -> None:
     """Close what the app left open for its children. A server's listening socket must not stay bound because of a driver.
 
     Descriptors that this process has opened itself are close-on-exec, so they stay open.
@@ -73,7 +70,7 @@ def close_inherited(keep: int) -> None:
     for entry in os.listdir("/proc/self/fd"):
         fd = int(entry)
         try:
-            if fd > 2 and fd != keep and os.get_inheritable(fd):
+            if fd > 2 and fd not in keep and os.get_inheritable(fd):
                 os.close(fd)
         except OSError:
             continue  # the descriptor of the listing itself
@@ -98,15 +95,15 @@ def keep_bytecode() -> None:
 def own_pipe() -> tuple[int, int] | None:
     """Open both ends of the pipe that is this process's stderr, by descriptions that do not wait.
 
-    Call it before the process is confined, because a confined process may not open descriptors again. Returns None where no app has
-    given this process a pipe.
+    Call it before the process is confined, because a confined process may not open descriptors again. Returns None without /proc, and
+    where stderr is not a pipe.
     """
     try:
-        if _STARTED_BY_AN_APP not in os.environ or not stat.S_ISFIFO(os.fstat(2).st_mode):
+        if not stat.S_ISFIFO(os.fstat(2).st_mode):
             return None
         reading = os.open("/proc/self/fd/2", os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
-        return None  # without /proc, or with a stderr of another user
+        return None
     try:
         return reading, os.open("/proc/self/fd/2", os.O_WRONLY | os.O_NONBLOCK)
     except OSError:
@@ -114,13 +111,16 @@ def own_pipe() -> tuple[int, int] | None:
         return None
 
 
-def watch_pipe(ends: tuple[int, int] | None) -> None:
-    """Drop output that the app does not read, from now on. Call it after the process is confined, because it starts a thread."""
-    if ends is None:
-        return
+def watch_pipe(ends: tuple[int, int], counter: int) -> None:
+    """Drop output that the app does not read, from now on. Call it after the process is confined, because it starts a thread.
+
+    Args:
+        ends: of `own_pipe`.
+        counter: an eventfd of the app, which gets the number of the bytes that are dropped.
+    """
     from aionn.driver._valve import open_valve
 
-    open_valve(*ends, int(PATIENCE_S * 1000))
+    open_valve(*ends, counter, int(PATIENCE_S * 1000))
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ class Begun:
 
 
 def begin(arguments: list[str]) -> Begun | int:
-    """Prepare this process: `python -m aionn.driver NAME[=HOME] FD [SCHEDULE [STATE_DIR [SANDBOX [EXPORTS]]]]`.
+    """Prepare this process: `python -m aionn.driver NAME[=HOME] FD [SCHEDULE [STATE_DIR [SANDBOX [EXPORTS [COUNTER]]]]]`.
 
     Returns an exit code for bad usage.
 
@@ -155,19 +155,21 @@ def begin(arguments: list[str]) -> Begun | int:
         arguments: NAME of the device, with HOME ("package.module:Class") if the parent has looked it up. FD, the socket. SCHEDULE is a
             number of CPUs for a driver in the background, 0 for the app's own priority, or "idle" for SCHED_IDLE. `__main__` has
             taken it up. Each device keeps its records in a folder of STATE_DIR. SANDBOX is a level of `sandbox.report`. EXPORTS is
-            the path of a folder for an engine that writes temporary files by path; see `caching.export_folder`.
+            the path of a folder for an engine that writes temporary files by path; see `caching.export_folder`. COUNTER is the
+            descriptor of an eventfd. An app that reads this process's output gives it (`runtime.processes.output`).
     """
-    if not 2 <= len(arguments) <= 6 or not arguments[1].isdigit() or not is_schedule(schedule_of(arguments)):
-        usage = "python -m aionn.driver ENGINE[=MODULE:CLASS] SOCKET_FD [CPUS|idle [STATE_DIR [SANDBOX [EXPORTS]]]]"
+    numbers = [arguments[place] for place in (1, 6) if place < len(arguments)]
+    if not 2 <= len(arguments) <= 7 or not all(number.isdigit() for number in numbers) or not is_schedule(schedule_of(arguments)):
+        usage = "python -m aionn.driver ENGINE[=MODULE:CLASS] SOCKET_FD [CPUS|idle [STATE_DIR [SANDBOX [EXPORTS [COUNTER]]]]]"
         print(f"usage: {usage}  (started by aionn's runtime; see `aionn devices`)", file=sys.stderr)
         return 2
     name, equals, home = arguments[0].rpartition("=")  # a provider's name may have one, too
     if not equals:
         name, home = home, ""
-    fd = int(arguments[1])
+    fd, *counters = map(int, numbers)
     bind_to_parent()
     name_process(name)
-    close_inherited(fd)
+    close_inherited((fd, *counters))
     raise_file_limit()
     try:
         sock = socket.socket(fileno=fd)
@@ -175,10 +177,12 @@ def begin(arguments: list[str]) -> Begun | int:
         print(f"aionn.driver: descriptor {fd} is not a socket ({error.strerror}); give the one of a control socket", file=sys.stderr)
         return 2
     sock.set_inheritable(False)
+    for counter in counters:
+        os.set_inheritable(counter, False)
     state = arguments[3] if len(arguments) > 3 else os.path.expanduser("~/.local/state/aionn")
-    level, exports = (*arguments[4:], *("off", "")[len(arguments[4:]) :])
+    level, exports = (*arguments[4:6], *("off", "")[len(arguments[4:6]) :])
     records = RecordsFolder(state, name)
-    refusal, confinement, held, writable, pipe = "", Confinement(), list[int](), list[str](), own_pipe()
+    refusal, confinement, held, writable, pipe = "", Confinement(), list[int](), list[str](), own_pipe() if counters else None
     try:
         if level != "off":
             keep_bytecode()
@@ -196,7 +200,8 @@ def begin(arguments: list[str]) -> Begun | int:
         confinement = confine(level, facts, tuple(writable))
     except (SandboxError, FactsError) as error:
         refusal = f"device {name!r} cannot start: {error}"
-    watch_pipe(pipe)
+    if pipe is not None:
+        watch_pipe(pipe, *counters)
     return Begun(name, home, sock, records, tuple(held), confinement, refusal)
 
 

@@ -6,8 +6,11 @@ its event loop and writes the lines to its own descriptor 2, with control charac
 The app reads at most TURN_BYTES in one turn of the loop. It never waits for its own stderr. While that is full, the pipe is not read,
 and the driver process waits or drops its output (`driver.beginning`). While it is closed, the bytes are dropped.
 
+The driver process counts what it drops in an eventfd. The app reads it before the pipe, so the line that it writes about lost bytes comes
+before the output that follows them.
+
 Invariants
-    `_fd` is -1 from the moment it is closed. The loop then has no reader and no timer of this object.
+    `_fd` and `counter` are -1 from the moment they are closed. The loop then has no reader and no timer of this object.
     Bytes reach stderr in the order in which they came. `_unwritten` holds bytes only while the pipe is not read.
 
 `Runtime.open` spawns a driver before it imports what a runtime needs. So this module imports nothing heavy.
@@ -44,23 +47,32 @@ _LAST_LINES = 40
 
 
 def output_pipe() -> tuple[Output, int]:
-    """Return the app's end of a new pipe, and the descriptor of the end for a driver process.
+    """Return the app's end of a new pipe, and the descriptor of the end for a driver process. `Output.counter` is for it, too.
 
     Raises:
         OSError: there is no free descriptor.
     """
-    ours, theirs = os.pipe2(os.O_CLOEXEC)
+    counter = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+    try:
+        ours, theirs = os.pipe2(os.O_CLOEXEC)
+    except OSError:
+        os.close(counter)
+        raise
     os.set_blocking(ours, False)
     with suppress(OSError):  # the user has many pipes, or the system allows smaller ones only
         fcntl.fcntl(theirs, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-    return Output(ours), theirs
+    return Output(ours, counter), theirs
 
 
 class Output:
-    """The app's end of the pipe. It is closed by `end`, by the end of all writers, and with this object."""
+    """The app's end of the pipe. It is closed by `end`, by the end of all writers, and with this object.
 
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
+    Attributes:
+        counter: an eventfd, in which the driver process counts the bytes that it drops. -1 once it is closed.
+    """
+
+    def __init__(self, fd: int, counter: int) -> None:
+        self._fd, self.counter = fd, counter
         self._loop: asyncio.AbstractEventLoop | None = None
         self._retry: asyncio.TimerHandle | None = None
         self._unwritten = b""
@@ -68,8 +80,7 @@ class Output:
         leave_in_child(self)
 
     def __del__(self) -> None:
-        if self._fd >= 0:  # the loop was closed before the runtime
-            os.close(self._fd)
+        self.leave()  # the loop was closed before the runtime
 
     def forward(self) -> None:
         """Write to the app's stderr what comes, from now on, in the running loop."""
@@ -95,9 +106,10 @@ class Output:
 
     def leave(self) -> None:
         """Close the pipe in a child of fork: the driver process is the parent's."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        fds, self._fd, self.counter = (self._fd, self.counter), -1, -1
+        for fd in fds:
+            if fd >= 0:
+                os.close(fd)
 
     def _turn(self) -> None:
         data = self._read()
@@ -122,12 +134,23 @@ class Output:
         """Return what has come: no bytes after the end of all writers, None while there is nothing."""
         if self._fd < 0:
             return b""
+        lost = self._lost()
         try:
-            data = os.read(self._fd, TURN_BYTES)
+            data = lost + os.read(self._fd, TURN_BYTES)
         except BlockingIOError:
-            return None
+            if not lost:
+                return None
+            data = lost
         self._last = (self._last + data)[-_LAST_BYTES:]
         return data
+
+    def _lost(self) -> bytes:
+        """Return a line that says how many bytes the driver process has dropped since the last one, or no bytes."""
+        try:
+            lost = os.eventfd_read(self.counter)
+        except BlockingIOError:
+            return b""
+        return b"\n[aionn: the app did not read what this driver process prints; %d bytes are lost]\n" % lost
 
     @cached_property
     def _stream(self) -> EscapedStream:

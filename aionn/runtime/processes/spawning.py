@@ -32,8 +32,7 @@ DEFAULT_HANG_S = 10.0
 USUAL, WHEN_IDLE = "0", "idle"
 """How the system schedules a driver process: like the app, or only where no other process wants the CPU (SCHED_IDLE)."""
 
-_SOCKET_FD = 3
-
+_SOCKET_FD, _COUNTER_FD = 3, 4
 
 GRACE_S = 2.0
 """How long a driver whose socket has ended may take to free its device. Then it is killed."""
@@ -126,7 +125,9 @@ class Spawned:
                 theirs.enter_context(control)
                 ours.enter_context(self.sock)
                 engine = f"{name}={home}" if home else name
-                self.pid, self.pidfd = _spawn(engine, name, (control.fileno(), printing), schedule, settings, self.exports)
+                self.pid, self.pidfd = _spawn(
+                    engine, name, (control.fileno(), printing, self.output.counter), schedule, settings, self.exports
+                )
                 ours.pop_all()
         except OSError as error:
             raise DeviceUnavailableError(
@@ -166,11 +167,12 @@ class Spawned:
             sock.close()
 
 
-def _spawn(engine: str, name: str, theirs: tuple[int, int], schedule: str, settings: Settings, exports: str) -> tuple[int, int]:
+def _spawn(engine: str, name: str, theirs: tuple[int, int, int], schedule: str, settings: Settings, exports: str) -> tuple[int, int]:
     """Start `python -m aionn.driver ENGINE`. Returns the pid and the pidfd.
 
     Args:
-        theirs: a socket, which the child has as descriptor 3, and the end of a pipe, which it has as stdout and stderr. It has no stdin.
+        theirs: a socket, which the child has as descriptor 3, the end of a pipe, which it has as stdout and stderr, and an eventfd, which
+            it has as descriptor 4. It has no stdin.
         schedule: as for `DriverProcess`.
 
     Raises:
@@ -191,13 +193,14 @@ def _spawn(engine: str, name: str, theirs: tuple[int, int], schedule: str, setti
             sys.executable,
             [
                 *(sys.executable, "-P", "-m", "aionn.driver", engine, str(_SOCKET_FD), schedule),
-                *(settings.state_dir or os.path.abspath(user_state_directory()), settings.sandbox, exports),
+                *(settings.state_dir or os.path.abspath(user_state_directory()), settings.sandbox, exports, str(_COUNTER_FD)),
             ],
             driver_environment(settings.sandbox, settings.threads, settings.environment),
             file_actions=[
                 (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
                 *((os.POSIX_SPAWN_DUP2, high[1], fd) for fd in (1, 2)),
                 (os.POSIX_SPAWN_DUP2, high[0], _SOCKET_FD),
+                (os.POSIX_SPAWN_DUP2, high[2], _COUNTER_FD),
             ],
             # The app handles a signal to the process group. The driver unblocks signals once it ignores those.
             setsigmask=signal.valid_signals(),
