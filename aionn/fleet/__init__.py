@@ -5,6 +5,7 @@ the artifact: it checks the statement with the public keys of its user (the *key
 
     adopting            `adopt` and `use_backend`: an open runtime takes one artifact, or asks a backend at each miss
     asking              `StoreBackend`: an artifact store as the backend of a runtime
+    pausing             what has failed is not asked for a while, with one warning
     keys                `BuilderKey`: a private key in a file, which signs the entries of a cache
 
     pushing, pulling    `aionn fleet push` and `pull`: from a local cache to a store, and back

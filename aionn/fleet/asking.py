@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Sequence
 from functools import partial
 
@@ -23,14 +22,14 @@ from aionn.fleet.addresses import open_address
 from aionn.fleet.artifact_store import ArtifactStore, each
 from aionn.fleet.errors import StoreError
 from aionn.fleet.judging import statement_at
+from aionn.fleet.pausing import Pauses
 from aionn.fleet.places import StatementPlace, file_path, fingerprint
 from aionn.fleet.requests import open_below
 from aionn.hal.trust import Keyring
 
-__all__ = ["PATIENCE_S", "StoreBackend", "fetch_offer"]
+__all__ = ["PATIENCE_S", "StoreBackend", "ask_store", "fetch_offer"]
 
 PATIENCE_S = 2.0
-_LEFT_ALONE_S = 30.0
 _log = logging.getLogger("aionn.fleet")
 
 
@@ -58,35 +57,39 @@ class StoreBackend:
         """
         self.wait_s = wait_s
         self._store = ArtifactStore(open_address(address, patience_s=patience_s))
-        self._left_alone_until = 0.0
-        self._warned = False
+        self._pauses = Pauses(_log, "%s; models are compiled here meanwhile")
 
     async def compile(self, request: CompileRequest) -> Offered | None:
         """Return the artifact for a request, or None if the store has none or does not answer. The caller closes the artifact."""
-        if time.monotonic() < self._left_alone_until:
+        if self._pauses.paused("store"):
             return None
-        keyring = await anyio.to_thread.run_sync(read_keyring)
-        of = fingerprint(request.device, request.device_version)
-        try:
-            found = await _first(self._store, [StatementPlace(request.key, of, key.id) for key in keyring.keys], keyring)
-        except StoreError as error:
-            self._fail(str(error))
+        found = await ask_store(self._store, request)
+        if isinstance(found, Refusal):
+            self._pauses.pause("store", "store", found.detail)
             return None
-        if found is None:
-            return None
-        artifact = await fetch_offer(self._store, *found)
-        if isinstance(artifact, Refusal):
-            if artifact.reason is MissReason.IO_ERROR:
-                self._fail(artifact.detail)
-            else:
-                _log.info("artifact %s is not taken: %s", request.key.hex()[:16], artifact)
-            return None
-        return artifact
+        return found
 
-    def _fail(self, why: str) -> None:
-        self._left_alone_until = time.monotonic() + _LEFT_ALONE_S
-        _log.log(logging.INFO if self._warned else logging.WARNING, "%s; models are compiled here meanwhile", why)
-        self._warned = True
+
+async def ask_store(store: ArtifactStore, request: CompileRequest) -> Offered | Refusal | None:
+    """Return the artifact for a request, which the caller closes.
+
+    Returns:
+        None if the store has no artifact that a builder of the keyring has signed. A refusal if the store cannot be used, for the reason
+        in its `detail`.
+    """
+    keyring = await anyio.to_thread.run_sync(read_keyring)
+    of = fingerprint(request.device, request.device_version)
+    try:
+        found = await _first(store, [StatementPlace(request.key, of, key.id) for key in keyring.keys], keyring)
+    except StoreError as error:
+        return Refusal(MissReason.IO_ERROR, str(error))
+    if found is None:
+        return None
+    artifact = await fetch_offer(store, *found)
+    if isinstance(artifact, Refusal) and artifact.reason is not MissReason.IO_ERROR:
+        _log.info("artifact %s is not taken: %s", request.key.hex()[:16], artifact)
+        return None
+    return artifact
 
 
 async def _first(store: ArtifactStore, places: Sequence[StatementPlace], keyring: Keyring) -> tuple[bytes, Statement] | None:

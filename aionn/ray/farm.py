@@ -31,10 +31,11 @@ from aionn.caching.token import decode_parts
 from aionn.errors import CallerError, DeviceUnavailableError, text_of
 from aionn.fleet.addresses import open_address
 from aionn.fleet.artifact_store import ArtifactStore
-from aionn.fleet.asking import PATIENCE_S, StoreBackend, fetch_offer
+from aionn.fleet.asking import PATIENCE_S, ask_store, fetch_offer
 from aionn.fleet.errors import StoreError
 from aionn.fleet.judging import statement_at
 from aionn.fleet.models import object_size, put_model
+from aionn.fleet.pausing import Pauses
 from aionn.ray.flights import flights_actor
 from aionn.ray.needed import connected_ray, first_line, needed_ray
 from aionn.ray.orders import Order, OrderResult, OrderState, decode_state, encode
@@ -52,7 +53,7 @@ _NODE_WAIT_S = 3.0  # a node that has just joined is announced within seconds
 _NODES_EVERY_S = 0.5  # pause between two looks at the list of nodes
 _ANSWER_S = 15.0  # a call of `follow` takes up to 5 s by itself
 _NODES_AGAIN_S = 10.0  # while an order waits for a node, that node may leave the cluster
-_LEFT_ALONE_S = 30.0  # after a failure the farm is not asked for so long
+_STORE, _CLUSTER = "store", "cluster"  # what `Pauses` knows beside the devices' resources
 _JOINS = 3  # after so many losses of the actor an order is given up
 
 
@@ -99,49 +100,40 @@ class Farm:
         if not needed_ray().is_initialized():
             raise CallerError("this process is not connected to a Ray cluster; call ray.init(address=...) before aionn.ray.Farm(...)")
         self.wait_s = checked_seconds("Farm: wait_s", wait_s) or math.inf
-        self._asked = StoreBackend(store_address, wait_s=self.wait_s, patience_s=patience_s)
         opened = open_address(store_address, patience_s=patience_s)
         if opened.address.startswith("memory:"):
             raise CallerError("Farm: a store in memory is this process's own; give a directory or a bucket that the nodes see, too")
         self._store = ArtifactStore(opened)
         self._address = opened.address if opened.folder is None else os.fspath(opened.folder)  # nodes have other working directories
         self._runtime_env = runtime_env
-        self._left_alone_until: dict[str, float] = {}  # time.monotonic, by resource; "" stands for the whole farm
-        self._warned: set[str] = set()
+        self._pauses = Pauses(_log, "the compile farm has nothing: %s; models are compiled here meanwhile")
 
     # --- for a runtime ---------------------------------------------------------------------------------------------------
 
     async def compile(self, request: CompileRequest) -> Offered | None:
         """Return the artifact for a request, from the store or compiled now. Returns None if the farm has none, and logs why."""
-        offered = await self._asked.compile(request)
-        if offered is not None:
-            return offered
+        if self._pauses.paused(_STORE):
+            return None
+        found = await ask_store(self._store, request)
+        if isinstance(found, Refusal):
+            self._pauses.pause(_STORE, _STORE, found.detail)
+            return None
         resource = resource_name(request.device, request.device_version)
-        for alone in ("", resource):
-            if time.monotonic() < self._left_alone_until.get(alone, 0.0):
-                return None
+        if found is not None or self._pauses.paused(_CLUSTER, resource):
+            return found
         try:
             return await self._from_nodes(request)
         except DeviceUnavailableError as error:
-            self._leave_alone(resource, f"{resource}: no node", text_of(error))
+            self._pauses.pause(resource, f"{resource}: no node", text_of(error))
         except TimeoutError:
-            self._leave_alone("", "no answer", "the Ray cluster did not answer in time")
-        except StoreError as error:
-            self._leave_alone("", "store", text_of(error))
+            self._pauses.pause(_CLUSTER, "no answer", "the Ray cluster did not answer in time")
+        except StoreError as error:  # a store that is full can still be read, so it is asked again
+            self._pauses.pause(_CLUSTER, _STORE, text_of(error))
         except needed_ray().exceptions.RayError as error:  # such as: this process is not connected any more
-            self._leave_alone("", "ray", first_line(error))
+            self._pauses.pause(_CLUSTER, "ray", first_line(error))
         except _FarmError as error:
-            self._warn(text_of(error)[:40], text_of(error))
+            self._pauses.log(text_of(error)[:40], text_of(error))
         return None
-
-    def _leave_alone(self, what: str, kind: str, why: str) -> None:
-        self._left_alone_until[what] = time.monotonic() + _LEFT_ALONE_S
-        self._warn(kind, why)
-
-    def _warn(self, kind: str, why: str) -> None:
-        level = logging.INFO if kind in self._warned else logging.WARNING
-        self._warned.add(kind)
-        _log.log(level, "the compile farm has nothing: %s; models are compiled here meanwhile", why)
 
     async def _from_nodes(self, request: CompileRequest) -> Offered | None:
         """Have a node compile a model, and fetch the artifact. Returns None if the model cannot be sent to a farm."""

@@ -270,17 +270,16 @@ def announced_devices() -> list[str]:
 
 @pytest.mark.anyio
 async def test_a_worker_with_another_version_of_the_device_refuses_and_names_both(
-    ray_cluster: str, tmp_path: Path, store: Path, fake: FakeDevice, caplog: pytest.LogCaptureFixture
+    ray_cluster: str, tmp_path: Path, store: Path, fake: FakeDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Updated(fleet.StoreBackend):
+    from aionn.ray import farm as farm_module
+
+    async def update(_: ArtifactStore, __: CompileRequest) -> None:
         """The device of the node is updated after the app has started its driver."""
+        fake.tell(version="2")
 
-        async def compile(self, request: CompileRequest) -> None:
-            fake.tell(version="2")
-
-    farm = farm_of(store, fake)
-    farm._asked = Updated(store)
-    assert (await App(tmp_path, farm).compile(aionn.Model.from_onnx(identity_model()), fake.name)).kind is Kind.MISS
+    monkeypatch.setattr(farm_module, "ask_store", update)
+    assert (await App(tmp_path, farm_of(store, fake)).compile(aionn.Model.from_onnx(identity_model()), fake.name)).kind is Kind.MISS
     (warning,) = warnings_in(caplog)
     assert "in version '2" in warning
     assert "but '1" in warning

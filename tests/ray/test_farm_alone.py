@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,12 @@ import pytest
 
 import aionn
 from aionn.caching.outcomes import MissReason, Refusal
-from aionn.fleet import BuilderKey
+from aionn.fleet import BuilderKey, addresses, encode_public_key, use_backend
 from aionn.ray import flights, tasks
 from aionn.ray.orders import Order, OrderResult, decode_state
+from aionn.testing import FakeDevice
+from aionn.testing.models import identity_model
+from tests.fleet.fake_s3 import FakeS3, fake_s3
 
 pytestmark = pytest.mark.anyio
 
@@ -64,3 +69,54 @@ def test_a_farm_takes_a_store_that_the_nodes_see(tmp_path: Path, monkeypatch: py
     farm: Any = aionn.ray.Farm("store", wait_s=math.inf)
     assert farm._address == str(tmp_path / "store"), "nodes have other working directories"
     assert farm.wait_s == math.inf
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeS3]:
+    with fake_s3() as server:
+        for name, value in server.environment().items():
+            monkeypatch.setenv(name, value)
+        yield server
+
+
+@pytest.mark.parametrize(("silent", "patience_s"), [("", 0.4), ("model/", 3.0)])
+async def test_a_store_that_is_down_costs_a_farm_its_patience_once(
+    silent: str, patience_s: float, s3: FakeS3, tmp_path: Path, fake: FakeDevice, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """The cluster is left alone with the store. A store that can still be read is asked for artifacts."""
+    import ray
+
+    opened, nodes, open_bucket = list[str](), list[str](), addresses.S3Store
+
+    def count_bucket(name: str, **options: Any) -> Any:
+        opened.append(name)
+        return open_bucket(name, **options)
+
+    async def note_node(_: aionn.ray.Farm, device: str, *__: str, **___: int) -> None:
+        nodes.append(device)
+
+    trusted = tmp_path / "trusted"
+    trusted.mkdir(mode=0o700)
+    (trusted / "farm.pub").write_bytes(encode_public_key(BuilderKey.generate("farm").public))
+    (trusted / "farm.pub").chmod(0o600)
+    monkeypatch.setenv("AIONN_TRUSTED_BUILDERS", str(trusted))
+    monkeypatch.setattr(addresses, "S3Store", count_bucket)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(aionn.ray.Farm, "require_node", note_node)
+    s3.hangs_at = silent
+    farm = aionn.ray.Farm("s3://artifacts", patience_s=patience_s)
+    assert opened == ["artifacts"]
+    asked = []
+    for extent in (4, 5):
+        s3.requests.clear()
+        async with aionn.Runtime(state_dir=tmp_path / "state") as runtime:
+            use_backend(runtime, farm)
+            model = aionn.Model.from_onnx(identity_model({"input": (1, extent)}))
+            compilation = await runtime.compile(model, devices=(fake.name,), cache_dir=tmp_path / "cache")
+        assert [outcome.kind for outcome in compilation.outcomes] == [aionn.CacheOutcomeKind.MISS]
+        asked.append({path.split("/")[1] for _, path in s3.requests})
+    assert asked == ([{"statement", "model"}, {"statement"}] if silent else [{"statement"}, set()])
+    assert nodes == ([fake.name] if silent else [])
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warnings) == 1, warnings
+    assert "artifact store s3://artifacts" in warnings[0]
