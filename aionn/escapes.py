@@ -30,17 +30,18 @@ _BEGUN = re.compile(r"\x1b(?:\[[0-9;]{0,32})?\Z")
 """A sequence that changes the colour of what follows, and the beginning of one at the end of a text."""
 
 
-def escaped(text: str, most: int | None = None) -> str:
-    """Return a text whose unprintable characters are replaced by escapes. Ends of lines and tabs stay.
+def escaped(text: str, most: int | None = None, *, one_line: bool = False) -> str:
+    """Return a text whose unprintable characters are replaced by escapes, as in Python's source.
 
     Args:
         most: the length after which the text is cut, in characters, escapes included. None for any length.
+        one_line: replace ends of lines and tabs, too, as in a name or in a cell of a table. Otherwise they stay.
     """
     length = len(text)
     if most is not None:
         text = text[:most]  # first, because a translation takes time
     if not text.isprintable():
-        text = text.translate(_LINES)
+        text = text.translate(_ALL if one_line else _LINES)
     if most is not None and max(length, len(text)) > most:
         text = f"{text[:most]} [{length} characters in all]"
     return text

@@ -44,6 +44,16 @@ def test_a_text_is_cut_with_its_escapes() -> None:
     assert escaped("\x1b" * 9, 10) == r"\x1b\x1b\x" + " [9 characters in all]"
 
 
+def test_a_name_stays_on_one_line() -> None:
+    assert escaped("a\r\n\tb\u2028\x1b\\", one_line=True) == r"a\r\n\tb\u2028\x1b" + "\\"
+    assert escaped("a\nb" * 5, 3, one_line=True) == r"a\n" + " [15 characters in all]"
+
+
+@given(st.text())
+def test_any_name_stays_on_one_line(text: str) -> None:
+    assert escaped(text, one_line=True).isprintable()
+
+
 @given(st.text(), st.integers(1, 20))
 def test_no_text_steers(text: str, most: int) -> None:
     assert not steers(escaped(text))

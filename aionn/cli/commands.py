@@ -12,9 +12,10 @@ from cyclopts import App, CycloptsError, Parameter
 
 from aionn.cli.amounts import bytes_of
 from aionn.cli.fleet_commands import fleet
-from aionn.cli.printing import NotDoneError, UsageError, error_console, printable, show_warnings
+from aionn.cli.printing import NotDoneError, UsageError, error_console, show_warnings
 from aionn.cli.ray_commands import ray
 from aionn.errors import AionnError, CallerError
+from aionn.escapes import escaped
 
 Json = Annotated[bool, Parameter(name="--json", negative="", show_default=False, help="Print one JSON value instead of a table.")]
 StateDir = Annotated[str | None, Parameter(name="--state-dir")]
@@ -353,5 +354,5 @@ def run_command(arguments: Sequence[str] | None) -> int:
 
 
 def _failed(sentence: str, code: int) -> int:
-    error_console().print(f"aionn: {printable(' '.join(sentence.split()))}", markup=False, soft_wrap=True)
+    error_console().print(f"aionn: {escaped(' '.join(sentence.split()), one_line=True)}", markup=False, soft_wrap=True)
     return code

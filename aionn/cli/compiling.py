@@ -19,7 +19,8 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 import aionn
 from aionn.caching.outcomes import CacheOutcome, Refusal
 from aionn.caching.store import CacheStore
-from aionn.cli.printing import NotDoneError, digest, duration, error_console, print_json, print_table, printable, size
+from aionn.cli.printing import NotDoneError, digest, duration, error_console, print_json, print_table, size
+from aionn.escapes import escaped
 from aionn.events import CompileDone, CompileStep, CompileWaiting, Event, StageChanged
 
 __all__ = ["CompileOptions", "compile_model", "describe", "progress"]
@@ -34,7 +35,7 @@ def progress(what: str) -> Iterator[Callable[[Event], None]]:
 
     Yields what takes the events of a compilation: `compile(on_event=)`.
     """
-    console, what = error_console(), printable(what)
+    console, what = error_console(), escaped(what, one_line=True)
     if not console.is_terminal or console.is_dumb_terminal:
         last = [""]
 

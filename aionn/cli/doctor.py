@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from aionn.cli.checks.row import Row, fail, warn
-from aionn.cli.printing import NotDoneError, duration, print_json, print_table, printable
+from aionn.cli.printing import NotDoneError, duration, print_json, print_table
+from aionn.escapes import escaped
 
 __all__ = ["examine"]
 
@@ -115,12 +116,12 @@ def _fix(folders: _Folders) -> list[str]:
 
 def _print_rows(rows: Sequence[Row], fixed: Sequence[str], took_s: float) -> None:
     for line in fixed:
-        print(printable(f"fixed: {line}"))
+        print(escaped(f"fixed: {line}", one_line=True))
     print_table("", ["check", "is", "found"], [(row.check, row.status, row.found) for row in rows])
     for row in rows:
         if row.status != "ok":
             lines = (f"{row.status}: {row.check}", f"  found    {row.found}", f"  needed   {row.needed}", f"  way out  {row.way_out}")
-            print("", *map(printable, lines), sep="\n")
+            print("", *(escaped(line, one_line=True) for line in lines), sep="\n")
     worse = {status: sum(row.status == status for row in rows) for status in ("warn", "fail")}
     verdict = "all is well" if not any(worse.values()) else f"{worse['warn']} to look at, {worse['fail']} failed"
     print(f"\n{len(rows)} checks in {duration(took_s)}: {verdict}")

@@ -12,6 +12,8 @@ from typing import Any
 from rich.console import Console, RenderableType
 from rich.table import Table
 
+from aionn.escapes import escaped
+
 __all__ = [
     "NotDoneError",
     "UsageError",
@@ -23,7 +25,6 @@ __all__ = [
     "print_json",
     "print_plainly",
     "print_table",
-    "printable",
     "show_warnings",
     "size",
 ]
@@ -85,20 +86,10 @@ def print_plainly(renderable: RenderableType) -> None:
     print("\n".join(line.rstrip() for line in printed.get().splitlines()))
 
 
-def printable(text: str) -> str:
-    """Return a text in which characters that steer a terminal are written as in Python's source, such as "\\x1b".
-
-    Names come from other processes, from files and from models, so they may hold anything.
-    """
-    if text.isprintable():
-        return text
-    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
-
-
 def _plain(text: str) -> Any:
     from rich.text import Text
 
-    return Text(printable(text))  # names of files and nodes may hold brackets, which rich would take for its markup
+    return Text(escaped(text, one_line=True))  # names of files and nodes may hold brackets, which rich would take for its markup
 
 
 def size(count: int) -> str:
@@ -144,8 +135,7 @@ def digest(content: bytes) -> str:
 
 class _Warnings(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        lines = map(printable, record.getMessage().splitlines())
-        error_console().print(f"aionn: {record.levelname.lower()}: {chr(10).join(lines)}", markup=False, soft_wrap=True)
+        error_console().print(f"aionn: {record.levelname.lower()}: {escaped(record.getMessage())}", markup=False, soft_wrap=True)
 
 
 def show_warnings() -> None:

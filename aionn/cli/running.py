@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 import aionn
 from aionn import trace
 from aionn.cli.compiling import describe, progress
-from aionn.cli.printing import NotDoneError, UsageError, duration, error_console, print_json, print_table, printable
+from aionn.cli.printing import NotDoneError, UsageError, duration, error_console, print_json, print_table
 from aionn.cli.shapes import Shape, check_shapes, parse_shapes
 from aionn.cli.tracing import check_output
 from aionn.errors import ExecutionError
+from aionn.escapes import escaped
 from aionn.runtime.executing.made_up import made_up_array
 
 __all__ = ["RunOptions", "completed", "run_model"]
@@ -228,7 +229,7 @@ def _json(value: Any) -> Any:
 def _print(report: dict[str, Any]) -> None:
     cache = report["cache"][0]
     how = "" if cache["outcome"] == "no_cache" else f", cache {cache['outcome']}{' (' + cache['reason'] + ')' if cache['reason'] else ''}"
-    print(f"{printable(Path(report['model']).name)} on {report['device']}: prepared in {duration(report['prepared_s'])}{how}")
+    print(f"{escaped(Path(report['model']).name, one_line=True)} on {report['device']}: prepared in {duration(report['prepared_s'])}{how}")
     rows = []
     for name, output in report["outputs"].items():
         found = [output[kind] for kind in ("min", "mean", "max")]

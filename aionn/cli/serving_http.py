@@ -17,9 +17,10 @@ from typing import Any
 
 import anyio
 
-from aionn.cli.printing import NotDoneError, UsageError, error_console, printable
+from aionn.cli.printing import NotDoneError, UsageError, error_console
 from aionn.driver.beginning import raise_file_limit
 from aionn.errors import AionnError
+from aionn.escapes import escaped
 
 try:
     import uvicorn
@@ -166,4 +167,4 @@ class _App:
 
 
 def _say(text: str) -> None:
-    error_console().print(f"aionn: {printable(text)}", markup=False, soft_wrap=True)
+    error_console().print(f"aionn: {escaped(text, one_line=True)}", markup=False, soft_wrap=True)

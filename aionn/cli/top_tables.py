@@ -9,9 +9,10 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from aionn.cli.printing import printable, size
+from aionn.cli.printing import size
 from aionn.cli.top_figures import BurstFigures, DeviceFigures, Figures, RuntimeFigures
 from aionn.cli.top_snapshot import none_open
+from aionn.escapes import escaped
 
 __all__ = ["SORTS", "content"]
 
@@ -47,11 +48,11 @@ def content(shown: Figures, sort: str = "model") -> Group:
 
 def _header(runtime: RuntimeFigures) -> Text:
     text = Text(no_wrap=True, overflow="ellipsis")
-    text.append(printable(runtime.name) or "(no name)", style="bold")
+    text.append(escaped(runtime.name, one_line=True) or "(no name)", style="bold")
     text.append(f" ×{runtime.count}" if runtime.count > 1 else "")
     text.append(f"  pid {runtime.pid}  ")
-    text.append(printable(runtime.state), style=_STYLES.get(runtime.state, ""))
-    text.append(f" ({printable(runtime.reason)})" if runtime.reason else "")
+    text.append(escaped(runtime.state, one_line=True), style=_STYLES.get(runtime.state, ""))
+    text.append(f" ({escaped(runtime.reason, one_line=True)})" if runtime.reason else "")
     text.append(
         f"  up {_long(runtime.uptime_s)}  CPU {_percent(runtime.cpu_percent)}  {size(runtime.rss_bytes)}  {runtime.threads} threads"
     )
@@ -68,7 +69,7 @@ def _table(columns: Sequence[str]) -> Table:
 
 
 def _cell(text: str, style: str = "") -> Text:
-    return Text(printable(text), style=style, no_wrap=True, overflow="ellipsis")  # plain, because names may hold brackets
+    return Text(escaped(text, one_line=True), style=style, no_wrap=True, overflow="ellipsis")  # plain, because names may hold brackets
 
 
 def _devices(devices: Sequence[DeviceFigures]) -> Table:

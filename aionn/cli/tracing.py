@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from aionn.cli.printing import NotDoneError, UsageError, duration, print_json, printable
+from aionn.cli.printing import NotDoneError, UsageError, duration, print_json
+from aionn.escapes import escaped
 from aionn.pages import FoundPage, LayoutError, find_page
 from aionn.pages.collecting import READ_S, Collector
 from aionn.trace.events import Recorded
@@ -93,5 +94,5 @@ def _print(recorded: Recorded, pid: int, path: str, traced_s: float, as_json: bo
         return
     lost = f", {recorded.lost} records lost" if recorded.lost else ""
     what = f"{len(recorded.frames)} frames and {len(recorded.spans)} spans of {', '.join(recorded.processes.values())}"
-    print(printable(f"{path}: {what}, in {duration(traced_s)}{lost}"))
+    print(escaped(f"{path}: {what}, in {duration(traced_s)}{lost}", one_line=True))
     print("Open it at https://ui.perfetto.dev or in chrome://tracing.")

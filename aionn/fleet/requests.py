@@ -32,6 +32,7 @@ from obstore.exceptions import (
 )
 
 from aionn.caching.manifest import StoredFile
+from aionn.escapes import escaped
 from aionn.fleet.addresses import OpenedStore
 from aionn.fleet.errors import StoreError
 
@@ -307,12 +308,11 @@ class Requests:
 def _reason_of(error: Exception) -> str:
     """Return obstore's error in one sentence, without its dump of internal objects.
 
-    The text may quote a hostile server, so it is cut, and characters that are not printable are replaced.
+    The text may quote a hostile server, so it is cut, and characters that are not printable become escapes.
     """
     text = str(error).partition("\n\nDebug source")[0]
     text = re.sub(r", after \d+ retries, max_retries: \d+, retry_timeout: \S+", "", " ".join(text.split()))
-    text = "".join(letter if letter.isprintable() else "?" for letter in text)
-    return text if len(text) <= _MAX_REASON else f"{text[:_MAX_REASON]}..."
+    return escaped(text, _MAX_REASON, one_line=True)
 
 
 def _found_below(folder: Path, path: str) -> Found:

@@ -68,6 +68,9 @@ def test_names_that_would_steer_the_terminal_are_shown_as_text(tmp_path: Path, c
     assert main(["run", "\x1b[2J"]) == 2
     shown += "".join(capsys.readouterr())
     assert "node \\x1b[2J\nis odd" in shown
+    print_table("", ["node"], [("one\nnode\t2",)])
+    shown += (table := capsys.readouterr().out)
+    assert table.splitlines() == ["node", r"one\nnode\t2"]
     assert all(line.isprintable() for line in shown.splitlines())
 
 
