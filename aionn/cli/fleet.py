@@ -163,9 +163,9 @@ def verify_store(url: str, remove: bool, as_json: bool) -> None:
         if found.bad:
             print_table("", ["object", "reason", "detail"], [(one.path, one.reason.value, one.detail) for one in found.bad])
         unnamed = f", {found.unnamed} of them named by no statement" if found.unnamed else ""
-        print(f"{found.statements} statements, {found.files} files{unnamed}, {size(found.size_bytes)}")
+        print(f"{found.statements} statements, {found.files} files{unnamed}, {found.models} models, {size(found.size_bytes)}")
     if found.bad:
-        ending = f"{found.removed} removed" if remove else "--remove removes them, and the next push writes them again"
+        ending = f"{found.removed} removed" if remove else "--remove removes them, and the next push or compile writes them again"
         raise NotDoneError(f"artifact store {url}: {len({one.path for one in found.bad})} objects could not serve; {ending}")
 
 

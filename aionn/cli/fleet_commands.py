@@ -102,14 +102,14 @@ def verify(
     remove: Annotated[bool, Parameter(negative="", show_default=False)] = False,
     json: Json = False,
 ) -> None:
-    """Read every statement and every file of a store, and name those that no machine could use. Exits 1 if there is one.
+    """Read every statement, file and model of a store, and name those that no machine could use. Exits 1 if there is one.
 
     Signatures are checked with the keyring of this user, so a statement of another builder is named, too. With an empty keyring only
-    the files and the form of the statements are checked.
+    the files, the models and the form of the statements are checked. A model is copied to $TMPDIR while it is checked.
 
     Args:
         url: The store: a directory, file:///path or s3://bucket/prefix.
-        remove: Remove what was named, so that the next push writes it again.
+        remove: Remove what was named, so that the next push or compile writes it again.
     """
     from aionn.cli.fleet import verify_store
 

@@ -1,4 +1,4 @@
-"""Check an artifact store (`aionn fleet verify`): read every statement and every file, and name those that no machine could use."""
+"""Check an artifact store (`aionn fleet verify`): read every statement, file and model, and name those that no machine could use."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from functools import partial
 from aionn.caching.manifest import StoredFile
 from aionn.caching.outcomes import MissReason, Refusal
 from aionn.fleet.artifact_store import ArtifactStore, FilesOf, each
-from aionn.fleet.places import FILES, StatementPlace, digest_in, file_path
+from aionn.fleet.models import check_model
+from aionn.fleet.places import FILES, MODELS, StatementPlace, digest_in, file_path
 from aionn.fleet.requests import BadContentsError, Found
 
 __all__ = ["BadObject", "Checked", "check_store"]
@@ -18,7 +19,7 @@ _AT_ONCE = 4
 
 @dataclass(frozen=True, slots=True)
 class BadObject:
-    """A statement or a file that no machine could use. `path` is its path in the store."""
+    """A statement, a file or a model that no machine could use. `path` is its path in the store."""
 
     path: str
     reason: MissReason
@@ -32,7 +33,8 @@ class Checked:
     Attributes:
         statements: how many statements there are.
         files: how many files there are, whether or not a statement names them.
-        size_bytes: bytes of the files.
+        models: how many models for farms there are.
+        size_bytes: bytes of the files and the models.
         unnamed: how many files no statement names. A sweep removes them.
         bad: the objects that no machine could use, in the order of the paths.
         removed: how many bad objects were removed.
@@ -40,6 +42,7 @@ class Checked:
 
     statements: int
     files: int
+    models: int
     size_bytes: int
     unnamed: int
     bad: tuple[BadObject, ...]
@@ -47,14 +50,14 @@ class Checked:
 
 
 async def check_store(store: ArtifactStore, judge: FilesOf, *, remove: bool = False) -> Checked:
-    """Read everything, and compare each file with the digest in its name.
+    """Read everything, and compare each file and each model with the digest in its name.
 
     Args:
         judge: decides which statements are acceptable. A statement that it refuses is bad.
-        remove: remove all bad objects, so that the next push writes them again.
+        remove: remove all bad objects, so that the next push or compile writes them again.
 
     Raises:
-        StoreError: the store cannot be used.
+        StoreError: the store cannot be used, or a model cannot be copied to a temporary folder.
     """
     bad: list[BadObject] = []
     named: dict[str, list[tuple[str, StoredFile]]] = {}
@@ -84,6 +87,11 @@ async def check_store(store: ArtifactStore, judge: FilesOf, *, remove: bool = Fa
             bad.append(BadObject(found.path, MissReason.WRONG_BYTES, str(error)))
 
     await each((partial(read_file, found) for found in listed.values()), _AT_ONCE)
+    models = [(found, token) for found in await store.requests.listing(MODELS) if (token := digest_in(found.path)) is not None]
+    for found, token in models:  # one after the other, because each takes room in a temporary folder
+        refusal = await check_model(store, token)
+        if refusal is not None:
+            bad.append(BadObject(found.path, refusal.reason, refusal.detail))
     damaged = {one.path for one in bad}
     for path, users in named.items():
         for statement, file in users:
@@ -98,7 +106,12 @@ async def check_store(store: ArtifactStore, judge: FilesOf, *, remove: bool = Fa
         # Statements first, so that no reader finds one whose file has just been removed.
         for path in sorted({one.path for one in bad}, key=lambda path: (path.startswith(f"{FILES}/"), path)):
             await store.requests.remove(path)
-    sizes = [found.size_bytes for found in listed.values()]
-    unnamed = len(listed.keys() - named.keys())
-    found_bad = tuple(sorted(bad, key=lambda one: one.path))
-    return Checked(len(statements), len(listed), sum(sizes), unnamed, found_bad, len({one.path for one in bad}) if remove else 0)
+    return Checked(
+        statements=len(statements),
+        files=len(listed),
+        models=len(models),
+        size_bytes=sum(found.size_bytes for found in (*listed.values(), *(found for found, _ in models))),
+        unnamed=len(listed.keys() - named.keys()),
+        bad=tuple(sorted(bad, key=lambda one: one.path)),
+        removed=len({one.path for one in bad}) if remove else 0,
+    )

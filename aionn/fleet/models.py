@@ -3,12 +3,15 @@
     "aionn.model" 0x01 | length of the list u32 little-endian | list, msgpack: [name, bytes] of each file | the files, one after the other
 
 A token is a digest of the model's files. So the machine that fetches them makes the token anew, and takes nothing whose token differs.
+`check_model` does the same for `aionn fleet verify`.
 No statement names these objects. A sweep removes them when they are old, and the next compile that needs one writes it again.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePath
@@ -20,17 +23,22 @@ import msgspec
 from aionn.caching.outcomes import MissReason, Refusal, refusal_of_os_error
 from aionn.errors import CallerError
 from aionn.fleet.artifact_store import ArtifactStore
+from aionn.fleet.errors import StoreError
 from aionn.fleet.places import model_path
 from aionn.fleet.requests import BadContentsError
 from aionn.graph.carrying import ModelFile
 from aionn.runtime.model import Model
 
-__all__ = ["fetch_model", "object_size", "put_model"]
+__all__ = ["DAMAGED", "check_model", "fetch_model", "object_size", "put_model"]
+
+DAMAGED = (MissReason.WRONG_BYTES, MissReason.UNREADABLE)
+"""Reasons of `fetch_model` for which the object of the store is to blame, and not this machine's disk."""
 
 _MAGIC = b"aionn.model\x01"
 _MOST_LIST_BYTES = 1 << 20
 _FRESH_S = 12 * 3600.0  # half the grace of a sweep: an object this young stays until a machine has fetched it
 _COPY_BYTES = 16 << 20
+_OF_NAMES = {errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG}
 
 _Entry = tuple[Annotated[str, msgspec.Meta(max_length=4096)], Annotated[int, msgspec.Meta(ge=0)]]
 _decoder = msgspec.msgpack.Decoder(list[_Entry])
@@ -75,17 +83,20 @@ async def fetch_model(store: ArtifactStore, token: bytes, folder: Path) -> Model
     """Fetch a model into an empty folder, and open it there.
 
     Returns:
-        The model, or why it cannot be opened: the store does not have it, or has other bytes under its name.
+        The model, or why it cannot be opened: the store does not have it (ABSENT), has other bytes under its name (`DAMAGED`), or the
+        folder cannot be written to.
 
     Raises:
         StoreError: the store cannot be used.
     """
     path, whole = model_path(token), folder / "object"
-    with whole.open("xb") as file:
-        try:
+    try:
+        with whole.open("xb") as file:
             length = await store.requests.copy_object(path, file.fileno())
-        except BadContentsError as error:
-            return Refusal(MissReason.WRONG_BYTES, f"artifact store {store.address}: {error}")
+    except BadContentsError as error:
+        return Refusal(MissReason.WRONG_BYTES, f"artifact store {store.address}: {error}")
+    except OSError as error:
+        return refusal_of_os_error(error, "writing the model's files")
     if length is None:
         return Refusal(MissReason.ABSENT, f"artifact store {store.address} has no {path}")
     try:
@@ -93,12 +104,34 @@ async def fetch_model(store: ArtifactStore, token: bytes, folder: Path) -> Model
         model = await Model.load(file_name)
         found = await model.digest()
     except (CallerError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        if isinstance(error.__cause__, OSError):
+            return refusal_of_os_error(error.__cause__, "reading the model's files")
         return Refusal(MissReason.UNREADABLE, f"artifact store {store.address}: {path}: {error}")
     except OSError as error:
         return refusal_of_os_error(error, "writing the model's files")
     if found != token:
-        return Refusal(MissReason.WRONG_BYTES, f"artifact store {store.address}: {path} is model {found.hex()[:16]}")
+        return Refusal(MissReason.WRONG_BYTES, f"artifact store {store.address}: {path} holds another model ({found.hex()[:16]})")
     return model
+
+
+async def check_model(store: ArtifactStore, token: bytes) -> Refusal | None:
+    """Return why no machine could use a model, or None if it is whole, or gone by now.
+
+    The model is copied to a temporary folder, which takes twice its size for a while. It is never in memory as a whole.
+
+    Raises:
+        StoreError: the store cannot be used, or the temporary folder cannot be written to.
+    """
+    try:
+        with tempfile.TemporaryDirectory(prefix="aionn-model-", ignore_cleanup_errors=True) as folder:
+            found = await fetch_model(store, token, Path(folder))
+    except OSError as error:
+        found = refusal_of_os_error(error, "making a temporary folder")
+    if not isinstance(found, Refusal) or found.reason is MissReason.ABSENT:
+        return None
+    if found.reason not in DAMAGED:
+        raise StoreError(store.address, f"checking {model_path(token)}", f"{found.detail}; TMPDIR names a folder for temporary files")
+    return found
 
 
 def _unpack(whole: Path, folder: Path) -> Path:
@@ -122,7 +155,12 @@ def _unpack(whole: Path, folder: Path) -> Path:
         while own in names:
             own = f"_{own}"
         for name, length in entries:
-            _copy_out(source.fileno(), source.tell(), _inside(folder, name or own), length)
+            try:
+                _copy_out(source.fileno(), source.tell(), _inside(folder, name or own), length)
+            except OSError as error:
+                if error.errno in _OF_NAMES:
+                    raise CallerError(f"no file can have the name {name!r} here: {error.strerror}") from None
+                raise
             source.seek(length, os.SEEK_CUR)
         if source.tell() != os.fstat(source.fileno()).st_size:
             raise CallerError("it has other bytes than its list of files says")

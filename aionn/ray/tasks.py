@@ -26,7 +26,7 @@ from aionn.fleet.addresses import open_address
 from aionn.fleet.artifact_store import ArtifactStore
 from aionn.fleet.judging import trusted_files
 from aionn.fleet.keys import BuilderKey
-from aionn.fleet.models import fetch_model
+from aionn.fleet.models import DAMAGED, fetch_model
 from aionn.fleet.places import StatementPlace, file_path, fingerprint
 from aionn.fleet.pushing import push_cache
 from aionn.hal.trust import Keyring
@@ -43,7 +43,7 @@ _ACTOR_ANSWER_S = 10.0  # for the announcement of an attempt
 _REPORT_EVERY_S = 1.0  # at most one message a second
 _FOLDER = "aionn-farm-"
 _LOCK = "lock"
-_LOST = (MissReason.ABSENT, MissReason.WRONG_BYTES, MissReason.UNREADABLE)  # of the store's model, and not of this node's disk
+_LOST = (MissReason.ABSENT, *DAMAGED)  # of the store's model, and not of this node's disk
 
 Report = Callable[[str], None]
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import resource
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import msgspec
@@ -13,10 +18,12 @@ import pytest
 import aionn
 from aionn.caching.outcomes import MissReason, Refusal
 from aionn.errors import CallerError
-from aionn.fleet import content_of, requests
+from aionn.fleet import StoreError, content_of, requests
+from aionn.fleet.addresses import open_address
 from aionn.fleet.artifact_store import ArtifactStore
+from aionn.fleet.checking import check_store
 from aionn.fleet.judging import claimed_files
-from aionn.fleet.models import fetch_model, put_model
+from aionn.fleet.models import fetch_model, object_size, put_model
 from aionn.fleet.places import model_path
 from aionn.fleet.sweeping import sweep
 from aionn.hal import Operand, OperandType
@@ -135,9 +142,14 @@ DAMAGED = {
     "a name from the root": packed(("", CONTENT), (FROM_ROOT, b"x")),
     "a name that is a folder": packed(("", CONTENT), ("a/b", b""), ("a", b"x")),
     "not ONNX": packed(("", b"\xff" * 100)),
+    "an empty model": packed(("", b"")),
+    "a name that is too long": packed(("", CONTENT), ("a" * 300, b"x")),
     "another model": packed(("", scaled_model(np.ones(9, np.float32)))),
     "the model with another name for its own file": packed(("", CONTENT), ("model.onnx", b"x")),
 }
+
+
+DAMAGED_REASONS = (MissReason.UNREADABLE, MissReason.WRONG_BYTES)
 
 
 def escaped(folder: Path) -> bool:
@@ -147,8 +159,6 @@ def escaped(folder: Path) -> bool:
 @pytest.mark.anyio
 @pytest.mark.parametrize("what", DAMAGED)
 async def test_a_damaged_model_is_refused_and_can_be_sent_anew(tmp_path: Path, what: str) -> None:
-    from aionn.fleet.addresses import open_address
-
     store = ArtifactStore(open_address(tmp_path / "store", patience_s=20, make=True))
     model = aionn.Model.from_onnx(CONTENT)
     await store.requests.replace(model_path(model.token), DAMAGED[what])
@@ -158,7 +168,7 @@ async def test_a_damaged_model_is_refused_and_can_be_sent_anew(tmp_path: Path, w
         assert isinstance(found, aionn.Model)
         return
     assert isinstance(found, Refusal)
-    assert found.reason in (MissReason.UNREADABLE, MissReason.WRONG_BYTES, MissReason.IO_ERROR), found
+    assert found.reason in DAMAGED_REASONS, found
     assert not escaped(tmp_path)
     files = await content_of(model)
     assert files is not None
@@ -168,9 +178,98 @@ async def test_a_damaged_model_is_refused_and_can_be_sent_anew(tmp_path: Path, w
 
 
 @pytest.mark.anyio
-async def test_a_sweep_removes_old_models_and_leaves_young_ones(tmp_path: Path) -> None:
-    from aionn.fleet.addresses import open_address
+@pytest.mark.parametrize("what", DAMAGED)
+async def test_a_check_names_and_removes_a_damaged_model(tmp_path: Path, what: str) -> None:
+    store = ArtifactStore(open_address(tmp_path / "store", patience_s=20, make=True))
+    model, whole = aionn.Model.from_onnx(CONTENT), aionn.Model.from_onnx(scaled_model(np.full(9, 2.0, np.float32)))
+    files = await content_of(model)
+    others = await content_of(whole)
+    assert files is not None
+    assert others is not None
+    await put_model(store, whole.token, others)
+    await store.requests.replace(model_path(model.token), DAMAGED[what])
+    found = await check_store(store, claimed_files, remove=True)
+    sound = what.startswith("the model with")
+    assert (found.models, found.removed) == (2, 0 if sound else 1)
+    assert found.size_bytes == object_size(others) + len(DAMAGED[what])
+    assert [(one.path, one.reason in DAMAGED_REASONS) for one in found.bad] == ([] if sound else [(model_path(model.token), True)])
+    assert await store.requests.find(model_path(whole.token)) is not None
+    assert not escaped(tmp_path)
+    await put_model(store, model.token, files)
+    assert (await check_store(store, claimed_files)).bad == ()
 
+
+@pytest.mark.anyio
+async def test_a_check_of_models_in_each_kind_of_store(store: ArtifactStore) -> None:
+    model = aionn.Model.from_onnx(CONTENT)
+    files = await content_of(model)
+    assert files is not None
+    await put_model(store, model.token, files)
+    assert (await check_store(store, claimed_files)).bad == ()
+    contents = packed(("", CONTENT))
+    await store.requests.replace(model_path(model.token), contents[:-200] + b"\x01" + contents[-199:])
+    (bad,) = (await check_store(store, claimed_files)).bad
+    assert bad.reason in DAMAGED_REASONS
+    assert f"{model_path(model.token)} holds another model" in bad.detail
+
+
+@pytest.mark.anyio
+async def test_a_check_on_a_machine_without_room_removes_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ArtifactStore(open_address(tmp_path / "store", patience_s=20, make=True))
+    model = aionn.Model.from_onnx(CONTENT)
+    files = await content_of(model)
+    assert files is not None
+    await put_model(store, model.token, files)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(StoreError, match=f"checking {model_path(model.token)} failed: writing the model's files: .*TMPDIR"):
+            await check_store(store, claimed_files, remove=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    with pytest.raises(StoreError, match="making a temporary folder"):
+        await check_store(store, claimed_files, remove=True)
+    monkeypatch.undo()
+    found = await check_store(store, claimed_files)
+    assert (found.models, found.bad) == (1, ())
+
+
+def test_a_check_of_a_large_model_takes_little_memory(tmp_path: Path) -> None:
+    size = 192 << 20
+    source, store = tmp_path / "source", tmp_path / "store"
+    source.mkdir()
+    weights = onnx.TensorProto(name="w", data_type=onnx.TensorProto.FLOAT, dims=[size // 4], data_location=onnx.TensorProto.EXTERNAL)
+    weights.external_data.add(key="location", value="data")
+    graph = onnx.helper.make_graph([], "large", [], [], [weights])
+    (source / "model.onnx").write_bytes(onnx.helper.make_model(graph).SerializeToString())
+    with (source / "data").open("wb") as file:
+        file.truncate(size)
+
+    async def token() -> bytes:
+        return await (await aionn.Model.load(source / "model.onnx")).digest()
+
+    own = (source / "model.onnx").read_bytes()
+    listed = msgspec.msgpack.encode([("", len(own)), ("data", size)])
+    path = store / model_path(asyncio.run(token()))
+    path.parent.mkdir(parents=True)
+    with path.open("wb") as file:
+        file.write(b"aionn.model\x01" + len(listed).to_bytes(4, "little") + listed + own)
+        file.truncate(file.tell() + size)
+    program = (
+        "import re, sys; from pathlib import Path; from aionn.cli import main\n"
+        "assert main(['fleet', 'verify', sys.argv[1]]) == 0\n"
+        "print(re.search(r'VmHWM:\\s*(\\d+) kB', Path('/proc/self/status').read_text())[1])\n"
+    )
+    environment = {**os.environ, "AIONN_TRUSTED_BUILDERS": os.fspath(tmp_path / "keyring"), "TMPDIR": os.fspath(tmp_path)}
+    ran = subprocess.run([sys.executable, "-c", program, store], env=environment, check=True, capture_output=True, text=True)
+    found, most_kib = ran.stdout.splitlines()
+    assert found.startswith("0 statements, 0 files, 1 models, ")
+    assert int(most_kib) << 10 < size
+
+
+@pytest.mark.anyio
+async def test_a_sweep_removes_old_models_and_leaves_young_ones(tmp_path: Path) -> None:
     store = ArtifactStore(open_address(tmp_path / "store", patience_s=20, make=True))
     young, old = aionn.Model.from_onnx(CONTENT), aionn.Model.from_onnx(scaled_model(np.ones(9, np.float32)))
     for model in (young, old):
