@@ -37,7 +37,6 @@ from aionn.caching.state import (
     StateFolder,
     device_database,
     is_damage,
-    mark_used,
     open_database,
     private_state,
     query,
@@ -259,7 +258,6 @@ class IntegrityStore:
                     database.executemany("DELETE FROM records WHERE token = ?", oldest)
                     database.executemany("DELETE FROM adopted WHERE token = ?", oldest)
                     database.executemany("DELETE FROM tokens WHERE token = ?", oldest)
-            mark_used(self._path)
         return None
 
     @staticmethod
@@ -283,7 +281,6 @@ class IntegrityStore:
             try:
                 with transaction(self._database) as database:
                     self._write_uses(database)
-                mark_used(self._path)
             except sqlite3.Error as error:
                 self._used.clear()
                 _log.info("the use of cached artifacts of device %s was not noted: %s", self.device, error)

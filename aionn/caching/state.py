@@ -28,7 +28,6 @@ __all__ = [
     "StateFolder",
     "device_database",
     "is_damage",
-    "mark_used",
     "open_database",
     "private_key",
     "private_state",
@@ -96,19 +95,39 @@ def device_database(directory: Path, kind: str, device: str, version: str) -> Pa
     path = directory / f"{of_device}-{blake3(version.encode()).hexdigest()[:32]}.sqlite"
     for other in directory.glob(f"{of_device}*.sqlite"):
         with suppress(OSError):  # gone already, or on a read-only volume
-            if other != path and time.time() - other.lstat().st_mtime > UNUSED_KEPT_S:
+            if other != path and time.time() - _last_used(other) > UNUSED_KEPT_S:
                 _remove_database(other)
     return path
 
 
-def mark_used(path: Path) -> None:
-    """Note that a database is in use, so that no other version removes it. A confined driver may set the times of open files only."""
-    with suppress(OSError):
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
+def _last_used(path: Path) -> float:
+    """Return when a database was last opened or written to, in seconds since the epoch. Writes go to its log first.
+
+    Raises:
+        OSError: it is not there.
+    """
+    used = path.lstat().st_mtime
+    with suppress(FileNotFoundError):
+        used = max(used, Path(f"{path}-wal").lstat().st_mtime)
+    return used
+
+
+def _make_and_mark(path: Path) -> None:
+    """Make a database's file unless it is there, and note its use, so that no other version removes it.
+
+    This must come before SQLite opens the file. To close any descriptor of a file frees all locks that the process has on the file. Another
+    process would then remove the log of a database that is in use.
+
+    Raises:
+        OSError: it can be neither made nor written to.
+    """
+    # Made by us, so that no other account can read it even before SQLite first writes to it.
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        with suppress(OSError):
             os.utime(fd)
-        finally:
-            os.close(fd)
+    finally:
+        os.close(fd)
 
 
 def open_database(
@@ -135,8 +154,7 @@ def open_database(
         _refuse_unsafe(path)
         connection: sqlite3.Connection | None = None
         try:
-            # Made first, so that no other account can read it even before SQLite first writes to it.
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+            _make_and_mark(path)
             connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
             connection.execute(_UNTRUSTED)
             connection.execute("PRAGMA journal_mode=WAL")
@@ -163,7 +181,6 @@ def open_database(
                 connection.close()
             raise
         else:
-            mark_used(path)
             return connection
 
 

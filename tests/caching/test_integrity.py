@@ -6,6 +6,8 @@ import random
 import re
 import shutil
 import sqlite3
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -553,6 +555,30 @@ def test_stores_of_versions_long_unused_are_collected_and_no_others(start: Start
     assert [path for path in state.iterdir() if path.name.startswith(of_old.name)] == []
     again.close()
     refused(start("1.0").load(cache.handles()), MissReason.NO_INTEGRITY_RECORD)
+
+
+@pytest.mark.parametrize("used", ["saved", "loaded"])
+def test_what_is_recorded_after_another_process_has_used_the_records_is_not_lost(
+    start: Start, cache: Cache, tmp_path: Path, used: str
+) -> None:
+    """SQLite removes the log of a database when its last user closes it. Each user is known by its lock."""
+    first = start()
+    assert first.save(cache.handles(), artifact()) is None
+    if used == "loaded":
+        same(first.load(cache.handles()), artifact())
+        first.note_uses()
+    program = (
+        "import sys; from aionn.caching.integrity import IntegrityStore; from aionn.hal.types import CacheFiles\n"
+        "store = IntegrityStore('fake', '1.0', CacheFiles(2, 2), state_directory=sys.argv[1])\n"
+        "assert store.unavailable is None\n"
+        "store.close()\n"
+    )
+    subprocess.run([sys.executable, "-c", program, tmp_path / "state"], check=True)
+    assert first.save(cache.handles(OTHER_TOKEN), artifact(name=b"later")) is None
+    (database,) = (tmp_path / "state").glob("integrity-*.sqlite")
+    count = f"import sqlite3; print(sqlite3.connect({str(database)!r}).execute('SELECT COUNT(*) FROM records').fetchone()[0])"
+    counted = subprocess.run([sys.executable, "-c", count], check=True, capture_output=True, text=True)
+    assert int(counted.stdout) == 2
 
 
 def test_devices_do_not_share_records(tmp_path: Path, cache: Cache) -> None:
