@@ -1,8 +1,9 @@
 """What a driver remembers of the artifacts that it has adopted: records beside those of `integrity`, in a separate table.
 
 A record holds the id of the builder's key that signed. It is believed only while the caller's keyring has that key and lets it sign for
-this device. A key that is gone is revoked: the records of the token that it signed are removed. A keyring that could not be read, or was
-not sent, believes nothing and removes nothing. Older releases do not know the table, so they believe nothing that was adopted.
+this device. A key that is gone is revoked: the records of the token that it signed are removed. A keyring that could not be read, whose
+folder is missing, or that was not sent, believes nothing and removes nothing. Older releases do not know the table, so they believe
+nothing that was adopted.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ def believed(database: sqlite3.Connection, token: bytes, device: str, encoded_ke
     keyring = decode_keyring(encoded_keyring)
     if keyring.fault:
         return Refusal(MissReason.UNSAFE, f"it was adopted, and no builder is trusted now: {keyring.fault}")
+    if keyring.missing:
+        return Refusal(MissReason.UNTRUSTED_BUILDER, f"it was adopted, and no builder is trusted now: there is no folder {keyring.missing}")
     trusted = {key_id for _, key_id in records if _may_sign(keyring, key_id, device)}
     revoked = {key_id for _, key_id in records} - trusted
     if revoked:

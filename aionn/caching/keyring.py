@@ -1,7 +1,8 @@
 """The keyring: which builders the user of this account trusts. The app's side; drivers get what is read here with each call.
 
 A folder holds one file per key, `NAME.pub` (JSON). It is `$AIONN_TRUSTED_BUILDERS`, else `aionn/trusted_builders` in the user's
-configuration folder. Without the folder no builder is trusted. `AIONN_ADOPT=off` empties the keyring, whatever the folder holds.
+configuration folder. Without the folder no builder is trusted, and no key counts as revoked (`Keyring.missing`), because the folder may
+lie on a volume that is mounted later. `AIONN_ADOPT=off` empties the keyring, whatever the folder holds.
 
 The keyring is read when an artifact is offered, and when an entry that was adopted is loaded. Other loads need none of this.
 
@@ -94,7 +95,7 @@ def keyring_folder() -> str | None:
 
 
 def read_keyring(folder: str | os.PathLike[str] | None = None) -> Keyring:
-    """Read the keyring. It is empty if it does not exist, and has a fault if it cannot be used. Blocking; raises nothing.
+    """Read the keyring. Without its folder it has no keys. If it cannot be used, it has a fault. Blocking; raises nothing.
 
     Args:
         folder: None stands for `keyring_folder()`.
@@ -106,10 +107,14 @@ def read_keyring(folder: str | os.PathLike[str] | None = None) -> Keyring:
     try:
         return _read(path)
     except FileNotFoundError:
-        return Keyring()
+        return Keyring(missing=_utf_8(str(path)))
     except (OSError, CallerError) as error:
-        fault = f"keyring {path}: {error.strerror if isinstance(error, OSError) and error.strerror else error}"
-        return Keyring(fault=fault.encode("utf-8", "backslashreplace").decode())  # a path may hold bytes that are not UTF-8
+        return Keyring(fault=_utf_8(f"keyring {path}: {error.strerror if isinstance(error, OSError) and error.strerror else error}"))
+
+
+def _utf_8(text: str) -> str:
+    """Return a text that may hold a path, whose bytes need not be UTF-8."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def encoded_keyring() -> bytes:
@@ -149,7 +154,7 @@ def _read(path: Path) -> Keyring:
         names = sorted(name for name in os.listdir(fd) if name.endswith(ENDING))
         if len(names) > MAX_KEYS:
             raise CallerError(f"it has {len(names)} keys, at most {MAX_KEYS} are read")
-        keys = [_key(name, fd) for name in names]
+        keys = [key for name in names if (key := _key(name, fd)) is not None]
     finally:
         os.close(fd)
     twice = [key.name for key in keys if sum(other.public_key == key.public_key for other in keys) > 1]
@@ -182,9 +187,12 @@ def _refuse_unsafe_way(path: Path) -> None:
         left += target.parts[::-1][: -1 if target.is_absolute() else None]
 
 
-def _key(name: str, folder: int) -> TrustedKey:
+def _key(name: str, folder: int) -> TrustedKey | None:
+    """Return the key in a file, or None if the file has been removed since the folder was listed."""
     try:
         fd = os.open(name, _OPEN, dir_fd=folder)
+    except FileNotFoundError:
+        return None
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise _Unsafe(f"{name} is a symlink; copy the file itself") from error

@@ -71,19 +71,21 @@ class Keyring:
     Attributes:
         keys: no two have the same id.
         fault: why the keyring cannot be used, or empty. A keyring with a fault has no keys.
+        missing: the path of the keyring's folder if there is no such folder, or empty. Such a keyring has no keys. It revokes none,
+            because the folder may lie on a volume that is not mounted yet.
 
     Raises:
-        CallerError: there are too many keys, or one is given twice, or there are keys beside a fault.
+        CallerError: there are too many keys, or one is given twice, or there are keys beside a fault or a missing folder.
     """
 
     keys: tuple[TrustedKey, ...] = ()
     fault: str = ""
+    missing: str = ""
 
     def __post_init__(self) -> None:
-        if len(self.keys) > MAX_KEYS or len({key.public_key for key in self.keys}) < len(self.keys) or (self.keys and self.fault):
-            raise CallerError(
-                f"a keyring of {len(self.keys)} keys: at most {MAX_KEYS}, each once, and none beside a fault ({self.fault!r})"
-            )
+        unusable = self.fault or self.missing
+        if len(self.keys) > MAX_KEYS or len({key.public_key for key in self.keys}) < len(self.keys) or (self.keys and unusable):
+            raise CallerError(f"a keyring of {len(self.keys)} keys: at most {MAX_KEYS}, each once, and none beside a fault ({unusable!r})")
 
     def find(self, key_id: bytes) -> TrustedKey | None:
         """Return the key of that id, or None."""

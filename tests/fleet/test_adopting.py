@@ -310,6 +310,45 @@ async def test_a_key_that_is_removed_revokes_what_it_signed_while_the_app_runs(
     assert [outcome.kind for outcome in held.outcomes] == [Kind.HIT]
 
 
+async def test_a_keyring_that_is_missing_for_a_while_trusts_no_builder_and_revokes_nothing(
+    tmp_path: Path, folder: Path, key: BuilderKey, model: aionn.Model, pushed: Pushed, fake: FakeDevice, runtime: aionn.Runtime
+) -> None:
+    """A volume that is mounted only after the app has started."""
+    path, elsewhere = trust(folder, key), tmp_path / "not mounted"
+    refused: list[str] = []
+
+    def note(event: object) -> None:
+        if isinstance(event, aionn.events.CacheRefused):
+            refused.append(event.reason)
+
+    async def outcome() -> aionn.CacheOutcome:
+        return (await runtime.compile(model, devices=(fake.name,), cache_dir=tmp_path / "cache", on_event=note)).outcomes[0]
+
+    assert (await fleet.adopt(runtime, tmp_path / "cache", pushed.offer(), device=fake.name)).kind is Kind.HIT
+    fake.fail("this machine must not compile", "compile")
+    os.rename(folder, elsewhere)
+    with pytest.raises(aionn.CompilationError, match="must not compile"):
+        await outcome()
+    assert (refused, adopted_records(tmp_path / "state")) == (["untrusted_builder"], 1)
+    os.rename(elsewhere, folder)
+    assert (await outcome()).kind is Kind.HIT
+    path.unlink()
+    with pytest.raises(aionn.CompilationError, match="must not compile"):
+        await outcome()
+    assert (refused, adopted_records(tmp_path / "state")) == (["untrusted_builder", "revoked"], 0)
+
+    trust(folder, key)
+    assert (await fleet.adopt(runtime, tmp_path / "cache", pushed.offer(), device=fake.name)).kind is Kind.HIT
+    fake.behave()
+    os.rename(folder, elsewhere)
+    missed = await outcome()
+    assert (missed.kind, missed.reason, missed.save_failure) == (Kind.MISS, Reason.UNTRUSTED_BUILDER, None)
+    assert f"there is no folder {folder}" in missed.detail
+    assert (await outcome()).kind is Kind.HIT  # what was compiled here since
+    os.rename(elsewhere, folder)
+    assert (await outcome()).kind is Kind.HIT
+
+
 # --- deaths in the middle --------------------------------------------------------------------------------------------
 
 

@@ -59,8 +59,11 @@ def test_no_folder_no_variable_and_the_switch_trust_no_builder(
     for word in ("", "on"):
         monkeypatch.setenv("AIONN_ADOPT", word)
         assert read_keyring() == Keyring((key,))
-    monkeypatch.setenv("AIONN_TRUSTED_BUILDERS", str(tmp_path / "missing"))
-    assert read_keyring() == Keyring()
+    for missing in (tmp_path / "missing", tmp_path / "not mounted" / "deeper", Path(os.fsdecode(bytes(tmp_path) + b"/caf\xe9"))):
+        monkeypatch.setenv("AIONN_TRUSTED_BUILDERS", str(missing))
+        found = read_keyring()
+        assert found == Keyring(missing=str(missing).replace("\udce9", "\\udce9"))
+        assert decode_keyring(encode_keyring(found)) == found
     monkeypatch.delenv("AIONN_TRUSTED_BUILDERS")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     assert keyring_folder() == str(tmp_path / "config/aionn/trusted_builders")
@@ -70,6 +73,14 @@ def test_no_folder_no_variable_and_the_switch_trust_no_builder(
         assert keyring_folder() == str(tmp_path / ".config/aionn/trusted_builders")
     monkeypatch.delenv("XDG_CONFIG_HOME")
     assert keyring_folder() == str(tmp_path / ".config/aionn/trusted_builders")
+
+
+def test_a_key_that_is_removed_while_the_keyring_is_read_leaves_the_others(
+    folder: Path, key: TrustedKey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = os.listdir
+    monkeypatch.setattr(os, "listdir", lambda fd: ["removed.pub", *there(fd)])
+    assert read_keyring() == Keyring((key,))
 
 
 def _open_folder(folder: Path) -> None:

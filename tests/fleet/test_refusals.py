@@ -25,7 +25,7 @@ from aionn.driver.sharing import identity_of_stored
 from aionn.errors import CallerError, CompilationError
 from aionn.fleet import BuilderKey, Keyring
 from aionn.hal import CacheFiles, CompileOptions, ExecutionPreference, Model, PrepareOptions
-from aionn.hal.trust import encode_keyring
+from aionn.hal.trust import decode_keyring, encode_keyring
 from aionn.hal.types import KEYRING_NEEDED
 from tests.fleet.signed import DEVICE, Driver, Made, RecordingEngine, keyring, limited, make, opened, small_model
 
@@ -151,6 +151,7 @@ def _cases(folder: Path, made: Made, other: Made, key: BuilderKey, stranger: Bui
     yield case("a stranger under the builder's id", MissReason.BAD_SIGNATURE, signed=key.public.id + made.signed(stranger)[32:])
     rings = {
         "an empty keyring": keyring(),
+        "a keyring without its folder": encode_keyring(Keyring(missing="/keys")),
         "only a stranger's key": keyring(stranger.public),
         "for another device": limited(key, devices=("onnxruntime",)),
         "expired": limited(key, not_after_s=1.0),
@@ -315,13 +316,15 @@ def test_a_key_that_is_gone_revokes_what_it_signed(made: Made, key: BuilderKey, 
         driver.load(made.statement, made.paths, keys)
 
 
-@pytest.mark.parametrize("unknown", [b"", b"\xff", encode_keyring(Keyring(fault="unsafe"))])
+@pytest.mark.parametrize("unknown", [b"", b"\xff", encode_keyring(Keyring(fault="unsafe")), encode_keyring(Keyring(missing="/keys"))])
 def test_a_keyring_that_is_not_known_believes_and_revokes_nothing(made: Made, key: BuilderKey, driver: Driver, unknown: bytes) -> None:
     keys = keyring(key.public)
     driver.adopt(made.statement, made.signed(key), made.paths, keys)
     with pytest.raises(CompilationError) as caught:
         driver.load(made.statement, made.paths, unknown)
-    assert refusal(caught.value) is (MissReason.UNSAFE if unknown else MissReason.UNTRUSTED_BUILDER)
+    missing = decode_keyring(unknown).missing
+    assert refusal(caught.value) is (MissReason.UNSAFE if unknown and not missing else MissReason.UNTRUSTED_BUILDER)
+    assert ("there is no folder /keys" in caught.value.reason) is bool(missing)
     assert caught.value.reason.endswith(KEYRING_NEEDED) is not bool(unknown)
     driver.load(made.statement, made.paths, keys)
 
@@ -334,7 +337,7 @@ def test_what_this_driver_has_stored_itself_needs_no_key(made: Made, model: Mode
     with opened(made.paths, token, flags=os.O_RDWR) as handles:
         compiled = driver.engine.compile(model, CompileOptions(may_export=True))
         assert driver.artifacts.save(compiled, model, handles) == "saved"
-    for known in (keys, keyring(), encode_keyring(Keyring(fault="unsafe"))):
+    for known in (keys, keyring(), encode_keyring(Keyring(fault="unsafe")), encode_keyring(Keyring(missing="/keys"))):
         assert driver.load(made.statement, made.paths, known).key_id == b""
 
 

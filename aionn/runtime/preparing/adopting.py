@@ -183,6 +183,8 @@ def _no_builder(keyring: bytes) -> Refusal | None:
     found = decode_keyring(keyring)
     if found.fault:
         return Refusal(MissReason.UNSAFE, f"no builder is trusted: {found.fault}")
+    if found.missing:
+        return Refusal(MissReason.UNTRUSTED_BUILDER, f"no builder is trusted, because there is no keyring folder {found.missing}")
     if not found.keys:
         return Refusal(MissReason.UNTRUSTED_BUILDER, "no builder is trusted, because the keyring is empty or adopting is switched off")
     return None
