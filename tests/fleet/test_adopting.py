@@ -10,6 +10,7 @@ import signal
 import sqlite3
 import sys
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,40 @@ async def runtime(tmp_path: Path) -> AsyncIterator[aionn.Runtime]:
         yield runtime
 
 
+@dataclass(frozen=True)
+class Machine:
+    """A machine with an open runtime and an empty keyring, and what a builder has compiled for its fake device."""
+
+    path: Path
+    keyring: Path
+    key: BuilderKey
+    model: aionn.Model
+    pushed: Pushed
+    fake: FakeDevice
+    runtime: aionn.Runtime
+
+    def trust_builder(self) -> Path:
+        """Put the builder's key into the keyring, and return its path."""
+        return trust(self.keyring, self.key)
+
+    async def compile(self, cache: str = "cache", **arguments: Any) -> aionn.Compilation:
+        return await self.runtime.compile(self.model, devices=(self.fake.name,), cache_dir=self.path / cache, **arguments)
+
+    async def adopt(self, cache: str = "cache", offered: Offered | None = None) -> aionn.CacheOutcome:
+        return await fleet.adopt(self.runtime, self.path / cache, offered or self.pushed.offer(), device=self.fake.name)
+
+    def records(self) -> int:
+        """Return how many records of adopted artifacts its drivers have."""
+        return adopted_records(self.path / "state")
+
+
+@pytest.fixture
+def machine(
+    tmp_path: Path, folder: Path, key: BuilderKey, model: aionn.Model, pushed: Pushed, fake: FakeDevice, runtime: aionn.Runtime
+) -> Machine:
+    return Machine(tmp_path, folder, key, model, pushed, fake, runtime)
+
+
 def adopted_records(state: Path) -> int:
     count = 0
     for path in state.rglob("integrity-*.sqlite"):
@@ -94,35 +129,31 @@ async def test_an_artifact_of_another_machine_is_a_hit_and_stays_one(
         assert [outcome.kind for outcome in compilation.outcomes] == [Kind.HIT]
 
 
-async def test_adopting_replaces_an_entry_that_the_driver_does_not_believe(
-    tmp_path: Path, folder: Path, key: BuilderKey, pushed: Pushed, fake: FakeDevice, runtime: aionn.Runtime
-) -> None:
+async def test_adopting_replaces_an_entry_that_the_driver_does_not_believe(machine: Machine) -> None:
     """A cache directory that was copied without its records."""
-    trust(folder, key)
-    shutil.copytree(tmp_path / "builder/cache", tmp_path / "cache")
-    assert (await fleet.adopt(runtime, tmp_path / "cache", pushed.offer(), device=fake.name)).kind is Kind.HIT
-    assert entry_of(tmp_path / "cache")[0].generation == 2
-    offered = pushed.offer()
-    assert (await fleet.adopt(runtime, tmp_path / "cache", offered, device=fake.name)).kind is Kind.HIT  # it is there, and believed
-    assert entry_of(tmp_path / "cache")[0].generation == 2
+    machine.trust_builder()
+    shutil.copytree(machine.path / "builder/cache", machine.path / "cache")
+    assert (await machine.adopt()).kind is Kind.HIT
+    assert entry_of(machine.path / "cache")[0].generation == 2
+    offered = machine.pushed.offer()
+    assert (await machine.adopt(offered=offered)).kind is Kind.HIT  # it is there, and believed
+    assert entry_of(machine.path / "cache")[0].generation == 2
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(offered.model[0])
 
 
-async def test_a_statement_starts_no_device_that_is_not_installed(
-    tmp_path: Path, folder: Path, key: BuilderKey, pushed: Pushed, fake: FakeDevice, runtime: aionn.Runtime
-) -> None:
+async def test_a_statement_starts_no_device_that_is_not_installed(machine: Machine) -> None:
     """The device of a statement may be "package.module:Class". To start it is to import and call what it names."""
-    refused = await fleet.adopt(runtime, tmp_path / "cache", pushed.offer())
+    refused = await fleet.adopt(machine.runtime, machine.path / "cache", machine.pushed.offer())
     assert refused.reason is Reason.UNTRUSTED_BUILDER
-    trust(folder, BuilderKey.generate("another"))
-    refused = await fleet.adopt(runtime, tmp_path / "cache", pushed.offer(), device=fake.name)
+    trust(machine.keyring, BuilderKey.generate("another"))
+    refused = await machine.adopt()
     assert refused.reason is Reason.UNTRUSTED_BUILDER
-    trust(folder, key)
-    refused = await fleet.adopt(runtime, tmp_path / "cache", pushed.offer())
+    machine.trust_builder()
+    refused = await fleet.adopt(machine.runtime, machine.path / "cache", machine.pushed.offer())
     assert refused.reason is Reason.OTHER_FINGERPRINT
     assert "is not installed here" in refused.detail
-    assert [device.pid for device in runtime.devices if device.pid is not None] == []
+    assert [device.pid for device in machine.runtime.devices if device.pid is not None] == []
 
 
 async def test_a_runtime_that_is_not_open_adopts_nothing(tmp_path: Path, pushed: Pushed, fake: FakeDevice) -> None:
@@ -138,33 +169,29 @@ async def test_a_runtime_that_is_not_open_adopts_nothing(tmp_path: Path, pushed:
 # --- what a compile does with an offer -------------------------------------------------------------------------------
 
 
-async def test_a_miss_takes_what_a_backend_offers(
-    tmp_path: Path, folder: Path, key: BuilderKey, model: aionn.Model, pushed: Pushed, fake: FakeDevice, runtime: aionn.Runtime
-) -> None:
-    trust(folder, key)
-    backend = offering(pushed)
-    fleet.use_backend(runtime, backend)
-    fake.fail("this machine must not compile", "compile")
-    compilation = await runtime.compile(model, devices=(fake.name,), cache_dir=tmp_path / "cache")
+async def test_a_miss_takes_what_a_backend_offers(machine: Machine) -> None:
+    machine.trust_builder()
+    backend = offering(machine.pushed)
+    fleet.use_backend(machine.runtime, backend)
+    machine.fake.fail("this machine must not compile", "compile")
+    compilation = await machine.compile()
     (outcome,) = compilation.outcomes
     assert (outcome.kind, outcome.detail, outcome.save_failure) == (Kind.HIT, "compiled by builder 'ci'", None)
-    inputs = {name: some_input(operand) for name, operand in model.inputs.items()}
+    inputs = {name: some_input(operand) for name, operand in machine.model.inputs.items()}
     ((_, output),) = (await compilation.compute(inputs)).items()
     np.testing.assert_array_equal(output, inputs["input"])
     (request,) = backend.requests
-    assert (request.key, request.parts) == (pushed.manifest.key, pushed.manifest.parts)
-    assert (request.device, request.device_version) == (fake.name, pushed.manifest.device_version)
-    assert (request.model, request.model_digest) == (model, model.token)
-    fleet.use_backend(runtime, None)
-    again = await runtime.compile(model, devices=(fake.name,), cache_dir=tmp_path / "cache")
+    assert (request.key, request.parts) == (machine.pushed.manifest.key, machine.pushed.manifest.parts)
+    assert (request.device, request.device_version) == (machine.fake.name, machine.pushed.manifest.device_version)
+    assert (request.model, request.model_digest) == (machine.model, machine.model.token)
+    fleet.use_backend(machine.runtime, None)
+    again = await machine.compile()
     assert [(outcome.kind, outcome.detail) for outcome in again.outcomes] == [(Kind.HIT, "")]
     assert len(backend.requests) == 1
 
 
-async def test_without_an_offer_in_time_the_model_is_compiled(
-    tmp_path: Path, folder: Path, key: BuilderKey, model: aionn.Model, pushed: Pushed, fake: FakeDevice, runtime: aionn.Runtime
-) -> None:
-    trust(folder, key)
+async def test_without_an_offer_in_time_the_model_is_compiled(machine: Machine) -> None:
+    machine.trust_builder()
     cancelled = asyncio.Event()
 
     async def nothing(request: CompileRequest) -> None:
@@ -182,19 +209,17 @@ async def test_without_an_offer_in_time_the_model_is_compiled(
     for number, answer in enumerate((nothing, broken, hanging)):
         backend = Backend(answer)
         backend.wait_s = 30.0 if answer is not hanging else 0.05
-        fleet.use_backend(runtime, backend)
-        compilation = await runtime.compile(model, devices=(fake.name,), cache_dir=tmp_path / f"cache{number}")
+        fleet.use_backend(machine.runtime, backend)
+        compilation = await machine.compile(f"cache{number}")
         (outcome,) = compilation.outcomes
         assert (outcome.kind, outcome.reason, outcome.save_failure) == (Kind.MISS, Reason.ABSENT, None)
         assert len(backend.requests) == 1
     await asyncio.wait_for(cancelled.wait(), 10)
 
 
-async def test_an_offer_that_comes_too_late_is_closed(
-    tmp_path: Path, folder: Path, key: BuilderKey, model: aionn.Model, pushed: Pushed, fake: FakeDevice, runtime: aionn.Runtime
-) -> None:
-    trust(folder, key)
-    late = pushed.offer()
+async def test_an_offer_that_comes_too_late_is_closed(machine: Machine) -> None:
+    machine.trust_builder()
+    late = machine.pushed.offer()
 
     async def stubborn(request: CompileRequest) -> Offered:
         try:
@@ -205,8 +230,8 @@ async def test_an_offer_that_comes_too_late_is_closed(
 
     backend = Backend(stubborn)
     backend.wait_s = 0.05
-    fleet.use_backend(runtime, backend)
-    await runtime.compile(model, devices=(fake.name,), cache_dir=tmp_path / "cache")
+    fleet.use_backend(machine.runtime, backend)
+    await machine.compile()
     while True:  # until the runtime's task has closed it
         try:
             os.fstat(late.model[0])
@@ -216,33 +241,29 @@ async def test_an_offer_that_comes_too_late_is_closed(
 
 
 @pytest.mark.parametrize("fault", ["statement", "file", "entry"])
-async def test_a_refused_offer_is_compiled_here_and_counted(
-    tmp_path: Path, folder: Path, key: BuilderKey, model: aionn.Model, pushed: Pushed, fake: FakeDevice, runtime: aionn.Runtime, fault: str
-) -> None:
-    trust(folder, key)
+async def test_a_refused_offer_is_compiled_here_and_counted(machine: Machine, fault: str) -> None:
+    machine.trust_builder()
     reason = {"statement": Reason.BAD_SIGNATURE, "file": Reason.WRONG_BYTES, "entry": Reason.WRONG_TOKEN}[fault]
 
     async def answer(request: CompileRequest) -> Offered:
-        offered = pushed.offer()
+        offered = machine.pushed.offer()
         if fault == "statement":
             assert offered.signed is not None
             offered.signed = offered.signed[:-1] + bytes((offered.signed[-1] ^ 1,))
         return offered
 
     if fault == "file":
-        path = pushed.folder / "model0"
+        path = machine.pushed.folder / "model0"
         path.write_bytes(bytes(path.stat().st_size))
     preference: Preference = "low_power" if fault == "entry" else "fast_single_answer"
     backend = Backend(answer)
-    fleet.use_backend(runtime, backend)
+    fleet.use_backend(machine.runtime, backend)
     seen: list[object] = []
-    compilation = await runtime.compile(
-        model, devices=(fake.name,), cache_dir=tmp_path / "cache", preference=preference, on_event=seen.append
-    )
+    compilation = await machine.compile(preference=preference, on_event=seen.append)
     (outcome,) = compilation.outcomes
     assert (outcome.kind, outcome.reason, outcome.save_failure) == (Kind.MISS, reason, None)
     assert [event.reason for event in seen if isinstance(event, aionn.events.CacheRefused)] == [reason.value]
-    assert adopted_records(tmp_path / "state") == 0
+    assert machine.records() == 0
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(backend.offered[0].model[0])
 
@@ -262,59 +283,46 @@ def harm(folder: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("fault", ["empty", "open", "symlink", "off"])
 async def test_without_a_sound_keyring_no_backend_is_asked(
-    tmp_path: Path,
-    folder: Path,
-    key: BuilderKey,
-    model: aionn.Model,
-    pushed: Pushed,
-    fake: FakeDevice,
-    runtime: aionn.Runtime,
-    fault: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    machine: Machine, fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     if fault != "empty":
-        trust(folder, key)
-    harm(folder, fault, monkeypatch)
+        machine.trust_builder()
+    harm(machine.keyring, fault, monkeypatch)
     reason = Reason.UNSAFE if fault in ("open", "symlink") else Reason.UNTRUSTED_BUILDER
-    backend = offering(pushed)
-    fleet.use_backend(runtime, backend)
+    backend = offering(machine.pushed)
+    fleet.use_backend(machine.runtime, backend)
     with caplog.at_level(logging.WARNING, "aionn"):
         preferences: tuple[Preference, ...] = ("fast_single_answer", "low_power")
         for preference in preferences:
-            compilation = await runtime.compile(model, devices=(fake.name,), cache_dir=tmp_path / "cache", preference=preference)
+            compilation = await machine.compile(preference=preference)
             assert [(outcome.kind, outcome.reason) for outcome in compilation.outcomes] == [(Kind.MISS, reason)]
     assert backend.requests == []
     warnings = [record.getMessage() for record in caplog.records if "builder" in record.getMessage() or "adopted" in record.getMessage()]
     assert len(warnings) == 1, warnings
-    refused = await fleet.adopt(runtime, tmp_path / "other", pushed.offer(), device=fake.name)
+    refused = await machine.adopt("other")
     assert (refused.kind, refused.reason) == (Kind.MISS, reason)
-    assert adopted_records(tmp_path / "state") == 0
+    assert machine.records() == 0
 
 
-async def test_a_key_that_is_removed_revokes_what_it_signed_while_the_app_runs(
-    tmp_path: Path, folder: Path, key: BuilderKey, model: aionn.Model, pushed: Pushed, fake: FakeDevice, runtime: aionn.Runtime
-) -> None:
-    path = trust(folder, key)
-    assert (await fleet.adopt(runtime, tmp_path / "cache", pushed.offer(), device=fake.name)).kind is Kind.HIT
-    held = await runtime.compile(model, devices=(fake.name,), cache_dir=tmp_path / "cache")
+async def test_a_key_that_is_removed_revokes_what_it_signed_while_the_app_runs(machine: Machine) -> None:
+    path = machine.trust_builder()
+    assert (await machine.adopt()).kind is Kind.HIT
+    held = await machine.compile()
     path.unlink()
     seen: list[object] = []
-    compilation = await runtime.compile(model, devices=(fake.name,), cache_dir=tmp_path / "cache", on_event=seen.append)
+    compilation = await machine.compile(on_event=seen.append)
     (outcome,) = compilation.outcomes
     assert (outcome.kind, outcome.reason, outcome.save_failure) == (Kind.MISS, Reason.REVOKED, None)
     assert [event.reason for event in seen if isinstance(event, aionn.events.CacheRefused)] == ["revoked"]
-    assert adopted_records(tmp_path / "state") == 0
-    own = await runtime.compile(model, devices=(fake.name,), cache_dir=tmp_path / "cache")
+    assert machine.records() == 0
+    own = await machine.compile()
     assert [outcome.kind for outcome in own.outcomes] == [Kind.HIT]  # what was compiled here since
     assert [outcome.kind for outcome in held.outcomes] == [Kind.HIT]
 
 
-async def test_a_keyring_that_is_missing_for_a_while_trusts_no_builder_and_revokes_nothing(
-    tmp_path: Path, folder: Path, key: BuilderKey, model: aionn.Model, pushed: Pushed, fake: FakeDevice, runtime: aionn.Runtime
-) -> None:
+async def test_a_keyring_that_is_missing_for_a_while_trusts_no_builder_and_revokes_nothing(machine: Machine) -> None:
     """A volume that is mounted only after the app has started."""
-    path, elsewhere = trust(folder, key), tmp_path / "not mounted"
+    path, elsewhere = machine.trust_builder(), machine.path / "not mounted"
     refused: list[str] = []
 
     def note(event: object) -> None:
@@ -322,89 +330,83 @@ async def test_a_keyring_that_is_missing_for_a_while_trusts_no_builder_and_revok
             refused.append(event.reason)
 
     async def outcome() -> aionn.CacheOutcome:
-        return (await runtime.compile(model, devices=(fake.name,), cache_dir=tmp_path / "cache", on_event=note)).outcomes[0]
+        return (await machine.compile(on_event=note)).outcomes[0]
 
-    assert (await fleet.adopt(runtime, tmp_path / "cache", pushed.offer(), device=fake.name)).kind is Kind.HIT
-    fake.fail("this machine must not compile", "compile")
-    os.rename(folder, elsewhere)
+    assert (await machine.adopt()).kind is Kind.HIT
+    machine.fake.fail("this machine must not compile", "compile")
+    os.rename(machine.keyring, elsewhere)
     with pytest.raises(aionn.CompilationError, match="must not compile"):
         await outcome()
-    assert (refused, adopted_records(tmp_path / "state")) == (["untrusted_builder"], 1)
-    os.rename(elsewhere, folder)
+    assert (refused, machine.records()) == (["untrusted_builder"], 1)
+    os.rename(elsewhere, machine.keyring)
     assert (await outcome()).kind is Kind.HIT
     path.unlink()
     with pytest.raises(aionn.CompilationError, match="must not compile"):
         await outcome()
-    assert (refused, adopted_records(tmp_path / "state")) == (["untrusted_builder", "revoked"], 0)
+    assert (refused, machine.records()) == (["untrusted_builder", "revoked"], 0)
 
-    trust(folder, key)
-    assert (await fleet.adopt(runtime, tmp_path / "cache", pushed.offer(), device=fake.name)).kind is Kind.HIT
-    fake.behave()
-    os.rename(folder, elsewhere)
+    machine.trust_builder()
+    assert (await machine.adopt()).kind is Kind.HIT
+    machine.fake.behave()
+    os.rename(machine.keyring, elsewhere)
     missed = await outcome()
     assert (missed.kind, missed.reason, missed.save_failure) == (Kind.MISS, Reason.UNTRUSTED_BUILDER, None)
-    assert f"there is no folder {folder}" in missed.detail
+    assert f"there is no folder {machine.keyring}" in missed.detail
     assert (await outcome()).kind is Kind.HIT  # what was compiled here since
-    os.rename(elsewhere, folder)
+    os.rename(elsewhere, machine.keyring)
     assert (await outcome()).kind is Kind.HIT
 
 
 # --- deaths in the middle --------------------------------------------------------------------------------------------
 
 
-async def test_a_driver_that_dies_over_an_offer_believes_nothing_and_the_next_one_compiles(
-    tmp_path: Path, folder: Path, key: BuilderKey, model: aionn.Model, pushed: Pushed, fake: FakeDevice, runtime: aionn.Runtime
-) -> None:
-    trust(folder, key)
-    backend = offering(pushed)
-    fleet.use_backend(runtime, backend)
-    fake.crash("load")
-    compilation = await runtime.compile(model, devices=(fake.name,), cache_dir=tmp_path / "cache")
+async def test_a_driver_that_dies_over_an_offer_believes_nothing_and_the_next_one_compiles(machine: Machine) -> None:
+    machine.trust_builder()
+    backend = offering(machine.pushed)
+    fleet.use_backend(machine.runtime, backend)
+    machine.fake.crash("load")
+    compilation = await machine.compile()
     (outcome,) = compilation.outcomes
     assert (outcome.kind, outcome.reason, outcome.save_failure) == (Kind.MISS, Reason.REFUSED_BY_DEVICE, None)
     assert len(backend.requests) == 1
-    inputs = {name: some_input(operand) for name, operand in model.inputs.items()}
+    inputs = {name: some_input(operand) for name, operand in machine.model.inputs.items()}
     ((_, output),) = (await compilation.compute(inputs)).items()
     np.testing.assert_array_equal(output, inputs["input"])
-    assert adopted_records(tmp_path / "state") == 0
+    assert machine.records() == 0
 
 
-async def test_a_driver_that_is_killed_while_it_loads_an_offer_believes_nothing(
-    tmp_path: Path, folder: Path, key: BuilderKey, pushed: Pushed, fake: FakeDevice, runtime: aionn.Runtime
-) -> None:
-    trust(folder, key)
-    fake.hang("load")
+async def test_a_driver_that_is_killed_while_it_loads_an_offer_believes_nothing(machine: Machine) -> None:
+    machine.trust_builder()
+    machine.fake.hang("load")
 
     async def kill() -> None:
-        os.kill(await fake.heard("load"), signal.SIGKILL)
+        os.kill(await machine.fake.heard("load"), signal.SIGKILL)
 
     killing = asyncio.create_task(kill())
-    refused = await fleet.adopt(runtime, tmp_path / "cache", pushed.offer(), device=fake.name)
+    refused = await machine.adopt()
     await killing
     assert (refused.kind, refused.reason) == (Kind.MISS, Reason.REFUSED_BY_DEVICE)
-    assert adopted_records(tmp_path / "state") == 0
-    assert list((tmp_path / "cache").rglob("manifest")) == []
-    fake.behave()
-    assert (await fleet.adopt(runtime, tmp_path / "cache", pushed.offer(), device=fake.name)).kind is Kind.HIT
+    assert machine.records() == 0
+    assert list((machine.path / "cache").rglob("manifest")) == []
+    machine.fake.behave()
+    assert (await machine.adopt()).kind is Kind.HIT
 
 
-async def test_an_app_that_is_killed_while_it_adopts_leaves_nothing_believed(
-    tmp_path: Path, folder: Path, key: BuilderKey, pushed: Pushed, fake: FakeDevice, runtime: aionn.Runtime
-) -> None:
-    trust(folder, key)
-    (pushed.folder / "signed").write_bytes(pushed.signed)
-    fake.hang("load")
-    arguments = (str(pushed.folder), str(tmp_path / "state"), str(tmp_path / "cache"))
+async def test_an_app_that_is_killed_while_it_adopts_leaves_nothing_believed(machine: Machine) -> None:
+    machine.trust_builder()
+    (machine.pushed.folder / "signed").write_bytes(machine.pushed.signed)
+    machine.fake.hang("load")
+    arguments = (str(machine.pushed.folder), str(machine.path / "state"), str(machine.path / "cache"))
     app = await asyncio.create_subprocess_exec(sys.executable, "-m", "tests.fleet.adopting_app", *arguments)
-    driver = await fake.heard("load")
+    driver = await machine.fake.heard("load")
     pidfd = os.pidfd_open(driver)
     app.kill()
     await app.wait()
     await asyncio.to_thread(_ended, pidfd)
-    assert adopted_records(tmp_path / "state") == 0
-    assert list((tmp_path / "cache").rglob("manifest")) == []
-    fake.behave()
-    assert (await fleet.adopt(runtime, tmp_path / "cache", pushed.offer(), device=fake.name)).kind is Kind.HIT
+    assert machine.records() == 0
+    assert list((machine.path / "cache").rglob("manifest")) == []
+    machine.fake.behave()
+    assert (await machine.adopt()).kind is Kind.HIT
 
 
 def _ended(pidfd: int) -> None:
@@ -418,31 +420,22 @@ def _ended(pidfd: int) -> None:
 # --- what lies after the driver's check ------------------------------------------------------------------------------
 
 
-async def test_a_file_that_grows_after_the_check_does_not_fill_the_disk(
-    tmp_path: Path,
-    folder: Path,
-    key: BuilderKey,
-    model: aionn.Model,
-    pushed: Pushed,
-    fake: FakeDevice,
-    runtime: aionn.Runtime,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    trust(folder, key)
-    length, copy = pushed.manifest.model[0].length, files.copy_into
+async def test_a_file_that_grows_after_the_check_does_not_fill_the_disk(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.trust_builder()
+    length, copy = machine.pushed.manifest.model[0].length, files.copy_into
     grown = []
 
     def copy_grown(targets: Sequence[int], sources: Sequence[int], lengths: Sequence[int]) -> None:
-        os.truncate(pushed.folder / "model0", length + (64 << 20))
+        os.truncate(machine.pushed.folder / "model0", length + (64 << 20))
         grown.append(os.fstat(sources[0]).st_size)
         copy(targets, sources, lengths)
 
     monkeypatch.setattr(adopting, "copy_into", copy_grown)
-    fleet.use_backend(runtime, offering(pushed))
-    compilation = await runtime.compile(model, devices=(fake.name,), cache_dir=tmp_path / "cache")
+    fleet.use_backend(machine.runtime, offering(machine.pushed))
+    compilation = await machine.compile()
     assert grown == [length + (64 << 20)]
     assert [(outcome.kind, outcome.save_failure) for outcome in compilation.outcomes] == [(Kind.HIT, None)]
-    assert entry_of(tmp_path / "cache")[1].joinpath("model0").stat().st_size == length
+    assert entry_of(machine.path / "cache")[1].joinpath("model0").stat().st_size == length
 
 
 @pytest.mark.parametrize(("length", "copied"), [(0, b""), (3, b"123"), (5, b"12345")])
@@ -463,31 +456,22 @@ def test_a_file_that_became_shorter_is_not_copied(tmp_path: Path) -> None:
         files.copy_into([target.fileno()], [source.fileno()], [6])
 
 
-async def test_a_driver_that_accepts_anything_does_not_end_the_apps_compile(
-    tmp_path: Path,
-    folder: Path,
-    key: BuilderKey,
-    model: aionn.Model,
-    pushed: Pushed,
-    fake: FakeDevice,
-    runtime: aionn.Runtime,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_driver_that_accepts_anything_does_not_end_the_apps_compile(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A driver that a model has taken over says yes to bytes that are not a statement."""
-    trust(folder, key)
+    machine.trust_builder()
     adopt, said = RemoteDevice.adopt, list[bytes]()
 
     async def accept(self: RemoteDevice, options: Any, handles: Any, digest: bytes, signed: bytes) -> RemotePreparedModel:
         said.append(signed)
-        return await adopt(self, options, handles, digest, pushed.signed)
+        return await adopt(self, options, handles, digest, machine.pushed.signed)
 
     monkeypatch.setattr(RemoteDevice, "adopt", accept)
 
     async def junk(request: CompileRequest) -> Offered:
-        good = pushed.offer()
+        good = machine.pushed.offer()
         return Offered(b"junk", good.model, good.data)
 
-    fleet.use_backend(runtime, Backend(junk))
-    compilation = await runtime.compile(model, devices=(fake.name,), cache_dir=tmp_path / "cache")
+    fleet.use_backend(machine.runtime, Backend(junk))
+    compilation = await machine.compile()
     assert said == [b"junk"]
     assert [(outcome.kind, outcome.reason) for outcome in compilation.outcomes] == [(Kind.MISS, Reason.BAD_SIGNATURE)]
