@@ -87,11 +87,11 @@ async def check_store(store: ArtifactStore, judge: FilesOf, *, remove: bool = Fa
             bad.append(BadObject(found.path, MissReason.WRONG_BYTES, str(error)))
 
     await each((partial(read_file, found) for found in listed.values()), _AT_ONCE)
-    models = [(found, token) for found in await store.requests.listing(MODELS) if (token := digest_in(found.path)) is not None]
-    for found, token in models:  # one after the other, because each takes room in a temporary folder
+    models = [(one, token) for one in await store.requests.listing(MODELS) if (token := digest_in(one.path)) is not None]
+    for model, token in models:  # one after the other, because each takes room in a temporary folder
         refusal = await check_model(store, token)
         if refusal is not None:
-            bad.append(BadObject(found.path, refusal.reason, refusal.detail))
+            bad.append(BadObject(model.path, refusal.reason, refusal.detail))
     damaged = {one.path for one in bad}
     for path, users in named.items():
         for statement, file in users:
@@ -110,7 +110,7 @@ async def check_store(store: ArtifactStore, judge: FilesOf, *, remove: bool = Fa
         statements=len(statements),
         files=len(listed),
         models=len(models),
-        size_bytes=sum(found.size_bytes for found in (*listed.values(), *(found for found, _ in models))),
+        size_bytes=sum(one.size_bytes for one in (*listed.values(), *(model for model, _ in models))),
         unnamed=len(listed.keys() - named.keys()),
         bad=tuple(sorted(bad, key=lambda one: one.path)),
         removed=len({one.path for one in bad}) if remove else 0,

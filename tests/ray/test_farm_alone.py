@@ -12,7 +12,7 @@ import pytest
 
 import aionn
 from aionn.caching.outcomes import MissReason, Refusal
-from aionn.fleet import BuilderKey, addresses, encode_public_key, use_backend
+from aionn.fleet import BuilderKey, encode_public_key, use_backend
 from aionn.ray import flights, tasks
 from aionn.ray.orders import Order, OrderResult, decode_state
 from aionn.testing import FakeDevice
@@ -85,12 +85,13 @@ async def test_a_store_that_is_down_costs_a_farm_its_patience_once(
 ) -> None:
     """The cluster is left alone with the store. A store that can still be read is asked for artifacts."""
     import ray
+    from obstore.store import S3Store
 
-    opened, nodes, open_bucket = list[str](), list[str](), addresses.S3Store
+    opened, nodes = list[str](), list[str]()
 
     def count_bucket(name: str, **options: Any) -> Any:
         opened.append(name)
-        return open_bucket(name, **options)
+        return S3Store(name, **options)
 
     async def note_node(_: aionn.ray.Farm, device: str, *__: str, **___: int) -> None:
         nodes.append(device)
@@ -100,7 +101,7 @@ async def test_a_store_that_is_down_costs_a_farm_its_patience_once(
     (trusted / "farm.pub").write_bytes(encode_public_key(BuilderKey.generate("farm").public))
     (trusted / "farm.pub").chmod(0o600)
     monkeypatch.setenv("AIONN_TRUSTED_BUILDERS", str(trusted))
-    monkeypatch.setattr(addresses, "S3Store", count_bucket)
+    monkeypatch.setattr("aionn.fleet.addresses.S3Store", count_bucket)
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(aionn.ray.Farm, "require_node", note_node)
     s3.hangs_at = silent
