@@ -8,7 +8,7 @@ have been answered. So a stall shows in all calls that fall into it. Bounds are 
     F12    SIGKILL one of two replicas: calls that fail, seconds until a new replica answers, p99 of the other replica before and meanwhile
     F13    SIGKILL a driver: calls that fail, p99 of the calls of the next second
     F14    a driver hangs: how long calls wait until it is killed (hang_s), or until a check of health fails (hang_s=None)
-    F16    swap a version in under streams of 30 fps, and back: frames lost, p99 of frames around the swap and before, seconds to the way back
+    F16    swap a version in under streams of 30 fps, and back: frames lost, p99 of frames before and around the swap, seconds of the way back
 """
 
 from __future__ import annotations
@@ -320,7 +320,7 @@ async def upgrades(options: Options) -> None:
         await anyio.to_thread.run_sync(client.deploy_apps, config)
 
     await deploy(2.0)
-    while (await anyio.to_thread.run_sync(serve.status)).applications["upgrades"].status != "RUNNING":
+    while (await anyio.to_thread.run_sync(serve.status)).applications["upgrades"].status != "RUNNING":  # noqa: ASYNC110 - other processes change it
         await anyio.sleep(0.05)
     handle = serve.get_app_handle("upgrades")
     until = options.folder / "until"
