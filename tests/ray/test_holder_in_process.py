@@ -177,7 +177,7 @@ async def test_the_pause_before_a_further_compile_is_bounded(tmp_path: Path, mon
     monkeypatch.setattr(held_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     async with aionn.Runtime(start=()) as runtime:
         model = held_module.HeldModel("m", aionn.ray.ModelSpec(str(tmp_path / "none.onnx")), runtime)
-        for _ in range(8):
+        for _ in range(12):
             with pytest.raises(aionn.CallerError):
                 await model.serving()
             clock[0] += 60.0
