@@ -72,7 +72,7 @@ class HeldModel:
         """Compile the model, warm it up and open its burst. The model serves from then on.
 
         Raises:
-            CallerError: the file is not that of the specification, or is no model.
+            CallerError: the file is missing, is broken, or has another digest than the specification says.
             AionnError: as `aionn.Runtime.compile`.
         """
         spec = self.spec
@@ -178,7 +178,7 @@ def first_devices(specs: Iterable[ModelSpec]) -> tuple[str, ...] | None:
         None if a model leaves its device to the runtime, which starts the driver of the first installed one then. A device that this node
         does not have is left out, because the compile says so. So is one whose models have a driver of low priority.
     """
-    found = []
+    found: list[str] = []
     for spec in specs:
         if not spec.required or spec.options.get("priority") == "low":
             continue
