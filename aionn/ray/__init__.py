@@ -4,6 +4,7 @@ Two things are here: replicas of Ray Serve that hold models, and a farm of nodes
 farm travel through an artifact store. Ray carries only orders and reports about them.
 
     holder      `Holder`: the base of a Serve deployment whose replicas hold models
+    held        a model of a replica: its compiles, its upgrades, and what serves
     serving     `deployment`, a ready deployment, and `serve_options`, the options of Serve that suit it
     models      `ModelSpec`: which model, with which digest, compiled in which way
     destructor  what Serve awaits at the end of a replica

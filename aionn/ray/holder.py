@@ -4,9 +4,8 @@ A replica opens a runtime when Serve constructs it, and closes the runtime when 
 that has started them. Serve constructs a replica and runs its calls in one thread, which lives as long as the replica's process.
 
 Invariants
-    `_held` has an item for each model of the deployment, from the constructor on. A model serves once its `compilation` is set.
-    Only one `reconfigure` at a time swaps models (`_upgrading`).
-    A background compile is the task `compiling` of its item, and is cancelled by `aclose`.
+    `_held` has an item for each model of the deployment, from the constructor on.
+    Only one `reconfigure` at a time changes models (`_upgrading`).
 """
 
 from __future__ import annotations
@@ -14,19 +13,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from typing import Any, ClassVar, Literal
 
 import anyio
 
 import aionn
-from aionn.errors import AionnError, CallerError, again
-from aionn.hal.model import Model
-from aionn.hal.values import outside_frames
+from aionn.errors import AionnError, CallerError
 from aionn.ray.destructor import Destructor
-from aionn.ray.models import ModelSpec, checked_specs, open_model, upgraded_specs
+from aionn.ray.held import HeldModel, first_devices
+from aionn.ray.models import ModelSpec, checked_specs, upgraded_specs
 from aionn.ray.needed import assigned_threads
 from aionn.runtime.executing.retrying import compute_stateless
 from aionn.tasks import checked_count, deadline_of, ending_by, ungrouped
@@ -44,26 +40,6 @@ _PROGRESS_S = 10.0
 Inputs = Mapping[str, Any]
 
 
-@dataclass(slots=True, eq=False)
-class _Held:
-    """A model of a replica.
-
-    Attributes:
-        compilation, burst: what serves. `burst` stays None for a model whose values no burst takes, such as texts.
-        digest: of the model that serves, as 64 hexadecimal digits. Empty before.
-        compiling: the task that compiles the model in the background. It may have ended. None for a model without such a task.
-        retried: how many calls were made again, because their driver had died.
-    """
-
-    name: str
-    spec: ModelSpec
-    compilation: aionn.Compilation | None = None
-    burst: aionn.Burst | None = None
-    digest: str = ""
-    compiling: asyncio.Task[None] | None = None
-    retried: int = 0
-
-
 class Holder:
     """The base of a Ray Serve deployment whose replicas hold models in an `aionn.Runtime`. Methods of a subclass are the app's.
 
@@ -74,7 +50,8 @@ class Holder:
         models: by name, an `aionn.ray.ModelSpec` or the path of an ONNX file. None: the class attribute `models`.
         retry_stateless: how often a call without state is made again after its driver has died.
         runtime: arguments of `aionn.Runtime`, by name. `threads` is the number of CPUs that Ray has assigned to the replica, at least 1,
-            unless it is given here. Outside of an actor of Ray, such as in a test, it is None.
+            unless it is given here. Outside of an actor of Ray, such as in a test, it is None. `start` is the first device of each
+            required model, unless it is given here.
         failed_upgrade: what happens when `reconfigure` fails in a replica. The models before go on serving in either case. "raise": the
             error goes to Serve, which shows it in the deployment's status, stops this replica, and ends the update. "keep": the replica
             logs the error and stays, and Serve does not learn of the error. `reconfigure` at the start of a replica always raises.
@@ -109,11 +86,13 @@ class Holder:
         self._keeps = failed_upgrade == "keep"
         self._started = False  # set by the first health check, because Serve makes none before a replica has started
         self._upgrading = asyncio.Lock()
-        self._held = {name: _Held(name, spec) for name, spec in self._deployed.items()}
         given = dict(runtime or {})
         if "threads" not in given:
             given["threads"] = assigned_threads()
+        if "start" not in given:
+            given["start"] = first_devices(self._deployed.values())
         self._runtime = aionn.Runtime(**given)
+        self._held = {name: HeldModel(name, spec, self._runtime) for name, spec in self._deployed.items()}
         self._closed = False
         try:
             await self._runtime.open()
@@ -129,9 +108,7 @@ class Holder:
             return
         self._closed = True
         for held in self._held.values():
-            if held.compiling is not None:
-                held.compiling.cancel()
-            held.compilation = held.burst = None  # a compilation keeps the model's file open
+            held.close()
         with anyio.move_on_after(_CLOSE_S, shield=True) as limit:
             await runtime.aclose()
         if limit.cancelled_caught:
@@ -153,38 +130,17 @@ class Holder:
                 with ungrouped():
                     async with anyio.create_task_group() as tasks:
                         for held in required:
-                            tasks.start_soon(self._compile, held)
+                            tasks.start_soon(held.compile)
                 logging_tasks.cancel_scope.cancel()
         for held in self._held.values():
             if not held.spec.required:
-                self._compile_in_background(held)
+                held.compile_in_background()
 
     async def _log_progress(self) -> None:
         began = time.monotonic()
         while True:
             await anyio.sleep(_PROGRESS_S)
             logger.info("the replica has been starting for %.0f s: %s", time.monotonic() - began, self.runtime.health())
-
-    async def _compile(self, held: _Held) -> None:
-        """Compile a model, warm it up and open its burst. The model serves from then on."""
-        spec = held.spec
-        model = await open_model(held.name, spec)
-        compilation = await self.runtime.compile(model, name=held.name, **spec.compile_options)
-        if spec.warm_up:
-            try:
-                await compilation.warm_up(spec.warm_up)
-            except CallerError as error:
-                logger.warning("model %r is not warmed up, because inputs for it cannot be made up: %s", held.name, error)
-        if not outside_frames(compilation.model):
-            held.burst = await compilation.burst(name=held.name).__aenter__()  # the runtime closes it
-        held.digest = (await model.digest()).hex()
-        held.compilation = compilation
-
-    def _compile_in_background(self, held: _Held) -> asyncio.Task[None]:
-        """Have a model compiled in the background. Calls that need the model wait for the task."""
-        held.compiling = asyncio.create_task(self._compile(held), name=f"compile {held.name}")
-        held.compiling.add_done_callback(partial(_log_failure, held.name))
-        return held.compiling
 
     # --- what serves -------------------------------------------------------------------------------------------------------
 
@@ -202,9 +158,10 @@ class Holder:
 
         Raises:
             CallerError: the deployment has no such model, or has several and none is named.
-            AionnError: the model could not be compiled. The next call tries again.
+            AionnError: the model could not be compiled. A later call tries again, 1 s after the first failure, and at most 60 s after
+                further ones. Calls in between raise the same error at once.
         """
-        return await self._compilation(self._named(model))
+        return await self._named(model).serving()
 
     async def infer(self, inputs: Inputs, model: str | None = None, *, timeout_s: float | None = None) -> dict[str, Any]:
         """Run a model once: `await handle.infer.remote({"x": x})`. A call is made again after its driver has died (`retry_stateless`).
@@ -224,12 +181,10 @@ class Holder:
         deadline_ns = deadline_of(timeout_s)
         if held.compilation is None:
             with ending_by(deadline_ns, f"model {held.name!r} was not compiled"):
-                await self._compilation(held)
+                await held.serving()
         assert held.compilation is not None
         call = held.compilation.compute if held.burst is None else held.burst.compute
-        outputs = await compute_stateless(
-            call, inputs, retries=self._retries, on_retry=partial(_count_retry, held), deadline_ns=deadline_ns
-        )
+        outputs = await compute_stateless(call, inputs, retries=self._retries, on_retry=held.count_retry, deadline_ns=deadline_ns)
         return dict(outputs)
 
     async def stream(
@@ -255,14 +210,14 @@ class Holder:
             AionnError: as `aionn.Burst.compute`. The stream is over then.
         """
         held = self._named(model)
-        compilation = await self._compilation(held)
+        compilation = await held.serving()
         if states is not None:
             async with compilation.recurrent(states, name=held.name) as kept:
                 async for frame in _each(frames):
                     yield dict(await kept.compute(frame))
             return
         async with compilation.burst(name=held.name) as burst:
-            count = partial(_count_retry, held)
+            count = held.count_retry
             async for frame in _each(frames):
                 yield dict(await compute_stateless(burst.compute, frame, retries=self._retries, on_retry=count))
 
@@ -281,7 +236,7 @@ class Holder:
             for held in self._held.values()
         }
 
-    def _named(self, model: str | None) -> _Held:
+    def _named(self, model: str | None) -> HeldModel:
         if model is None and len(self._held) == 1:
             return next(iter(self._held.values()))
         held = None if model is None else self._held.get(model)
@@ -289,18 +244,6 @@ class Holder:
             asked = "name one of its models" if model is None else f"this deployment has no model {model!r}"
             raise CallerError(f"{asked}; they are {', '.join(map(repr, self._held))}")
         return held
-
-    async def _compilation(self, held: _Held) -> aionn.Compilation:
-        if held.compilation is None:
-            task = held.compiling
-            if task is None or task.done():
-                task = self._compile_in_background(held)
-            try:
-                await asyncio.shield(task)
-            except AionnError as error:
-                raise again(error) from None
-        assert held.compilation is not None
-        return held.compilation
 
     # --- what Serve calls --------------------------------------------------------------------------------------------------
 
@@ -320,7 +263,8 @@ class Holder:
     async def reconfigure(self, user_config: Any) -> None:
         """Swap other models in, in place, between two executions. Serve calls this with the deployment's `user_config`.
 
-        Open streams go on, and no frame is lost. Either all models of the config serve afterwards, or the ones before.
+        Open streams go on, and no frame is lost. Either all models of the config serve afterwards, or the ones before. A model that is not
+        required and does not serve yet is compiled in its new version, in the background, also if the version before cannot be compiled.
 
         Args:
             user_config: `{"models": {"vad": {"source": "/models/vad-2.onnx", "digest": "3f..."}}}`. A model that is not named
@@ -343,48 +287,22 @@ class Holder:
 
     async def _swap_all(self, specs: Mapping[str, ModelSpec]) -> None:
         """Swap all these models in. If one fails, swap those back that were changed, and raise its error."""
-        done: list[tuple[_Held, ModelSpec, str, Model]] = []
+        changed: list[tuple[HeldModel, Callable[[], Awaitable[object]]]] = []
         try:
             for name, spec in specs.items():
                 held = self._held[name]
-                compilation = await self._compilation(held)
-                before = held.spec, held.digest, compilation.model
-                if await self._swap(held, compilation, spec):
-                    done.append((held, *before))
+                if (back := await held.change(spec)) is not None:
+                    changed.append((held, back))
         except BaseException:
-            for held, old, digest, model in reversed(done):
+            for held, back in reversed(changed):
                 try:
-                    await self.runtime.swap(await self._compilation(held), model)
+                    await back()
                 except AionnError as error:
                     logger.error("model %r: %s goes on, because the way back failed: %s", held.name, held.digest, error)
-                else:
-                    held.spec, held.digest = old, digest
             raise
-
-    async def _swap(self, held: _Held, compilation: aionn.Compilation, spec: ModelSpec) -> bool:
-        """Swap a model in. Returns False if it serves already."""
-        model = await open_model(held.name, spec)
-        digest = (await model.digest()).hex()
-        if digest == held.digest:
-            held.spec = spec
-            return False
-        began = time.monotonic()
-        await self.runtime.swap(compilation, model)
-        logger.info("model %r: %s serves in place of %s, after %.1f s", held.name, digest, held.digest, time.monotonic() - began)
-        held.spec, held.digest = spec, digest
-        return True
 
 
 Holder.__del__ = Destructor()  # type: ignore[attr-defined]
-
-
-def _count_retry(held: _Held) -> None:
-    held.retried += 1
-
-
-def _log_failure(name: str, task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("model %r was not compiled: %s: %s", name, type(error).__name__, error)
 
 
 async def _each(frames: Iterable[Inputs] | AsyncIterable[Inputs]) -> AsyncIterator[Inputs]:

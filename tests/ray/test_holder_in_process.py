@@ -12,6 +12,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -22,7 +23,9 @@ import pytest
 
 import aionn
 import aionn.ray
+from aionn.ray import held as held_module
 from aionn.ray import holder as holder_module
+from aionn.ray.models import open_model
 from aionn.runtime.processes import process
 from aionn.testing import FakeDevice, identity_model
 from aionn.testing.fake_engine import SecondFakeEngine
@@ -139,16 +142,119 @@ async def test_a_model_that_is_not_required_is_compiled_behind_the_start(tmp_pat
             assert answer.tolist() == X["x"].tolist()
 
 
-async def test_a_background_compile_that_fails_is_tried_again_by_the_next_call(tmp_path: Path) -> None:
+async def test_a_background_compile_that_fails_is_tried_again_after_a_pause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    compiles = []
+    compile_ = aionn.Runtime.compile
+
+    async def counted(self: aionn.Runtime, *model: Any, **options: Any) -> aionn.Compilation:
+        compiles.append(clock[0])
+        return await compile_(self, *model, **options)
+
+    monkeypatch.setattr(aionn.Runtime, "compile", counted)
+    monkeypatch.setattr(held_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     with FakeDevice() as fake:
         fake.fail("no room", "compile")
         models = {"m": aionn.ray.ModelSpec(identity_model({"x": (1, 16)}), devices=(fake.name,), required=False)}
         async with held(tmp_path, models) as holder:
-            with pytest.raises(aionn.CompilationError, match="no room"):
-                await holder.infer(X)
+            raised = []
+            for at in (100.0, 100.5, 101.0, 102.5, 103.0):
+                clock[0] = at
+                for _ in range(3):
+                    with pytest.raises(aionn.CompilationError, match="no room") as failed:
+                        await holder.infer(X)
+                    raised.append(failed.value)
+            assert compiles == [100.0, 101.0, 103.0]
+            assert len(set(map(id, raised))) == 15, "each call has an error of its own"
             fake.behave()
+            clock[0] = 107.0
             (answer,) = (await holder.infer(X)).values()
             assert answer.tolist() == X["x"].tolist()
+
+
+async def test_the_pause_before_a_further_compile_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(held_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    async with aionn.Runtime(start=()) as runtime:
+        model = held_module.HeldModel("m", aionn.ray.ModelSpec(str(tmp_path / "none.onnx")), runtime)
+        for _ in range(12):
+            with pytest.raises(aionn.CallerError):
+                await model.serving()
+            clock[0] += 60.0
+        scaled = written(tmp_path / "none.onnx", 2)
+        model.spec = aionn.ray.ModelSpec(scaled, devices=("reference",))
+        assert (await model.serving()).device == "reference"
+        model.close()
+
+
+async def test_a_replica_starts_the_drivers_that_its_models_need_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aionn.runtime.processes.early.BY_DEFAULT", True)  # else the runtime starts none by itself
+    running = []
+
+    async def seen(name: str, spec: aionn.ray.ModelSpec) -> aionn.Model:
+        running.append(len(driver_pids()))
+        return await open_model(name, spec)
+
+    monkeypatch.setattr(held_module, "open_model", seen)
+    with FakeDevice() as fake:
+        models = {"m": aionn.ray.ModelSpec(identity_model({"x": (1, 16)}), devices=(fake.name,))}
+        async with held(tmp_path, models) as holder:
+            assert running == [1], "the driver was started before the model was read"
+            assert [device.name for device in holder.runtime.health().devices if device.pid is not None] == [fake.name]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([{}], None),
+        ([{"devices": ("reference", "onnxruntime")}, {"stages": ("onnxruntime", "openvino")}], ("reference", "onnxruntime")),
+        ([{"devices": ("reference",)}, {"devices": ("reference",)}], ("reference",)),
+        ([{"devices": ("reference",)}, {}], None),
+        ([{"devices": ("reference",)}, {"required": False}, {"devices": ("openvino",), "required": False}], ("reference",)),
+        ([{"devices": ("no-such-device",)}], ()),
+        ([{"devices": ("reference",), "options": {"priority": "low"}}], ()),
+    ],
+)
+def test_the_first_devices_of_required_models_start_early(given: list[dict[str, Any]], expected: tuple[str, ...] | None) -> None:
+    assert held_module.first_devices([aionn.ray.ModelSpec("m.onnx", **arguments) for arguments in given]) == expected
+
+
+@pytest.mark.parametrize("first", ["cannot be compiled", "is being compiled"])
+async def test_a_model_that_does_not_serve_is_upgraded_all_the_same(tmp_path: Path, first: str) -> None:
+    one, two = written(tmp_path / "1.onnx", 2), written(tmp_path / "2.onnx", 3)
+    with FakeDevice() as fake:
+        if first == "cannot be compiled":
+            fake.fail("no room", "compile")
+        else:
+            fake.hang("compile")
+        async with held(tmp_path, {"m": spec(one, tmp_path, fake.name, required=False)}) as holder, anyio.create_task_group() as tasks:
+            await fake.heard("compile")
+            if first == "cannot be compiled":
+                with pytest.raises(aionn.CompilationError, match="no room"):
+                    await holder.infer(X)
+                fake.behave()
+            else:
+                tasks.start_soon(holder.infer, X)  # waits for the version before, and gets the one after
+            with anyio.fail_after(60):
+                await holder.reconfigure(config(m=(two, None)))
+            fake.behave()
+            await holder.infer(X)
+            assert (await holder.describe())["m"]["digest"] == await digest_of(two)
+            await holder.reconfigure({"models": {}})
+            assert (await holder.describe())["m"]["digest"] == await digest_of(one)
+
+
+async def test_a_failed_upgrade_takes_back_a_model_that_does_not_serve(tmp_path: Path) -> None:
+    one, two = written(tmp_path / "1.onnx", 2), written(tmp_path / "2.onnx", 3)
+    with FakeDevice() as fake:
+        fake.hang("compile")
+        models = {"a": spec(one, tmp_path, fake.name, required=False), "b": spec(one, tmp_path)}
+        async with held(tmp_path, models) as holder:
+            with pytest.raises(aionn.CallerError, match="asks for 000"):
+                await holder.reconfigure(config(a=(two, None), b=(two, "0" * 64)))
+            fake.behave()
+            await holder.infer(X, "a")
+            assert (await holder.describe())["a"]["digest"] == await digest_of(one)
 
 
 async def test_a_long_start_is_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -452,7 +558,7 @@ def test_the_options_of_serve_bound_queues_and_find_a_hang() -> None:
     assert aionn.ray.serve_options(max_ongoing_requests=10, num_replicas=2) == {
         "max_ongoing_requests": 10,
         "max_queued_requests": 40,
-        "health_check_period_s": 2.0,
+        "health_check_period_s": 0.5,
         "health_check_timeout_s": 5.0,
         "graceful_shutdown_timeout_s": 20.0,
         "num_replicas": 2,
