@@ -23,7 +23,7 @@ __all__ = ["Asked", "Tensor", "asked_of", "decoded"]
 _KNOWN = frozenset(DATATYPES.values())
 _SHARED_MEMORY = "shared_memory_region"
 _CHECKED = (OperandType.BOOL, OperandType.STRING)
-"""Types of which some bytes are no value."""
+"""Not every byte is a value of these types, so each is looked at."""
 
 
 class InputMessage(msgspec.Struct):
