@@ -413,5 +413,6 @@ def test_made_bodies_cost_no_frame_and_no_500(served: OipServed) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1800)
 def test_row_f19(served: OipServed) -> None:
     check_made_bodies(served, 10_000)

@@ -8,7 +8,8 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
 from starlette.types import Receive, Scope
 
@@ -72,9 +73,9 @@ class Incoming:
         """How many bytes have arrived and are not handed out."""
         return len(self._chunk)
 
-    async def json(self) -> memoryview:
+    def json(self) -> Coroutine[Any, Any, memoryview]:
         """Return the JSON at the beginning of the body, or the whole body if all of it is JSON."""
-        return await (self.take(self.json_bytes) if self.json_bytes is not None else self._rest())
+        return self.take(self.json_bytes) if self.json_bytes is not None else self._rest()
 
     def check_rest(self, needed: int) -> None:
         """Raise `Refusal` if the body is known to have another number of bytes behind its JSON, or more than the limit."""

@@ -102,13 +102,18 @@ def _is_large(incoming: Incoming, asked: Asked) -> bool:
 
 def _arrays(data: memoryview, asked: Asked) -> dict[str, NDArray[Any]]:
     """Return the inputs by name. Raw bytes are used where they lie."""
-    arrays = {}
+    arrays: dict[str, NDArray[Any]] = {}
+    at = 0
     for tensor in asked.inputs:
-        if tensor.binary_bytes is None:
+        size = tensor.binary_bytes
+        if size is None:
             arrays[tensor.name] = from_json(tensor.name, tensor.operand, tensor.shape, tensor.data)
+            continue
+        if tensor.dtype is not None:
+            arrays[tensor.name] = np.ndarray(tensor.shape, tensor.dtype, data, at)
         else:
-            part, data = data[: tensor.binary_bytes], data[tensor.binary_bytes :]
-            arrays[tensor.name] = array_of(tensor.name, tensor.operand, tensor.shape, part)
+            arrays[tensor.name] = array_of(tensor.name, tensor.operand, tensor.shape, data[at : at + size])
+        at += size
     return arrays
 
 
@@ -141,24 +146,26 @@ async def _fill(frame: aionn.Frame, incoming: Incoming, asked: Asked) -> None:
 
 def _response(asked: Asked, target: Target, outputs: aionn.Outputs) -> Response:
     """Return the answer. It has copies of the outputs, whose memory is free from then on."""
-    arrays = [np.asarray(outputs[name]) for name in asked.outputs]
+    arrays = [outputs[name] for name in asked.outputs]
     shapes = [array.shape for array in arrays]
     head, of = asked.answered
-    if not head or shapes != of:
+    if shapes != of:
         head = msgspec.json.encode(_described(asked, target, outputs))
-        if not asked.timing and all(asked.outputs.values()) and all(array.dtype != object for array in arrays):
+        if not asked.timing and asked.raw == "all" and all(array.dtype != object for array in arrays):
             asked.answered = head, shapes  # no value is in it, and no size of a text
-    if not any(asked.outputs.values()):
+    if asked.raw == "none":
         return Answer(head, b"application/json")
-    parts = [as_bytes(array) for array, binary in zip(arrays, asked.outputs.values(), strict=True) if binary]
-    return Answer(b"".join((head, *parts)), b"application/octet-stream", (b"inference-header-content-length", b"%d" % len(head)))
+    if asked.raw == "some":
+        arrays = [array for array, binary in zip(arrays, asked.outputs.values(), strict=True) if binary]
+    body = b"".join([head, *map(as_bytes, arrays)])
+    return Answer(body, b"application/octet-stream", (b"inference-header-content-length", b"%d" % len(head)))
 
 
 def _described(asked: Asked, target: Target, outputs: aionn.Outputs) -> dict[str, Any]:
     """Return the JSON of an answer."""
     described: list[dict[str, Any]] = []
     for name, binary in asked.outputs.items():
-        array, operand = np.asarray(outputs[name]), target.compilation.model.outputs[name]
+        array, operand = outputs[name], target.compilation.model.outputs[name]
         one: dict[str, Any] = {"name": name, "datatype": datatype(operand), "shape": list(array.shape)}
         if binary:
             one["parameters"] = {"binary_data_size": len(as_bytes(array))}

@@ -6,12 +6,13 @@ Invariant
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
+import numpy as np
 
 from aionn.asgi.open_inference.refusals import Refusal
 from aionn.asgi.open_inference.tensors import DATATYPES, MOST_AXES, datatype, only_binary, shape_of
@@ -21,6 +22,8 @@ __all__ = ["Asked", "Tensor", "asked_of", "decoded"]
 
 _KNOWN = frozenset(DATATYPES.values())
 _SHARED_MEMORY = "shared_memory_region"
+_CHECKED = (OperandType.BOOL, OperandType.STRING)
+"""Not every byte is a value of these types, so each is looked at."""
 
 
 class InputMessage(msgspec.Struct):
@@ -49,6 +52,7 @@ class Tensor:
 
     Attributes:
         binary_bytes: the size of its raw bytes, or None if its values are in `data` as JSON.
+        dtype: of its raw bytes, if they are numbers and any bytes are values of the type. Else None.
     """
 
     name: str
@@ -56,6 +60,7 @@ class Tensor:
     shape: tuple[int, ...]
     binary_bytes: int | None
     data: msgspec.Raw
+    dtype: np.dtype[np.generic] | None
 
 
 @dataclass(slots=True)
@@ -69,6 +74,7 @@ class Asked:
         timeout_s: seconds in which the client wants the answer, or None.
         timing: whether the client wants to know how long the model took.
         binary_bytes: how many raw bytes follow the JSON.
+        raw: which of the outputs the client wants as raw bytes.
         answered: the JSON of the last answer and the shapes that it names, if nothing else of the answer is in it. Else empty.
     """
 
@@ -78,10 +84,12 @@ class Asked:
     timeout_s: float | None
     timing: bool
     binary_bytes: int = field(init=False)
-    answered: tuple[bytes, Sequence[tuple[int, ...]]] = (b"", ())
+    raw: Literal["all", "some", "none"] = field(init=False)
+    answered: tuple[bytes, list[tuple[int, ...]] | None] = (b"", None)
 
     def __post_init__(self) -> None:
         self.binary_bytes = sum(tensor.binary_bytes or 0 for tensor in self.inputs)
+        self.raw = "none" if not any(self.outputs.values()) else "all" if all(self.outputs.values()) else "some"
 
 
 _DECODER = msgspec.json.Decoder(RequestMessage)
@@ -152,7 +160,8 @@ def _tensor(message: InputMessage, inputs: Mapping[str, Operand]) -> Tensor:
         _check_size(name, operand, shape, size)
     elif only_binary(operand):
         raise Refusal(400, f"input {name!r}: {wanted} does not travel as JSON; send it as binary data")
-    return Tensor(name, operand, shape, size, message.data)
+    dtype = None if size is None or operand.type in _CHECKED else operand.type.dtype
+    return Tensor(name, operand, shape, size, message.data, dtype)
 
 
 def _check_size(name: str, operand: Operand, shape: tuple[int, ...], size: Any) -> None:

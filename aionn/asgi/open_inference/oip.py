@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -158,9 +158,9 @@ class _Routes:
     async def unknown(self, request: Request) -> Response:
         raise Refusal(404, f"the path {request.url.path} is unknown to this server")
 
-    async def _target(self, connection: HTTPConnection) -> Target:
+    def _target(self, connection: HTTPConnection) -> Coroutine[Any, Any, Target]:
         parameters = connection.path_params
-        return await self._targets.find(connection, parameters["model"], parameters.get("version", VERSION))
+        return self._targets.find(connection, parameters["model"], parameters.get("version", VERSION))
 
 
 class _Inference:

@@ -10,7 +10,7 @@ Invariant
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,7 +79,7 @@ class Target:
     retries: int
     arrivals: Arrivals = field(default_factory=Arrivals)
 
-    async def compute(self, inputs: Mapping[str, Any] | aionn.Frame, timing: bool, deadline_ns: int | None) -> aionn.Outputs:
+    def compute(self, inputs: Mapping[str, Any] | aionn.Frame, timing: bool, deadline_ns: int | None) -> Coroutine[Any, Any, aionn.Outputs]:
         """Run the model once. Errors are those of `Burst.compute`.
 
         Args:
@@ -87,7 +87,7 @@ class Target:
             deadline_ns: when the client does not want the answer any more, in nanoseconds of CLOCK_MONOTONIC.
         """
         call = self.compilation.compute if self.burst is None else self.burst.compute
-        return await compute_stateless(
+        return compute_stateless(
             call, inputs, retries=self.retries, on_retry=self._count_retry, measure_timing=timing, deadline_ns=deadline_ns
         )
 

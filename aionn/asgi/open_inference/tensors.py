@@ -40,6 +40,8 @@ DATATYPES = {
 MOST_AXES = 32
 """The most axes that a tensor may have. NumPy 1 takes no more."""
 _LENGTH_BYTES = 4
+_FEW_BYTES = 2**12
+"""So many bytes are copied in less time than a view of them is made."""
 
 
 def datatype(operand: Operand) -> str:
@@ -106,10 +108,12 @@ def _array_of_texts(texts: list[str]) -> NDArray[Any]:
 
 
 def as_bytes(array: NDArray[Any]) -> bytes | memoryview:
-    """Return a tensor as raw bytes. Numbers are not copied if they lie in row-major order."""
-    if array.dtype == object:
+    """Return a tensor as raw bytes. Many numbers are not copied if they lie in row-major order."""
+    if array.dtype.hasobject:
         encoded = [text.encode("utf-8", "surrogateescape") for text in array.reshape(-1).tolist()]
         return b"".join(part for text in encoded for part in (len(text).to_bytes(_LENGTH_BYTES, "little"), text))
+    if array.nbytes <= _FEW_BYTES:
+        return array.tobytes()
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
