@@ -115,6 +115,7 @@ async def many_kills(silero_path: Path, kills: int) -> None:
     print(f"{kills} kills, told after: median {told_s[len(told_s) // 2] * 1e3:.1f} ms, longest {told_s[-1] * 1e3:.1f} ms")
 
 
+@pytest.mark.timeout(600)  # each kill has a deadline
 async def test_every_call_that_waits_for_a_killed_driver_is_told_and_the_next_use_starts_a_new_one(silero_path: Path) -> None:
     await many_kills(silero_path, KILLS)
 

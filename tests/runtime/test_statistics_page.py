@@ -258,9 +258,13 @@ def test_an_app_that_is_killed_leaves_no_page_and_no_driver() -> None:
         process.communicate()
 
 
-def _parent(pid: int) -> int:
-    with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
-        return int(file.read().rpartition(")")[2].split()[1])
+def _parent(pid: int) -> int | None:
+    """The pid of a process's parent. None if the process has ended, as drivers of other tests do at any time."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
+            return int(file.read().rpartition(")")[2].split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return None
 
 
 def test_a_loop_that_ends_with_an_open_runtime_leaves_no_page() -> None:
