@@ -14,7 +14,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -26,8 +27,9 @@ from aionn.errors import AionnError, CallerError, again
 from aionn.hal.model import Model
 from aionn.hal.values import outside_frames
 from aionn.ray.destructor import Destructor
-from aionn.ray.models import ModelSpec, checked_specs, open_model, upgraded_specs
+from aionn.ray.models import ModelSpec, checked_specs, compile_model, open_model, upgraded_specs
 from aionn.ray.needed import assigned_threads
+from aionn.ray.streams import compute_stream
 from aionn.runtime.executing.retrying import compute_stateless
 from aionn.tasks import checked_count, deadline_of, ending_by, ungrouped
 
@@ -91,6 +93,7 @@ class Holder:
     """
 
     models: ClassVar[Mapping[str, Any]] = {}
+    _least_models: ClassVar[int] = 1
     _closed = True  # before there is a runtime, there is nothing to close
 
     async def __init__(  # type: ignore[misc]  # Serve awaits a constructor
@@ -102,7 +105,7 @@ class Holder:
         failed_upgrade: Literal["raise", "keep"] = "raise",
     ) -> None:
         self._runtime: aionn.Runtime | None = None
-        self._deployed = checked_specs(type(self).models if models is None else models)
+        self._deployed = checked_specs(type(self).models if models is None else models, self._least_models)
         self._retries = checked_count("Holder: retry_stateless", retry_stateless, 0)
         if failed_upgrade not in ("raise", "keep"):
             raise CallerError(f"Holder: failed_upgrade={failed_upgrade!r}; give 'raise' or 'keep'")
@@ -167,17 +170,9 @@ class Holder:
 
     async def _compile(self, held: _Held) -> None:
         """Compile a model, warm it up and open its burst. The model serves from then on."""
-        spec = held.spec
-        model = await open_model(held.name, spec)
-        compilation = await self.runtime.compile(model, name=held.name, **spec.compile_options)
-        if spec.warm_up:
-            try:
-                await compilation.warm_up(spec.warm_up)
-            except CallerError as error:
-                logger.warning("model %r is not warmed up, because inputs for it cannot be made up: %s", held.name, error)
+        compilation, held.digest = await compile_model(self.runtime, held.name, held.spec)
         if not outside_frames(compilation.model):
             held.burst = await compilation.burst(name=held.name).__aenter__()  # the runtime closes it
-        held.digest = (await model.digest()).hex()
         held.compilation = compilation
 
     def _compile_in_background(self, held: _Held) -> asyncio.Task[None]:
@@ -256,15 +251,10 @@ class Holder:
         """
         held = self._named(model)
         compilation = await self._compilation(held)
-        if states is not None:
-            async with compilation.recurrent(states, name=held.name) as kept:
-                async for frame in _each(frames):
-                    yield dict(await kept.compute(frame))
-            return
-        async with compilation.burst(name=held.name) as burst:
-            count = partial(_count_retry, held)
-            async for frame in _each(frames):
-                yield dict(await compute_stateless(burst.compute, frame, retries=self._retries, on_retry=count))
+        results = compute_stream(compilation, frames, states, retries=self._retries, on_retry=partial(_count_retry, held))
+        async with aclosing(results):
+            async for outputs in results:
+                yield outputs
 
     async def describe(self) -> dict[str, dict[str, Any]]:
         """Return what the replica serves, by the name of the model.
@@ -385,12 +375,3 @@ def _count_retry(held: _Held) -> None:
 def _log_failure(name: str, task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         logger.error("model %r was not compiled: %s: %s", name, type(error).__name__, error)
-
-
-async def _each(frames: Iterable[Inputs] | AsyncIterable[Inputs]) -> AsyncIterator[Inputs]:
-    if isinstance(frames, AsyncIterable):
-        async for frame in frames:
-            yield frame
-    else:
-        for frame in frames:
-            yield frame
