@@ -289,9 +289,9 @@ async def test_a_model_that_fails_to_close_gives_its_place_back(caplog: pytest.L
 
 async def test_closing_waits_for_leases_and_ends_requests_that_wait_for_a_model() -> None:
     bench = Bench()
-    leases = Leases(bench.open, 2)
+    leases = Leases(bench.open, 3)
     bench.hold("open b")
-    going, opening, waiting = Request(leases, "a"), Request(leases, "b"), Request(leases, "c")
+    going, other, opening, waiting = (Request(leases, name) for name in "adbc")
     await settled()
     late = Request(leases, "a")  # "a" was chosen to leave, for "c"
     await settled()
@@ -301,14 +301,14 @@ async def test_closing_waits_for_leases_and_ends_requests_that_wait_for_a_model(
             await request.task
     await settled()
     assert not closing.done()
-    assert {getattr(one, "name", "") for one in bench.live} == {"a"}
-    assert await going.end() == "a"
+    assert {getattr(one, "name", "") for one in bench.live} == {"a", "d"}
+    assert [await request.end() for request in (going, other)] == ["a", "d"]
     await closing
     assert bench.live == set()
     with pytest.raises(aionn.CallerError, match="being closed"):
         await one(leases, "a")
     await leases.aclose(60)
-    assert bench.opens == {"a": 1, "b": 1}
+    assert bench.opens == {"a": 1, "b": 1, "d": 1}
 
 
 async def test_closing_does_not_wait_longer_than_it_may() -> None:

@@ -108,13 +108,15 @@ async def test_each_call_gets_its_model_and_two_are_compiled_at_most(tmp_path: P
 
 async def test_calls_that_miss_at_once_compile_the_model_once(tmp_path: Path, watch: CompilationWatch) -> None:
     with FakeDevice() as fake:
-        fake.hang("compile")
-        async with held(tmp_path, fake_models(fake, "fr")) as holder:
+        async with held(tmp_path, fake_models(fake, "fr", "de")) as holder:
+            await calls(holder, "de")
+            fake.hang("compile")
             tasks = [calls(holder, "fr", number) for number in range(5)]
             await fake.heard("compile")
+            assert holder.runtime.health().ready, "the other models answer meanwhile"
             fake.behave()
             assert [(await task)["fr"][0, 0] for task in tasks] == list(range(5))
-            assert watch.compiles == 1
+            assert watch.compiles == 2
 
 
 async def test_a_model_in_use_is_closed_after_its_call(tmp_path: Path, watch: CompilationWatch) -> None:
@@ -298,6 +300,8 @@ async def test_a_stream_keeps_its_model(tmp_path: Path, watch: CompilationWatch)
                 yield {"x": np.full((1, 16), number, np.float32)}
                 if number == 2:
                     other.append(calls(holder, "m0", 7))
+                if number == 4:
+                    assert list(await holder.open_models()) == ["m1"]
 
         assert await asyncio.create_task(stream()) == [0, 2, 4, 6, 8]
         assert (await other[0])["y"][0, 0] == 7
