@@ -5,8 +5,11 @@ farm travel through an artifact store. Ray carries only orders and reports about
 
     holder      `Holder`: the base of a Serve deployment whose replicas hold models
     held        a model of a replica: its compiles, its upgrades, and what serves
+    multiplexed `MultiplexedHolder`: the base of a deployment of many models, of which each replica keeps a few compiled
+    leases      a limited number of open models, which requests lease. Knows nothing of Ray
     serving     `deployment`, a ready deployment, and `serve_options`, the options of Serve that suit it
     models      `ModelSpec`: which model, with which digest, compiled in which way
+    streams     a model on each frame of a stream
     destructor  what Serve awaits at the end of a replica
 
     farm        the farm as the compile backend of a runtime: the app's side
@@ -28,16 +31,18 @@ if _typing.TYPE_CHECKING:
     from aionn.ray.farm import Farm
     from aionn.ray.holder import Holder
     from aionn.ray.models import ModelSpec
+    from aionn.ray.multiplexed import MultiplexedHolder
     from aionn.ray.resources import node_resources
     from aionn.ray.serving import deployment, serve_options
 
-__all__ = ["Farm", "Holder", "ModelSpec", "deployment", "node_resources", "serve_options"]
+__all__ = ["Farm", "Holder", "ModelSpec", "MultiplexedHolder", "deployment", "node_resources", "serve_options"]
 
 if not _typing.TYPE_CHECKING:
     _HOMES = {
         "Farm": "aionn.ray.farm",
         "Holder": "aionn.ray.holder",
         "ModelSpec": "aionn.ray.models",
+        "MultiplexedHolder": "aionn.ray.multiplexed",
         "deployment": "aionn.ray.serving",
         "node_resources": "aionn.ray.resources",
         "serve_options": "aionn.ray.serving",

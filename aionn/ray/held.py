@@ -20,7 +20,7 @@ import aionn
 from aionn.errors import CallerError, again
 from aionn.hal.model import Model
 from aionn.hal.values import outside_frames
-from aionn.ray.models import ModelSpec, open_model
+from aionn.ray.models import ModelSpec, compile_model, open_model
 from aionn.runtime.processes.early import checked_start
 
 __all__ = ["HeldModel", "first_devices"]
@@ -76,17 +76,10 @@ class HeldModel:
             AionnError: as `aionn.Runtime.compile`.
         """
         spec = self.spec
-        model = await open_model(self.name, spec)
-        compilation = await self._runtime.compile(model, name=self.name, **spec.compile_options)
-        if spec.warm_up:
-            try:
-                await compilation.warm_up(spec.warm_up)
-            except CallerError as error:
-                logger.warning("model %r is not warmed up, because inputs for it cannot be made up: %s", self.name, error)
+        compilation, digest = await compile_model(self._runtime, self.name, spec)
         burst: aionn.Burst | None = None
         if not outside_frames(compilation.model):
             burst = await compilation.burst(name=self.name).__aenter__()  # the runtime closes it
-        digest = (await model.digest()).hex()
         self.spec, self.digest, self.burst, self.compilation = spec, digest, burst, compilation
 
     def compile_in_background(self) -> asyncio.Task[None]:

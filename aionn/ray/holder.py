@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable, Mapping
+from contextlib import aclosing
 from typing import Any, ClassVar, Literal
 
 import anyio
@@ -24,6 +25,7 @@ from aionn.ray.destructor import Destructor
 from aionn.ray.held import HeldModel, first_devices
 from aionn.ray.models import ModelSpec, checked_specs, upgraded_specs
 from aionn.ray.needed import assigned_threads
+from aionn.ray.streams import compute_stream
 from aionn.runtime.executing.retrying import compute_stateless
 from aionn.tasks import checked_count, deadline_of, ending_by, ungrouped
 
@@ -68,6 +70,7 @@ class Holder:
     """
 
     models: ClassVar[Mapping[str, Any]] = {}
+    _least_models: ClassVar[int] = 1
     _closed = True  # before there is a runtime, there is nothing to close
 
     async def __init__(  # type: ignore[misc]  # Serve awaits a constructor
@@ -79,7 +82,7 @@ class Holder:
         failed_upgrade: Literal["raise", "keep"] = "raise",
     ) -> None:
         self._runtime: aionn.Runtime | None = None
-        self._deployed = checked_specs(type(self).models if models is None else models)
+        self._deployed = checked_specs(type(self).models if models is None else models, self._least_models)
         self._retries = checked_count("Holder: retry_stateless", retry_stateless, 0)
         if failed_upgrade not in ("raise", "keep"):
             raise CallerError(f"Holder: failed_upgrade={failed_upgrade!r}; give 'raise' or 'keep'")
@@ -211,15 +214,10 @@ class Holder:
         """
         held = self._named(model)
         compilation = await held.serving()
-        if states is not None:
-            async with compilation.recurrent(states, name=held.name) as kept:
-                async for frame in _each(frames):
-                    yield dict(await kept.compute(frame))
-            return
-        async with compilation.burst(name=held.name) as burst:
-            count = held.count_retry
-            async for frame in _each(frames):
-                yield dict(await compute_stateless(burst.compute, frame, retries=self._retries, on_retry=count))
+        results = compute_stream(compilation, frames, states, retries=self._retries, on_retry=held.count_retry)
+        async with aclosing(results):
+            async for outputs in results:
+                yield outputs
 
     async def describe(self) -> dict[str, dict[str, Any]]:
         """Return what the replica serves, by the name of the model.
@@ -303,12 +301,3 @@ class Holder:
 
 
 Holder.__del__ = Destructor()  # type: ignore[attr-defined]
-
-
-async def _each(frames: Iterable[Inputs] | AsyncIterable[Inputs]) -> AsyncIterator[Inputs]:
-    if isinstance(frames, AsyncIterable):
-        async for frame in frames:
-            yield frame
-    else:
-        for frame in frames:
-            yield frame

@@ -1,4 +1,4 @@
-"""`ModelSpec`: which model a replica serves, and how it is compiled.
+"""`ModelSpec`: which model a replica serves, and how it is compiled. `compile_model` compiles it.
 
 A specification is pickled with a deployment, so it holds values only. The bytes of a model stay in its file, which every node must have.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,9 @@ import anyio.to_thread
 import aionn
 from aionn.errors import CallerError
 
-__all__ = ["ModelSpec", "checked_specs", "open_model", "upgraded_specs"]
+__all__ = ["ModelSpec", "checked_specs", "compile_model", "open_model", "upgraded_specs"]
+
+logger = logging.getLogger("aionn.ray")
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _GIVEN_ELSEWHERE = {"devices", "stages", "mode", "cache_dir", "required", "name", "model", "on_event"}
@@ -80,13 +83,13 @@ class ModelSpec:
         return asked
 
 
-def checked_specs(models: object) -> dict[str, ModelSpec]:
+def checked_specs(models: object, least: int = 1) -> dict[str, ModelSpec]:
     """Return the models of a deployment by name. A path becomes a `ModelSpec` of that file.
 
     Raises:
-        CallerError: `models` is not a dict, is empty, or has a value that is not a model.
+        CallerError: `models` is not a dict, has fewer than `least` models, or has a value that is not a model.
     """
-    if not isinstance(models, Mapping) or not models:
+    if not isinstance(models, Mapping) or len(models) < least:
         raise CallerError(f"models={_shown(models)}; give at least one model by name, as in models={{'vad': ModelSpec('vad.onnx')}}")
     found = {}
     for name, given in models.items():
@@ -136,3 +139,29 @@ async def open_model(name: str, spec: ModelSpec) -> aionn.Model:
         where = "its bytes" if isinstance(spec.source, bytes) else os.fspath(spec.source)
         raise CallerError(f"model {name!r}: {where} has the digest {found}, but the deployment asks for {spec.digest}")
     return model
+
+
+async def compile_model(runtime: aionn.Runtime, name: str, spec: ModelSpec, **options: Any) -> tuple[aionn.Compilation, str]:
+    """Compile the model of a specification, and warm it up. Nothing stays compiled after an error.
+
+    Args:
+        options: of `aionn.Runtime.compile`. They replace those of the specification.
+
+    Returns:
+        The compilation, and the model's digest as 64 hexadecimal digits.
+
+    Raises:
+        CallerError: as `open_model`.
+        AionnError: as `aionn.Runtime.compile`.
+    """
+    model = await open_model(name, spec)
+    compilation = await runtime.compile(model, name=name, **{**spec.compile_options, **options})
+    try:
+        if spec.warm_up:
+            await compilation.warm_up(spec.warm_up)
+    except CallerError as error:
+        logger.warning("model %r is not warmed up, because inputs for it cannot be made up: %s", name, error)
+    except BaseException:
+        await compilation.aclose()
+        raise
+    return compilation, (await model.digest()).hex()

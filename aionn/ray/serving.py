@@ -9,6 +9,7 @@ from typing import Any
 from aionn.errors import CallerError
 from aionn.ray.holder import GRACEFUL_SHUTDOWN_S, Holder
 from aionn.ray.models import checked_specs
+from aionn.ray.multiplexed import ModelsById, MultiplexedHolder, checked_ids
 from aionn.ray.needed import needed_ray
 from aionn.tasks import checked_count
 
@@ -59,12 +60,20 @@ def serve_options(
     return {**options, **others}
 
 
-def deployment(models: Mapping[str, Any], *, holder: Mapping[str, Any] | None = None, **options: Any) -> Any:
+def deployment(
+    models: Mapping[str, Any] | None = None,
+    *,
+    multiplexed: ModelsById | None = None,
+    holder: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Any:
     """Return a Serve deployment whose replicas serve models by `Holder.infer` and `Holder.stream`.
 
     Args:
-        models: by name, an `aionn.ray.ModelSpec` or the path of an ONNX file.
-        holder: further arguments of `aionn.ray.Holder`, by name.
+        models: by name, an `aionn.ray.ModelSpec` or the path of an ONNX file. Each replica serves all of them.
+        multiplexed: models of which each replica keeps a few compiled, as for `aionn.ray.MultiplexedHolder`, which is the class of the
+            replicas then. `models` may be left out.
+        holder: further arguments of `aionn.ray.Holder` or `aionn.ray.MultiplexedHolder`, by name, such as `max_models`.
         options: arguments of `serve_options`, which takes those of `serve.deployment`, too, such as `name` and `num_replicas`.
 
     Returns:
@@ -82,11 +91,26 @@ def deployment(models: Mapping[str, Any], *, holder: Mapping[str, Any] | None = 
     needed_ray()
     from ray import serve
 
-    specs = checked_specs(models)
     arguments = dict(holder or {})
+    made = _models_class(models, arguments) if multiplexed is None else _multiplexed_class(models, multiplexed, arguments)
+    return serve.deployment(**{"name": "Models", **serve_options(**options)})(made)
+
+
+def _models_class(models: object, arguments: dict[str, Any]) -> type[Holder]:
+    specs = checked_specs(models)
 
     class Models(Holder):
         async def __init__(self) -> None:  # type: ignore[misc]  # as in `Holder`
             await super().__init__(specs, **arguments)
 
-    return serve.deployment(**{"name": "Models", **serve_options(**options)})(Models)
+    return Models
+
+
+def _multiplexed_class(models: object, multiplexed: ModelsById, arguments: dict[str, Any]) -> type[Holder]:
+    specs, ids = {} if models is None else checked_specs(models, 0), checked_ids(multiplexed)
+
+    class Models(MultiplexedHolder):
+        async def __init__(self) -> None:  # type: ignore[misc]  # as in `Holder`
+            await super().__init__(ids, models=specs, **arguments)
+
+    return Models

@@ -1,4 +1,4 @@
-"""Deployments for tests of `aionn.ray.Holder`: replicas import this module, so it holds what runs in them."""
+"""Deployments for tests of `aionn.ray.Holder` and `MultiplexedHolder`: replicas import this module, so it holds what runs in them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import Any
 
 import anyio
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 from ray import serve
 
 import aionn.ray
 from aionn.runtime.processes import process
+from tests.ray.multiplexing import CompilationWatch
 
 FPS = 30.0
 
@@ -66,3 +68,26 @@ def application(arguments: dict[str, Any]) -> Any:
     models = {name: aionn.ray.ModelSpec(**spec) for name, spec in arguments["models"].items()}
     options = aionn.ray.serve_options(**arguments.get("options", {}))
     return serve.deployment(name="Watched", **options)(Watched).bind(models, **arguments.get("holder", {}))
+
+
+class Multiplexed(aionn.ray.MultiplexedHolder):
+    """A holder of many models that counts its compilations from outside, and says what it takes."""
+
+    async def __init__(self, *given: Any, **arguments: Any) -> None:  # type: ignore[misc]  # Serve awaits a constructor
+        self._watch = CompilationWatch().install()
+        await super().__init__(*given, **arguments)
+
+    async def counts(self) -> dict[str, Any]:
+        """Return what the watch has counted, and the resident bytes of this process and of its drivers."""
+        drivers = [device.pid for device in self.runtime.health().devices if device.pid is not None]
+        watch = self._watch
+        return {
+            "live": watch.live,
+            "most": watch.most,
+            "compiles": watch.compiles,
+            "wrong": watch.wrong,
+            "pid": os.getpid(),
+            "drivers": drivers,
+            "rss": psutil.Process().memory_info().rss,
+            "driver_rss": sum(psutil.Process(pid).memory_info().rss for pid in drivers),
+        }

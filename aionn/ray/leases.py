@@ -1,0 +1,268 @@
+"""`Leases`: a limited number of open models, each of which stays open while a request holds a lease on it.
+
+This module knows nothing of Ray. A model is named by a text. Its first lease opens it, and it stays open for later leases. When another
+model needs its place, the model that was leased least recently is closed, after its last lease has ended.
+
+A model goes through these states. It takes a place in all of them but the first.
+
+    waiting     for a place
+    opening     a task opens it, once for all requests that have come
+    open        it can be leased; it is idle while it has no lease
+    leaving     it has leases, and is closed when they have ended; new requests for it wait
+    ending      a task closes it, or stops opening it; new requests for it wait
+    gone
+
+If a model waits for a place, and no model is idle, one open model is chosen to leave. Without that choice, requests that overlap could keep
+a place without end. If another place comes free first, the model that was chosen stays.
+
+Invariants
+    `_entries` holds each model that is not gone, the least recently leased one first. It holds a model once, so no model is open twice.
+    A model that waits is in `_waiting`, too. All others have a place, and they are at most `most`.
+    Only a model that is open, or that a task is ending, can be without a lease.
+    A model that has failed to open is gone before its requests get the error. The next request for it tries again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from enum import Enum, auto
+from typing import Generic, Protocol, TypeVar
+
+from aionn.errors import CallerError, again
+from aionn.tasks import checked_count
+
+__all__ = ["Leases"]
+
+logger = logging.getLogger("aionn.ray")
+
+
+class _Closable(Protocol):
+    async def aclose(self) -> None: ...
+
+
+T = TypeVar("T", bound=_Closable)
+
+
+class _State(Enum):
+    WAITING = auto()
+    OPENING = auto()
+    OPEN = auto()
+    LEAVING = auto()
+    ENDING = auto()
+    GONE = auto()
+
+
+class _Entry(Generic[T]):
+    """A model.
+
+    Attributes:
+        opened: the open model, or the error of opening it. Requests await it through `asyncio.shield`, so one that leaves ends nothing.
+        leases: how many requests hold a lease, or wait until the model is open.
+        settled: is set when the model is gone, when it stays although it was chosen to leave, and when all models are being closed.
+        task: opens the model, and later another one closes it. None while the model waits for a place.
+    """
+
+    __slots__ = ("leases", "name", "opened", "settled", "state", "task")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.state = _State.WAITING
+        self.opened: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self.leases = 0
+        self.settled = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+
+    def fail(self, error: BaseException) -> None:
+        if not self.opened.done():
+            self.opened.set_exception(error)
+            self.opened.exception()  # if all requests have left, the loop must not report the error as never retrieved
+
+
+class Leases(Generic[T]):
+    """A limited number of open models.
+
+    Args:
+        open_model: opens the model of that name. It is cancelled when no request waits for the model any more.
+        most: how many models are open, being opened or being closed at once.
+    """
+
+    def __init__(self, open_model: Callable[[str], Awaitable[T]], most: int) -> None:
+        self._open_model = open_model
+        self._most = checked_count("max_models", most, 1)
+        self._entries: dict[str, _Entry[T]] = {}
+        self._waiting: list[_Entry[T]] = []
+        self._closed = False
+        self._forgotten = asyncio.Event()
+
+    def __contains__(self, name: object) -> bool:
+        """Return whether the model is open, or was asked for."""
+        return name in self._entries
+
+    @property
+    def open_models(self) -> dict[str, T]:
+        """The models that are open, by name, the least recently leased one first."""
+        states = (_State.OPEN, _State.LEAVING)
+        return {name: entry.opened.result() for name, entry in self._entries.items() if entry.state in states}
+
+    @asynccontextmanager
+    async def lease(self, name: str) -> AsyncIterator[T]:
+        """Keep a model open for the body. Wait for a place, and until the model is open.
+
+        A task that takes a second lease inside of the first may wait without end, because all places may belong to such tasks.
+
+        Raises:
+            CallerError: the models are being closed.
+            Exception: as `open_model`.
+        """
+        entry = await self._entered(name)
+        try:
+            try:
+                opened = await asyncio.shield(entry.opened)
+            except Exception as error:
+                raise again(error) from None
+            yield opened
+        finally:
+            self._left(entry)
+
+    async def aclose(self, wait_s: float) -> None:
+        """Close all models. Requests that wait for a model end with `CallerError`. May be called again.
+
+        Args:
+            wait_s: seconds for leases to end. A model is closed after that time, even if it is leased.
+        """
+        self._closed = True
+        for entry in list(self._entries.values()):
+            entry.settled.set()  # requests that wait for it end
+            if entry.state in (_State.WAITING, _State.OPENING):
+                entry.fail(_closing())
+                self._give_up(entry)
+            elif entry.state is _State.OPEN:
+                entry.state = _State.LEAVING
+                if not entry.leases:
+                    self._close(entry)
+        if not await self._emptied(wait_s):
+            for entry in list(self._entries.values()):
+                if entry.state is _State.LEAVING:
+                    self._close(entry)
+            await self._emptied(None)
+
+    async def _emptied(self, wait_s: float | None) -> bool:
+        """Wait until all models are gone. Returns False if some are not after `wait_s` seconds."""
+        try:
+            async with asyncio.timeout(wait_s):
+                while self._entries:
+                    self._forgotten.clear()
+                    await self._forgotten.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    # --- requests ----------------------------------------------------------------------------------------------------------
+
+    async def _entered(self, name: str) -> _Entry[T]:
+        """Count a request for a model. Nothing is awaited after the count, so a request that is cancelled here was not counted."""
+        while True:
+            if self._closed:
+                raise _closing()
+            entry = self._entries.pop(name, None)
+            if entry is None:
+                entry = _Entry(name)
+                self._waiting.append(entry)
+            self._entries[name] = entry  # as the last one
+            if entry.state not in (_State.LEAVING, _State.ENDING):
+                break
+            await entry.settled.wait()
+        entry.leases += 1
+        self._share_places()
+        return entry
+
+    def _left(self, entry: _Entry[T]) -> None:
+        entry.leases -= 1
+        if not entry.leases:
+            if entry.state in (_State.WAITING, _State.OPENING):
+                self._give_up(entry)
+            elif entry.state is _State.LEAVING:
+                self._close(entry)
+        self._share_places()
+
+    # --- places ------------------------------------------------------------------------------------------------------------
+
+    def _share_places(self) -> None:
+        """Open the models that have waited longest, and make others leave for those that have no place yet."""
+        if self._closed:
+            return
+        while self._waiting and len(self._entries) - len(self._waiting) < self._most:
+            entry = self._waiting.pop(0)
+            entry.state = _State.OPENING
+            entry.task = asyncio.create_task(self._opening(entry), name=f"open {entry.name}")
+        needed = len(self._waiting) - sum(entry.state is _State.ENDING for entry in self._entries.values())
+        for entry in list(self._entries.values()):
+            if needed > 0 and entry.state is _State.OPEN and not entry.leases:
+                self._close(entry)
+                needed -= 1
+        self._choose_who_leaves(needed > 0)
+
+    def _choose_who_leaves(self, needed: bool) -> None:
+        """Have one model that is in use leave, if a place is needed. Otherwise the one that was chosen stays."""
+        chosen = [entry for entry in self._entries.values() if entry.state is _State.LEAVING]
+        if needed and not chosen:
+            for entry in self._entries.values():
+                if entry.state is _State.OPEN:
+                    entry.state = _State.LEAVING
+                    return
+        for entry in [] if needed else chosen:
+            entry.state = _State.OPEN
+            entry.settled.set()
+            entry.settled = asyncio.Event()
+
+    def _give_up(self, entry: _Entry[T]) -> None:
+        """End a model that is not open yet."""
+        if entry.task is None:
+            self._waiting.remove(entry)
+            self._forget(entry)
+        else:
+            entry.state = _State.ENDING  # it keeps its place until its task has ended
+            entry.task.cancel()
+
+    def _close(self, entry: _Entry[T]) -> None:
+        entry.state = _State.ENDING
+        entry.task = asyncio.create_task(self._ending(entry, entry.opened.result()), name=f"close {entry.name}")
+
+    async def _opening(self, entry: _Entry[T]) -> None:
+        try:
+            opened = await self._open_model(entry.name)
+        except BaseException as error:
+            self._forget(entry)
+            entry.fail(error if isinstance(error, Exception) else _closing())
+            if not isinstance(error, Exception):
+                raise
+            return
+        if entry.state is _State.ENDING:  # it was open before it could be cancelled
+            await self._ending(entry, opened)
+            return
+        entry.state = _State.OPEN
+        entry.opened.set_result(opened)
+        self._share_places()
+
+    async def _ending(self, entry: _Entry[T], opened: T) -> None:
+        try:
+            await opened.aclose()
+        except Exception as error:
+            logger.error("model %r was not closed: %s: %s", entry.name, type(error).__name__, error)
+        finally:
+            self._forget(entry)
+
+    def _forget(self, entry: _Entry[T]) -> None:
+        """Give the place of a model to the next one, and let requests that waited for its end go on."""
+        entry.state = _State.GONE
+        del self._entries[entry.name]
+        entry.settled.set()
+        self._forgotten.set()
+        self._share_places()
+
+
+def _closing() -> CallerError:
+    return CallerError("the models are being closed, so this one cannot be used any more")
