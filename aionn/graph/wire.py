@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 LARGE_BYTES = 4096
 """More bytes of raw_data than this are a span. For fewer bytes, a place in a file costs more than a copy."""
@@ -58,8 +59,7 @@ class WireError(ValueError):
     """The bytes are not a protobuf message, or not a whole one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outside:
+class Outside(msgspec.Struct, frozen=True):
     """A tensor in a file beside the model, as it stands in the message.
 
     Attributes:
@@ -72,8 +72,7 @@ class Outside:
     data_type: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Cut:
+class _Cut(msgspec.Struct, frozen=True):
     """A field whose content is changed: a span, or a message with spans in it."""
 
     start: int
@@ -84,8 +83,7 @@ class _Cut:
     span: int
 
 
-@dataclass(slots=True)
-class Survey:
+class Survey(msgspec.Struct):
     """What a walk has found.
 
     Attributes:
@@ -95,8 +93,8 @@ class Survey:
     """
 
     size: int
-    spans: list[tuple[int, int]] = field(default_factory=list)
-    outside: list[Outside] = field(default_factory=list)
+    spans: list[tuple[int, int]] = msgspec.field(default_factory=list)
+    outside: list[Outside] = msgspec.field(default_factory=list)
     cuts: tuple[_Cut, ...] = ()
 
     @property
@@ -107,8 +105,7 @@ class Survey:
         return list(zip(ends, starts, strict=True))
 
 
-@dataclass(frozen=True, slots=True)
-class Excision:
+class Excision(msgspec.Struct, frozen=True):
     """A serialized ModelProto without its large `raw_data`.
 
     Attributes:

@@ -26,9 +26,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
+
+import msgspec
 
 from aionn.pages import layout
 
@@ -152,8 +153,7 @@ class TraceRecord(NamedTuple):
     second: int
 
 
-@dataclass(frozen=True, slots=True)
-class SlotView:
+class SlotView(msgspec.Struct, frozen=True):
     """One slot, at one moment.
 
     Attributes:
@@ -201,8 +201,7 @@ class SlotView:
         return max(0, self.counters["sent"] - self.counters["answered"] - self.counters["lost"])
 
 
-@dataclass(frozen=True, slots=True)
-class PageView:
+class PageView(msgspec.Struct, frozen=True):
     """An app's page, at one moment.
 
     Attributes:

@@ -12,7 +12,8 @@ import os
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+
+import msgspec
 
 from aionn.pages import app_layout, layout
 from aionn.pages._page import snapshot, take_records
@@ -251,8 +252,7 @@ def find_page(pid: int) -> FoundPage | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class PageHeader:
+class PageHeader(msgspec.Struct, frozen=True):
     """What a page of any release says of its process.
 
     Attributes:

@@ -11,8 +11,9 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 MAGIC = int.from_bytes(b"aionnpg\0", "little")
 VERSION = 2
@@ -57,8 +58,7 @@ class LayoutError(ValueError):
     """The bytes are not a page of this layout, or not a page of the process that sent them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Execution:
+class Execution(msgspec.Struct, frozen=True):
     """One execution in progress.
 
     Attributes:
@@ -72,8 +72,7 @@ class Execution:
     since_ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class Activity:
+class Activity(msgspec.Struct, frozen=True):
     """What a driver does at one moment.
 
     Attributes:
