@@ -12,7 +12,8 @@ import onnx
 import pytest
 from onnx import ModelProto, OperatorSetIdProto, TensorProto, helper
 
-from aionn.engines.onnxruntime import CPU, OnnxRuntimeEngine
+from aionn.engines.onnxruntime import OnnxRuntimeEngine
+from aionn.engines.onnxruntime_providers import CPU
 from aionn.graph import supported_operations
 from aionn.graph.support import WITH_BODIES
 from aionn.graph.wire import operator_sets
