@@ -12,8 +12,7 @@ import os
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-
-import msgspec
+from typing import NamedTuple
 
 from aionn.pages import app_layout, layout
 from aionn.pages._page import snapshot, take_records
@@ -252,7 +251,7 @@ def find_page(pid: int) -> FoundPage | None:
     return None
 
 
-class PageHeader(msgspec.Struct, frozen=True):
+class PageHeader(NamedTuple):
     """What a page of any release says of its process.
 
     Attributes:

@@ -11,9 +11,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
-
-import msgspec
+from typing import Literal, NamedTuple
 
 MAGIC = int.from_bytes(b"aionnpg\0", "little")
 VERSION = 2
@@ -58,7 +56,7 @@ class LayoutError(ValueError):
     """The bytes are not a page of this layout, or not a page of the process that sent them."""
 
 
-class Execution(msgspec.Struct, frozen=True):
+class Execution(NamedTuple):
     """One execution in progress.
 
     Attributes:
@@ -72,7 +70,7 @@ class Execution(msgspec.Struct, frozen=True):
     since_ns: int
 
 
-class Activity(msgspec.Struct, frozen=True):
+class Activity(NamedTuple):
     """What a driver does at one moment.
 
     Attributes:

@@ -18,9 +18,7 @@ import itertools
 import struct
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
-
-import msgspec
+from typing import Any, NamedTuple
 
 from aionn.pages.app_layout import TraceKind, records_in
 from aionn.trace.events import Counter, FrameTimes, Recorded, Span
@@ -80,7 +78,7 @@ class Names:
         return seen[max(0, bisect_right(seen, at_ns, key=lambda one: one[0]) - 1)][1]
 
 
-class Content(msgspec.Struct, frozen=True):
+class Content(NamedTuple):
     """Records of one ring, one after the other. `lane` names the ring in its process."""
 
     pid: int

@@ -8,8 +8,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -82,7 +80,8 @@ class FrameTimes:
                 yield Span(name, started_ns, ended_ns, attributes, self.pid, 0)
 
 
-class Recorded(msgspec.Struct):
+@dataclass(slots=True)
+class Recorded:
     """What was recorded, of one process or of several.
 
     Attributes:
@@ -93,9 +92,9 @@ class Recorded(msgspec.Struct):
         lost: records that were overwritten before they could be read, or that found no room.
     """
 
-    spans: list[Span] = msgspec.field(default_factory=list)
-    counters: list[Counter] = msgspec.field(default_factory=list)
-    frames: list[FrameTimes] = msgspec.field(default_factory=list)
-    processes: dict[int, str] = msgspec.field(default_factory=dict)
-    time_namespaces: dict[int, int] = msgspec.field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)
+    counters: list[Counter] = field(default_factory=list)
+    frames: list[FrameTimes] = field(default_factory=list)
+    processes: dict[int, str] = field(default_factory=dict)
+    time_namespaces: dict[int, int] = field(default_factory=dict)
     lost: int = 0
