@@ -12,16 +12,15 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 __all__ = ["ROOT", "Folder", "Quota", "cpu_quota", "folders", "text_of"]
 
 ROOT = Path("/")
 
 
-@dataclass(frozen=True, slots=True)
-class Folder:
+class Folder(NamedTuple):
     """One cgroup: its path as an administrator knows it, the directory of its files, and whether it is of version 2."""
 
     name: str
@@ -29,8 +28,7 @@ class Folder:
     unified: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Quota:
+class Quota(NamedTuple):
     """How much CPU time a cgroup allows: `cpus` at once on average, and the name of the file that says it."""
 
     cpus: float

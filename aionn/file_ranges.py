@@ -14,10 +14,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import blake3
+import msgspec
 
 __all__ = ["FileRange", "ShortFileError", "StoppedError", "copy_ranges", "digest_of", "digest_ranges", "private_memory", "until"]
 
@@ -59,8 +59,7 @@ class ShortFileError(OSError):
     """A file ended before the range did."""
 
 
-@dataclass(frozen=True, slots=True)
-class FileRange:
+class FileRange(msgspec.Struct, frozen=True):
     """`length` bytes of an open file, from `offset` on."""
 
     fd: int
@@ -119,8 +118,7 @@ def _hasher(length: int) -> blake3.blake3:
     return blake3.blake3(max_threads=blake3.blake3.AUTO if length >= _PARALLEL_BYTES else 1)
 
 
-@dataclass(frozen=True, slots=True)
-class _Chunk:
+class _Chunk(msgspec.Struct, frozen=True):
     index: int
     offset: int
     view: memoryview

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import onnx
 import pytest
@@ -541,15 +542,15 @@ def test_a_steps_token_depends_on_the_model_and_on_what_the_step_does_but_not_on
     step = Step("A", (0, 1), ("n", "m"), ("a", "b"), ("c",))
     token = step_token(b"t" * 32, step)
     assert len(token) == 32
-    assert step_token(b"t" * 32, dataclasses.replace(step, device="B", nodes=("o", "p"))) == token
+    assert step_token(b"t" * 32, msgspec.structs.replace(step, device="B", nodes=("o", "p"))) == token
     others = [
         step_token(b"u" * 32, step),
-        step_token(b"t" * 32, dataclasses.replace(step, operations=(0, 2))),
-        step_token(b"t" * 32, dataclasses.replace(step, operations=(0,))),
-        step_token(b"t" * 32, dataclasses.replace(step, inputs=("ab",))),
-        step_token(b"t" * 32, dataclasses.replace(step, inputs=("ab", ""))),
-        step_token(b"t" * 32, dataclasses.replace(step, inputs=("a",), outputs=("b", "c"))),
-        step_token(b"t" * 32, dataclasses.replace(step, outputs=("d",))),
+        step_token(b"t" * 32, msgspec.structs.replace(step, operations=(0, 2))),
+        step_token(b"t" * 32, msgspec.structs.replace(step, operations=(0,))),
+        step_token(b"t" * 32, msgspec.structs.replace(step, inputs=("ab",))),
+        step_token(b"t" * 32, msgspec.structs.replace(step, inputs=("ab", ""))),
+        step_token(b"t" * 32, msgspec.structs.replace(step, inputs=("a",), outputs=("b", "c"))),
+        step_token(b"t" * 32, msgspec.structs.replace(step, outputs=("d",))),
     ]
     assert len({token, *others}) == 8
     assert step_token(b"", step) == b""

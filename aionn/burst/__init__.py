@@ -10,9 +10,12 @@ The app creates both queues, and the driver attaches. Memories are named by slot
 
 A usual request passes none of these files. `fmq.Caller` sends it and settles its answer. A lane (`fmq.Lane`) takes and answers it. The
 rest comes here: packets that come for the first time, deadlines that pass, freed memory, and the end.
+
+`controller` is imported when its name is first asked for, because drivers do without.
 """
 
-from aionn.burst.controller import ExecutionBurstController
+import typing as _typing
+
 from aionn.burst.executors import DefaultBurstExecutorWithCache, IBoundExecution, IBurstExecutorWithCache, ILanes, result_of
 from aionn.burst.packets import (
     DATUM_BYTES,
@@ -28,6 +31,10 @@ from aionn.burst.packets import (
     enough_datums,
 )
 from aionn.burst.server import CLOSE_S, ExecutionBurstServer
+from aionn.lazy import imported_when_asked as _imported_when_asked
+
+if _typing.TYPE_CHECKING:
+    from aionn.burst.controller import ExecutionBurstController
 
 __all__ = [
     "CLOSE_S",
@@ -50,3 +57,6 @@ __all__ = [
     "enough_datums",
     "result_of",
 ]
+
+if not _typing.TYPE_CHECKING:
+    __getattr__ = _imported_when_asked(__name__, {"ExecutionBurstController": "aionn.burst.controller"})

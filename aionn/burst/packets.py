@@ -22,9 +22,10 @@ The peer is not trusted to be correct. Each count is checked against the packet 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from struct import Struct
 from typing import NamedTuple
+
+import msgspec
 
 from aionn.errors import AionnError
 from aionn.hal.types import NO_TIMING, DataLocation, ErrorStatus, Operand, OutputShape, Request, RequestArgument, Result, Timing
@@ -73,8 +74,7 @@ class PoolReference(NamedTuple):
     token: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class RequestPacket:
+class RequestPacket(msgspec.Struct, frozen=True):
     """One request as it crosses the queue. Without `identity` it is an NNAPI packet: one is in flight, and its answer has no identity."""
 
     request: Request
@@ -84,8 +84,7 @@ class RequestPacket:
     deadline_ns: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ResultPacket:
+class ResultPacket(msgspec.Struct, frozen=True):
     """One answer as it crosses the queue. `service_ns` is how long the driver was busy with the request."""
 
     result: Result

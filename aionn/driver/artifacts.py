@@ -17,7 +17,6 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
@@ -53,8 +52,7 @@ class Description(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     outputs: tuple[tuple[str, Border], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(msgspec.Struct, frozen=True):
     """An executable that was made of verified cache files.
 
     Attributes:

@@ -14,7 +14,7 @@ import socket
 import stat
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from aionn.caching.private_folder import RecordsFolder
 from aionn.driver.schedule import is_schedule, schedule_of
@@ -123,8 +123,7 @@ def watch_pipe(ends: tuple[int, int], counter: int) -> None:
     open_valve(*ends, counter, int(PATIENCE_S * 1000))
 
 
-@dataclass(frozen=True, slots=True)
-class Begun:
+class Begun(NamedTuple):
     """A driver process that is ready to import its engine.
 
     Attributes:

@@ -13,9 +13,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -197,16 +197,14 @@ class BoundExecution:
         return tuple(shapes), insufficient
 
 
-@dataclass(frozen=True, slots=True)
-class DomainUse:
+class DomainUse(msgspec.Struct, frozen=True):
     """A request's use of buffers that the device owns, and the names of all inputs by index."""
 
     request: BufferRequest
     names: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class BoundPool:
+class BoundPool(msgspec.Struct, frozen=True):
     """A pool of a request as the device has it: its bytes, or the token of a buffer that the device owns.
 
     Attributes:
@@ -269,8 +267,7 @@ def bind(model: BoundModel, request: Request, pools: Sequence[BoundPool]) -> Bou
     return BoundExecution(given, wanted, places, model, omitted, domain, files, tuple(written.values()))
 
 
-@dataclass(frozen=True, slots=True)
-class BoundModel:
+class BoundModel(msgspec.Struct, frozen=True):
     """What the requests of one prepared model share.
 
     Attributes:
@@ -286,7 +283,7 @@ class BoundModel:
     lanes: Lanes
     buffers: DeviceBuffers
     constants: Sequence[Extent] = ()
-    disproved: set[str] = field(default_factory=set)
+    disproved: set[str] = msgspec.field(default_factory=set)
     device: str = ""
 
 

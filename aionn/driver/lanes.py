@@ -16,10 +16,10 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import anyio
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -37,8 +37,7 @@ from aionn.tasks import Answer
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Lane:
+class Lane(msgspec.Struct, frozen=True):
     """What a run needs of its lane: an executable that no other thread runs, and the slot that shows its executions.
 
     `scratch` has the memory of warm runs, of one request at most.
@@ -46,7 +45,7 @@ class Lane:
 
     executable: Executable
     slot: Slot
-    scratch: dict[tuple[str, str], NDArray[Any]] = field(default_factory=dict)
+    scratch: dict[tuple[str, str], NDArray[Any]] = msgspec.field(default_factory=dict)
 
     def scratch_for(self, kind: str, arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         """Return arrays of the lane's own that are like these. They are the same each time while shapes do not change."""

@@ -16,8 +16,8 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import msgspec
 from blake3 import blake3
 
 from aionn.driver.artifacts import Loaded
@@ -33,8 +33,7 @@ _SEALED_BYTES = 16 << 20
 """A model without a token whose sealed constants are larger is not recognised: the loop would take too long to digest them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
+class Identity(msgspec.Struct, frozen=True):
     """What was compiled, and how.
 
     Attributes:

@@ -62,6 +62,9 @@ TINY_WORK = 500_000_000
 bounds the multiplications from above. In so short a run, waking a second thread that does not spin costs more than it saves: silero
 (2.6e8) takes 0.08 ms on one thread, 0.14 on two. The next larger model at hand has 1.6e9."""
 
+_OLDEST = frozenset({"GlobalAveragePool", "GlobalMaxPool", "Identity", "Not", "Shape", "Softplus", "Transpose"})
+"""Usual operators that ONNX has had since its first version. ORT has kernels from then on for operators that ONNX never had."""
+
 TABLE_BYTES = 1 << 20
 """From this size on a table is worth the search in the graph (a millisecond) for the nodes that read it."""
 
@@ -147,7 +150,7 @@ class OnnxRuntimeEngine:
         arrays = constant_arrays(model)
         tables: Sequence[str] = ()
         if self.runs_on == CPU and any(array.nbytes >= TABLE_BYTES for array in arrays.values()):
-            tables = gather_tables(model.graph, TABLE_BYTES)
+            tables = gather_tables(model, TABLE_BYTES)
         if tables and not options.may_export:  # ORT copies what it gets to optimise or to write, and a table may be most of a model
             with suppress(CompilationError):  # either ORT reads a table while it optimises, or the next attempt fails as well
                 return self._compiled(model, with_weights_outside(model.graph, tables), arrays, tables, options, work)
@@ -271,22 +274,28 @@ class OnnxRuntimeEngine:
             raise compilation_error(str(error), operations) from error
 
     def _has_kernel(self, providers: Set[str], custom: bool, domain: str, operator: str, opset: int) -> bool:
-        import onnx
-
         kernels = self._kernel_versions()
         if custom and domain and not any((domain, operator) in known for known in kernels.values()):
             return True
+        found = [versions for provider in providers if provider in kernels for versions in kernels[provider].get((domain, operator), ())]
         if not domain:
+            # A later kernel than the first begins with a version of the operator, so ONNX has the operator in `opset` too.
+            if any((first > 1 or operator in _OLDEST) and first <= opset <= last for first, last in found):
+                return True
+            # ORT takes Constant nodes for initializers.
+            if operator == "Constant" and opset > 0:
+                return True
+            import onnx  # its import takes 60 ms, and most models do without
+
             try:
                 schema: Any = onnx.defs.get_schema(operator, opset, domain)
             except onnx.defs.SchemaError:
                 return False
-            # ORT inlines operators that ONNX defines through others, and takes Constant nodes for initializers.
-            if operator == "Constant" or schema.has_function or schema.has_context_dependent_function:
+            # ORT inlines operators that ONNX defines through others.
+            if schema.has_function or schema.has_context_dependent_function:
                 return True
             opset = schema.since_version
-        found = (kernels[provider].get((domain, operator), ()) for provider in providers if provider in kernels)
-        return any(first <= opset <= last for versions in found for first, last in versions)
+        return any(first <= opset <= last for first, last in found)
 
     def _kernel_versions(self) -> Mapping[str, _Kernels]:
         """Return by provider which versions of each operator have a kernel. Several threads may ask, so only a whole table is kept."""

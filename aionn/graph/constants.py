@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+import msgspec
 import numpy as np
 import onnx
 from google.protobuf.message import Message  # type: ignore[import-untyped]
@@ -38,8 +38,7 @@ _MOST_INLINE_BYTES = 2**31 - 2**20
 _DATA_FIELDS = ("raw_data", "float_data", "int32_data", "int64_data", "double_data", "uint64_data", "string_data", "external_data")
 
 
-@dataclass(frozen=True, slots=True)
-class Taken:
+class Taken(msgspec.Struct, frozen=True):
     """A large constant on its way out: the main graph's initializer, and where its bytes come from."""
 
     tensor: TensorProto

@@ -18,10 +18,10 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import blake3
+import msgspec
 
 from aionn.errors import CallerError
 from aionn.graph.files import Beside, Content, Home, Identity, OpenFile
@@ -45,8 +45,7 @@ _REMEMBERED = 32
 _MISSING = {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG}
 
 
-@dataclass(frozen=True, slots=True)
-class Digested:
+class Digested(msgspec.Struct, frozen=True):
     """A model's token and what it was made of.
 
     Attributes:
@@ -133,8 +132,7 @@ def _digest_outside(beside: Beside, found: Survey, digests: dict[Place, bytes]) 
 # --- files -------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
+class _Known(msgspec.Struct, frozen=True):
     digested: Digested
     files: dict[str, Identity]
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
+
+import msgspec
 
 from aionn.errors import CallerError
 from aionn.file_ranges import FileRange, copy_ranges, digest_of, digest_ranges
@@ -44,8 +45,7 @@ class Identity(NamedTuple):
         return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
-@dataclass(frozen=True, slots=True)
-class Home:
+class Home(msgspec.Struct, frozen=True):
     """Memory that constants already lie in.
 
     Attributes:

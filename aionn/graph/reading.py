@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import msgspec
 import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from onnx import ModelProto, TensorProto
@@ -251,8 +252,7 @@ def _parse(excision: Excision, where: str) -> ModelProto:
     return model
 
 
-@dataclass(frozen=True, slots=True)
-class _InFile:
+class _InFile(msgspec.Struct, frozen=True):
     """A constant in a file. Called, it copies itself.
 
     Attributes:
@@ -274,8 +274,7 @@ class _InFile:
         self.copied[self.place] = self.file.copy(self.offset, target)
 
 
-@dataclass(frozen=True, slots=True)
-class _InMemory:
+class _InMemory(msgspec.Struct, frozen=True):
     """A constant in memory that the app gave. Called, it copies itself. `place` is as for `_InFile`."""
 
     home: Home
@@ -292,8 +291,7 @@ class _InMemory:
         self.copied[self.place] = digest_of(target)
 
 
-@dataclass(frozen=True, slots=True)
-class _InGiven:
+class _InGiven(msgspec.Struct, frozen=True):
     """A constant in bytes that were given. Called, it copies itself. `place` is as for `_InFile`."""
 
     source: memoryview

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
+import msgspec
 from blake3 import blake3
 
 __all__ = ["TEMPORARY_ALIGNMENT_BYTES", "Layout", "Step", "check_steps", "lay_out", "lifetimes", "step_token"]
@@ -25,8 +25,7 @@ _TOKEN_CONTEXT = "aionn 1 step of a model"
 _LENGTH = struct.Struct("<Q")
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(msgspec.Struct, frozen=True):
     """A part of a model that one device runs.
 
     Attributes:
@@ -44,8 +43,7 @@ class Step:
     outputs: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(msgspec.Struct, frozen=True):
     """Where temporaries lie in one region.
 
     Attributes:

@@ -7,6 +7,8 @@
     spans    each `raw_data` of more than `LARGE_BYTES`, wherever a tensor may stand
     outside  each tensor whose bytes lie in a file beside the model
 
+`operator_sets` reads which versions of the operators a model is written for.
+
 `_ENTERED` lists the fields that lead to tensors, with their numbers from onnx.proto; a test compares it with the schema. A message
 within `LARGE_BYTES` can only hold a tensor that lies outside, and such a tensor holds the word "location". So a walk enters no other.
 
@@ -21,7 +23,8 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 LARGE_BYTES = 4096
 """More bytes of raw_data than this are a span. For fewer bytes, a place in a file costs more than a copy."""
@@ -46,6 +49,7 @@ _SINGLE: dict[str, frozenset[int]] = {
 }
 """The fields of `_ENTERED` that hold one message."""
 
+_OPSET_IMPORT, _FUNCTION = 8, 25
 _DIMS, _DATA_TYPE, _RAW_DATA, _EXTERNAL_DATA, _DATA_LOCATION = 1, 2, 9, 13, 14
 _FIXED_BYTES = {1: 8, 5: 4}
 _MAX_DEPTH = 100  # protobuf's own limit; a deeper message is refused by every parser
@@ -58,8 +62,7 @@ class WireError(ValueError):
     """The bytes are not a protobuf message, or not a whole one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outside:
+class Outside(msgspec.Struct, frozen=True):
     """A tensor in a file beside the model, as it stands in the message.
 
     Attributes:
@@ -72,8 +75,7 @@ class Outside:
     data_type: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Cut:
+class _Cut(msgspec.Struct, frozen=True):
     """A field whose content is changed: a span, or a message with spans in it."""
 
     start: int
@@ -84,8 +86,7 @@ class _Cut:
     span: int
 
 
-@dataclass(slots=True)
-class Survey:
+class Survey(msgspec.Struct):
     """What a walk has found.
 
     Attributes:
@@ -95,8 +96,8 @@ class Survey:
     """
 
     size: int
-    spans: list[tuple[int, int]] = field(default_factory=list)
-    outside: list[Outside] = field(default_factory=list)
+    spans: list[tuple[int, int]] = msgspec.field(default_factory=list)
+    outside: list[Outside] = msgspec.field(default_factory=list)
     cuts: tuple[_Cut, ...] = ()
 
     @property
@@ -107,8 +108,7 @@ class Survey:
         return list(zip(ends, starts, strict=True))
 
 
-@dataclass(frozen=True, slots=True)
-class Excision:
+class Excision(msgspec.Struct, frozen=True):
     """A serialized ModelProto without its large `raw_data`.
 
     Attributes:
@@ -130,6 +130,15 @@ def survey(read: Read, size: int, larger_than_bytes: int = LARGE_BYTES) -> Surve
     walk = _Walk(read, found, larger_than_bytes)
     found.cuts = walk.message(0, size, "model", 0)
     return found
+
+
+def operator_sets(message: bytes) -> dict[str, int] | None:
+    """Return the version of each operator set that a serialized ModelProto imports, by domain. None if the model has functions.
+
+    Raises:
+        ValueError: the bytes cannot be a ModelProto.
+    """
+    return _Walk(lambda at, length: message[at : at + length], Survey(len(message)), LARGE_BYTES).operator_sets()
 
 
 def excise(found: Survey, kept: Sequence[bytes]) -> Excision:
@@ -214,6 +223,30 @@ class _Walk:
             if inner:
                 cuts.append(_Cut(start, content, at, number, inner, -1))
         return tuple(cuts)
+
+    def operator_sets(self) -> dict[str, int] | None:
+        """Return what the function of that name does."""
+        versions: dict[str, int] = {}
+        at, end = 0, self._found.size
+        while at < end:
+            number, wire_type, content, at = self._field_at(at, end)
+            if number == _FUNCTION:
+                return None
+            if number == _OPSET_IMPORT and wire_type == 2:
+                domain, version = self._operator_set(content, at)
+                versions[domain] = version
+        return versions
+
+    def _operator_set(self, at: int, end: int) -> tuple[str, int]:
+        """Return domain and version of an OperatorSetIdProto."""
+        domain, version = "", 0
+        while at < end:
+            number, wire_type, content, at = self._field_at(at, end)
+            if number == 1 and wire_type == 2:
+                domain = self._read(content, at - content).decode()
+            elif number == 2 and wire_type == 0:
+                version = _signed(content, 64)
+        return domain, version
 
     def _tensor(self, at: int, end: int) -> tuple[_Cut, ...]:
         cuts: list[_Cut] = []

@@ -9,8 +9,9 @@ A broken rule is a `CallerError` (INVALID_ARGUMENT).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 from aionn.errors import CallerError
 from aionn.hal.types import BufferDesc, BufferRole, Operand, OperandType
@@ -24,8 +25,7 @@ Dimensions = tuple[int, ...] | None
 Direction = Literal["input", "output"]
 
 
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
+class ModelInfo(msgspec.Struct, frozen=True):
     """What buffers need to know of a prepared model.
 
     Attributes:
@@ -38,8 +38,7 @@ class ModelInfo:
     outputs: tuple[Operand, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Role:
+class Role(msgspec.Struct, frozen=True):
     """A permitted use of a buffer: input or output `index` of the prepared model with that id."""
 
     model_id: int

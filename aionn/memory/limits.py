@@ -27,9 +27,10 @@ import functools
 import resource
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic_ns
+
+import msgspec
 
 from aionn import cgroups
 from aionn.errors import MemoryAllocationError
@@ -45,8 +46,7 @@ REMEMBERED_S = 0.1
 _REMEMBERED_PART = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Limit:
+class Limit(msgspec.Struct, frozen=True):
     """One limit on memory: its name as an administrator knows it, and the bytes that it leaves, never negative."""
 
     name: str

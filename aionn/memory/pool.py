@@ -27,11 +27,11 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from ctypes import c_ubyte
-from dataclasses import dataclass
 from functools import partial
 from sys import getrefcount
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -60,8 +60,7 @@ class FramesInFlightError(Exception):
         self.pool = pool
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(msgspec.Struct, frozen=True):
     """Where each input and output lies in a frame, as (offset, length) by index, and the frame's size.
 
     An output of unknown shape has room for `length` bytes and no array.

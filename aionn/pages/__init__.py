@@ -32,19 +32,20 @@ vanishes with its last descriptor. An app has one page for all its runtimes. A d
 Each number has one writer at a time and is stored whole. A reader may see one number of this moment beside another of the next, so a
 reader that draws conclusions looks twice. A later version of the layout may add numbers in the unused room behind those of today.
 
-`app_page` is imported when one of its names is first asked for: a reader of other processes' pages needs no event loop.
+`app_page` and `finding` are imported when one of their names is first asked for. A reader of other processes' pages needs no event loop,
+and a driver looks for no pages.
 """
 
 import typing as _typing
 
 from aionn.lazy import imported_when_asked as _imported_when_asked
 from aionn.pages.app_layout import COUNTERS, Kind, PageView, SlotView, TraceKind, TraceRecord
-from aionn.pages.finding import FoundPage, PageHeader, TraceReader, find_headers, find_page, find_pages, tracing
 from aionn.pages.layout import Activity, Execution, LayoutError
 from aionn.pages.page import BEAT_S, DriverPage, PageReader, Slot, private_slot, start_time_of
 
 if _typing.TYPE_CHECKING:
     from aionn.pages.app_page import AppPage, BurstSlot, close_page, open_page, private_counts, traced_until_ns
+    from aionn.pages.finding import FoundPage, PageHeader, TraceReader, find_headers, find_page, find_pages, tracing
 
 __all__ = [
     "BEAT_S",
@@ -79,4 +80,7 @@ __all__ = [
 
 if not _typing.TYPE_CHECKING:
     _OF_APPS = "AppPage BurstSlot close_page open_page private_counts traced_until_ns"
-    __getattr__ = _imported_when_asked(__name__, dict.fromkeys(_OF_APPS.split(), "aionn.pages.app_page"))
+    _OF_READERS = "FoundPage PageHeader TraceReader find_headers find_page find_pages tracing"
+    __getattr__ = _imported_when_asked(
+        __name__, dict.fromkeys(_OF_APPS.split(), "aionn.pages.app_page") | dict.fromkeys(_OF_READERS.split(), "aionn.pages.finding")
+    )

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -152,8 +151,7 @@ class TraceRecord(NamedTuple):
     second: int
 
 
-@dataclass(frozen=True, slots=True)
-class SlotView:
+class SlotView(NamedTuple):
     """One slot, at one moment.
 
     Attributes:
@@ -201,8 +199,7 @@ class SlotView:
         return max(0, self.counters["sent"] - self.counters["answered"] - self.counters["lost"])
 
 
-@dataclass(frozen=True, slots=True)
-class PageView:
+class PageView(NamedTuple):
     """An app's page, at one moment.
 
     Attributes:

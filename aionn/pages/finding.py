@@ -12,7 +12,7 @@ import os
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from aionn.pages import app_layout, layout
 from aionn.pages._page import snapshot, take_records
@@ -251,8 +251,7 @@ def find_page(pid: int) -> FoundPage | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class PageHeader:
+class PageHeader(NamedTuple):
     """What a page of any release says of its process.
 
     Attributes:
@@ -357,7 +356,7 @@ def _links(pid: int, target: str) -> list[str]:
 
 def _is_of(pid: int, made_by: int, start_time: int, time_namespace: int) -> bool:
     """Return whether the process `pid` made what names `made_by` as its maker. In a container that is the container's number."""
-    from aionn.pages.process_use import own_pid_of, status_of  # a driver imports this module, and finds no pages
+    from aionn.pages.process_use import own_pid_of, status_of  # an app that opens a runtime imports this module, and finds no pages
 
     if made_by != own_pid_of(pid, status_of(pid)):
         return False

@@ -11,8 +11,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 MAGIC = int.from_bytes(b"aionnpg\0", "little")
 VERSION = 2
@@ -57,8 +56,7 @@ class LayoutError(ValueError):
     """The bytes are not a page of this layout, or not a page of the process that sent them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Execution:
+class Execution(NamedTuple):
     """One execution in progress.
 
     Attributes:
@@ -72,8 +70,7 @@ class Execution:
     since_ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class Activity:
+class Activity(NamedTuple):
     """What a driver does at one moment.
 
     Attributes:

@@ -18,8 +18,7 @@ import itertools
 import struct
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from aionn.pages.app_layout import TraceKind, records_in
 from aionn.trace.events import Counter, FrameTimes, Recorded, Span
@@ -79,8 +78,7 @@ class Names:
         return seen[max(0, bisect_right(seen, at_ns, key=lambda one: one[0]) - 1)][1]
 
 
-@dataclass(frozen=True, slots=True)
-class Content:
+class Content(NamedTuple):
     """Records of one ring, one after the other. `lane` names the ring in its process."""
 
     pid: int

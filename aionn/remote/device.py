@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
+
+import msgspec
 
 from aionn.errors import CallerError, CompilationError
 from aionn.escapes import escaped
@@ -235,8 +237,7 @@ class RemoteDevice:
             self.connection.reply_failure(call_id, error)
 
 
-@dataclass(frozen=True, slots=True)
-class StepRole:
+class StepRole(msgspec.Struct, frozen=True):
     """One input or output of one prepared model."""
 
     prepared: RemotePreparedModel

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import anyio
+import msgspec
 
 from aionn import trace
 from aionn.errors import DeadlineError
@@ -30,8 +30,7 @@ if TYPE_CHECKING:  # most apps make no stages
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     """What a call of `Runtime.compile` asks for. All of it has been checked.
 
     Attributes:

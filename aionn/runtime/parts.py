@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from aionn import trace
 from aionn.errors import AionnError
 from aionn.hal.model import Model
@@ -227,6 +229,6 @@ async def staged_parts(session: Session, model: Model, order: Order, policy: Sta
         found[0].release()
         raise staged_refusal(model)
     serving = next(stage.name for stage in stages if stage.state == "serving")
-    parts = CompilationParts(session, model, dataclasses.replace(order, stage=serving), found)
+    parts = CompilationParts(session, model, msgspec.structs.replace(order, stage=serving), found)
     parts.begin_stages(stages, policy)
     return parts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = ["NAMES", "Facts", "FactsError"]
 
@@ -13,8 +13,7 @@ class FactsError(ValueError):
     """The facts of an engine cannot be read."""
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
+class Facts(NamedTuple):
     """What an engine needs. A class that has none of these attributes declares nothing, and its driver is hardly confined.
 
     Attributes:

@@ -6,7 +6,6 @@ import functools
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +178,7 @@ def _advice(check: EngineCheck, declared: Facts, failure: str) -> str:
     for more in _TRIES[1:] if failure else _TRIES:
         if _is_never_allowed(failure):
             return f"{why}nothing that a class can declare allows that call; {read_on}"
-        with _stand_in(check.name, replace(declared, **more)) as (place, variables):
+        with _stand_in(check.name, Facts(**{name: getattr(declared, name) for name in NAMES} | more)) as (place, variables):
             refusal = _failure(check, place, variables)
         if not refusal:
             return f"it works with {' and '.join(f'{name} = {value!r}' for name, value in more.items())} in the body of the class"

@@ -5,7 +5,6 @@ tests/driver/test_lanes.py has the lanes without bursts, tests/fmq/lane_model.py
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import resource
 import threading
@@ -18,6 +17,7 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 import anyio.to_thread
+import msgspec
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -488,7 +488,7 @@ async def test_an_answer_that_has_no_room_comes_before_that_of_a_late_packet_beh
         await until(lambda: client.results.available_to_write() == 0)
         await client.send(numbered(1, 2))
         await gates[1].entered()
-        await client.send(dataclasses.replace(numbered(0, 3), deadline_ns=1))
+        await client.send(msgspec.structs.replace(numbered(0, 3), deadline_ns=1))
         await until(lambda: not native.lent)  # a lane has given the late one back while the other one runs
         await anyio.wait_all_tasks_blocked()  # the listener waits for the run
         assert native.running == 1
@@ -509,7 +509,7 @@ async def test_a_free_and_a_late_packet_both_wait_for_the_run_in_flight() -> Non
         native = client.server._native
         await client.send(numbered(1, 1))
         await gates[1].entered()
-        await client.send(dataclasses.replace(numbered(0, 2), deadline_ns=1))
+        await client.send(msgspec.structs.replace(numbered(0, 2), deadline_ns=1))
         await until(lambda: not native.lent)
         await anyio.wait_all_tasks_blocked()
         freed = [await begin_to_free(client.server, app) for _ in range(2)]
@@ -701,7 +701,7 @@ class Storm:
                 if step in ("known", "new", "late", "gone"):
                     place = 0 if step == "known" else 1 + identity % (PLACES - 1)
                     one = packet(5, identity=identity) if step == "gone" else numbered(place, identity)
-                    await client.send(dataclasses.replace(one, deadline_ns=1) if step == "late" else one)
+                    await client.send(msgspec.structs.replace(one, deadline_ns=1) if step == "late" else one)
                     sent.append((identity, step in ("known", "new")))
                     taken.release()
                 elif step == "free":

@@ -196,7 +196,7 @@ def test_a_table_is_a_constant_that_gather_alone_reads_as_its_table() -> None:
     def tables(*others: onnx.NodeProto) -> list[str]:
         model = table(8)
         model.graph.node.extend(others)
-        return gather_tables(Model.from_onnx(model.SerializeToString()).graph, 1024)
+        return gather_tables(Model.from_onnx(model.SerializeToString()), 1024)
 
     assert tables() == ["table"]
     assert tables(helper.make_node("Gather", ["table", "rows"], ["again"])) == ["table"]

@@ -168,7 +168,7 @@ def test_a_compiled_model_needs_its_constants_no_more(model_name: str, may_expor
     inputs = inputs_for(model_name, model)
     executable = engine.compile(model, CompileOptions(may_export=may_export))
     expected = dict(executable.run(inputs, {}, False).outputs)
-    tables = gather_tables(model.graph, TABLE_BYTES)
+    tables = gather_tables(model, TABLE_BYTES)
     overwritten = [constant.location for constant in model.constants if constant.name not in tables]
     for place in overwritten:
         model.pools[place.pool_index].view()[place.offset : place.offset + place.length] = b"\xff" * place.length

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 import sqlite3
@@ -172,7 +171,7 @@ FORGED: dict[str, Callable[[], KeptPlan]] = {
 
 def changed(number: int, **changes: object) -> KeptPlan:
     steps = list(STEPS)
-    steps[number] = dataclasses.replace(steps[number], **changes)  # type: ignore[arg-type]
+    steps[number] = msgspec.structs.replace(steps[number], **changes)
     return msgspec.structs.replace(PLAN, steps=tuple(steps))
 
 

@@ -7,8 +7,8 @@ import os
 import stat
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from blake3 import blake3
 
@@ -93,8 +93,7 @@ def open_subdirectory(parent: int, name: str) -> int:
         return os.open(name, DIRECTORY_FLAGS, dir_fd=parent)
 
 
-@dataclass(slots=True)
-class FoundEntry:
+class FoundEntry(msgspec.Struct):
     """An entry's directory and manifest, opened together.
 
     The manifest stays open. As long as it is open, no other file gets its inode number (`identity`).
@@ -143,8 +142,7 @@ class FoundEntry:
         return fds, lengths
 
 
-@dataclass(frozen=True, slots=True)
-class Staged:
+class Staged(msgspec.Struct, frozen=True):
     """Fresh files that no manifest names yet, open for reading and writing."""
 
     directory: str

@@ -11,8 +11,9 @@ import sqlite3
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
 from typing import TypeVar
+
+import msgspec
 
 from aionn import trace
 from aionn.caching.manifest import Manifest
@@ -30,8 +31,7 @@ _log = logging.getLogger("aionn.caching")
 _USUAL = {MissReason.BUSY, MissReason.SUPERSEDED}  # another process was quicker: both have what they need
 
 
-@dataclass(frozen=True, slots=True)
-class CacheUsage:
+class CacheUsage(msgspec.Struct, frozen=True):
     """What a cache holds, as of the last time that this process opened, published in or pruned the directory.
 
     Attributes:
@@ -163,7 +163,7 @@ class Housekeeping:
         if count is not None:
             held_bytes = self.left_bytes()
             with self._lock:
-                self.usage = replace(self.usage, held_bytes=held_bytes, entries=count)
+                self.usage = msgspec.structs.replace(self.usage, held_bytes=held_bytes, entries=count)
 
     # --- publishing and removing -------------------------------------------------------------------------------------
 
@@ -228,7 +228,7 @@ class Housekeeping:
             return False
         trace.count("cache.evicted")
         with self._lock:
-            self.usage = replace(self.usage, evicted=self.usage.evicted + 1)
+            self.usage = msgspec.structs.replace(self.usage, evicted=self.usage.evicted + 1)
         return True
 
     def clean_if_free(self, directory: CacheDirectory, key: bytes) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from aionn.caching.manifest import Manifest
 from aionn.caching.outcomes import Refusal
@@ -13,8 +13,7 @@ from aionn.caching.store.housekeeping import Housekeeping
 __all__ = ["EntryInfo", "list_entries"]
 
 
-@dataclass(frozen=True, slots=True)
-class EntryInfo:
+class EntryInfo(msgspec.Struct, frozen=True):
     """One entry, for people. `used_s` and `created_s` are wall-clock seconds since the epoch; `used_s` is None if not known."""
 
     key: bytes

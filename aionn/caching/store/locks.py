@@ -22,10 +22,10 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import anyio
+import msgspec
 
 from aionn.caching.store.threads import run_in_thread
 from aionn.tasks import bounded_shield
@@ -43,12 +43,11 @@ _FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _Mode = Literal["read", "write"]
 
 
-@dataclass(slots=True)
-class EntryHold:
+class EntryHold(msgspec.Struct):
     """A shared or exclusive hold of an entry lock. `release` frees it from any task or thread, and waits for nothing."""
 
     _fd: int
-    _pid: int = field(default_factory=os.getpid)
+    _pid: int = msgspec.field(default_factory=os.getpid)
 
     @classmethod
     def without_a_lock(cls) -> EntryHold:
@@ -179,14 +178,12 @@ def sole_holder(entry_lock: str, compile_lock: str) -> Iterator[bool]:
         yield True
 
 
-@dataclass(slots=True)
-class _Queue:
-    turn: anyio.Semaphore = field(default_factory=lambda: anyio.Semaphore(1))
+class _Queue(msgspec.Struct):
+    turn: anyio.Semaphore = msgspec.field(default_factory=lambda: anyio.Semaphore(1))
     users: int = 0
 
 
-@dataclass(slots=True)
-class CompileRight:
+class CompileRight(msgspec.Struct):
     """The right to compile one entry. `release` or this process's death frees it."""
 
     _queues: CompileQueues

@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+
+import msgspec
 
 from aionn.caching.manifest import Manifest, Wanted, reason_to_miss
 from aionn.caching.outcomes import CacheOutcome, CacheOutcomeKind, MissReason, Refusal
@@ -27,8 +28,7 @@ _UNLOCKED_READS = 3  # of an entry that a process replaces meanwhile through ano
 _RELATIVES = 16  # so many entries of a model are looked at to explain a miss
 
 
-@dataclass(frozen=True, slots=True)
-class Look:
+class Look(msgspec.Struct, frozen=True):
     """One look for one entry.
 
     Attributes:

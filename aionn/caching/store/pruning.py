@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from aionn.caching.manifest import Manifest
 from aionn.caching.outcomes import MissReason, Refusal
@@ -14,8 +14,7 @@ from aionn.caching.store.writing import empty_trash
 __all__ = ["PruneReport", "prune"]
 
 
-@dataclass(frozen=True, slots=True)
-class PruneReport:
+class PruneReport(msgspec.Struct, frozen=True):
     """What pruning did.
 
     Attributes:

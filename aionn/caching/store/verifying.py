@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 
+import msgspec
 from blake3 import blake3
 
 from aionn.caching.manifest import file_names
@@ -21,8 +21,7 @@ __all__ = ["BadEntry", "verify"]
 _CHUNK_BYTES = 4 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class BadEntry:
+class BadEntry(msgspec.Struct, frozen=True):
     """An entry, or a file of one, that could not serve."""
 
     key: bytes

@@ -14,11 +14,11 @@ Nothing is awaited between the choice of a channel, or the placement, and the se
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
 
+import msgspec
 import numpy as np
 
 from aionn import trace
@@ -71,8 +71,7 @@ class FallsBack(Protocol):
     async def __call__(self, serving: Serving, error: ExecutionError, result: Result, call: Call) -> Outputs | None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Executor:
+class Executor(msgspec.Struct, frozen=True):
     """What the executions over one burst have in common, or the trials of one compilation.
 
     Attributes:
@@ -87,8 +86,8 @@ class Executor:
     arguments: Arguments
     frames: Frames
     compiled: CompiledModel | None
-    counts: BurstSlot = field(default_factory=private_counts)
-    failures: WeakSet[BaseException] = field(default_factory=WeakSet)
+    counts: BurstSlot = msgspec.field(default_factory=private_counts)
+    failures: WeakSet[BaseException] = msgspec.field(default_factory=WeakSet)
     fallback: FallsBack | None = None
     shown: Shown | None = None
 

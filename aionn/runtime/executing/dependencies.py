@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Iterable, Mapping
 from math import prod
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from aionn.errors import CallerError, ExecutionError
@@ -133,7 +133,7 @@ def give_shapes(placement: Placement, layout: FrameLayout, outputs: Mapping[str,
             raise CallerError(
                 f"output {name!r} of shape {known} takes {needed} bytes, but the memory has {place.length}; pass a slice of {needed}"
             )
-        placement.outputs[index] = dataclasses.replace(place, shape=known)
+        placement.outputs[index] = msgspec.structs.replace(place, shape=known)
 
 
 def check_shapes(placement: Placement, result: Result, names: list[str]) -> None:

@@ -23,6 +23,7 @@ import logging
 import weakref
 
 import anyio
+import msgspec
 
 from aionn import trace
 from aionn.caching.outcomes import CacheOutcome
@@ -228,7 +229,7 @@ async def _prepared(renewal: Renewal, serving: Serving, failing: frozenset[int])
                 continue
             with Progress(renewal.reports, name) as progress:
                 if steps:
-                    moved = [dataclasses.replace(one, device=name) if number in failing else one for number, one in enumerate(steps)]
+                    moved = [msgspec.structs.replace(one, device=name) if number in failing else one for number, one in enumerate(steps)]
                     found = await Partition(devices, model, options, cache, progress).prepare(moved)
                 else:
                     prepared, outcome = await prepare(devices, name, model, options, cache, progress)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from aionn import trace
 from aionn.burst import DATUM_BYTES, ExecutionBurstController
@@ -32,8 +33,7 @@ CLOSE_S = 2.0
 """The driver is given this long to free what it holds for a burst; its process frees the rest when it ends."""
 
 
-@dataclass(frozen=True, slots=True)
-class LinkOptions:
+class LinkOptions(msgspec.Struct, frozen=True):
     """How a burst is connected.
 
     Attributes:

@@ -14,10 +14,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from dataclasses import dataclass
 from functools import partial
 
 import anyio
+import msgspec
 
 from aionn import trace
 from aionn.caching import CacheOutcome, CacheOutcomeKind, KeyParts, MissReason, Refusal, Wanted, encoded_keys
@@ -44,8 +44,7 @@ _CACHE_SHARE = 0.5
 """The share of the time that is left which the cache may take. The compiler gets the rest."""
 
 
-@dataclass(frozen=True, slots=True)
-class CacheChoice:
+class CacheChoice(msgspec.Struct, frozen=True):
     """Where an app wants a compilation kept, and under which token.
 
     Attributes:

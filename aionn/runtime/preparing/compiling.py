@@ -11,7 +11,8 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from aionn import trace
 from aionn.caching import CacheOutcome, MissReason, Refusal, Wanted
@@ -36,8 +37,7 @@ _PUBLISH_SHARE = 0.8
 """The share of the time that is left after compiling, for which the caller waits for the entry to be published."""
 
 
-@dataclass(slots=True)
-class Missed:
+class Missed(msgspec.Struct):
     """A model that the cache does not have on a device, and all that its compile needs.
 
     Attributes:

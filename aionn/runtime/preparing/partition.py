@@ -13,6 +13,7 @@ from functools import partial
 from typing import TypeVar
 
 import anyio
+import msgspec
 
 from aionn import trace
 from aionn.caching import CacheOutcome
@@ -201,7 +202,7 @@ class Partition:
 
     async def _one(self, model: StepModel) -> tuple[RemotePreparedModel, CacheOutcome]:
         step = model.step
-        cache = None if self._cache is None else dataclasses.replace(self._cache, operations=step.operations)
+        cache = None if self._cache is None else msgspec.structs.replace(self._cache, operations=step.operations)
         open_outputs = tuple(name for name in self._options.open_outputs if name in step.outputs)
         options = dataclasses.replace(self._options, open_outputs=open_outputs)
         try:

@@ -13,9 +13,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
+
+import msgspec
 
 from aionn.caching.outcomes import CacheOutcome, CacheOutcomeKind, MissReason, Refusal
 from aionn.errors import CallerError
@@ -41,8 +42,7 @@ _MOST_CHARACTERS = 200
 _WORST_FIRST = (CacheOutcomeKind.MISS, CacheOutcomeKind.DECLINED, CacheOutcomeKind.NO_CACHE, CacheOutcomeKind.HIT)
 
 
-@dataclass(frozen=True)
-class Named:
+class Named(msgspec.Struct, frozen=True):
     """How a compilation is shown.
 
     Attributes:
@@ -108,8 +108,7 @@ class CompilationReports:
             self._reports.stage_swapped(self.named.name, stage, held_ns)
 
 
-@dataclass
-class _Attempt:
+class _Attempt(msgspec.Struct):
     """One preparation on one device.
 
     Attributes:

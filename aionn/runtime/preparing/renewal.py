@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 
 import anyio
+import msgspec
 
 from aionn import trace
 from aionn.caching.outcomes import CacheOutcome
@@ -54,8 +55,7 @@ _FALL_BACK_ON = (CompilationError, DeviceUnavailableError, DriverDiedError, Driv
 """Errors of a better device after which the next one is tried."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Order:
+class Order(msgspec.Struct, frozen=True):
     """What was asked for.
 
     Attributes:
@@ -72,7 +72,7 @@ class Order:
     cache: CacheChoice | None
     idle_s: float | None = None
     stage: str | None = None
-    reports: CompilationReports = dataclasses.field(default_factory=lambda: CompilationReports(None, Named()))
+    reports: CompilationReports = msgspec.field(default_factory=lambda: CompilationReports(None, Named()))
 
 
 class Renewal:

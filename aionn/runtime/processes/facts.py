@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+
+import msgspec
 
 from aionn.hal.types import CacheFiles, DeviceType
 from aionn.remote.device import RemoteDevice
@@ -13,8 +14,7 @@ from aionn.sandbox.report import Confinement
 logger = logging.getLogger("aionn.driver")
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceFacts:
+class DeviceFacts(msgspec.Struct, frozen=True):
     """The facts of `Device` that its driver reports. All are None before the first report."""
 
     version: str | None = None

@@ -20,9 +20,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import anyio
+import msgspec
 
 from aionn.pages import BEAT_S, Activity, Execution, PageReader, start_time_of
 
@@ -53,8 +53,7 @@ _STACK_PAUSE_S = 0.05
 _ALL_STACKS_S = 0.6
 
 
-@dataclass(frozen=True, slots=True)
-class Hang:
+class Hang(msgspec.Struct, frozen=True):
     """A verdict.
 
     Attributes:
@@ -66,8 +65,7 @@ class Hang:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class Evidence:
+class Evidence(msgspec.Struct, frozen=True):
     """A process at one moment.
 
     Attributes:

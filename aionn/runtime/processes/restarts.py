@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
 
 import anyio
+import msgspec
 
 from aionn.runtime.logs import about
 from aionn.runtime.processes.liveness import Hang
@@ -24,8 +24,7 @@ STEADY_S = 10.0
 """A driver that has lived for so long, or has finished an execution, begins a new row of deaths."""
 
 
-@dataclass
-class Life:
+class Life(msgspec.Struct):
     """The life of one driver process.
 
     Attributes:

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import anyio
 import anyio.lowlevel
+import msgspec
 
 from aionn import trace
 from aionn.errors import CallerError, DeadlineError, ExecutionError
@@ -57,8 +58,7 @@ class Compute(Protocol):
     def __call__(self, inputs: Mapping[str, Any], *, timeout_s: float | None = None) -> Awaitable[Outputs]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class StreamOptions:
+class StreamOptions(msgspec.Struct, frozen=True):
     """See `Burst.map`."""
 
     policy: Policy
