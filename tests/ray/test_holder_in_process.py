@@ -195,7 +195,7 @@ async def test_a_replica_starts_the_drivers_that_its_models_need_and_no_other(tm
         running.append(len(driver_pids()))
         return await open_model(name, spec)
 
-    monkeypatch.setattr(held_module, "open_model", seen)
+    monkeypatch.setattr("aionn.ray.models.open_model", seen)
     with FakeDevice() as fake:
         models = {"m": aionn.ray.ModelSpec(identity_model({"x": (1, 16)}), devices=(fake.name,))}
         async with held(tmp_path, models) as holder:
