@@ -10,7 +10,7 @@
  *
  * Invariants
  *     While the pipe is empty the thread sleeps until something is printed. Else it looks at most twice in `patience_ms`.
- *     It counts each piece before it reads the next one.
+ *     It counts each piece before it reads it, because a writer that can go on may end the process.
  *     Something is left in the pipe, so the app's loop wakes and reads the counter.
  *     It owns the descriptors, and ends with the process. */
 #define _GNU_SOURCE
@@ -50,17 +50,21 @@ static int ready(int fd, short event, int timeout_ms)
 /* Drop the oldest three quarters of a full pipe. The rest stays, because writers may not fill the pipe again. */
 static void drop(const struct valve *valve, int pipe_bytes)
 {
-    int most = pipe_bytes / 4 * 3;
+    static uint64_t ahead = 0; /* bytes that are counted and not dropped, because the app has read them meanwhile */
+    uint64_t most = (uint64_t)pipe_bytes / 4 * 3;
     while (most > 0) {
-        ssize_t got = read(valve->reading, piece, most < PIECE_BYTES ? (size_t)most : PIECE_BYTES);
-        if (got < 0 && errno == EINTR)
-            continue;
+        uint64_t wanted = most < PIECE_BYTES ? most : PIECE_BYTES, bytes = wanted > ahead ? wanted - ahead : 0;
+        if (bytes && write(valve->counter, &bytes, sizeof bytes) < 0)
+            return; /* an engine has closed what is not its own */
+        ahead += bytes;
+        ssize_t got;
+        do
+            got = read(valve->reading, piece, (size_t)wanted);
+        while (got < 0 && errno == EINTR);
         if (got <= 0)
             return;
-        most -= (int)got;
-        uint64_t bytes = (uint64_t)got;
-        if (write(valve->counter, &bytes, sizeof bytes) < 0)
-            return; /* an engine has closed what is not its own */
+        ahead -= (uint64_t)got;
+        most -= (uint64_t)got;
     }
 }
 
