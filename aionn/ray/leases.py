@@ -29,7 +29,8 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from enum import Enum, auto
-from typing import Generic, Protocol, TypeVar
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
 
 from aionn.errors import CallerError, again
 from aionn.tasks import checked_count
@@ -73,7 +74,7 @@ class _Entry(Generic[T]):
         self.opened: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self.leases = 0
         self.settled = asyncio.Event()
-        self.task: asyncio.Task[None] | None = None
+        self.task: asyncio.Task[Any] | None = None
 
     def fail(self, error: BaseException) -> None:
         if not self.opened.done():
@@ -142,11 +143,11 @@ class Leases(Generic[T]):
             elif entry.state is _State.OPEN:
                 entry.state = _State.LEAVING
                 if not entry.leases:
-                    self._close(entry)
+                    self._close(entry, entry.opened.result())
         if not await self._emptied(wait_s):
             for entry in list(self._entries.values()):
                 if entry.state is _State.LEAVING:
-                    self._close(entry)
+                    self._close(entry, entry.opened.result())
             await self._emptied(None)
 
     async def _emptied(self, wait_s: float | None) -> bool:
@@ -185,7 +186,7 @@ class Leases(Generic[T]):
             if entry.state in (_State.WAITING, _State.OPENING):
                 self._give_up(entry)
             elif entry.state is _State.LEAVING:
-                self._close(entry)
+                self._close(entry, entry.opened.result())
         self._share_places()
 
     # --- places ------------------------------------------------------------------------------------------------------------
@@ -198,10 +199,11 @@ class Leases(Generic[T]):
             entry = self._waiting.pop(0)
             entry.state = _State.OPENING
             entry.task = asyncio.create_task(self._opening(entry), name=f"open {entry.name}")
+            entry.task.add_done_callback(partial(self._opened, entry))
         needed = len(self._waiting) - sum(entry.state is _State.ENDING for entry in self._entries.values())
         for entry in list(self._entries.values()):
             if needed > 0 and entry.state is _State.OPEN and not entry.leases:
-                self._close(entry)
+                self._close(entry, entry.opened.result())
                 needed -= 1
         self._choose_who_leaves(needed > 0)
 
@@ -227,25 +229,25 @@ class Leases(Generic[T]):
             entry.state = _State.ENDING  # it keeps its place until its task has ended
             entry.task.cancel()
 
-    def _close(self, entry: _Entry[T]) -> None:
+    def _close(self, entry: _Entry[T], opened: T) -> None:
         entry.state = _State.ENDING
-        entry.task = asyncio.create_task(self._ending(entry, entry.opened.result()), name=f"close {entry.name}")
+        entry.task = asyncio.create_task(self._ending(entry, opened), name=f"close {entry.name}")
 
-    async def _opening(self, entry: _Entry[T]) -> None:
-        try:
-            opened = await self._open_model(entry.name)
-        except BaseException as error:
+    async def _opening(self, entry: _Entry[T]) -> T:
+        return await self._open_model(entry.name)
+
+    def _opened(self, entry: _Entry[T], task: asyncio.Task[T]) -> None:
+        """Go on after a task that has opened a model. A task that was cancelled before its first step has ended, too."""
+        error = None if task.cancelled() else task.exception()
+        if task.cancelled() or error is not None:
             self._forget(entry)
             entry.fail(error if isinstance(error, Exception) else _closing())
-            if not isinstance(error, Exception):
-                raise
-            return
-        if entry.state is _State.ENDING:  # it was open before it could be cancelled
-            await self._ending(entry, opened)
-            return
-        entry.state = _State.OPEN
-        entry.opened.set_result(opened)
-        self._share_places()
+        elif entry.state is _State.ENDING:  # it was open before it could be cancelled
+            self._close(entry, task.result())
+        else:
+            entry.state = _State.OPEN
+            entry.opened.set_result(task.result())
+            self._share_places()
 
     async def _ending(self, entry: _Entry[T], opened: T) -> None:
         try:
