@@ -20,19 +20,19 @@ from typing import Any, ClassVar
 
 import aionn
 from aionn.errors import CallerError, DriverDiedError
-from aionn.ray.holder import Holder, Inputs
+from aionn.ray.holder import CLOSE_S, Holder, Inputs
 from aionn.ray.leases import Leases
 from aionn.ray.models import ModelSpec, checked_specs, compile_model
 from aionn.ray.needed import needed_ray
 from aionn.ray.streams import compute_stream
 from aionn.runtime.executing.retrying import compute_stateless
-from aionn.tasks import checked_seconds, deadline_of, ending_by
+from aionn.tasks import bounded_shield, checked_seconds, deadline_of, ending_by
 
 __all__ = ["ModelsById", "MultiplexedHolder", "checked_ids"]
 
 ModelsById = Mapping[str, Any] | Callable[[str], ModelSpec]
 
-_LEASES_END_S = 5.0
+_LEASES_END_S, _MODELS_END_S = 5.0, 8.0
 """Serve closes a replica after its requests have ended. A request can be left only if Serve has stopped waiting for it."""
 
 
@@ -99,11 +99,17 @@ class MultiplexedHolder(Holder):
         await super().__init__(models, **arguments)
 
     async def aclose(self) -> None:
-        """Close the models after the calls that use them, or after 5 s, and then the runtime, as `Holder.aclose` does."""
+        """Close the models after the calls that use them, or after 5 s, and then the runtime, as `Holder.aclose` does.
+
+        The runtime is closed also if the caller is cancelled, or if a model is not closed within 8 s.
+        """
         leases: Leases[_Open] | None = getattr(self, "_leases", None)  # the constructor may have failed before
-        if leases is not None:
-            await leases.aclose(_LEASES_END_S)
-        await super().aclose()
+        try:
+            if leases is not None:
+                with bounded_shield(_MODELS_END_S):
+                    await leases.aclose(_LEASES_END_S)
+        finally:
+            await self._close_runtime(CLOSE_S - _MODELS_END_S)
 
     # --- what serves -------------------------------------------------------------------------------------------------------
 

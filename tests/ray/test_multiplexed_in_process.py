@@ -8,7 +8,7 @@ import random
 import signal
 import warnings
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -282,6 +282,47 @@ async def test_closing_does_not_wait_for_a_call_without_end(tmp_path: Path, monk
             running = calls(holder, "fr")
             await fake.heard("run")
             await holder.__del__()
+            with pytest.raises(aionn.AionnError):
+                await running
+
+
+async def test_closing_does_not_wait_for_a_compile_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multiplexed_module, "_LEASES_END_S", 0.05)
+    monkeypatch.setattr(multiplexed_module, "_MODELS_END_S", 0.1)
+    begun, stop = asyncio.Event(), asyncio.Event()
+
+    async def compile_without_end(*arguments: Any, **options: Any) -> Any:
+        begun.set()
+        while not stop.is_set():
+            with suppress(asyncio.CancelledError):
+                await stop.wait()
+        raise aionn.CompilationError("it ended")
+
+    monkeypatch.setattr(multiplexed_module, "compile_model", compile_without_end)
+    async with held(tmp_path, written_models(tmp_path, 1, "reference")) as holder:
+        call = calls(holder, "m0")
+        await begun.wait()
+        with anyio.fail_after(30):
+            await holder.__del__()
+        assert holder.closed
+        with pytest.raises(aionn.CallerError, match="the models are being closed"):
+            await call
+        stop.set()
+
+
+async def test_closing_ends_the_drivers_also_if_it_is_cancelled(tmp_path: Path) -> None:
+    with FakeDevice() as fake:
+        async with held(tmp_path, fake_models(fake, "fr")) as holder:
+            fake.hang()
+            running = calls(holder, "fr")
+            await fake.heard("run")
+            closing = asyncio.create_task(holder.__del__())
+            await anyio.wait_all_tasks_blocked()
+            closing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await closing
+            assert holder.closed
+            assert driver_pids() == []
             with pytest.raises(aionn.AionnError):
                 await running
 
