@@ -157,10 +157,14 @@ class HeldModel:
 
     async def _restart(self, spec: ModelSpec) -> bool:
         """Compile another version, in place of one that does not serve. Returns False if that one serves after all."""
-        self.spec = spec
+        before, self.spec = self.spec, spec
         if self._attempt is not None and not self._attempt.done():
             self._attempt.cancel()
-            await asyncio.wait([self._attempt])
+            try:
+                await asyncio.wait([self._attempt])
+            except BaseException:  # the upgrade was cancelled
+                self.spec = before
+                raise
             if self.compilation is not None:  # it was too late to cancel it
                 return False
         self._failure, self._pause_s = None, FIRST_PAUSE_S

@@ -126,7 +126,10 @@ class MultiplexedHolder(Holder):
             CallerError: the call names no model, or the deployment does not have it, or the replica is being closed.
             AionnError: the model could not be compiled.
         """
-        async with self._leased(self._called_id() if model_id is None else model_id) as opened:
+        called = self._called_id() if model_id is None else model_id
+        if not called:  # the replica always serves a model, too, but none to lease
+            raise _names_none()
+        async with self._leased(called) as opened:
             yield opened.compilation
 
     async def infer(self, inputs: Inputs, model: str | None = None, *, timeout_s: float | None = None) -> dict[str, Any]:
@@ -204,7 +207,7 @@ class MultiplexedHolder(Holder):
 
         model_id: str = serve.get_multiplexed_model_id()
         if not model_id and not self._deployed:
-            raise CallerError("the call names no model; call handle.options(multiplexed_model_id=...)")
+            raise _names_none()
         return model_id
 
     @asynccontextmanager
@@ -240,6 +243,10 @@ class MultiplexedHolder(Holder):
                 if not left:
                     raise
                 left -= 1
+
+
+def _names_none() -> CallerError:
+    return CallerError("the call names no model; call handle.options(multiplexed_model_id=...)")
 
 
 def checked_ids(multiplexed: object) -> ModelsById:

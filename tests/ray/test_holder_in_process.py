@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import inspect
 import logging
@@ -303,6 +304,33 @@ async def test_a_failed_upgrade_takes_back_a_model_whose_version_before_is_missi
             with pytest.raises(aionn.CallerError, match="no such file"):
                 await holder.infer(X, "a")
             assert (await holder.describe())["a"]["digest"] == ""
+
+
+async def test_an_upgrade_that_is_cancelled_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = written(tmp_path / "1.onnx", 2), written(tmp_path / "2.onnx", 3)
+    begun, cancelled, stop = anyio.Event(), anyio.Event(), anyio.Event()
+    compile_model = held_module.compile_model
+
+    async def compile_until(*arguments: Any) -> Any:
+        begun.set()
+        try:
+            await stop.wait()
+        except asyncio.CancelledError:
+            cancelled.set()
+            await stop.wait()  # as a driver that takes long to end a compile
+            raise
+        return await compile_model(*arguments)
+
+    monkeypatch.setattr(held_module, "compile_model", compile_until)
+    async with held(tmp_path, {"m": spec(one, tmp_path, required=False)}) as holder:
+        await begun.wait()
+        upgrade = asyncio.create_task(holder.reconfigure(config(m=(two, None))))
+        await cancelled.wait()
+        upgrade.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await upgrade
+        stop.set()
+        assert (await holder.infer(X))["y"].tolist() == [[2.0] * 16]
 
 
 async def test_a_long_start_is_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

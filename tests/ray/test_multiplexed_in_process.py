@@ -359,6 +359,9 @@ async def test_models_that_each_replica_serves_are_called_by_name(tmp_path: Path
         assert [outputs["y"][0, 0] async for outputs in holder.stream([X], "vad")] == [3]
         assert (list(await holder.describe()), list(await holder.open_models())) == (["vad"], ["m1"])
         assert watch.most == 2
+        with pytest.raises(aionn.CallerError, match="the call names no model"):
+            async with holder.leased():
+                pass
 
 
 async def test_a_method_of_a_subclass_leases_the_model_of_its_call(tmp_path: Path) -> None:
