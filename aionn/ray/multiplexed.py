@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 import aionn
 from aionn.errors import CallerError, DriverDiedError
+from aionn.ray.held import HeldModel
 from aionn.ray.holder import CLOSE_S, Holder, Inputs
 from aionn.ray.leases import Leases
 from aionn.ray.models import ModelSpec, checked_specs, compile_model
@@ -209,6 +210,12 @@ class MultiplexedHolder(Holder):
         if not model_id and not self._deployed:
             raise _names_none()
         return model_id
+
+    def _named(self, model: str | None) -> HeldModel:
+        if not self._held:
+            asked = "the call names no model" if model is None else f"this deployment has no model {model!r} that is called by name"
+            raise CallerError(f"{asked}; call handle.options(multiplexed_model_id=...)")
+        return super()._named(model)
 
     @asynccontextmanager
     async def _leased(self, model_id: str) -> AsyncIterator[_Open]:

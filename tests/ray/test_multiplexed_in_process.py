@@ -169,6 +169,8 @@ async def test_an_unknown_model_is_refused_and_costs_no_other_one_its_place(tmp_
             assert watch.compiles == before
             with pytest.raises(aionn.CallerError, match="the call names no model"):
                 await holder.infer(X)
+            with pytest.raises(aionn.CallerError, match="no model 'm0' that is called by name; call handle.options"):
+                await holder.infer(X, "m0")
 
 
 async def test_a_function_must_return_a_specification(tmp_path: Path) -> None:
