@@ -117,11 +117,9 @@ class HeldModel:
                 raise again(self._failure)
             attempt = self.compile_in_background()
             await asyncio.wait([attempt])  # the attempt goes on if this call ends
-            if self._closed:
-                continue
             # An attempt that was cancelled has made way for another version, so the call waits for that one.
-            if self.compilation is None and attempt is self._attempt and not attempt.cancelled():
-                assert self._failure is not None
+            # One that has succeeded while the replica was closed leaves no failure and no compilation.
+            if self.compilation is None and attempt is self._attempt and not attempt.cancelled() and self._failure is not None:
                 raise again(self._failure)
         return self.compilation
 

@@ -13,7 +13,8 @@ A model goes through these states. It takes a place in all of them but the first
     gone
 
 If a model waits for a place, and no model is idle, one open model is chosen to leave. Without that choice, requests that overlap could keep
-a place without end. If another place comes free first, the model that was chosen stays.
+a place without end. If another place comes free first, the model that was chosen stays. If all leases of another model have begun since the
+choice, that model is chosen instead: the leases of the first one are longer, and may be streams.
 
 Invariants
     `_entries` holds each model that is not gone, the least recently leased one first. It holds a model once, so no model is open twice.
@@ -61,7 +62,7 @@ class _Entry(Generic[T]):
 
     Attributes:
         opened: the open model, or the error of opening it. Requests await it through `asyncio.shield`, so one that leaves ends nothing.
-        leases: how many requests hold a lease, or wait until the model is open.
+        leases: the numbers of the requests that hold a lease, or wait until the model is open, in the order in which they came.
         settled: is set when the model is gone, when it stays although it was chosen to leave, and when all models are being closed.
         task: opens the model, and later another one closes it. None while the model waits for a place.
     """
@@ -72,7 +73,7 @@ class _Entry(Generic[T]):
         self.name = name
         self.state = _State.WAITING
         self.opened: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self.leases = 0
+        self.leases: dict[int, None] = {}
         self.settled = asyncio.Event()
         self.task: asyncio.Task[Any] | None = None
 
@@ -95,6 +96,8 @@ class Leases(Generic[T]):
         self._most = checked_count("max_models", most, 1)
         self._entries: dict[str, _Entry[T]] = {}
         self._waiting: list[_Entry[T]] = []
+        self._leased = 0  # the number of the last request
+        self._chosen_at = 0  # its value when a model was last chosen to leave
         self._closed = False
         self._forgotten = asyncio.Event()
 
@@ -118,7 +121,7 @@ class Leases(Generic[T]):
             CallerError: the models are being closed.
             Exception: as `open_model`.
         """
-        entry = await self._entered(name)
+        entry, number = await self._entered(name)
         try:
             try:
                 opened = await asyncio.shield(entry.opened)
@@ -126,7 +129,7 @@ class Leases(Generic[T]):
                 raise again(error) from None
             yield opened
         finally:
-            self._left(entry)
+            self._left(entry, number)
 
     async def aclose(self, wait_s: float) -> None:
         """Close all models. Requests that wait for a model end with `CallerError`. May be called again.
@@ -163,7 +166,7 @@ class Leases(Generic[T]):
 
     # --- requests ----------------------------------------------------------------------------------------------------------
 
-    async def _entered(self, name: str) -> _Entry[T]:
+    async def _entered(self, name: str) -> tuple[_Entry[T], int]:
         """Count a request for a model. Nothing is awaited after the count, so a request that is cancelled here was not counted."""
         while True:
             if self._closed:
@@ -176,12 +179,13 @@ class Leases(Generic[T]):
             if entry.state not in (_State.LEAVING, _State.ENDING):
                 break
             await entry.settled.wait()
-        entry.leases += 1
+        self._leased = number = self._leased + 1
+        entry.leases[number] = None
         self._share_places()
-        return entry
+        return entry, number
 
-    def _left(self, entry: _Entry[T]) -> None:
-        entry.leases -= 1
+    def _left(self, entry: _Entry[T], number: int) -> None:
+        del entry.leases[number]
         if not entry.leases:
             if entry.state in (_State.WAITING, _State.OPENING):
                 self._give_up(entry)
@@ -210,12 +214,14 @@ class Leases(Generic[T]):
     def _choose_who_leaves(self, needed: bool) -> None:
         """Have one model that is in use leave, if a place is needed. Otherwise the one that was chosen stays."""
         chosen = [entry for entry in self._entries.values() if entry.state is _State.LEAVING]
-        if needed and not chosen:
-            for entry in self._entries.values():
-                if entry.state is _State.OPEN:
-                    entry.state = _State.LEAVING
-                    return
-        for entry in [] if needed else chosen:
+        since = self._chosen_at if chosen else 0
+        quick = next((one for one in self._entries.values() if one.state is _State.OPEN and next(iter(one.leases), 0) > since), None)
+        if needed and quick is not None:
+            quick.state = _State.LEAVING
+            self._chosen_at = self._leased
+        elif needed:
+            return
+        for entry in chosen:
             entry.state = _State.OPEN
             entry.settled.set()
             entry.settled = asyncio.Event()

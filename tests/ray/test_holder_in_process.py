@@ -26,7 +26,7 @@ import aionn
 import aionn.ray
 from aionn.ray import held as held_module
 from aionn.ray import holder as holder_module
-from aionn.ray.models import open_model
+from aionn.ray.models import compile_model, open_model
 from aionn.runtime.processes import process
 from aionn.testing import FakeDevice, identity_model
 from aionn.testing.fake_engine import SecondFakeEngine
@@ -309,9 +309,8 @@ async def test_a_failed_upgrade_takes_back_a_model_whose_version_before_is_missi
 async def test_an_upgrade_that_is_cancelled_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = written(tmp_path / "1.onnx", 2), written(tmp_path / "2.onnx", 3)
     begun, cancelled, stop = anyio.Event(), anyio.Event(), anyio.Event()
-    compile_model = held_module.compile_model
 
-    async def compile_until(*arguments: Any) -> Any:
+    async def compile_until(runtime: aionn.Runtime, name: str, asked: aionn.ray.ModelSpec) -> tuple[aionn.Compilation, str]:
         begun.set()
         try:
             await stop.wait()
@@ -319,7 +318,7 @@ async def test_an_upgrade_that_is_cancelled_changes_nothing(tmp_path: Path, monk
             cancelled.set()
             await stop.wait()  # as a driver that takes long to end a compile
             raise
-        return await compile_model(*arguments)
+        return await compile_model(runtime, name, asked)
 
     monkeypatch.setattr(held_module, "compile_model", compile_until)
     async with held(tmp_path, {"m": spec(one, tmp_path, required=False)}) as holder:

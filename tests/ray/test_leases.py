@@ -296,6 +296,26 @@ async def test_a_model_that_was_chosen_to_leave_stays_if_another_place_comes_fre
     assert bench.opens == {"a": 1, "b": 1, "c": 1}
 
 
+async def test_a_long_lease_does_not_keep_short_ones_in_their_place() -> None:
+    bench = Bench()
+    leases = Leases(bench.open, 2)
+    long, short = Request(leases, "a"), Request(leases, "b")
+    await settled()
+    new = Request(leases, "c")  # "a" is chosen to leave
+    second = Request(leases, "b")
+    await settled()
+    assert await short.end() == "b"
+    late, third = Request(leases, "a"), Request(leases, "b")  # requests for "b" overlap
+    await settled()
+    assert late.began.is_set(), "a stays"
+    assert await second.end() == "b"
+    await settled()
+    assert new.began.is_set()
+    assert [await request.end() for request in (new, third, late, long)] == ["c", "b", "a", "a"]
+    assert bench.opens == {"a": 1, "b": 2, "c": 1}
+    assert bench.most == 2
+
+
 async def test_the_model_that_was_leased_least_recently_is_closed() -> None:
     bench = Bench()
     leases = Leases(bench.open, 2)
