@@ -169,7 +169,7 @@ async def test_an_unknown_model_is_refused_and_costs_no_other_one_its_place(tmp_
             assert watch.compiles == before
             with pytest.raises(aionn.CallerError, match="the call names no model"):
                 await holder.infer(X)
-            with pytest.raises(aionn.CallerError, match="no model 'm0' that is called by name; call handle.options"):
+            with pytest.raises(aionn.CallerError, match="no model 'm0' that is called by name; call handle"):
                 await holder.infer(X, "m0")
 
 
