@@ -79,7 +79,11 @@ class HeldModel:
         compilation, digest = await compile_model(self._runtime, self.name, spec)
         burst: aionn.Burst | None = None
         if not outside_frames(compilation.model):
-            burst = await compilation.burst(name=self.name).__aenter__()  # the runtime closes it
+            try:
+                burst = await compilation.burst(name=self.name).__aenter__()  # the runtime closes it
+            except BaseException:
+                await compilation.aclose()  # or each attempt would leave one behind
+                raise
         self.spec, self.digest, self.burst, self.compilation = spec, digest, burst, compilation
 
     def compile_in_background(self) -> asyncio.Task[None]:
@@ -114,8 +118,8 @@ class HeldModel:
             attempt = self.compile_in_background()
             await asyncio.wait([attempt])  # the attempt goes on if this call ends
             # An attempt that was cancelled has made way for another version, so the call waits for that one.
-            if self.compilation is None and attempt is self._attempt and not attempt.cancelled():
-                assert self._failure is not None
+            # One that has succeeded while the replica was closed leaves no failure and no compilation.
+            if self.compilation is None and attempt is self._attempt and not attempt.cancelled() and self._failure is not None:
                 raise again(self._failure)
         return self.compilation
 
@@ -135,7 +139,7 @@ class HeldModel:
         digest = (await model.digest()).hex()
         before = self.spec
         if self.compilation is None and await self._restart(spec):
-            return partial(self.change, before)
+            return partial(self._take_back, before)
         if digest == self.digest:
             self.spec = spec
             return None
@@ -144,12 +148,21 @@ class HeldModel:
         await self._swap(spec, digest, model)
         return back
 
+    async def _take_back(self, spec: ModelSpec) -> None:
+        """Go back to a version that did not serve, so its file may be missing. If the other version serves by now, swap."""
+        if self.compilation is not None or not await self._restart(spec):
+            await self.change(spec)
+
     async def _restart(self, spec: ModelSpec) -> bool:
         """Compile another version, in place of one that does not serve. Returns False if that one serves after all."""
-        self.spec = spec
+        before, self.spec = self.spec, spec
         if self._attempt is not None and not self._attempt.done():
             self._attempt.cancel()
-            await asyncio.wait([self._attempt])
+            try:
+                await asyncio.wait([self._attempt])
+            except BaseException:  # the upgrade was cancelled
+                self.spec = before
+                raise
             if self.compilation is not None:  # it was too late to cancel it
                 return False
         self._failure, self._pause_s = None, FIRST_PAUSE_S

@@ -27,16 +27,16 @@ from aionn.ray.models import ModelSpec, checked_specs, upgraded_specs
 from aionn.ray.needed import assigned_threads
 from aionn.ray.streams import compute_stream
 from aionn.runtime.executing.retrying import compute_stateless
-from aionn.tasks import checked_count, deadline_of, ending_by, ungrouped
+from aionn.tasks import bounded_shield, checked_count, deadline_of, ending_by, ungrouped
 
-__all__ = ["GRACEFUL_SHUTDOWN_S", "Holder"]
+__all__ = ["CLOSE_S", "GRACEFUL_SHUTDOWN_S", "Holder"]
 
 logger = logging.getLogger("aionn.ray")
 
 GRACEFUL_SHUTDOWN_S = 20.0
 """Serve kills a replica that has not stopped by then (`graceful_shutdown_timeout_s`)."""
 
-_CLOSE_S = GRACEFUL_SHUTDOWN_S - 2.0
+CLOSE_S = GRACEFUL_SHUTDOWN_S - 2.0
 _PROGRESS_S = 10.0
 
 Inputs = Mapping[str, Any]
@@ -106,16 +106,19 @@ class Holder:
 
     async def aclose(self) -> None:
         """Close the runtime, within 18 seconds. May be called again. Serve awaits it as `__del__` before it stops the replica's process."""
+        await self._close_runtime(CLOSE_S)
+
+    async def _close_runtime(self, most_s: float) -> None:
         runtime = getattr(self, "_runtime", None)  # a subclass may have failed before this constructor
         if runtime is None:
             return
         self._closed = True
         for held in self._held.values():
             held.close()
-        with anyio.move_on_after(_CLOSE_S, shield=True) as limit:
+        with bounded_shield(most_s) as limit:
             await runtime.aclose()
         if limit.cancelled_caught:
-            logger.warning("the replica did not close its runtime within %g s; its drivers end with its process", _CLOSE_S)
+            logger.warning("the replica did not close its runtime within %g s; its drivers end with its process", most_s)
 
     @property
     def closed(self) -> bool:

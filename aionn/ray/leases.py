@@ -13,7 +13,8 @@ A model goes through these states. It takes a place in all of them but the first
     gone
 
 If a model waits for a place, and no model is idle, one open model is chosen to leave. Without that choice, requests that overlap could keep
-a place without end. If another place comes free first, the model that was chosen stays.
+a place without end. If another place comes free first, the model that was chosen stays. If all leases of another model have begun since the
+choice, that model is chosen instead: the leases of the first one are longer, and may be streams.
 
 Invariants
     `_entries` holds each model that is not gone, the least recently leased one first. It holds a model once, so no model is open twice.
@@ -29,7 +30,8 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from enum import Enum, auto
-from typing import Generic, Protocol, TypeVar
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
 
 from aionn.errors import CallerError, again
 from aionn.tasks import checked_count
@@ -60,7 +62,7 @@ class _Entry(Generic[T]):
 
     Attributes:
         opened: the open model, or the error of opening it. Requests await it through `asyncio.shield`, so one that leaves ends nothing.
-        leases: how many requests hold a lease, or wait until the model is open.
+        leases: the numbers of the requests that hold a lease, or wait until the model is open, in the order in which they came.
         settled: is set when the model is gone, when it stays although it was chosen to leave, and when all models are being closed.
         task: opens the model, and later another one closes it. None while the model waits for a place.
     """
@@ -71,9 +73,9 @@ class _Entry(Generic[T]):
         self.name = name
         self.state = _State.WAITING
         self.opened: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self.leases = 0
+        self.leases: dict[int, None] = {}
         self.settled = asyncio.Event()
-        self.task: asyncio.Task[None] | None = None
+        self.task: asyncio.Task[Any] | None = None
 
     def fail(self, error: BaseException) -> None:
         if not self.opened.done():
@@ -94,6 +96,8 @@ class Leases(Generic[T]):
         self._most = checked_count("max_models", most, 1)
         self._entries: dict[str, _Entry[T]] = {}
         self._waiting: list[_Entry[T]] = []
+        self._leased = 0  # the number of the last request
+        self._chosen_at = 0  # its value when a model was last chosen to leave
         self._closed = False
         self._forgotten = asyncio.Event()
 
@@ -117,7 +121,7 @@ class Leases(Generic[T]):
             CallerError: the models are being closed.
             Exception: as `open_model`.
         """
-        entry = await self._entered(name)
+        entry, number = await self._entered(name)
         try:
             try:
                 opened = await asyncio.shield(entry.opened)
@@ -125,7 +129,7 @@ class Leases(Generic[T]):
                 raise again(error) from None
             yield opened
         finally:
-            self._left(entry)
+            self._left(entry, number)
 
     async def aclose(self, wait_s: float) -> None:
         """Close all models. Requests that wait for a model end with `CallerError`. May be called again.
@@ -142,11 +146,11 @@ class Leases(Generic[T]):
             elif entry.state is _State.OPEN:
                 entry.state = _State.LEAVING
                 if not entry.leases:
-                    self._close(entry)
+                    self._close(entry, entry.opened.result())
         if not await self._emptied(wait_s):
             for entry in list(self._entries.values()):
                 if entry.state is _State.LEAVING:
-                    self._close(entry)
+                    self._close(entry, entry.opened.result())
             await self._emptied(None)
 
     async def _emptied(self, wait_s: float | None) -> bool:
@@ -162,7 +166,7 @@ class Leases(Generic[T]):
 
     # --- requests ----------------------------------------------------------------------------------------------------------
 
-    async def _entered(self, name: str) -> _Entry[T]:
+    async def _entered(self, name: str) -> tuple[_Entry[T], int]:
         """Count a request for a model. Nothing is awaited after the count, so a request that is cancelled here was not counted."""
         while True:
             if self._closed:
@@ -175,17 +179,18 @@ class Leases(Generic[T]):
             if entry.state not in (_State.LEAVING, _State.ENDING):
                 break
             await entry.settled.wait()
-        entry.leases += 1
+        self._leased = number = self._leased + 1
+        entry.leases[number] = None
         self._share_places()
-        return entry
+        return entry, number
 
-    def _left(self, entry: _Entry[T]) -> None:
-        entry.leases -= 1
+    def _left(self, entry: _Entry[T], number: int) -> None:
+        del entry.leases[number]
         if not entry.leases:
             if entry.state in (_State.WAITING, _State.OPENING):
                 self._give_up(entry)
             elif entry.state is _State.LEAVING:
-                self._close(entry)
+                self._close(entry, entry.opened.result())
         self._share_places()
 
     # --- places ------------------------------------------------------------------------------------------------------------
@@ -198,22 +203,25 @@ class Leases(Generic[T]):
             entry = self._waiting.pop(0)
             entry.state = _State.OPENING
             entry.task = asyncio.create_task(self._opening(entry), name=f"open {entry.name}")
+            entry.task.add_done_callback(partial(self._opened, entry))
         needed = len(self._waiting) - sum(entry.state is _State.ENDING for entry in self._entries.values())
         for entry in list(self._entries.values()):
             if needed > 0 and entry.state is _State.OPEN and not entry.leases:
-                self._close(entry)
+                self._close(entry, entry.opened.result())
                 needed -= 1
         self._choose_who_leaves(needed > 0)
 
     def _choose_who_leaves(self, needed: bool) -> None:
         """Have one model that is in use leave, if a place is needed. Otherwise the one that was chosen stays."""
         chosen = [entry for entry in self._entries.values() if entry.state is _State.LEAVING]
-        if needed and not chosen:
-            for entry in self._entries.values():
-                if entry.state is _State.OPEN:
-                    entry.state = _State.LEAVING
-                    return
-        for entry in [] if needed else chosen:
+        since = self._chosen_at if chosen else 0
+        quick = next((one for one in self._entries.values() if one.state is _State.OPEN and next(iter(one.leases), 0) > since), None)
+        if needed and quick is not None:
+            quick.state = _State.LEAVING
+            self._chosen_at = self._leased
+        elif needed:
+            return
+        for entry in chosen:
             entry.state = _State.OPEN
             entry.settled.set()
             entry.settled = asyncio.Event()
@@ -227,25 +235,25 @@ class Leases(Generic[T]):
             entry.state = _State.ENDING  # it keeps its place until its task has ended
             entry.task.cancel()
 
-    def _close(self, entry: _Entry[T]) -> None:
+    def _close(self, entry: _Entry[T], opened: T) -> None:
         entry.state = _State.ENDING
-        entry.task = asyncio.create_task(self._ending(entry, entry.opened.result()), name=f"close {entry.name}")
+        entry.task = asyncio.create_task(self._ending(entry, opened), name=f"close {entry.name}")
 
-    async def _opening(self, entry: _Entry[T]) -> None:
-        try:
-            opened = await self._open_model(entry.name)
-        except BaseException as error:
+    async def _opening(self, entry: _Entry[T]) -> T:
+        return await self._open_model(entry.name)
+
+    def _opened(self, entry: _Entry[T], task: asyncio.Task[T]) -> None:
+        """Go on after a task that has opened a model. A task that was cancelled before its first step has ended, too."""
+        error = None if task.cancelled() else task.exception()
+        if task.cancelled() or error is not None:
             self._forget(entry)
             entry.fail(error if isinstance(error, Exception) else _closing())
-            if not isinstance(error, Exception):
-                raise
-            return
-        if entry.state is _State.ENDING:  # it was open before it could be cancelled
-            await self._ending(entry, opened)
-            return
-        entry.state = _State.OPEN
-        entry.opened.set_result(opened)
-        self._share_places()
+        elif entry.state is _State.ENDING:  # it was open before it could be cancelled
+            self._close(entry, task.result())
+        else:
+            entry.state = _State.OPEN
+            entry.opened.set_result(task.result())
+            self._share_places()
 
     async def _ending(self, entry: _Entry[T], opened: T) -> None:
         try:

@@ -158,10 +158,11 @@ async def compile_model(runtime: aionn.Runtime, name: str, spec: ModelSpec, **op
     compilation = await runtime.compile(model, name=name, **{**spec.compile_options, **options})
     try:
         if spec.warm_up:
-            await compilation.warm_up(spec.warm_up)
-    except CallerError as error:
-        logger.warning("model %r is not warmed up, because inputs for it cannot be made up: %s", name, error)
+            try:
+                await compilation.warm_up(spec.warm_up)
+            except CallerError as error:
+                logger.warning("model %r is not warmed up, because inputs for it cannot be made up: %s", name, error)
+        return compilation, (await model.digest()).hex()  # which reads the file if no cache did
     except BaseException:
         await compilation.aclose()
         raise
-    return compilation, (await model.digest()).hex()

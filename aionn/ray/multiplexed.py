@@ -20,19 +20,20 @@ from typing import Any, ClassVar
 
 import aionn
 from aionn.errors import CallerError, DriverDiedError
-from aionn.ray.holder import Holder, Inputs
+from aionn.ray.held import HeldModel
+from aionn.ray.holder import CLOSE_S, Holder, Inputs
 from aionn.ray.leases import Leases
 from aionn.ray.models import ModelSpec, checked_specs, compile_model
 from aionn.ray.needed import needed_ray
 from aionn.ray.streams import compute_stream
 from aionn.runtime.executing.retrying import compute_stateless
-from aionn.tasks import checked_seconds, deadline_of, ending_by
+from aionn.tasks import bounded_shield, checked_seconds, deadline_of, ending_by
 
 __all__ = ["ModelsById", "MultiplexedHolder", "checked_ids"]
 
 ModelsById = Mapping[str, Any] | Callable[[str], ModelSpec]
 
-_LEASES_END_S = 5.0
+_LEASES_END_S, _MODELS_END_S = 5.0, 8.0
 """Serve closes a replica after its requests have ended. A request can be left only if Serve has stopped waiting for it."""
 
 
@@ -99,11 +100,17 @@ class MultiplexedHolder(Holder):
         await super().__init__(models, **arguments)
 
     async def aclose(self) -> None:
-        """Close the models after the calls that use them, or after 5 s, and then the runtime, as `Holder.aclose` does."""
+        """Close the models after the calls that use them, or after 5 s, and then the runtime, as `Holder.aclose` does.
+
+        The runtime is closed also if the caller is cancelled, or if a model is not closed within 8 s.
+        """
         leases: Leases[_Open] | None = getattr(self, "_leases", None)  # the constructor may have failed before
-        if leases is not None:
-            await leases.aclose(_LEASES_END_S)
-        await super().aclose()
+        try:
+            if leases is not None:
+                with bounded_shield(_MODELS_END_S):
+                    await leases.aclose(_LEASES_END_S)
+        finally:
+            await self._close_runtime(CLOSE_S - _MODELS_END_S)
 
     # --- what serves -------------------------------------------------------------------------------------------------------
 
@@ -120,7 +127,10 @@ class MultiplexedHolder(Holder):
             CallerError: the call names no model, or the deployment does not have it, or the replica is being closed.
             AionnError: the model could not be compiled.
         """
-        async with self._leased(self._called_id() if model_id is None else model_id) as opened:
+        called = self._called_id() if model_id is None else model_id
+        if not called:  # the replica always serves a model, too, but none to lease
+            raise _names_none()
+        async with self._leased(called) as opened:
             yield opened.compilation
 
     async def infer(self, inputs: Inputs, model: str | None = None, *, timeout_s: float | None = None) -> dict[str, Any]:
@@ -198,8 +208,14 @@ class MultiplexedHolder(Holder):
 
         model_id: str = serve.get_multiplexed_model_id()
         if not model_id and not self._deployed:
-            raise CallerError("the call names no model; call handle.options(multiplexed_model_id=...)")
+            raise _names_none()
         return model_id
+
+    def _named(self, model: str | None) -> HeldModel:
+        if not self._held:
+            asked = "the call names no model" if model is None else f"this deployment has no model {model!r} that is called by name"
+            raise CallerError(f"{asked}; call handle.options(multiplexed_model_id=...)")
+        return super()._named(model)
 
     @asynccontextmanager
     async def _leased(self, model_id: str) -> AsyncIterator[_Open]:
@@ -234,6 +250,10 @@ class MultiplexedHolder(Holder):
                 if not left:
                     raise
                 left -= 1
+
+
+def _names_none() -> CallerError:
+    return CallerError("the call names no model; call handle.options(multiplexed_model_id=...)")
 
 
 def checked_ids(multiplexed: object) -> ModelsById:

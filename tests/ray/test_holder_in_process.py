@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import inspect
 import logging
@@ -25,12 +26,13 @@ import aionn
 import aionn.ray
 from aionn.ray import held as held_module
 from aionn.ray import holder as holder_module
-from aionn.ray.models import open_model
+from aionn.ray.models import compile_model, open_model
 from aionn.runtime.processes import process
 from aionn.testing import FakeDevice, identity_model
 from aionn.testing.fake_engine import SecondFakeEngine
 from aionn.testing.models import scaled_model
 from tests.leaks import driver_pids, ended, leaves_nothing
+from tests.ray.multiplexing import CompilationWatch
 from tests.real_models import carried
 
 pytestmark = pytest.mark.anyio
@@ -172,6 +174,37 @@ async def test_a_background_compile_that_fails_is_tried_again_after_a_pause(tmp_
             assert answer.tolist() == X["x"].tolist()
 
 
+@pytest.mark.parametrize("fault", ["the file is replaced during the warm-up", "the burst cannot be opened"])
+async def test_an_attempt_that_fails_after_its_compile_leaves_no_compilation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    path = written(tmp_path / "m.onnx", 2)
+    watch = CompilationWatch().install(monkeypatch.setattr)
+    warm_up, open_burst, faults = aionn.Compilation.warm_up, aionn.Burst.__aenter__, [fault]
+
+    async def warm_up_slowly(self: aionn.Compilation, *arguments: Any) -> None:
+        await warm_up(self, *arguments)
+        if faults == ["the file is replaced during the warm-up"]:
+            written(tmp_path / "m.onnx", 3)
+            faults.clear()
+
+    async def open_second(self: aionn.Burst) -> aionn.Burst:
+        if faults:
+            raise aionn.CallerError(faults.pop())
+        return await open_burst(self)
+
+    monkeypatch.setattr(aionn.Compilation, "warm_up", warm_up_slowly)
+    monkeypatch.setattr(aionn.Burst, "__aenter__", open_second)
+    async with aionn.Runtime(threads=1, state_dir=tmp_path / "state", start=()) as runtime:
+        model = held_module.HeldModel("m", aionn.ray.ModelSpec(path, devices=("reference",)), runtime)
+        with pytest.raises(aionn.CallerError, match="has changed" if "file" in fault else "burst"):
+            await model.compile()
+        assert (watch.compiles, watch.live) == (1, 0)
+        await model.compile()
+        assert (watch.compiles, watch.live) == (2, 1)
+        model.close()
+
+
 async def test_the_pause_before_a_further_compile_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(held_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
@@ -255,6 +288,48 @@ async def test_a_failed_upgrade_takes_back_a_model_that_does_not_serve(tmp_path:
             fake.behave()
             await holder.infer(X, "a")
             assert (await holder.describe())["a"]["digest"] == await digest_of(one)
+
+
+async def test_a_failed_upgrade_takes_back_a_model_whose_version_before_is_missing(tmp_path: Path) -> None:
+    one, two = str(tmp_path / "1.onnx"), written(tmp_path / "2.onnx", 3)
+    with FakeDevice() as fake:
+        models = {"a": spec(one, tmp_path, fake.name, required=False), "b": spec(two, tmp_path)}
+        async with held(tmp_path, models) as holder:
+            with pytest.raises(aionn.CallerError, match="no such file"):
+                await holder.infer(X, "a")
+            fake.hang("compile")
+            with pytest.raises(aionn.CallerError, match="asks for 000"):
+                await holder.reconfigure(config(a=(two, None), b=(two, "0" * 64)))
+            fake.behave()
+            with pytest.raises(aionn.CallerError, match="no such file"):
+                await holder.infer(X, "a")
+            assert (await holder.describe())["a"]["digest"] == ""
+
+
+async def test_an_upgrade_that_is_cancelled_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = written(tmp_path / "1.onnx", 2), written(tmp_path / "2.onnx", 3)
+    begun, cancelled, stop = anyio.Event(), anyio.Event(), anyio.Event()
+
+    async def compile_until(runtime: aionn.Runtime, name: str, asked: aionn.ray.ModelSpec) -> tuple[aionn.Compilation, str]:
+        begun.set()
+        try:
+            await stop.wait()
+        except asyncio.CancelledError:
+            cancelled.set()
+            await stop.wait()  # as a driver that takes long to end a compile
+            raise
+        return await compile_model(runtime, name, asked)
+
+    monkeypatch.setattr(held_module, "compile_model", compile_until)
+    async with held(tmp_path, {"m": spec(one, tmp_path, required=False)}) as holder:
+        await begun.wait()
+        upgrade = asyncio.create_task(holder.reconfigure(config(m=(two, None))))
+        await cancelled.wait()
+        upgrade.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await upgrade
+        stop.set()
+        assert (await holder.infer(X))["y"].tolist() == [[2.0] * 16]
 
 
 async def test_a_long_start_is_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

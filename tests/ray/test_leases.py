@@ -223,6 +223,33 @@ async def test_an_opening_that_ignores_its_cancellation_is_closed() -> None:
     await one(leases, "b")
 
 
+async def test_an_opening_that_is_cancelled_before_its_first_step_gives_its_place_back() -> None:
+    bench = Bench()
+    leases, opening = Leases(bench.open, 1), bench.hold("open a")
+    bench.fails.add("a")
+    first, waiter = Request(leases, "a"), Request(leases, "b")
+    await settled()
+    opening.set()  # in the next turn of the loop "a" fails, so "b" gets its place,
+    waiter.task.cancel()  # and in the same turn the only request for "b" leaves
+    results = await asyncio.gather(first.task, waiter.task, return_exceptions=True)
+    assert [type(result) for result in results] == [aionn.CompilationError, asyncio.CancelledError]
+    async with asyncio.timeout(10):
+        await one(leases, "c")
+    assert bench.opens == {"a": 1, "c": 1}, "the case of this test: the task of b never ran"
+
+
+async def test_closing_ends_an_opening_that_has_not_begun() -> None:
+    bench = Bench()
+    leases = Leases(bench.open, 1)
+    request = Request(leases, "a")
+    await asyncio.sleep(0)  # the request has begun, and its model's task has not
+    async with asyncio.timeout(10):
+        await leases.aclose(0.01)
+    with pytest.raises(aionn.CallerError, match="being closed"):
+        await request.task
+    assert bench.opens == {}
+
+
 async def test_a_request_that_is_cancelled_while_it_waits_for_a_place_opens_nothing() -> None:
     bench = Bench()
     leases = Leases(bench.open, 1)
@@ -267,6 +294,26 @@ async def test_a_model_that_was_chosen_to_leave_stays_if_another_place_comes_fre
     await late.began.wait()
     assert [await request.end() for request in (other, late, first)] == ["c", "a", "a"]
     assert bench.opens == {"a": 1, "b": 1, "c": 1}
+
+
+async def test_a_long_lease_does_not_keep_short_ones_in_their_place() -> None:
+    bench = Bench()
+    leases = Leases(bench.open, 2)
+    long, short = Request(leases, "a"), Request(leases, "b")
+    await settled()
+    new = Request(leases, "c")  # "a" is chosen to leave
+    second = Request(leases, "b")
+    await settled()
+    assert await short.end() == "b"
+    late, third = Request(leases, "a"), Request(leases, "b")  # requests for "b" overlap
+    await settled()
+    assert late.began.is_set(), "a stays"
+    assert await second.end() == "b"
+    await settled()
+    assert new.began.is_set()
+    assert [await request.end() for request in (new, third, late, long)] == ["c", "b", "a", "a"]
+    assert bench.opens == {"a": 1, "b": 2, "c": 1}
+    assert bench.most == 2
 
 
 async def test_the_model_that_was_leased_least_recently_is_closed() -> None:

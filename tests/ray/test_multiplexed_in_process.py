@@ -8,7 +8,7 @@ import random
 import signal
 import warnings
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -169,6 +169,8 @@ async def test_an_unknown_model_is_refused_and_costs_no_other_one_its_place(tmp_
             assert watch.compiles == before
             with pytest.raises(aionn.CallerError, match="the call names no model"):
                 await holder.infer(X)
+            with pytest.raises(aionn.CallerError, match="no model 'm0' that is called by name; call handle"):
+                await holder.infer(X, "m0")
 
 
 async def test_a_function_must_return_a_specification(tmp_path: Path) -> None:
@@ -286,6 +288,47 @@ async def test_closing_does_not_wait_for_a_call_without_end(tmp_path: Path, monk
                 await running
 
 
+async def test_closing_does_not_wait_for_a_compile_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multiplexed_module, "_LEASES_END_S", 0.05)
+    monkeypatch.setattr(multiplexed_module, "_MODELS_END_S", 0.1)
+    begun, stop = asyncio.Event(), asyncio.Event()
+
+    async def compile_without_end(*arguments: Any, **options: Any) -> Any:
+        begun.set()
+        while not stop.is_set():
+            with suppress(asyncio.CancelledError):
+                await stop.wait()
+        raise aionn.CompilationError("it ended")
+
+    monkeypatch.setattr(multiplexed_module, "compile_model", compile_without_end)
+    async with held(tmp_path, written_models(tmp_path, 1, "reference")) as holder:
+        call = calls(holder, "m0")
+        await begun.wait()
+        with anyio.fail_after(30):
+            await holder.__del__()
+        assert holder.closed
+        with pytest.raises(aionn.CallerError, match="the models are being closed"):
+            await call
+        stop.set()
+
+
+async def test_closing_ends_the_drivers_also_if_it_is_cancelled(tmp_path: Path) -> None:
+    with FakeDevice() as fake:
+        async with held(tmp_path, fake_models(fake, "fr")) as holder:
+            fake.hang()
+            running = calls(holder, "fr")
+            await fake.heard("run")
+            closing = asyncio.create_task(holder.__del__())
+            await anyio.wait_all_tasks_blocked()
+            closing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await closing
+            assert holder.closed
+            assert driver_pids() == []
+            with pytest.raises(aionn.AionnError):
+                await running
+
+
 async def test_a_stream_keeps_its_model(tmp_path: Path, watch: CompilationWatch) -> None:
     async with held(tmp_path, written_models(tmp_path, 2, "reference"), max_models=1) as holder:
 
@@ -318,6 +361,9 @@ async def test_models_that_each_replica_serves_are_called_by_name(tmp_path: Path
         assert [outputs["y"][0, 0] async for outputs in holder.stream([X], "vad")] == [3]
         assert (list(await holder.describe()), list(await holder.open_models())) == (["vad"], ["m1"])
         assert watch.most == 2
+        with pytest.raises(aionn.CallerError, match="the call names no model"):
+            async with holder.leased():
+                pass
 
 
 async def test_a_method_of_a_subclass_leases_the_model_of_its_call(tmp_path: Path) -> None:
