@@ -232,7 +232,7 @@ from tests.runtime.printing_engine import NAME, Act
 async def main():
     async with aionn.Runtime(start=()) as runtime:
         compilation = await runtime.compile(aionn.Model.from_onnx(identity_model()), devices=(NAME,))
-        await compilation.compute({{"input": np.full((1, 16), Act.PRINT, np.float32)}})
+        await compilation.compute({{"input": np.full((1, 16), Act.{act}, np.float32)}})
         {then}
 
 aionn.run(main)
@@ -240,8 +240,8 @@ os._exit(42)
 """
 
 
-def started(before: str = "", then: str = "pass", stderr: int = subprocess.PIPE) -> subprocess.Popen[bytes]:
-    code = textwrap.dedent(APP.format(before=before, then=then))
+def started(before: str = "", then: str = "pass", act: str = "PRINT", stderr: int = subprocess.PIPE) -> subprocess.Popen[bytes]:
+    code = textwrap.dedent(APP.format(before=before, then=then, act=act))
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=stderr)
 
 
@@ -270,3 +270,43 @@ def test_the_drivers_of_a_killed_app_do_not_keep_its_stderr_open() -> None:
     out, err = app.communicate(timeout=20)
     assert (out, app.returncode) == (b"", -signal.SIGKILL)
     assert err == SHOWN + b"to stdout\nto stderr\n"
+
+
+def test_a_driver_that_takes_off_nonblock_cannot_make_the_loop_wait() -> None:
+    """The flag belongs to the description of an eventfd, which app and driver share."""
+    app = started(act="BLOCK")
+    try:
+        out, err = app.communicate(timeout=60)
+    finally:
+        app.kill()
+    assert (out, err, app.returncode) == (b"", b"blocking\n", 42)
+
+
+FULL_OF_PARTS_OF_PAGES = """
+import os, select
+from aionn.driver._valve import open_valve
+
+reading, writing = os.pipe2(os.O_NONBLOCK)
+counter = os.eventfd(0, os.EFD_NONBLOCK)
+written = b""
+try:
+    while True:
+        line = b"%2499d\\n" % len(written)  # only one goes into a page
+        written += line[:os.write(writing, line)]
+except BlockingIOError:
+    pass
+open_valve(os.dup(reading), writing, counter, 100)
+lost = 0
+while lost < len(written) // 4 * 3 or select.select([counter], [], [], 0.5)[0]:
+    select.select([counter], [], [])
+    lost += os.eventfd_read(counter)
+left = os.read(reading, 1 << 20) if lost < len(written) else b""
+print(len(written), lost, left == written[lost:])
+"""
+
+
+def test_a_full_pipe_whose_pages_are_not_full_keeps_the_newest_output() -> None:
+    ran = subprocess.run([sys.executable, "-c", FULL_OF_PARTS_OF_PAGES], capture_output=True, text=True, timeout=60, check=True)
+    written, lost, newest = ran.stdout.split()
+    assert int(lost) == int(written) // 4 * 3
+    assert newest == "True"
