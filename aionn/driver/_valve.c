@@ -18,11 +18,11 @@
 #include <Python.h>
 
 #include <errno.h>
+#include <fcntl.h>
 #include <poll.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdint.h>
-#include <sys/ioctl.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -47,13 +47,10 @@ static int ready(int fd, short event, int timeout_ms)
     return found < 0 || look.revents & POLLNVAL ? -1 : found;
 }
 
-/* Drop the oldest three quarters of what a full pipe holds. The rest stays, because writers may not fill the pipe again. A pipe is full when
- * each of its pages has something. So it holds fewer bytes than its size where a write did not fit in the rest of a page. */
-static void drop(const struct valve *valve)
+/* Drop the oldest three quarters of a full pipe. The rest stays, because writers may not fill the pipe again. */
+static void drop(const struct valve *valve, int pipe_bytes)
 {
-    int held = SMALLEST_PIPE_BYTES; /* if a filter of system calls refuses the question */
-    (void)!ioctl(valve->reading, FIONREAD, &held);
-    int most = held - held / 4;
+    int most = pipe_bytes / 4 * 3;
     while (most > 0) {
         ssize_t got = read(valve->reading, piece, most < PIECE_BYTES ? (size_t)most : PIECE_BYTES);
         if (got < 0 && errno == EINTR)
@@ -76,7 +73,7 @@ static void nap(int milliseconds)
 static void *mind(void *argument)
 {
     const struct valve *valve = argument;
-    int patience_ms = valve->patience_ms;
+    int size = fcntl(valve->writing, F_GETPIPE_SZ), patience_ms = valve->patience_ms;
     for (;;) {
         int something = ready(valve->reading, POLLIN, 0);
         if (!something) { /* the app has read everything */
@@ -86,7 +83,7 @@ static void *mind(void *argument)
         if (something < 0)
             return NULL; /* an engine has closed what is not its own */
         if (!ready(valve->writing, POLLOUT, 0) && !ready(valve->writing, POLLOUT, patience_ms)) {
-            drop(valve);
+            drop(valve, size > 0 ? size : SMALLEST_PIPE_BYTES);
             patience_ms = PATIENCE_WHILE_LOSING_MS;
         }
         nap(patience_ms / 2);
