@@ -11,7 +11,9 @@ from __future__ import annotations
 import os
 import sqlite3
 import stat
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -112,15 +114,46 @@ def _last_used(path: Path) -> float:
     return used
 
 
-def _make_and_mark(path: Path) -> None:
-    """Make a database's file unless it is there, and note its use, so that no other version removes it.
+_open: Counter[str] = Counter()
+"""How many connections of `open_database` this process has to each file, by absolute path."""
 
-    This must come before SQLite opens the file. To close any descriptor of a file frees all locks that the process has on the file. Another
-    process would then remove the log of a database that is in use.
+_counting = threading.Lock()
+
+
+class _Connection(sqlite3.Connection):
+    """A connection that is counted in `_open` until it is closed."""
+
+    counted_as = ""
+
+    def close(self) -> None:
+        super().close()
+        counted_as, self.counted_as = self.counted_as, ""
+        if counted_as:
+            with _counting:
+                _open[counted_as] -= 1
+
+
+def _connected(path: Path) -> _Connection:
+    """Make a database's file unless it is there, note its use, so that no other version removes it, and connect.
+
+    To close any descriptor of a file frees all locks that the process has on the file. Another process would then remove the log of a
+    database that is in use. So a file that this process has connected to stays as it is. It was marked by the first connection.
 
     Raises:
         OSError: it can be neither made nor written to.
+        sqlite3.Error
     """
+    counted_as = str(path.absolute())
+    with _counting:
+        if not _open[counted_as] or not path.exists():
+            _make_and_mark(path)
+        connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False, factory=_Connection)
+        connection.counted_as = counted_as
+        _open[counted_as] += 1
+    return connection
+
+
+def _make_and_mark(path: Path) -> None:
     # Made by us, so that no other account can read it even before SQLite first writes to it.
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
@@ -154,8 +187,7 @@ def open_database(
         _refuse_unsafe(path)
         connection: sqlite3.Connection | None = None
         try:
-            _make_and_mark(path)
-            connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+            connection = _connected(path)
             connection.execute(_UNTRUSTED)
             connection.execute("PRAGMA journal_mode=WAL")
             # A record that a power cut loses or damages is a miss. So no write here needs an fsync.

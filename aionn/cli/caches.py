@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +103,7 @@ def _state(entry: EntryInfo) -> str:
 
 
 def _as_json(entry: EntryInfo) -> dict[str, Any]:
-    return {"kind": "entry", **asdict(entry), "key": entry.key.hex(), "model_digest": entry.model_digest.hex()}
+    return {"kind": "entry", **msgspec.structs.asdict(entry), "key": entry.key.hex(), "model_digest": entry.model_digest.hex()}
 
 
 def verify_entries(directory: Path, as_json: bool) -> None:
@@ -151,7 +150,7 @@ def prune_entries(directory: Path, max_bytes: int | None, measurements: bool, as
     if isinstance(report, Refusal):
         raise NotDoneError(f"cache {str(directory)!r} cannot be pruned: {report}")
     if as_json:
-        print_json(asdict(report))
+        print_json(msgspec.structs.asdict(report))
         return
     in_use = f"; {report.in_use} kept because a process uses them" if report.in_use else ""
     forgotten = f"; stage measurements removed: {report.measurements}" if report.measurements else ""

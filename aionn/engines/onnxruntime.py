@@ -65,6 +65,9 @@ bounds the multiplications from above. In so short a run, waking a second thread
 _OLDEST = frozenset({"GlobalAveragePool", "GlobalMaxPool", "Identity", "Not", "Shape", "Softplus", "Transpose"})
 """Usual operators that ONNX has had since its first version. ORT has kernels from then on for operators that ONNX never had."""
 
+_NEWEST = 2**31 - 1
+"""The highest version of an operator set that the `onnx` package takes. A model may name any of 64 bits."""
+
 TABLE_BYTES = 1 << 20
 """From this size on a table is worth the search in the graph (a millisecond) for the nodes that read it."""
 
@@ -288,7 +291,7 @@ class OnnxRuntimeEngine:
             import onnx  # its import takes 60 ms, and most models do without
 
             try:
-                schema: Any = onnx.defs.get_schema(operator, opset, domain)
+                schema: Any = onnx.defs.get_schema(operator, min(max(opset, 0), _NEWEST), domain)
             except onnx.defs.SchemaError:
                 return False
             # ORT inlines operators that ONNX defines through others.

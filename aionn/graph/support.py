@@ -70,7 +70,8 @@ def _only_version(model: Model) -> int | None:
         versions = operator_sets(model.graph)
     except ValueError:
         return None  # the `onnx` package says what is wrong
-    return None if versions is None else {_domain(domain): version for domain, version in versions.items()}.get("")
+    found = {version for domain, version in (versions or {}).items() if not _domain(domain)}
+    return found.pop() if len(found) == 1 else None  # of several, the last in the model counts
 
 
 def gather_tables(model: Model, at_least_bytes: int) -> list[str]:

@@ -16,6 +16,7 @@ import os
 import select
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 from aionn.burst import result_of
 from aionn.errors import AionnError, CallerError, DeadlineError, DriverDiedError, DriverHungError, ExecutionError
@@ -24,6 +25,8 @@ from aionn.hal.types import NO_TIMING, UNKNOWN_TIME_US, Dependency, ErrorStatus,
 
 SUCCESS = 1
 FAILURE = 2**32
+_MOST = 2**64 - 2
+"""The most that the counter of an eventfd can hold."""
 
 
 def make_fence() -> int:
@@ -32,11 +35,27 @@ def make_fence() -> int:
 
 
 def signal_fence(fd: int, *, succeeded: bool) -> None:
-    """Make a fence readable. A failure that follows a success makes the fence one of a failure."""
+    """Make a fence readable. A failure that follows a success makes the fence one of a failure.
+
+    A process that shares the fence shares O_NONBLOCK and could clear it. So this looks for room first, because a write would wait for it.
+    One risk remains: a process that fills the counter between the two calls.
+    """
+    added = SUCCESS if succeeded else FAILURE
+    if _has_room(fd, added):  # a full counter is readable and says failure
+        with suppress(BlockingIOError):  # it was filled meanwhile
+            os.eventfd_write(fd, added)
+
+
+def _has_room(fd: int, added: int) -> bool:
+    (looking := select.poll()).register(fd, select.POLLOUT)
+    if not any(event & (select.POLLOUT | select.POLLNVAL) for _, event in looking.poll(0)):
+        return False
+    if added == SUCCESS:
+        return True
     try:
-        os.eventfd_write(fd, SUCCESS if succeeded else FAILURE)
-    except BlockingIOError:
-        return  # the counter is full, so the fence is readable and says failure
+        return (_count(fd) or 0) <= _MOST - added
+    except OSError:  # no free descriptor, or no /proc; only a hostile process fills a counter
+        return True
 
 
 def check_fence(fd: int) -> None:

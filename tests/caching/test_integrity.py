@@ -557,7 +557,7 @@ def test_stores_of_versions_long_unused_are_collected_and_no_others(start: Start
     refused(start("1.0").load(cache.handles()), MissReason.NO_INTEGRITY_RECORD)
 
 
-@pytest.mark.parametrize("used", ["saved", "loaded"])
+@pytest.mark.parametrize("used", ["saved", "loaded", "opened twice"])
 def test_what_is_recorded_after_another_process_has_used_the_records_is_not_lost(
     start: Start, cache: Cache, tmp_path: Path, used: str
 ) -> None:
@@ -567,6 +567,7 @@ def test_what_is_recorded_after_another_process_has_used_the_records_is_not_lost
     if used == "loaded":
         same(first.load(cache.handles()), artifact())
         first.note_uses()
+    second = start() if used == "opened twice" else None
     program = (
         "import sys; from aionn.caching.integrity import IntegrityStore; from aionn.hal.types import CacheFiles\n"
         "store = IntegrityStore('fake', '1.0', CacheFiles(2, 2), state_directory=sys.argv[1])\n"
@@ -579,6 +580,8 @@ def test_what_is_recorded_after_another_process_has_used_the_records_is_not_lost
     count = f"import sqlite3; print(sqlite3.connect({str(database)!r}).execute('SELECT COUNT(*) FROM records').fetchone()[0])"
     counted = subprocess.run([sys.executable, "-c", count], check=True, capture_output=True, text=True)
     assert int(counted.stdout) == 2
+    if second is not None:
+        second.close()
 
 
 def test_devices_do_not_share_records(tmp_path: Path, cache: Cache) -> None:

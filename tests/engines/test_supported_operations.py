@@ -108,6 +108,25 @@ def test_operators_of_onnx_are_asked_for_in_the_models_version_whatever_the_name
         assert asked(model, ["Neg"]) == ((False, True), [("", "Relu", 13), ("", "Neg", 13)])
 
 
+def test_of_several_versions_of_the_operators_the_last_in_the_model_counts() -> None:
+    model = identity(TensorProto.FLOAT)
+    del model.opset_import[:]
+    model.opset_import.extend(
+        OperatorSetIdProto(domain=domain, version=version) for domain, version in (("", 13), ("ai.onnx", 17), ("", 18))
+    )
+    assert asked(model)[1] == [("", "Identity", 18)]
+
+
+@pytest.mark.parametrize("version", [2**63 - 1, 2**31, 2**31 - 1, 0, -1, -(2**31) - 1, -(2**63)])
+def test_a_version_that_the_operators_never_had_raises_nothing(version: int) -> None:
+    for operator in ("Relu", "Clip", "Frobnicate"):
+        model = model_of([helper.make_node(operator, ["x"], ["y"])], [value("x", [2])], [value("y", [2])])
+        del model.opset_import[:]
+        model.opset_import.append(OperatorSetIdProto(domain="", version=version))
+        known = version > 0 and operator != "Frobnicate"
+        assert OnnxRuntimeEngine().supported_operations(Model.from_onnx(model.SerializeToString())) == (known,)
+
+
 def test_a_model_with_a_body_is_judged_by_what_the_body_contains() -> None:
     body = helper.make_graph([helper.make_node("Relu", ["x"], ["inner"])], "body", [], [value("inner", [2])])
     node = helper.make_node("If", ["condition"], ["y"], then_branch=body, else_branch=body)

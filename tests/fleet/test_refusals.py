@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
+import msgspec
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -413,7 +414,7 @@ async def test_what_is_made_of_an_adopted_artifact_does_not_outlive_the_trust(tm
         device.close()
     driver = Driver(tmp_path / "state")
     adopted = driver.load(made.statement, made.paths, keys)
-    own = dataclasses.replace(adopted, key_id=b"")
+    own = msgspec.structs.replace(adopted, key_id=b"")
     assert identity_of_stored(adopted, options) != identity_of_stored(own, options)
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from enum import IntEnum
 from typing import Any
 
@@ -35,6 +36,7 @@ class Act(IntEnum):
     ENVIRONMENT = 7
     EXIT = 8
     FLOOD_AND_EXIT = 9
+    BLOCK = 10
 
 
 def flood() -> Iterator[bytes]:
@@ -82,6 +84,12 @@ def act(wanted: Act) -> None:
             os._exit(3)
         case Act.DESCRIPTORS:
             print(json.dumps({fd: [os.readlink(f"/proc/self/fd/{fd}"), os.stat(fd).st_ino] for fd in (0, 1, 2)}))
+        case Act.BLOCK:
+            for name in os.listdir("/proc/self/fd"):
+                with suppress(OSError):  # the descriptor of the listing itself
+                    if os.readlink(f"/proc/self/fd/{name}") == "anon_inode:[eventfd]":
+                        os.set_blocking(int(name), True)
+            print("blocking")
         case Act.ENVIRONMENT:
             print(json.dumps(dict(os.environ)))
         case _:

@@ -232,7 +232,7 @@ from tests.runtime.printing_engine import NAME, Act
 async def main():
     async with aionn.Runtime(start=()) as runtime:
         compilation = await runtime.compile(aionn.Model.from_onnx(identity_model()), devices=(NAME,))
-        await compilation.compute({{"input": np.full((1, 16), Act.PRINT, np.float32)}})
+        await compilation.compute({{"input": np.full((1, 16), Act.{act}, np.float32)}})
         {then}
 
 aionn.run(main)
@@ -240,8 +240,8 @@ os._exit(42)
 """
 
 
-def started(before: str = "", then: str = "pass", stderr: int = subprocess.PIPE) -> subprocess.Popen[bytes]:
-    code = textwrap.dedent(APP.format(before=before, then=then))
+def started(before: str = "", then: str = "pass", act: str = "PRINT", stderr: int = subprocess.PIPE) -> subprocess.Popen[bytes]:
+    code = textwrap.dedent(APP.format(before=before, then=then, act=act))
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=stderr)
 
 
@@ -270,3 +270,13 @@ def test_the_drivers_of_a_killed_app_do_not_keep_its_stderr_open() -> None:
     out, err = app.communicate(timeout=20)
     assert (out, app.returncode) == (b"", -signal.SIGKILL)
     assert err == SHOWN + b"to stdout\nto stderr\n"
+
+
+def test_a_driver_that_takes_off_nonblock_cannot_make_the_loop_wait() -> None:
+    """The flag belongs to the description of an eventfd, which app and driver share."""
+    app = started(act="BLOCK")
+    try:
+        out, err = app.communicate(timeout=60)
+    finally:
+        app.kill()
+    assert (out, err, app.returncode) == (b"", b"blocking\n", 42)

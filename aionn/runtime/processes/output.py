@@ -18,9 +18,11 @@ Invariants
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import select
+import sys
 from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -41,6 +43,8 @@ TURN_BYTES = 64 << 10
 
 RETRY_S = 0.1
 """How soon to try again when the app's stderr is full. The app may use descriptor 2 in its loop, so the loop cannot watch it."""
+
+_LOST = b"\n[aionn: the app did not read what this driver process prints; %d bytes are lost]\n"
 
 _LAST_BYTES = 8 << 10
 _LAST_LINES = 40
@@ -146,11 +150,21 @@ class Output:
 
     def _lost(self) -> bytes:
         """Return a line that says how many bytes the driver process has dropped since the last one, or no bytes."""
+        count = bytearray(8)
         try:
-            lost = os.eventfd_read(self.counter)
+            # RWF_NOWAIT, because the driver process shares O_NONBLOCK and could clear it. This loop would wait for it.
+            os.preadv(self.counter, [count], -1, os.RWF_NOWAIT)
         except BlockingIOError:
             return b""
-        return b"\n[aionn: the app did not read what this driver process prints; %d bytes are lost]\n" % lost
+        except OSError as error:
+            if error.errno != errno.EOPNOTSUPP:
+                raise
+            return self._lost_before_linux_5_8()
+        return _LOST % int.from_bytes(count, sys.byteorder)
+
+    def _lost_before_linux_5_8(self) -> bytes:
+        (looking := select.poll()).register(self.counter, select.POLLIN)
+        return _LOST % os.eventfd_read(self.counter) if looking.poll(0) else b""
 
     @cached_property
     def _stream(self) -> EscapedStream:
