@@ -18,11 +18,11 @@
 #include <Python.h>
 
 #include <errno.h>
-#include <fcntl.h>
 #include <poll.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdint.h>
+#include <sys/ioctl.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -47,11 +47,14 @@ static int ready(int fd, short event, int timeout_ms)
     return found < 0 || look.revents & POLLNVAL ? -1 : found;
 }
 
-/* Drop the oldest three quarters of a full pipe. The rest stays, because writers may not fill the pipe again. */
-static void drop(const struct valve *valve, int pipe_bytes)
+/* Drop the oldest three quarters of what a full pipe holds. The rest stays, because writers may not fill the pipe again. A pipe is full when
+ * each of its pages has something. So it holds fewer bytes than its size where a write did not fit in the rest of a page. */
+static void drop(const struct valve *valve)
 {
     static uint64_t ahead = 0; /* bytes that are counted and not dropped, because the app has read them meanwhile */
-    uint64_t most = (uint64_t)pipe_bytes / 4 * 3;
+    int held = SMALLEST_PIPE_BYTES; /* if a filter of system calls refuses the question */
+    (void)!ioctl(valve->reading, FIONREAD, &held);
+    uint64_t most = (uint64_t)(held - held / 4);
     while (most > 0) {
         uint64_t wanted = most < PIECE_BYTES ? most : PIECE_BYTES, bytes = wanted > ahead ? wanted - ahead : 0;
         if (bytes && write(valve->counter, &bytes, sizeof bytes) < 0)
@@ -77,7 +80,7 @@ static void nap(int milliseconds)
 static void *mind(void *argument)
 {
     const struct valve *valve = argument;
-    int size = fcntl(valve->writing, F_GETPIPE_SZ), patience_ms = valve->patience_ms;
+    int patience_ms = valve->patience_ms;
     for (;;) {
         int something = ready(valve->reading, POLLIN, 0);
         if (!something) { /* the app has read everything */
@@ -87,7 +90,7 @@ static void *mind(void *argument)
         if (something < 0)
             return NULL; /* an engine has closed what is not its own */
         if (!ready(valve->writing, POLLOUT, 0) && !ready(valve->writing, POLLOUT, patience_ms)) {
-            drop(valve, size > 0 ? size : SMALLEST_PIPE_BYTES);
+            drop(valve);
             patience_ms = PATIENCE_WHILE_LOSING_MS;
         }
         nap(patience_ms / 2);

@@ -169,8 +169,9 @@ class MultiplexedHolder(Holder):
         """Run the model that the call names by `multiplexed_model_id` on each frame of a stream. The model stays open meanwhile.
 
         Args:
-            frames, states: as for `Holder.stream`.
+            frames: as for `Holder.stream`.
             model: as for `infer`.
+            states: as for `Holder.stream`.
 
         Yields:
             One array per output, by name.

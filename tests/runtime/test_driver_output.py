@@ -280,3 +280,33 @@ def test_a_driver_that_takes_off_nonblock_cannot_make_the_loop_wait() -> None:
     finally:
         app.kill()
     assert (out, err, app.returncode) == (b"", b"blocking\n", 42)
+
+
+FULL_OF_PARTS_OF_PAGES = """
+import os, select
+from aionn.driver._valve import open_valve
+
+reading, writing = os.pipe2(os.O_NONBLOCK)
+counter = os.eventfd(0, os.EFD_NONBLOCK)
+written = b""
+try:
+    while True:
+        line = b"%2499d\\n" % len(written)  # only one goes into a page
+        written += line[:os.write(writing, line)]
+except BlockingIOError:
+    pass
+open_valve(os.dup(reading), writing, counter, 100)
+lost = 0
+while lost < len(written) // 4 * 3 or select.select([counter], [], [], 0.5)[0]:
+    select.select([counter], [], [])
+    lost += os.eventfd_read(counter)
+left = os.read(reading, 1 << 20) if lost < len(written) else b""
+print(len(written), lost, left == written[lost:])
+"""
+
+
+def test_a_full_pipe_whose_pages_are_not_full_keeps_the_newest_output() -> None:
+    ran = subprocess.run([sys.executable, "-c", FULL_OF_PARTS_OF_PAGES], capture_output=True, text=True, timeout=60, check=True)
+    written, lost, newest = ran.stdout.split()
+    assert int(lost) == int(written) // 4 * 3
+    assert newest == "True"

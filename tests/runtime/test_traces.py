@@ -18,6 +18,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import anyio
 import numpy as np
 import pytest
 
@@ -393,8 +394,17 @@ def test_python_spans_of_an_app_reach_a_tracer_outside(tmp_path: Path) -> None:
             page = find_page(os.getpid())
             assert page is not None
             collector = collecting.Collector(page)
+
+            async def look() -> None:
+                while True:  # else a compile that takes longer than `ASK_NS` is recorded in part only
+                    await anyio.sleep(collecting.LOOK_S)
+                    collector.look()
+
             runtime._opened._reports._tracer.beat()
-            await runtime.compile(model(), devices=("reference",), name="seen")
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(look)
+                await runtime.compile(model(), devices=("reference",), name="seen")
+                tasks.cancel_scope.cancel()
             runtime._opened._reports._tracer.beat()
             recording.pending.append(collector.close())
             runtime._opened._reports._tracer.beat()
