@@ -25,7 +25,7 @@ from aionn.ray.destructor import Destructor
 from aionn.ray.held import HeldModel, first_devices
 from aionn.ray.models import ModelSpec, checked_specs, upgraded_specs
 from aionn.ray.needed import assigned_threads
-from aionn.ray.streams import compute_stream
+from aionn.ray.streams import Inputs, compute_stream
 from aionn.runtime.executing.retrying import compute_stateless
 from aionn.tasks import bounded_shield, checked_count, deadline_of, ending_by, ungrouped
 
@@ -38,8 +38,6 @@ GRACEFUL_SHUTDOWN_S = 20.0
 
 CLOSE_S = GRACEFUL_SHUTDOWN_S - 2.0
 _PROGRESS_S = 10.0
-
-Inputs = Mapping[str, Any]
 
 
 class Holder:

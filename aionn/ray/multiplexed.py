@@ -21,11 +21,11 @@ from typing import Any, ClassVar
 import aionn
 from aionn.errors import CallerError, DriverDiedError
 from aionn.ray.held import HeldModel
-from aionn.ray.holder import CLOSE_S, Holder, Inputs
+from aionn.ray.holder import CLOSE_S, Holder
 from aionn.ray.leases import Leases
 from aionn.ray.models import ModelSpec, checked_specs, compile_model
 from aionn.ray.needed import needed_ray
-from aionn.ray.streams import compute_stream
+from aionn.ray.streams import Inputs, compute_stream
 from aionn.runtime.executing.retrying import compute_stateless
 from aionn.tasks import bounded_shield, checked_seconds, deadline_of, ending_by
 
@@ -129,7 +129,7 @@ class MultiplexedHolder(Holder):
         """
         called = self._called_id() if model_id is None else model_id
         if not called:  # the replica always serves a model, too, but none to lease
-            raise _names_none()
+            raise _not_by_id()
         async with self._leased(called) as opened:
             yield opened.compilation
 
@@ -209,13 +209,12 @@ class MultiplexedHolder(Holder):
 
         model_id: str = serve.get_multiplexed_model_id()
         if not model_id and not self._deployed:
-            raise _names_none()
+            raise _not_by_id()
         return model_id
 
     def _named(self, model: str | None) -> HeldModel:
         if not self._held:
-            asked = "the call names no model" if model is None else f"this deployment has no model {model!r} that is called by name"
-            raise CallerError(f"{asked}; call handle.options(multiplexed_model_id=...)")
+            raise _not_by_id() if model is None else _not_by_id(f"this deployment has no model {model!r} that is called by name")
         return super()._named(model)
 
     @asynccontextmanager
@@ -253,8 +252,8 @@ class MultiplexedHolder(Holder):
                 left -= 1
 
 
-def _names_none() -> CallerError:
-    return CallerError("the call names no model; call handle.options(multiplexed_model_id=...)")
+def _not_by_id(found: str = "the call names no model") -> CallerError:
+    return CallerError(f"{found}; call handle.options(multiplexed_model_id=...)")
 
 
 def checked_ids(multiplexed: object) -> ModelsById:

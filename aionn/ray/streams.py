@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping
 from typing import Any
 
 import aionn
 from aionn.runtime.executing.retrying import compute_stateless
+from aionn.runtime.streaming.stream import each
 
-__all__ = ["compute_stream"]
+__all__ = ["Inputs", "compute_stream"]
 
 Inputs = Mapping[str, Any]
 
@@ -35,18 +36,9 @@ async def compute_stream(
     """
     if states is not None:
         async with compilation.recurrent(states, name=compilation.name) as kept:
-            async for frame in _each(frames):
+            async for frame in each(frames):
                 yield dict(await kept.compute(frame))
         return
     async with compilation.burst(name=compilation.name) as burst:
-        async for frame in _each(frames):
+        async for frame in each(frames):
             yield dict(await compute_stateless(burst.compute, frame, retries=retries, on_retry=on_retry))
-
-
-async def _each(frames: Iterable[Inputs] | AsyncIterable[Inputs]) -> AsyncIterator[Inputs]:
-    if isinstance(frames, AsyncIterable):
-        async for frame in frames:
-            yield frame
-    else:
-        for frame in frames:
-            yield frame

@@ -26,7 +26,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import anyio
 import anyio.lowlevel
@@ -44,6 +44,8 @@ from aionn.tasks import bounded_shield, checked_count, checked_seconds
 
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup
+
+T = TypeVar("T")
 
 Policy = Literal["latest", "block", "reject"]
 Frames = AsyncIterable[Mapping[str, Any] | Item] | Iterable[Mapping[str, Any] | Item]
@@ -187,7 +189,7 @@ class Stream:
 
     async def _iterate(self) -> None:
         leases_here.set(self.arrivals.leases)
-        async for given in _each(self._frames):
+        async for given in each(self._frames):
             entry = self.arrivals.next(given)
             del given
             while not self._placed(entry):
@@ -298,7 +300,8 @@ class Stream:
             self._place_freed()
 
 
-async def _each(frames: Frames) -> AsyncIterator[Mapping[str, Any] | Item]:
+async def each(frames: AsyncIterable[T] | Iterable[T]) -> AsyncIterator[T]:
+    """Yield the frames of an async source or a collection."""
     if isinstance(frames, AsyncIterable):
         async for inputs in frames:
             yield inputs
