@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
@@ -25,7 +24,8 @@ import aionn.ray
 from aionn.testing import FakeDevice, identity_model
 from aionn.testing.fake_engine import VARIABLE, SecondFakeEngine
 from aionn.testing.models import scaled_model
-from tests.leaks import ended, processes_with
+from tests.leaks import ended
+from tests.ray.applications import MARK, Application
 from tests.real_models import carried
 
 pytestmark = [
@@ -34,7 +34,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # Ray Serve makes many
 ]
 
-MARK = "AIONN_TEST_MARK"
 X = {"x": np.ones((1, 16), np.float32)}
 
 
@@ -43,17 +42,11 @@ def anyio_backend() -> Any:
     return "asyncio"
 
 
-class App:
-    """An application of Serve.
-
-    Attributes:
-        name: of the application. mark: in the environment of all its drivers.
-    """
+class App(Application):
+    """An application of `Watched` replicas."""
 
     def __init__(self, folder: Path) -> None:
-        self.name = f"app-{uuid.uuid4().hex[:8]}"
-        self.mark = uuid.uuid4().hex
-        self.folder = folder
+        super().__init__(folder)
         self._declared = False
 
     def holder(self, fakes: tuple[FakeDevice, ...] = (), **arguments: Any) -> dict[str, Any]:
@@ -68,7 +61,7 @@ class App:
         from tests.ray.deployments import Watched
 
         made = serve.deployment(name="Watched", **aionn.ray.serve_options(ray_actor_options={"num_cpus": 1}, **options))(Watched)
-        return await anyio.to_thread.run_sync(partial(serve.run, made.bind(models, **holder), name=self.name, route_prefix=None))
+        return await self.launch(made.bind(models, **holder))
 
     async def deploy(self, models: dict[str, Any], holder: dict[str, Any], user_config: Any, **options: Any) -> None:
         """Deploy it as `serve deploy` does, from a config."""
@@ -96,15 +89,9 @@ class App:
 @pytest.fixture
 async def app(ray_serve: str, tmp_path: Path) -> AsyncIterator[App]:
     """An application, which is deleted at the end. None of its drivers may be left."""
-    from ray import serve
-
     made = App(tmp_path)
     yield made
-    drivers = [int(line.split()[1].rstrip(":")) for line in processes_with(MARK, made.mark)]
-    await anyio.to_thread.run_sync(serve.delete, made.name)
-    for pid in drivers:
-        assert await ended(pid, 30)
-    assert processes_with(MARK, made.mark) == []
+    await made.delete()
 
 
 async def replicas(handle: Any, count: int, without: frozenset[int] = frozenset()) -> dict[int, dict[str, Any]]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-import uuid
 from collections.abc import AsyncIterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ import pytest
 
 import aionn
 import aionn.ray
-from tests.leaks import ended, processes_with
+from tests.ray.applications import MARK, Application
 from tests.ray.multiplexing import factor_of, written_models
 
 pytestmark = [
@@ -26,7 +24,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # Ray Serve makes many
 ]
 
-MARK = "AIONN_TEST_MARK"
 SOAK = [pytest.mark.soak, pytest.mark.timeout(1800)]
 CALLERS = 8
 
@@ -36,13 +33,8 @@ def anyio_backend() -> Any:
     return "asyncio"
 
 
-class Shop:
+class Shop(Application):
     """An application with many models."""
-
-    def __init__(self, folder: Path) -> None:
-        self.name = f"app-{uuid.uuid4().hex[:8]}"
-        self.mark = uuid.uuid4().hex
-        self._folder = folder
 
     async def run(self, models: int, most: int, **options: Any) -> Any:
         """Deploy it with so many models, of which `most` are compiled at once. Return its handle once it is ready."""
@@ -50,26 +42,20 @@ class Shop:
 
         from tests.ray.deployments import Multiplexed
 
-        multiplexed = written_models(self._folder, models)
+        multiplexed = written_models(self.folder, models)
         multiplexed["broken"] = aionn.ray.ModelSpec(b"not a model")
-        runtime = {"state_dir": str(self._folder / "state"), "driver_env": {MARK: self.mark}}
+        runtime = {"state_dir": str(self.folder / "state"), "driver_env": {MARK: self.mark}}
         options = aionn.ray.serve_options(max_ongoing_requests=CALLERS, ray_actor_options={"num_cpus": 1}, **options)
         made = serve.deployment(**options)(Multiplexed).bind(multiplexed, max_models=most, runtime=runtime)
-        return await anyio.to_thread.run_sync(partial(serve.run, made, name=self.name, route_prefix=None))
+        return await self.launch(made)
 
 
 @pytest.fixture
 async def shop(ray_serve: str, tmp_path: Path) -> AsyncIterator[Shop]:
     """An application, which is deleted at the end. None of its drivers may be left."""
-    from ray import serve
-
     made = Shop(tmp_path)
     yield made
-    drivers = [int(line.split()[1].rstrip(":")) for line in processes_with(MARK, made.mark)]
-    await anyio.to_thread.run_sync(serve.delete, made.name)
-    for pid in drivers:
-        assert await ended(pid, 30)
-    assert processes_with(MARK, made.mark) == []
+    await made.delete()
 
 
 async def call(handle: Any, model_id: str, number: float) -> None:

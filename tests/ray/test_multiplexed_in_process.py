@@ -179,13 +179,15 @@ async def test_a_function_must_return_a_specification(tmp_path: Path) -> None:
             await calls(holder, "fr")
 
 
-async def test_a_call_that_is_cancelled_ends_a_compile_that_no_other_needs(tmp_path: Path, watch: CompilationWatch) -> None:
+@pytest.mark.parametrize("act", ["compile", "run"])
+async def test_a_call_that_is_cancelled_keeps_no_model(tmp_path: Path, watch: CompilationWatch, act: Any) -> None:
+    """No other call needs the compile, so it ends, too."""
     with FakeDevice() as fake:
         async with held(tmp_path, fake_models(fake, "fr", "de"), max_models=1) as holder:
             await calls(holder, "de")
-            fake.hang("compile")
+            fake.hang(act)
             task = calls(holder, "fr")
-            await fake.heard("compile")
+            await fake.heard(act)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
@@ -193,20 +195,6 @@ async def test_a_call_that_is_cancelled_ends_a_compile_that_no_other_needs(tmp_p
             assert (await calls(holder, "de", 3))["de"][0, 0] == 3
             assert (watch.most, watch.wrong) == (1, 0)
     assert watch.live == 0
-
-
-async def test_a_call_that_is_cancelled_while_it_runs_keeps_no_model(tmp_path: Path, watch: CompilationWatch) -> None:
-    with FakeDevice() as fake:
-        async with held(tmp_path, fake_models(fake, "fr", "de"), max_models=1) as holder:
-            fake.hang()
-            task = calls(holder, "fr")
-            await fake.heard("run")
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            fake.behave()
-            assert (await calls(holder, "de", 3))["de"][0, 0] == 3
-            assert (watch.most, watch.wrong) == (1, 0)
 
 
 async def test_the_death_of_a_driver_is_not_the_callers_concern(tmp_path: Path, watch: CompilationWatch) -> None:
