@@ -33,7 +33,17 @@ import anyio
 import psutil
 import uvloop
 
-__all__ = ["Inventory", "LeakError", "driver_pids", "ended", "leak_check", "leaves_nothing", "processes_with", "wait_for_end"]
+__all__ = [
+    "Inventory",
+    "LeakError",
+    "driver_pids",
+    "ended",
+    "leak_check",
+    "leaves_nothing",
+    "left_running",
+    "processes_with",
+    "wait_for_end",
+]
 
 Key = TypeVar("Key")
 
@@ -166,6 +176,14 @@ def processes_with(variable: str, value: str) -> list[str]:
         except psutil.Error:
             continue
     return found
+
+
+def left_running(variable: str, value: str, timeout_s: float = 30.0) -> list[str]:
+    """Like `processes_with`, after such processes have had that time to end by themselves, as the workers of a Ray node do after it."""
+    deadline = time.monotonic() + timeout_s
+    while (left := processes_with(variable, value)) and time.monotonic() < deadline:
+        wait_for_end(int(left[0].split()[1].rstrip(":")), deadline - time.monotonic())
+    return left
 
 
 def wait_for_end(pid: int, timeout_s: float) -> bool:

@@ -7,12 +7,13 @@ import socket
 import subprocess
 import sys
 import threading
+import uuid
 from collections.abc import Callable
 
 import pytest
 
 from aionn.memory.region import Region
-from tests.leaks import LeakError, leak_check
+from tests.leaks import LeakError, leak_check, left_running, processes_with
 
 
 def left_by(body: Callable[[], object], grace_s: float = 2.0) -> str:
@@ -72,6 +73,17 @@ def test_a_running_process_and_a_zombie_are_named() -> None:
 def test_a_process_that_is_still_ending_is_waited_for() -> None:
     with leak_check():
         threading.Thread(target=subprocess.Popen(["true"]).wait).start()
+
+
+def test_a_process_with_a_mark_is_waited_for_and_named_if_it_stays() -> None:
+    mark = uuid.uuid4().hex
+    environment = {**os.environ, "AIONN_LEAKS_MARK": mark}
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env=environment) as process:
+        (named,) = left_running("AIONN_LEAKS_MARK", mark, timeout_s=0.01)
+        assert f"process {process.pid}: " in named
+        assert processes_with("AIONN_LEAKS_MARK", mark) == [named]
+        threading.Timer(0.2, process.communicate, (b"\n",)).start()
+        assert left_running("AIONN_LEAKS_MARK", mark) == []
 
 
 def test_an_error_of_the_body_stays_itself() -> None:

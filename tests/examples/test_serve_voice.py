@@ -16,7 +16,7 @@ import numpy as np
 import onnxruntime
 import pytest
 
-from tests.leaks import leak_check, processes_with
+from tests.leaks import leak_check, left_running
 from tests.real_models import carried
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -42,7 +42,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(EXAMPLES / "serve_voice.py"), *arguments]
     with leak_check():
         ran = subprocess.run(command, capture_output=True, text=True, timeout=200, stdin=subprocess.DEVNULL, env=environment)
-    assert processes_with("AIONN_TEST_MARK", mark) == []
+    assert left_running("AIONN_TEST_MARK", mark) == []
     return ran
 
 

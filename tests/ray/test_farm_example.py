@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.leaks import leak_check, processes_with
+from tests.leaks import leak_check, left_running
 from tests.ray.cluster import ENVIRONMENT
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_farm.py"
@@ -41,5 +41,5 @@ def test_the_example_shows_hits_and_leaves_nothing(temporary: Path) -> None:
     assert [(one["app"], one["outcome"], one["detail"]) for one in found] == [
         (app, "HIT", "compiled by builder 'farm'") for app in ("first", "first", "second", "second")
     ]
-    assert processes_with("AIONN_TEST_MARK", mark) == []
+    assert left_running("AIONN_TEST_MARK", mark) == []
     assert list(temporary.iterdir()) == []
