@@ -26,7 +26,7 @@ from aionn.cli.bench_subjects import measure_cache, measure_stages, measure_star
 from aionn.cli.printing import NotDoneError
 from aionn.testing import FakeDevice, identity_model
 from tests.cli.test_commands import aionn_logger  # noqa: F401 -- autouse
-from tests.leaks import driver_pids, leak_check
+from tests.leaks import driver_pids, ended, leak_check
 
 pytestmark = pytest.mark.usefixtures("surroundings")
 
@@ -285,7 +285,8 @@ async def test_an_interrupt_ends_the_benchmark_and_its_workers(fake: FakeDevice)
         assert [part async for part in process.stdout] == []
         assert b"".join([part async for part in process.stderr]) == b"aionn: interrupted\n"
         assert await process.wait() == 130
-    assert [child for child in found if child.is_running()] == []
+    for child in found:
+        assert await ended(child.pid, 30)
 
 
 def test_without_an_engine_that_caches_the_rest_is_measured(one_round: None, capsys: pytest.CaptureFixture[str]) -> None:
