@@ -9,7 +9,6 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -101,7 +100,11 @@ async def test_an_error_that_may_pass_is_logged_and_tried_again(
         assert seconds == 1.0
         await over.wait()
 
-    monkeypatch.setattr(served, "anyio", SimpleNamespace(**{**vars(anyio), "sleep": pause}))
+    class Pausing:
+        def __getattr__(self, name: str) -> Any:
+            return pause if name == "sleep" else getattr(anyio, name)
+
+    monkeypatch.setattr(served, "anyio", Pausing())
     fake.crash("compile")
     async with client(aionn.asgi.lifespan({"detector": spec(fake)}, start=())) as (http, models):
         await until(lambda: logged(caplog))
