@@ -231,7 +231,7 @@ async def test_an_offer_that_comes_too_late_is_closed(machine: Machine) -> None:
     assert machine.pushed.held()
     await machine.compile()
     async with asyncio.timeout(30):
-        while machine.pushed.held():  # until the runtime's task has closed it
+        while machine.pushed.held():  # noqa: ASYNC110  (until the runtime's task has closed it)
             await asyncio.sleep(0.001)
 
 
