@@ -222,7 +222,7 @@ def test_ctrl_c_ends_voice_activity_at_once_without_a_traceback(tmp_path: Path) 
     while chunk := _read_terminal(terminal):
         shown += chunk
     os.close(terminal)
-    stdout, _ = process.communicate(timeout=10)
+    stdout, _ = process.communicate(timeout=30)
     assert (process.returncode, stdout) == (130, b"")
     assert b"Traceback" not in shown
 

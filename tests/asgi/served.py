@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ class Served:
         """Ask until it is ready. Return how long that took, in seconds."""
         began = time.monotonic()
         while self.status("/readyz") != 200:
-            assert time.monotonic() - began < 30, self.health()
+            assert time.monotonic() - began < 60, self.health()
         return time.monotonic() - began
 
     def processes(self) -> list[str]:
@@ -63,8 +63,12 @@ class Served:
         return processes_with(*self._marked)
 
     def drivers(self) -> list[int]:
-        children = psutil.Process(self.pid).children(recursive=True)
-        return [child.pid for child in children if "aionn.driver" in " ".join(child.cmdline())]
+        found = []
+        for child in psutil.Process(self.pid).children(recursive=True):
+            with suppress(psutil.Error):  # it has just ended
+                if "aionn.driver" in child.cmdline():
+                    found.append(child.pid)
+        return found
 
     def end(self, signal_number: int = signal.SIGTERM) -> tuple[float, int, str]:
         """Signal it, and wait for its end. Return how long that took in seconds, its exit code, and what it wrote to stderr."""
@@ -82,7 +86,7 @@ def served(app: str, *arguments: str, loop: str = "uvloop") -> Iterator[Served]:
         fd, port = listening.fileno(), listening.getsockname()[1]
         command = [sys.executable, "-m", "uvicorn", f"tests.asgi.apps:{app}", "--fd", str(fd), "--loop", loop, "--log-level", "warning"]
         process = subprocess.Popen([*command, *arguments], cwd=ROOT, pass_fds=(fd,), stderr=subprocess.PIPE, text=True)
-    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as http, process:
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http, process:
         try:
             yield Served(process, http, port)
         finally:

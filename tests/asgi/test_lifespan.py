@@ -94,17 +94,28 @@ async def test_the_models_serve_and_handlers_get_what_they_ask_for(fake: FakeDev
 async def test_an_error_that_may_pass_is_logged_and_tried_again(
     fake: FakeDevice, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(served, "_FIRST_PAUSE_S", 0.3)
+    over = anyio.Event()
+
+    async def pause(seconds: float) -> None:
+        assert seconds == 1.0
+        await over.wait()
+
+    class Pausing:
+        def __getattr__(self, name: str) -> Any:
+            return pause if name == "sleep" else getattr(anyio, name)
+
+    monkeypatch.setattr(served, "anyio", Pausing())
     fake.crash("compile")
     async with client(aionn.asgi.lifespan({"detector": spec(fake)}, start=())) as (http, models):
         await until(lambda: logged(caplog))
         health = models.runtime.health()
         assert (health.state, health.live, health.ready) == ("starting", True, False)
-        assert "tried again in 0.3 s" in str(health)
+        assert "tried again in 1 s" in str(health)
         assert "ended by signal 9" in str(health)
         assert (await http.get("/livez")).status_code == 200
         assert "tried again" in (await http.get("/detect")).text
         fake.behave()
+        over.set()
         await until_state(models, "serving")
         assert (await http.get("/detect")).status_code == 200
     assert all("'detector'" in record.message and "is tried again in" in record.message for record in logged(caplog))

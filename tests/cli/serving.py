@@ -9,7 +9,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import httpx
 import psutil
@@ -45,8 +45,12 @@ class Server:
         self.until(r"ready: http://")
 
     def drivers(self) -> list[int]:
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        return [child.pid for child in children if "aionn.driver" in " ".join(child.cmdline())]
+        found = []
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            with suppress(psutil.Error):  # it has just ended
+                if "aionn.driver" in child.cmdline():
+                    found.append(child.pid)
+        return found
 
     def end(self, number: int = signal.SIGTERM) -> int:
         """Signal it and wait for its end. Return its exit code. Nothing that it started may be left."""
@@ -58,10 +62,10 @@ class Server:
 
 
 @contextmanager
-def serve_http(*arguments: str) -> Iterator[Server]:
-    """Run the command for the body."""
+def serve_http(*arguments: str, prefix: tuple[str, ...] = ()) -> Iterator[Server]:
+    """Run the command for the body. `prefix`: a command that becomes the command behind it."""
     mark = uuid.uuid4().hex
-    command = [sys.executable, "-m", "aionn", "serve-http", *arguments, "--port", "0"]
+    command = [*prefix, sys.executable, "-m", "aionn", "serve-http", *arguments, "--port", "0"]
     environment = {**os.environ, MARK: mark}
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
     with process:

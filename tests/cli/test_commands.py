@@ -292,7 +292,7 @@ def test_ctrl_c_ends_a_compilation_at_once_and_leaves_nothing(terminal: Terminal
     assert command.returncode == 130
     assert err.splitlines()[-1] == "aionn: interrupted"
     assert "Traceback" not in out + err
-    assert wait_for_end(driver, 5)
+    assert wait_for_end(driver, 30)
     fake.behave()
     assert terminal.json("cache", "ls", "cache") == []
     assert terminal.json("compile", "model.onnx", "--cache-dir", "cache", "--device", FAKE)["compilations"][0]["stored"]

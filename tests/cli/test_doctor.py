@@ -179,7 +179,7 @@ def test_an_orphan_driver_fails_alone_and_fix_kills_it_and_no_other(clinic: Clin
                 healed = clinic.run("--fix", *QUICK)
                 assert healed.failed == []
                 assert healed.fixed == [f"driver {orphan} of app {dead.pid}: killed"]
-                assert wait_for_end(orphan, 5)
+                assert wait_for_end(orphan, 30)
                 assert not wait_for_end(driver, 0), "the driver of a living app goes on"
             finally:
                 for pid in (orphan, driver):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import sqlite3
@@ -21,7 +22,7 @@ from aionn.cli.checks import containers, engines, folders, kernel, leavings, mac
 from aionn.pages import find_headers
 from aionn.pages.layout import RELEASE
 from aionn.testing import FakeDevice, identity_model
-from tests.cli.doctor_runs import ROOT, Clinic
+from tests.cli.doctor_runs import ROOT, Clinic, among_doctors
 from tests.leaks import leak_check
 
 
@@ -435,7 +436,7 @@ aionn.run(main)
 
 def test_another_release_in_a_running_app_is_a_warning() -> None:
     command = [sys.executable, "-c", APP, "9.9.9"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as app:
+    with among_doctors(fcntl.LOCK_SH), subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as app:
         assert app.stdout is not None
         assert app.stdout.readline() == b"ready\n"
         roles = {header.role: header for header in find_headers() if header.release in ("9.9.9", RELEASE)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import socket
 import subprocess
@@ -19,6 +18,7 @@ from starlette.applications import Starlette
 from aionn.cli import main
 from aionn.cli.serving_http import server_config
 from aionn.testing import FakeDevice, identity_model
+from tests.cli.doctor_runs import with_limit
 from tests.cli.serving import serve_http
 from tests.real_models import carried
 
@@ -81,15 +81,8 @@ def test_the_largest_body(model: str) -> None:
 
 def test_more_clients_than_the_usual_number_of_open_files(model: str) -> None:
     """The limit is low here. A connection takes a descriptor, and without one no driver gets memory for a request."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (128, hard))
-    try:
-        serving = serve_http(model, "--device", "onnxruntime")
-        server = serving.__enter__()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     with ExitStack() as opened:
-        opened.push(serving)
+        server = opened.enter_context(serve_http(model, "--device", "onnxruntime", prefix=with_limit("-S -n", 128)))
         server.until_ready()
         host, port = server.address.split(":")
         clients = [opened.enter_context(socket.create_connection((host, int(port)), timeout=60)) for _ in range(200)]

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from rich.console import Console
 
@@ -48,6 +49,7 @@ from aionn.testing import FakeDevice, identity_model
 async def main():
     opened_s = time.monotonic()
     async with aionn.Runtime(name="door", start=()) as first, aionn.Runtime(name="gate", start=()) as second:
+        entered_s = time.monotonic()
         model, inputs, times = aionn.Model.from_onnx(identity_model()), {"input": np.zeros((1, 16), np.float32)}, []
         quick = await first.compile(model, devices=(FakeDevice.name,), name="quick")
         other = await second.compile(model, devices=("reference",), name="other")
@@ -60,7 +62,8 @@ async def main():
             await idle.compute(inputs)
             took_s = time.monotonic() - began_s
             print("ready", flush=True)
-            print(json.dumps({"p50_ns": statistics.median(times), "took_s": took_s, "opened_s": opened_s}), flush=True)
+            figures = {"p50_ns": statistics.median(times), "took_s": took_s, "opened_s": opened_s, "entered_s": entered_s}
+            print(json.dumps(figures), flush=True)
             await asyncio.to_thread(sys.stdin.readline)
 
 with FakeDevice() as fake:
@@ -106,10 +109,18 @@ def of_process(pid: int, found: Any) -> dict[str, Any]:
     return {runtime["name"]: runtime for runtime in found["runtimes"] if runtime["pid"] == pid}
 
 
+def use_now(pid: int) -> tuple[int, int]:
+    """Return the resident bytes of a process, and how many threads it has."""
+    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    resident, threads = (int(re.search(rf"{name}:\s+(\d+)", status)[1]) for name in ("VmRSS", "Threads"))  # type: ignore[index]
+    return resident * 1024, threads
+
+
 def test_one_snapshot_says_what_the_apps_themselves_measured(neighbour: subprocess.Popen[str]) -> None:
     with program(APP) as app:
         assert app.stdout is not None
         own = json.loads(app.stdout.readline())
+        processes = {pid: use_now(pid) for pid in (app.pid, *(child.pid for child in psutil.Process(app.pid).children()))}
         asked_s = time.monotonic()
         found = json.loads(ran("--once", "--json")[0])
         answered_s = time.monotonic()
@@ -125,14 +136,13 @@ def test_one_snapshot_says_what_the_apps_themselves_measured(neighbour: subproce
         assert quick["p50_s"] <= quick["p99_s"]
         assert (quick["in_flight"], quick["dropped"], quick["path"]) == (0, 0, "burst")
         assert bursts["other"]["counters"]["answered"] == 1
-        assert asked_s - own["opened_s"] - 1 <= door["uptime_s"] <= answered_s - own["opened_s"]
+        assert asked_s - own["entered_s"] <= door["uptime_s"] <= answered_s - own["opened_s"]
         drivers = [device for runtime in (door, gate) for device in runtime["devices"] if device["pid"]]
         assert len(drivers) == 2
-        for shown in (door, *drivers):
-            status = Path(f"/proc/{shown['pid']}/status").read_text(encoding="utf-8")
-            resident = int(re.search(r"VmRSS:\s+(\d+) kB", status)[1]) * 1024  # type: ignore[index]
-            assert shown["rss_bytes"] == pytest.approx(resident, rel=0.02)  # an idle process touches a page now and then
-            assert shown["threads"] == int(re.search(r"Threads:\s+(\d+)", status)[1])  # type: ignore[index]
+        for shown in (door, *drivers):  # an idle process touches a page now and then, and a thread may just be ending
+            resident, threads = zip(processes[shown["pid"]], use_now(shown["pid"]), strict=True)
+            assert 0.98 * min(resident) <= shown["rss_bytes"] <= 1.02 * max(resident)
+            assert min(threads) <= shown["threads"] <= max(threads)
         assert {device["device"] for device in drivers} == {"reference", FakeDevice.name}
         for device in drivers:
             assert (device["state"], device["restarts"]) == ("idle", 0)
@@ -443,17 +453,22 @@ class Screen:
         self.process, self._terminal, self.settings = process, terminal, settings
         self.text = ""
 
-    def until(self, wanted: str) -> None:
-        """Read what it shows until the text comes, from the last time on."""
-        deadline_s = time.monotonic() + 20
-        while wanted not in self.text:
+    def until(self, wanted: str) -> str:
+        """Read what it shows until the text comes, from the last time on. Return what came before the text."""
+        return self.until_match(re.escape(wanted))[0]
+
+    def until_match(self, pattern: str) -> tuple[str, re.Match[str]]:
+        """Read what it shows until a text matches, from the last time on. Return what came before it, and the match."""
+        deadline_s = time.monotonic() + 30
+        while (found := re.search(pattern, self.text)) is None:
             ready, _, _ = select.select([self._terminal], [], [], max(0.0, deadline_s - time.monotonic()))
-            assert ready, f"{wanted!r} never came; the last of the screen: {self.text[-2000:]!r}"
+            assert ready, f"{pattern!r} never came; the last of the screen: {self.text[-2000:]!r}"
             try:
                 self.text += os.read(self._terminal, 65536).decode(errors="replace")
             except OSError as error:
-                pytest.fail(f"the screen ended ({error}) before {wanted!r} came: {self.text[-2000:]!r}")
-        self.text = self.text.partition(wanted)[2]
+                pytest.fail(f"the screen ended ({error}) before {pattern!r} came: {self.text[-2000:]!r}")
+        before, self.text = self.text[: found.start()], self.text[found.end() :]
+        return before, found
 
     def press(self, key: str) -> None:
         os.write(self._terminal, key.encode())
@@ -499,7 +514,8 @@ def test_a_screen_obeys_its_keys_and_gives_the_terminal_back(app: subprocess.Pop
         top.until(ENTERED)
         top.until("door")
         assert top.settings_now() != top.settings  # keys are read one by one
-        top.until("over 0.1 s")
+        _, over = top.until_match(r"over (\d+\.\d) s")
+        assert float(over[1]) >= 0.1  # a busy machine shows later
         top.press("s")
         top.until("s sort: fps")
         top.press("ss")
@@ -562,12 +578,14 @@ def test_the_kill_of_an_app_takes_it_off_the_screen_of_all_apps(neighbour: subpr
         top.until(f"pid {app.pid}")
         app.kill()
         app.wait()
-        for _ in range(3):  # screens that were under way
-            top.until("q quit")
-        top.until(f"pid {neighbour.pid}")
-        top.text = ""
         top.until("q quit")
-        assert f"pid {app.pid}" not in top.text
+        until_s = time.monotonic() + 30
+        while f"pid {app.pid}" in top.until("q quit"):  # screens that were under way
+            assert time.monotonic() < until_s
+        for _ in range(2):
+            shown = top.until("q quit")
+            assert f"pid {neighbour.pid}" in shown
+            assert f"pid {app.pid}" not in shown
         top.press("q")
         assert top.ended() == 0
 

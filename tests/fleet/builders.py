@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +34,14 @@ class Pushed:
         files = CacheFiles(len(self.manifest.model), len(self.manifest.data))
         fds = [os.open(self.folder / name, os.O_RDONLY) for name in file_names(files)]
         return Offered(self.signed, fds[: files.model], fds[files.model :])
+
+    def held(self) -> list[str]:
+        """Return which of its files this process has open. A number alone says nothing, because another file may get it at once."""
+        found = []
+        for fd in os.listdir("/proc/self/fd"):
+            with suppress(FileNotFoundError):
+                found.append(os.readlink(f"/proc/self/fd/{fd}"))
+        return [path for path in found if path.startswith(f"{self.folder.resolve()}/")]
 
 
 def entry_of(cache_dir: Path) -> tuple[Manifest, Path]:

@@ -41,6 +41,7 @@ class FakeS3:
         hangs: no request is answered any more.
         hangs_at: requests whose path holds this text are not answered.
         requests: method and path of each request, in the order they came.
+        clients: the ports of clients whose connections are open here. That of a client that was killed stays until its requests are done.
     """
 
     port: int = 0
@@ -50,6 +51,7 @@ class FakeS3:
     full: bool = False
     hangs_at: str | None = None
     requests: list[tuple[str, str]] = field(default_factory=list)
+    clients: set[int] = field(default_factory=set)
     lock: threading.RLock = field(default_factory=threading.RLock)
     chance: random.Random = field(default_factory=lambda: random.Random(17))
     hangs: threading.Event = field(default_factory=threading.Event)
@@ -73,6 +75,18 @@ class FakeS3:
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     state: FakeS3
+
+    def setup(self) -> None:
+        super().setup()
+        with self.state.lock:
+            self.state.clients.add(self.client_address[1])
+
+    def finish(self) -> None:
+        try:
+            super().finish()
+        finally:
+            with self.state.lock:
+                self.state.clients.discard(self.client_address[1])
 
     def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002 -- the base class's name
         return

@@ -21,6 +21,7 @@ from tests.fleet.fake_s3 import FakeS3
 
 pytestmark = [pytest.mark.anyio, pytest.mark.parametrize("anyio_backend", ["asyncio"])]  # drivers start in each test
 PATIENCE_S = 0.4
+ANSWERED_WITHIN_S = 3.0  # the patience with a store that answers some requests, also if the machine is busy
 
 
 @pytest.fixture
@@ -66,11 +67,11 @@ async def test_a_dead_store_is_a_miss_and_one_warning(
     backend = StoreBackend("s3://artifacts", patience_s=PATIENCE_S)
     with anyio.fail_after(60.0):
         first = await outcome(tmp_path, "node", backend, 4)
-        asked = len(s3.requests)
         second = await outcome(tmp_path, "node", backend, 5)
     assert [one.kind for one in (first, second)] == [CacheOutcomeKind.MISS] * 2
     assert [one.save_failure for one in (first, second)] == [None, None]
-    assert len(s3.requests) == asked  # left alone after its failure
+    # Left alone after its failure: at most the first model was asked for, whose last request may come late.
+    assert len({path.split("/")[2] for _, path in [*s3.requests]}) <= (end != "unreachable")
     assert len(warnings(caplog)) == 1
     assert "s3://artifacts" in warnings(caplog)[0]
 
@@ -79,13 +80,14 @@ async def test_a_store_that_hangs_while_a_file_is_read_is_a_miss(
     s3: FakeS3, builder: BuilderKey, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = ArtifactStore(open_address("s3://artifacts", patience_s=20.0))
-    backend = StoreBackend("s3://artifacts", patience_s=PATIENCE_S)
-    assert (await outcome(tmp_path, "builder", backend)).reason is MissReason.ABSENT
+    assert (await outcome(tmp_path, "builder", StoreBackend("s3://artifacts", patience_s=20.0))).reason is MissReason.ABSENT
     (pushed,) = await push_cache(tmp_path / "builder cache", store, builder, state_dir=tmp_path / "builder state")
     assert pushed.refusal is None
     s3.hangs_at = "blake3/"
     with anyio.fail_after(60.0):
+        backend = StoreBackend("s3://artifacts", patience_s=ANSWERED_WITHIN_S)
         assert (await outcome(tmp_path, "node", backend)).kind is CacheOutcomeKind.MISS
+    assert [path for _, path in s3.requests if path.startswith("artifacts/blake3/")]
     assert len(warnings(caplog)) == 1
     s3.hangs_at = None
     assert (await outcome(tmp_path, "other node", StoreBackend("s3://artifacts"))).kind is CacheOutcomeKind.HIT
@@ -112,7 +114,7 @@ async def test_a_store_without_the_artifact_or_with_a_part_of_it_is_a_miss_witho
 async def test_a_full_store_takes_nothing_and_says_so(s3: FakeS3, builder: BuilderKey, tmp_path: Path) -> None:
     s3.full = True
     await outcome(tmp_path, "builder", StoreBackend("s3://artifacts", patience_s=PATIENCE_S))
-    store = ArtifactStore(open_address("s3://artifacts", patience_s=PATIENCE_S))
+    store = ArtifactStore(open_address("s3://artifacts", patience_s=ANSWERED_WITHIN_S))
     with anyio.fail_after(60.0), pytest.raises(StoreError, match="507"):
         await push_cache(tmp_path / "builder cache", store, builder, state_dir=tmp_path / "builder state")
     assert s3.objects == {}

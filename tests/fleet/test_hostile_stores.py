@@ -39,9 +39,10 @@ def server(answer: Callable[[socket.socket], None]) -> Iterator[None]:
                 return
             with connection, suppress(OSError):
                 asked = b""
-                while b"\r\n\r\n" not in asked:
-                    asked += connection.recv(65536)
-                answer(connection)
+                while b"\r\n\r\n" not in asked and (piece := connection.recv(65536)):
+                    asked += piece
+                if asked:  # else the client has opened a connection that it did not need
+                    answer(connection)
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import anyio
+import psutil
 import pytest
 
 from aionn.caching.outcomes import Refusal
@@ -113,7 +114,18 @@ async def one_round(store: ArtifactStore, pushers: Pushers, name: str, chance: r
     assert [found for found, _ in await store.statements() if found.key == place.key] == [place]
 
 
-async def rounds(address: str, count: int, stack: ExitStack) -> None:
+async def settled(s3: FakeS3) -> None:
+    """Return when the server has done all that the killed pushers have asked for."""
+    with anyio.fail_after(30):
+        while s3.clients - ports_of_this_process(s3.port):  # noqa: ASYNC110  (the server's threads set no event of this loop)
+            await anyio.sleep(0.01)
+
+
+def ports_of_this_process(server: int) -> set[int]:
+    return {one.laddr.port for one in psutil.Process().net_connections("tcp") if one.raddr and one.raddr.port == server}
+
+
+async def rounds(address: str, s3: FakeS3, count: int, stack: ExitStack) -> None:
     store = ArtifactStore(open_address(address, patience_s=60.0, make=True))
     pushers = Pushers(address)
     stack.callback(pushers.close)
@@ -122,6 +134,7 @@ async def rounds(address: str, count: int, stack: ExitStack) -> None:
         pushers.fill()
         await one_round(store, pushers, f"model {number}", chance)
     pushers.close()
+    await settled(s3)
     await sweep(store, trusted_files(KEYRING), grace_s=0.0)
     left = await check_store(store, trusted_files(KEYRING))
     assert (left.statements, left.unnamed, left.bad) == (count, 0, ())
@@ -139,4 +152,4 @@ async def test_killed_pushers_leave_one_statement_and_whole_artifacts(
     kind: str, count: int, s3: FakeS3, tmp_path: Path, pushers: ExitStack
 ) -> None:
     s3.faults = dict(FAULTS)
-    await rounds("s3://artifacts/prefix" if kind == "bucket" else os.fspath(tmp_path / "store"), count, pushers)
+    await rounds("s3://artifacts/prefix" if kind == "bucket" else os.fspath(tmp_path / "store"), s3, count, pushers)

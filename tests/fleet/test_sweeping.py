@@ -254,13 +254,12 @@ async def test_a_sweep_of_a_list_that_breaks_off_removes_nothing(s3: FakeS3) -> 
     from aionn.fleet.addresses import open_address
     from aionn.fleet.errors import StoreError
 
-    store = ArtifactStore(open_address("s3://artifacts/prefix", patience_s=0.5))
-    await artifact("one", b"1").push(store)
+    await artifact("one", b"1").push(ArtifactStore(open_address("s3://artifacts/prefix", patience_s=20.0)))
     for found in s3.objects.values():
         found.written_s -= 2 * DAY_S
     s3.faults = {"torn": 1.0}
     with pytest.raises(StoreError):
-        await sweep(store, claimed_files)
+        await sweep(ArtifactStore(open_address("s3://artifacts/prefix", patience_s=0.5)), claimed_files)
     assert len(s3.objects) == 2
 
 
@@ -294,7 +293,7 @@ async def test_a_check_names_each_kind_of_damage(store: ArtifactStore) -> None:
 async def test_a_note_of_a_node_is_written_once_a_day_and_never_needed(s3: FakeS3) -> None:
     from aionn.fleet.addresses import open_address
 
-    store = ArtifactStore(open_address("s3://artifacts", patience_s=0.3))
+    store = ArtifactStore(open_address("s3://artifacts", patience_s=20.0))
     fingerprint = artifact("one", b"").place.fingerprint
     await store.mark_seen([fingerprint])
     await store.mark_seen([fingerprint])
@@ -302,7 +301,7 @@ async def test_a_note_of_a_node_is_written_once_a_day_and_never_needed(s3: FakeS
     assert f"artifacts/{seen_path(fingerprint)}" in s3.objects
     s3.objects.clear()
     s3.full = True
-    await store.mark_seen([fingerprint])
+    await ArtifactStore(open_address("s3://artifacts", patience_s=0.3)).mark_seen([fingerprint])
     assert s3.objects == {}
 
 

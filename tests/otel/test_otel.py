@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+import time
 import timeit
 from collections.abc import Iterator
 from pathlib import Path
@@ -162,15 +163,18 @@ async def test_frames_have_spans_up_to_so_many_a_second(sdk: Sdk, fake: FakeDevi
     async with aionn.Runtime(name="shop") as runtime:
         compilation = await runtime.compile(aionn.Model.from_onnx(identity_model()), devices=(fake.name,))
         async with compilation.burst() as burst:
+            began_s = time.monotonic()
             with sdk.instrument(runtime, trace_frames=5):
                 with sdk.tracer.start_as_current_span("camera"):
                     for _ in range(50):
                         await burst.compute(INPUTS)
+                took_s = time.monotonic() - began_s
                 with sdk.tracer.start_as_current_span("request"):
                     await compilation.compute(INPUTS)
             await burst.compute(INPUTS)
     frames = sdk.spans("aionn.frame")
-    assert 5 <= len(frames) < 50
+    assert 5 <= len(frames) <= 5 * (int(took_s) + 2)
+    assert len(frames) < 50 or took_s > 8, "fewer than there were, unless the machine stood still"
     assert {(sdk.parent(span), sdk.attributes(span)["aionn.device"]) for span in frames} == {("camera", fake.name)}
     assert [sdk.parent(span) for span in sdk.spans("aionn.compute")] == ["request"]
     assert aionn.Burst.compute is plain
@@ -196,7 +200,7 @@ async def test_without_an_sdk_there_are_no_spans_and_a_call_costs_nothing(caplog
             assert "no tracer provider is set" in caplog.text
             assert not trace.active  # so that is all a call asks
             await compilation.compute(INPUTS)
-            each_s = min(timeit.repeat(lambda: trace.active, number=10_000, repeat=5)) / 10_000
+            each_s = min(timeit.repeat(lambda: trace.active, timer=time.thread_time, number=10_000, repeat=5)) / 10_000
             assert each_s <= 5 * 200e-9
     gc.collect()
 

@@ -105,12 +105,12 @@ def test_a_running_process_is_traced_from_outside_and_no_record_is_torn() -> Non
                         assert record.identity > last
                         last = record.identity
                         taken += 1
-            # The process goes on, untraced. At most the record that it had begun comes late.
+            # The process goes on, untraced. At most the record that it had begun comes late, at any later time.
             reader.read()
-            assert reader.read() == []
+            late = reader.read()
             process.kill()
             process.wait()
-            assert reader.drain() == []
+            assert len([*late, *reader.drain()]) <= 1
             with pytest.raises(FileNotFoundError):
                 reader.read()
 

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import os
 import signal
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -214,25 +213,32 @@ async def kill_worker(folder: Path, store: Path, farm_key: BuilderKey, fake: Fak
     with anyio.fail_after(100):
         asked = asyncio.create_task(app.compile(aionn.Model.from_onnx(scaled_model(np.full(100, factor, np.float32))), fake.name))
         driver = farm_driver(await fake.heard("compile"))
-        before = work_folders()
+        folders = [work_folder(driver)]
         pidfd = os.pidfd_open(driver.pid)
         os.kill(driver.ppid(), signal.SIGKILL)
         await anyio.wait_readable(pidfd)  # the driver ends with its worker
         os.close(pidfd)
-        assert farm_driver(await fake.heard("compile")).pid != driver.pid
+        second = farm_driver(await fake.heard("compile"))
+        assert second.pid != driver.pid
+        folders.append(work_folder(second))
         fake.behave()
         outcome = await asked
     assert (outcome.kind, outcome.detail) == (Kind.HIT, "compiled by builder 'farm'")
     assert any("(attempt 2)" in step for step in app.steps), app.steps
     assert "compiling" not in app.steps
     await sound(store, farm_key)
-    assert before
-    assert not before & work_folders()  # neither that of the worker that was killed, nor that of the next one
+    assert folders[0] != folders[1]
+    with anyio.fail_after(30):  # a task of another test may be removing the first one just now
+        while left := [folder for folder in folders if folder.exists()]:
+            assert folders[1] not in left
+            await anyio.sleep(0.01)
 
 
-def work_folders() -> set[Path]:
-    """The folders of tasks, of all farms of this machine."""
-    return set(Path(tempfile.gettempdir()).glob("aionn-farm-*"))
+def work_folder(driver: psutil.Process) -> Path:
+    """The folder of the task in which a driver compiles. The driver's worker holds the folder's lock."""
+    files = [Path(file.path) for file in psutil.Process(driver.ppid()).open_files()]
+    (folder,) = (file.parent for file in files if file.name == "lock" and file.parent.name.startswith("aionn-farm-"))
+    return folder
 
 
 # --- F10 -------------------------------------------------------------------------------------------------------------

@@ -107,15 +107,18 @@ async def test_a_task_whose_last_node_is_gone_is_not_waited_for(
 async def test_the_death_of_the_actor_costs_a_second_task(
     connected: Any, tmp_path: Path, store: Path, farm_key: BuilderKey, fake: FakeDevice
 ) -> None:
+    from aionn.ray import Farm
     from aionn.ray.flights import flights_actor
 
+    # Apps with another environment have an actor of their own. Farms of other tests use the usual one.
+    own = {"config": {"setup_timeout_seconds": 78}}
+    farm = Farm(store, runtime_env={**own, "env_vars": {"AIONN_FAKE_DEVICE": os.environ["AIONN_FAKE_DEVICE"]}})
     fake.hang("compile")
     with anyio.fail_after(100):
-        asked = asyncio.create_task(
-            farms.App(tmp_path, farms.farm_of(store, fake)).compile(aionn.Model.from_onnx(identity_model()), fake.name)
-        )
+        asked = asyncio.create_task(farms.App(tmp_path, farm).compile(aionn.Model.from_onnx(identity_model()), fake.name))
         first = farms.farm_driver(await fake.heard("compile"))
-        connected.kill(await anyio.to_thread.run_sync(flights_actor))
+        connected.kill(await anyio.to_thread.run_sync(flights_actor, own))
         assert farms.farm_driver(await fake.heard("compile")).pid != first.pid
         fake.behave()
         assert (await asked).detail == "compiled by builder 'farm'"
+        connected.kill(await anyio.to_thread.run_sync(flights_actor, own))

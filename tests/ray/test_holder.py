@@ -282,7 +282,7 @@ async def test_a_hung_driver_is_killed_and_the_replica_stays(app: App) -> None:
 
 async def test_a_replica_whose_driver_stays_hung_is_replaced(app: App) -> None:
     with fakes(1) as (fake,):
-        holder = app.holder((fake,), runtime={"hang_s": None}, hang_after_s=0.5)
+        holder = app.holder((fake,), runtime={"hang_s": None}, hang_after_s=2.0)
         handle = await app.run(identity(fake.name), holder, health_check_period_s=0.2)
         before = await handle.who.remote()
         fake.hang()
