@@ -93,8 +93,8 @@ class Watcher:
 
     @property
     def compiling(self) -> list[aionn.CompilationHealth]:
-        """What was shown of the first compilation while its step was the compile."""
-        return [health.compilations[0] for _, health in list(self.seen) if health.compilations and health.compilations[0].step == "compiling"]
+        """What was shown of compilations whose step was the compile."""
+        return [one for _, health in list(self.seen) for one in health.compilations if one.step == "compiling"]
 
     def first(self, state: str) -> tuple[float, aionn.Health]:
         return next((at, health) for at, health in self.seen if health.state == state)
