@@ -24,6 +24,7 @@ import pytest
 import aionn
 from aionn.pages import Activity, Kind, find_page
 from aionn.runtime import checkup
+from aionn.runtime.health import CompilationHealth
 from aionn.runtime.processes import liveness
 from aionn.runtime.processes.liveness import Evidence, StallJudge
 from aionn.testing import FakeDevice, identity_model
@@ -92,7 +93,7 @@ class Watcher:
         return [state for number, state in enumerate(states) if number == 0 or states[number - 1] != state]
 
     @property
-    def compiling(self) -> list[aionn.CompilationHealth]:
+    def compiling(self) -> list[CompilationHealth]:
         """What was shown of compilations whose step was the compile."""
         return [one for _, health in list(self.seen) for one in health.compilations if one.step == "compiling"]
 
