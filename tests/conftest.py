@@ -111,6 +111,30 @@ def no_driver_starts_early() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def workers_have_the_priority_of_the_app() -> Iterator[None]:
+    """Workers compile at the app's priority. `workers_in_the_background` is for tests that look at their own priority.
+
+    A better stage needs up to four starts of workers. All of them run on the last CPU with the highest niceness. Beside ten busy
+    processes on that CPU they get 0.15 % of it, and one start takes minutes.
+    """
+    from aionn.runtime.processes.devices import Devices
+
+    start_worker = Devices.start_worker
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Devices, "start_worker", lambda devices, name, threads: start_worker(devices, name, 0))
+        patch.setattr(Devices, "start_worker_in_the_background", start_worker, raising=False)
+        yield
+
+
+@pytest.fixture
+def workers_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers have their own low priority, as in an app."""
+    from aionn.runtime.processes.devices import Devices
+
+    monkeypatch.setattr(Devices, "start_worker", Devices.start_worker_in_the_background)  # type: ignore[attr-defined]
+
+
 @pytest.fixture(
     params=[
         pytest.param(("asyncio", {"use_uvloop": False}), id="asyncio"),

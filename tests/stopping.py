@@ -7,6 +7,7 @@ import os
 import platform
 import signal
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ def stop(pid: int) -> None:
     """Stop a process and return when each of its threads stands. The signal alone leaves a thread on another CPU time for an answer."""
     os.kill(pid, signal.SIGSTOP)
     for thread in os.listdir(f"/proc/{pid}/task"):
-        while b") T" not in Path(f"/proc/{pid}/task/{thread}/stat").read_bytes():
-            os.sched_yield()
+        with suppress(FileNotFoundError, ProcessLookupError):  # this thread was ending
+            while b") T" not in Path(f"/proc/{pid}/task/{thread}/stat").read_bytes():
+                os.sched_yield()
 
 
 async def kill_under(pid: int, call: Callable[[], Coroutine[Any, Any, Any]]) -> aionn.DriverDiedError:

@@ -188,7 +188,7 @@ async def test_a_warm_run_that_hangs_delays_the_end_of_the_burst_for_a_bounded_t
         gate = Gate()
         await client.warm_up(gate)
         await gate.entered()
-        with anyio.fail_after(10):
+        with anyio.fail_after(20):
             await client.server.aclose()
         gate.open(1000)
 

@@ -389,7 +389,7 @@ async def test_closing_waits_for_a_hanging_run_for_a_bounded_time_and_the_run_ke
             await client.send(numbered(0, 6))
             native = client.server._native
             assert native.running == 1
-            with anyio.fail_after(10):
+            with anyio.fail_after(20):
                 await client.server.aclose()
             assert native.running == 1  # it still hangs
             assert len(open_fds()) < len(before)  # the driver's queues and memories are closed

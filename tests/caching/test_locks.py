@@ -60,7 +60,7 @@ async def test_a_waiting_writer_comes_before_new_readers(path: str) -> None:
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(write)
-        with anyio.fail_after(5):
+        with anyio.fail_after(20):
             while (late := hold_now(path, "read")) is not None:  # until the writer has its turn
                 late.release()
                 await anyio.lowlevel.checkpoint()

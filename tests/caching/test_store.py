@@ -739,7 +739,7 @@ def test_what_is_to_be_done_behind_a_caller_is_done_though_the_loop_takes_no_mor
         store, done = CacheStore(tmp_path / "cache"), list[int]()
         await asyncio.get_running_loop().shutdown_default_executor()
         store._background.run_later(lambda: done.append(1))
-        with anyio.fail_after(5):
+        with anyio.fail_after(30):
             await store._background.settled()
         return done
 

@@ -248,7 +248,7 @@ async def test_what_comes_after_the_closing_is_refused_and_opens_nothing(model: 
 
 def wait_until(true: Callable[[], bool]) -> None:
     """Wait, in a thread, for what another thread does to a file."""
-    give_up_at = time.monotonic() + 10
+    give_up_at = time.monotonic() + 30
     while not true():
         assert time.monotonic() < give_up_at
         time.sleep(0.002)

@@ -98,7 +98,7 @@ async def test_every_job_is_run_although_the_lanes_close() -> None:
     async with anyio.create_task_group() as callers:
         for _ in range(7):
             callers.start_soon(lanes.run, job)
-        assert await anyio.to_thread.run_sync(lambda: begun.acquire(timeout=10))
+        assert await anyio.to_thread.run_sync(lambda: begun.acquire(timeout=30))
         callers.start_soon(lanes.aclose)
         await anyio.wait_all_tasks_blocked()
         go.set()
@@ -110,9 +110,9 @@ async def test_a_job_that_hangs_holds_the_end_up_for_a_bounded_time(monkeypatch:
     monkeypatch.setattr("aionn.driver.lanes.CLOSE_S", 0.05)
     lanes, _ = made(1)
     go = threading.Event()
-    caller = asyncio.get_running_loop().create_task(lanes.run(lambda lane: go.wait(10)))
+    caller = asyncio.get_running_loop().create_task(lanes.run(lambda lane: go.wait(60)))
     await anyio.wait_all_tasks_blocked()
-    with anyio.fail_after(5):
+    with anyio.fail_after(30):
         await lanes.aclose()
     (thread,) = threads_of()
     go.set()
@@ -185,6 +185,6 @@ async def test_lanes_without_descriptors_are_one_sentence() -> None:
 async def test_a_job_after_the_end_is_refused_and_waits_for_nothing() -> None:
     lanes, _ = made(2)
     await lanes.aclose()
-    with anyio.fail_after(10), pytest.raises(CallerError, match="released; prepare the model again"):
+    with anyio.fail_after(30), pytest.raises(CallerError, match="released; prepare the model again"):
         await lanes.run(lambda lane: 1)
     await lanes.aclose()

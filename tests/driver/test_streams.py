@@ -84,7 +84,7 @@ async def test_a_driver_tells_its_engine_of_an_apps_bursts(tmp_path: Path, monke
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
 
     async def heard(lines: int) -> list[str]:
-        with anyio.fail_after(10):
+        with anyio.fail_after(30):
             while len(found := notes.read_text().split()) < lines:  # noqa: ASYNC110 -- another process writes them
                 await anyio.sleep(0.005)
         return found

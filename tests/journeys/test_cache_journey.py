@@ -174,7 +174,7 @@ async def test_a_new_driver_after_a_death_prepares_from_the_cache(fake: FakeDevi
         (device,) = [device for device in runtime.devices if device.name == fake.name]
         assert device.pid is not None
         os.kill(device.pid, signal.SIGKILL)
-        assert await ended(device.pid, 10)
+        assert await ended(device.pid, 30)
         await anyio.wait_all_tasks_blocked()  # the runtime has seen it
         with trace.record() as recording:
             outputs = await compilation.compute({"input": x})

@@ -60,7 +60,7 @@ async def test_a_burst_that_is_dropped_is_collected_and_leaves_nothing_here_or_i
     await anyio.wait_all_tasks_blocked()
     gc.collect()  # views in reference cycles are garbage, not leaks
     assert Inventory.take().since(here) == []
-    with anyio.fail_after(10):
+    with anyio.fail_after(30):
         while held_by_the_driver(compilation) != there:
             await compilation.compute(INPUTS)
     assert compilation._parts.compiled.serving is not None

@@ -94,6 +94,7 @@ async def test_the_better_stage_is_adopted_from_a_stream_without_gaps(monkeypatc
 
 @pytest.mark.soak
 @pytest.mark.timeout(300)
+@pytest.mark.usefixtures("workers_in_the_background")
 @pytest.mark.parametrize("side", [320, 640])
 async def test_onnxruntime_and_openvino_are_judged_as_they_are_alone(side: int) -> None:
     model = aionn.Model.from_onnx(carried("detector"))

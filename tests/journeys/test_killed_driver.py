@@ -87,7 +87,7 @@ async def one_kill(runtime: aionn.Runtime, model: aionn.Model, expected: Arrays,
             for use in (life.compiling, life.computing, life.streaming):
                 callers.start_soon(life.until_it_dies, use)
             callers.start_soon(life.kill, after_s)
-    assert await ended(pid, 10)
+    assert await ended(pid, 30)
     for told_ns, error in life.told:
         assert 0 <= told_ns - life.killed_ns < TOLD_WITHIN_S * 1e9
         assert (error.device, error.exit_code) == ("onnxruntime", -signal.SIGKILL)
@@ -150,12 +150,12 @@ async def test_a_driver_killed_while_it_starts_or_prepares_ends_the_compilation(
                     await anyio.sleep(moments.uniform(part, part + 1) * 0.075)  # the random moment itself
                     os.kill(pid, signal.SIGKILL)
             assert outcome in (["told"], ["compiled"])
-            assert await ended(pid, 10)
+            assert await ended(pid, 30)
             compilation = await runtime.compile(silero, devices=("onnxruntime",))
             assert_same(await compilation.compute(inputs), expected)
             (alive,) = driver_pids()
             os.kill(alive, signal.SIGKILL)
-            assert await ended(alive, 10)
+            assert await ended(alive, 30)
 
 
 async def test_a_compilation_outlives_its_driver(silero_path: Path, silero: aionn.Model) -> None:
@@ -166,7 +166,7 @@ async def test_a_compilation_outlives_its_driver(silero_path: Path, silero: aion
         for _ in range(2):
             (pid,) = driver_pids()
             os.kill(pid, signal.SIGKILL)
-            assert await ended(pid, 10)
+            assert await ended(pid, 30)
             try:
                 found = await compilation.compute(inputs)
             except DriverDiedError:  # the call came before the runtime had been told; the next one is a new use
@@ -219,7 +219,7 @@ async def test_the_death_of_one_driver_does_not_touch_the_others(silero_path: Pa
 async def test_leaving_the_runtime_while_calls_wait_ends_them_in_bounded_time(silero_path: Path, silero: aionn.Model) -> None:
     inputs = {"input": next(windows(1)), "state": still()}
     async with leak_check():
-        with anyio.fail_after(10):
+        with anyio.fail_after(60):  # a start, and what closing may take
             async with aionn.Runtime() as runtime:
                 compilation = await runtime.compile(silero, devices=("onnxruntime",))
                 await compilation.compute(inputs)

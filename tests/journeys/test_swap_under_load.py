@@ -99,6 +99,7 @@ async def test_every_frame_is_answered_once_and_in_order_while_the_stage_changes
 
 @pytest.mark.soak
 @pytest.mark.timeout(180)
+@pytest.mark.usefixtures("workers_in_the_background")
 @pytest.mark.parametrize("min_gain", [aionn.Runtime().stage_policy.min_gain, None])
 async def test_a_minute_at_30_fps_keeps_its_frame_times_around_the_verdict(min_gain: float | None) -> None:
     # The policy as it is: whether OpenVINO is faster by a tenth is the machine's to say. That no caller notices is ours. Without a

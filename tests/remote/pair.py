@@ -43,7 +43,7 @@ async def remote_device(engine: Engine) -> AsyncIterator[RemoteDevice]:
             yield remote
         finally:
             connection.end(DriverDiedError("fake", None))
-            with anyio.move_on_after(5, shield=True):
+            with anyio.move_on_after(30, shield=True):
                 await service.ended.wait()
                 await service.aclose()
             device.close()

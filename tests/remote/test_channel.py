@@ -182,7 +182,7 @@ async def test_frames_that_the_socket_does_not_take_go_out_later_whole_and_in_or
             done.set()
 
     other = Channel(ear.peer, on_message, lambda error: None)
-    with anyio.fail_after(10):
+    with anyio.fail_after(30):
         await done.wait()
     assert [message.id for message in heard if isinstance(message, Reply)] == list(range(20))
     assert counts == [1] * 20

@@ -25,7 +25,17 @@ def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.message for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-async def test_a_model_that_kills_its_driver_at_every_run_gets_ever_rarer_starts(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.fixture
+def slow_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start on a busy machine may take longer than `STEADY_S`. A driver that dies after it has not lived for long."""
+    monkeypatch.setattr(restarts, "STEADY_S", float("inf"))
+
+
+@pytest.mark.usefixtures("slow_starts")
+async def test_a_model_that_kills_its_driver_at_every_run_gets_ever_rarer_starts(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restarts, "BACKOFF_S", (*restarts.BACKOFF_S[:3], 3600.0))
     async with leak_check():
         with FakeDevice() as fake:
             async with aionn.Runtime() as runtime:
@@ -39,7 +49,7 @@ async def test_a_model_that_kills_its_driver_at_every_run_gets_ever_rarer_starts
                         await compilation.compute(X)
                     ends.append(time.monotonic() - began)
                 with anyio.fail_after(20), pytest.raises(aionn.DeadlineError):
-                    await compilation.compute(X, timeout_s=0.5)  # the fourth death is followed by a pause of 10 s
+                    await compilation.compute(X, timeout_s=0.5)  # the fourth death is followed by the longest pause
                 assert device.statistics()["starts"] == 4
                 assert ends[-1] >= sum(restarts.BACKOFF_S[:3])
                 told = logged(caplog)
@@ -50,18 +60,19 @@ async def test_a_model_that_kills_its_driver_at_every_run_gets_ever_rarer_starts
                 assert all(fake.name in line and name in line for line in deaths)
                 assert all(fake.name in line and "exit code -9" in line for line in starts)
                 fake.behave()
-                with anyio.fail_after(5):
+                with anyio.fail_after(60):
                     await device.restart()  # the app need not wait
                 assert set(await compilation.compute(X)) == {"input_out"}
 
 
+@pytest.mark.usefixtures("slow_starts")
 async def test_a_driver_that_dies_while_it_starts_is_started_ever_more_rarely_too(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(restarts, "BACKOFF_S", (0.0, 0.0, 3600.0))
     async with leak_check():
         told: list[str] = []
-        with FakeDevice() as fake, anyio.fail_after(30):
+        with FakeDevice() as fake, anyio.fail_after(90):
             model = aionn.Model.from_onnx(identity_model())
             async with anyio.create_task_group() as tasks, aionn.Runtime() as runtime:
                 fake.crash("start")
@@ -94,7 +105,7 @@ async def test_a_driver_that_was_of_use_is_replaced_at_once(monkeypatch: pytest.
             async with aionn.Runtime() as runtime:
                 compilation = await runtime.compile(aionn.Model.from_onnx(identity_model()), devices=(fake.name,))
                 (device,) = (device for device in runtime.devices if device.pid)
-                with anyio.fail_after(30):
+                with anyio.fail_after(90):
                     for _ in range(3):
                         if why != "it has lived long enough":
                             await compilation.compute(X)

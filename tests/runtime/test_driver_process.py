@@ -36,7 +36,7 @@ def model() -> aionn.Model:
 
 
 async def until_a_driver_runs() -> int:
-    with anyio.fail_after(20):
+    with anyio.fail_after(30):
         while not driver_pids():
             await anyio.lowlevel.checkpoint()
     return driver_pids()[0]
@@ -51,7 +51,7 @@ async def test_a_driver_that_the_app_itself_reaps_is_still_seen_to_end(model: ai
                 (pid,) = driver_pids()
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)  # noqa: ASYNC222  (an app with a careless SIGCHLD handler does this)
-                with anyio.fail_after(5), pytest.raises(DriverDiedError) as caught:
+                with anyio.fail_after(30), pytest.raises(DriverDiedError) as caught:
                     while True:
                         await compilation.compute(X)
                 assert caught.value.exit_code is None
@@ -117,7 +117,7 @@ async def test_whoever_asks_for_a_dead_driver_while_the_runtime_closes_starts_no
                     (device,) = (device for device in runtime.devices if device.pid is not None)
                     (pid,) = driver_pids()
                     os.kill(pid, signal.SIGKILL)
-                    with anyio.fail_after(20):
+                    with anyio.fail_after(30):
                         while device.pid is not None:
                             await anyio.lowlevel.checkpoint()
                     devices = runtime._opened.devices
@@ -135,7 +135,7 @@ async def test_a_driver_that_does_not_greet_in_time_is_killed(monkeypatch: pytes
     monkeypatch.setattr(process_module, "START_S", 0.01)
     async with leak_check(), anyio.create_task_group() as tasks:
         devices = Devices(tasks)
-        with anyio.fail_after(10), pytest.raises(DriverHungError):
+        with anyio.fail_after(30), pytest.raises(DriverHungError):
             await devices.get("reference")
         await devices.aclose()
 
@@ -173,7 +173,7 @@ async def test_a_compile_that_times_out_is_cancelled_in_the_driver_and_a_later_o
                 await runtime.compile(model, devices=(fake.name,))
                 (pid,) = driver_pids()
                 fake.delay(3600, "compile")  # ends only by its cancel flag
-                with anyio.fail_after(10), pytest.raises(DeadlineError):
+                with anyio.fail_after(30), pytest.raises(DeadlineError):
                     await runtime.compile(model, devices=(fake.name,), timeout_s=0.1)
                 fake.behave()
                 compilation = await runtime.compile(model, devices=(fake.name,))
@@ -191,8 +191,8 @@ async def test_a_driver_that_stands_still_over_a_compile_is_killed_for_that_and_
                 with pytest.raises(DeadlineError):
                     await runtime.compile(model, devices=(fake.name,), timeout_s=0.1)
                 assert driver_pids() == [pid]
-                assert await ended(pid, 10)
-                with anyio.fail_after(20):
+                assert await ended(pid, 30)
+                with anyio.fail_after(30):
                     try:
                         await runtime.compile(model, devices=(fake.name,))
                     except (DriverHungError, DriverDiedError):
@@ -244,7 +244,7 @@ async def test_a_collected_compilation_is_released_in_the_driver(model: aionn.Mo
                     del compilation
                     gc.collect()
                 kept = await runtime.compile(model, devices=(fake.name,))
-                with anyio.fail_after(5):
+                with anyio.fail_after(30):
                     while next(d for d in runtime.devices if d.name == fake.name).statistics()["calls_in_flight"]:
                         await anyio.lowlevel.checkpoint()
                 assert set(await kept.compute(X)) == {"input_out"}
@@ -425,7 +425,7 @@ def test_an_app_drains_on_its_drivers_when_its_process_group_is_signalled(number
             assert app.stdout is not None
             assert app.stdout.readline() == b"at work\n"
             os.killpg(app.pid, number)
-            out, complaints = app.communicate(timeout=20)
+            out, complaints = app.communicate(timeout=60)
         finally:
             app.kill()
             app.wait()

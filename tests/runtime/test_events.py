@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -99,7 +100,7 @@ async def test_two_readers_of_one_stream_both_end_with_it() -> None:
     hub.publish(DriverStarted(device="d", pid=1, seconds=0.0))
     await asyncio.sleep(0)
     hub.end()
-    with anyio.fail_after(10):
+    with anyio.fail_after(30):
         both = [await reader for reader in readers]
     assert sorted(map(len, both)) == [0, 1]
 
@@ -107,11 +108,16 @@ async def test_two_readers_of_one_stream_both_end_with_it() -> None:
 # --- compiles ------------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_compile_shows_its_steps_until_the_runtime_closes(fake: FakeDevice, model: aionn.Model, tmp_path: Path) -> None:
+async def test_a_compile_shows_its_steps_until_the_runtime_closes(
+    fake: FakeDevice, model: aionn.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aionn.runtime.processes.process.GRACE_S", 60.0)  # a driver on a busy machine is not killed while it ends
     own: list[Event] = []
     async with aionn.Runtime() as runtime:
         stream = runtime.events()
+        began_s = time.monotonic()
         await runtime.compile(model, devices=(fake.name,), cache_dir=tmp_path, name="cold", on_event=own.append)
+        took_s = time.monotonic() - began_s
         await runtime.compile(model, devices=(fake.name,), cache_dir=tmp_path, name="warm")
     events = [event async for event in stream]
     cold = [event for event in events if getattr(event, "compilation", "") == "cold"]
@@ -124,7 +130,7 @@ async def test_a_compile_shows_its_steps_until_the_runtime_closes(fake: FakeDevi
     assert cold[-1].reason.startswith("absent: nothing is stored")
     times = [event.at_ns for event in cold]
     assert times == sorted(times)
-    assert (times[-1] - times[0]) / 1e9 == pytest.approx(cold[-1].seconds, abs=0.1)
+    assert (times[-2] - times[0]) / 1e9 < cold[-1].seconds < took_s  # between the last step and the end of the call
     started, ended = (event for event in events if isinstance(event, DriverStarted | DriverEnded))
     assert (started.device, started.pid) == (fake.name, ended.pid)
     assert (ended.cause, ended.exit_code) == ("closed", 0)  # type: ignore[union-attr]
@@ -169,10 +175,12 @@ async def test_the_first_use_with_mode_jit_and_the_one_after_a_death_are_compile
         stream = runtime.events()
         compilation = await runtime.compile(model, devices=(fake.name,), mode="jit", on_event=own.append)
         assert own == []
+        began_ns = time.monotonic_ns()
         await compilation.compute(X)
         expected = ["CompileStarted", "starting the driver", "asking what the device can run", "compiling", "done: no_cache"]
         assert steps(own) == expected
-        pid = (await first(stream, DriverStarted)).pid
+        driver = await first(stream, DriverStarted)
+        pid = driver.pid
         os.kill(pid, signal.SIGKILL)
         ended = await first(stream, DriverEnded)
         assert (ended.pid, ended.cause, ended.exit_code) == (pid, "signal", -9)
@@ -182,22 +190,26 @@ async def test_the_first_use_with_mode_jit_and_the_one_after_a_death_are_compile
     assert steps(own) == expected
     again = {event.step: event for event in own if isinstance(event, CompileStep)}
     assert taken["compiling"].expected_s is None
-    # What the step took the last time is known now.
-    took_s = (taken["asking what the device can run"].at_ns - taken["starting the driver"].at_ns) / 1e9
-    assert again["starting the driver"].expected_s == pytest.approx(took_s, abs=0.05)
+    # What the step took the last time is known now. It began before its event, and the start of the driver is a part of it.
+    most_s = (taken["asking what the device can run"].at_ns - began_ns) / 1e9
+    expected_s = again["starting the driver"].expected_s
+    assert expected_s is not None
+    assert driver.seconds <= expected_s <= most_s
 
 
 async def test_the_cache_knows_what_a_compile_took_for_an_older_version(fake: FakeDevice, model: aionn.Model, tmp_path: Path) -> None:
     fake.delay(0.3, "compile")
     async with aionn.Runtime() as runtime:
+        began_s = time.monotonic()
         await runtime.compile(model, devices=(fake.name,), cache_dir=tmp_path)
+        took_s = time.monotonic() - began_s
     fake.tell(version="2", delay_s={})
     own: list[Event] = []
     async with aionn.Runtime() as runtime:
         await runtime.compile(model, devices=(fake.name,), cache_dir=tmp_path, on_event=own.append)
     (compiling,) = (event for event in own if isinstance(event, CompileStep) and event.step == "compiling")
     assert compiling.expected_s is not None
-    assert 0.3 <= compiling.expected_s < 10
+    assert 0.3 <= compiling.expected_s < took_s
     assert not [event for event in own if isinstance(event, CacheRefused)]  # another version refuses nothing
 
 

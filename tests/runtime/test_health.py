@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ import pytest
 import aionn
 from aionn.pages import Activity, Kind, find_page
 from aionn.runtime import checkup
+from aionn.runtime.health import CompilationHealth
 from aionn.runtime.processes import liveness
 from aionn.runtime.processes.liveness import Evidence, StallJudge
 from aionn.testing import FakeDevice, identity_model
@@ -57,10 +59,11 @@ async def until(seen: Callable[[], Any], seconds: float = 20) -> None:
 
 
 class Watcher:
-    """Polls the health in a thread.
+    """Polls the health in a thread. The first look is taken before the body.
 
     Attributes:
         seen: each health with the time at which it was asked for.
+        answered: the times at which these were answered. A busy machine may stop the thread between the two.
         stalled: set once the runtime is stalled.
     """
 
@@ -70,12 +73,18 @@ class Watcher:
         self.stalled = threading.Event()
         self._thread = threading.Thread(target=self._poll)
         self.seen: list[tuple[float, aionn.Health]] = []
+        self.answered: list[float] = []
 
     def _poll(self) -> None:
         while not self._over.wait(self._interval_s):
-            self.seen.append((time.monotonic(), health := self._runtime.health()))
-            if health.state == "stalled":
-                self.stalled.set()
+            self._look()
+
+    def _look(self) -> None:
+        asked, health = time.monotonic(), self._runtime.health()
+        self.answered.append(time.monotonic())
+        self.seen.append((asked, health))
+        if health.state == "stalled":
+            self.stalled.set()
 
     @property
     def states(self) -> list[str]:
@@ -83,10 +92,16 @@ class Watcher:
         states = [health.state for _, health in list(self.seen)]
         return [state for number, state in enumerate(states) if number == 0 or states[number - 1] != state]
 
+    @property
+    def compiling(self) -> list[CompilationHealth]:
+        """What was shown of compilations whose step was the compile."""
+        return [one for _, health in list(self.seen) for one in health.compilations if one.step == "compiling"]
+
     def first(self, state: str) -> tuple[float, aionn.Health]:
         return next((at, health) for at, health in self.seen if health.state == state)
 
     def __enter__(self) -> Watcher:
+        self._look()
         self._thread.start()
         return self
 
@@ -227,8 +242,7 @@ async def test_a_driver_that_is_killed_degrades_until_the_next_call(fake: FakeDe
         await fake.heard("start")
         health = runtime.health()
         assert (health.state, health.ready, health.compilations[0].step) == ("degraded", True, "starting the driver")
-        fake.behave()
-        fake.hang("compile")
+        fake.tell(hang=("compile",))  # at once, or the driver may compile between two orders
         await fake.heard("compile")
         health = runtime.health()  # a compile may take long, and another replica can serve meanwhile
         assert (health.state, health.ready, health.compilations[0].step) == ("compiling", False, "compiling")
@@ -281,15 +295,22 @@ async def test_a_rejected_stage_degrades(quick: FakeDevice, best: FakeDevice) ->
 async def test_dropped_frames_degrade_above_the_share_that_the_policy_allows(fake: FakeDevice) -> None:
     policy = aionn.HealthPolicy(max_drop_rate=0.5)
     async with aionn.Runtime(start=(), health_policy=policy) as runtime, aionn.Runtime(start=()) as lenient:
-        for one in (runtime, lenient):
-            compilation = await one.compile(MODEL, devices=(fake.name,))
-            async with compilation.burst() as burst:
-                results = [result async for result in burst.map([numbered(1)] * 200, policy="latest", deadline_s=1e-6)]
-                assert burst.statistics()["dropped"] >= 100
+        # Both drivers have started before the first drop, which counts for 10 s only.
+        compilations = [await one.compile(MODEL, devices=(fake.name,)) for one in (lenient, runtime)]
+        async with compilations[0].burst() as of_lenient, compilations[1].burst() as burst:
+            for one in (of_lenient, burst):
+                results = [result async for result in one.map([numbered(1)] * 200, policy="latest", deadline_s=1e-6)]
+                assert one.statistics()["dropped"] >= 100
                 assert len(results) <= 100
-                await until(lambda: runtime.health().state == "degraded")
-        assert "of their frames within 10 s, more than 50.0%" in str(runtime.health())
-        assert lenient.health().state == "serving"
+            seen: list[aionn.Health] = []
+
+            def degraded() -> bool:
+                seen.append(runtime.health())
+                return seen[-1].state == "degraded"
+
+            await until(degraded)
+            assert "of their frames within 10 s, more than 50.0%" in str(seen[-1])
+            assert lenient.health().state == "serving"
 
 
 @pytest.mark.parametrize("rate", [-0.1, 1.1, "0.5", True])
@@ -303,24 +324,35 @@ def test_a_share_of_dropped_frames_lies_between_0_and_1(rate: Any) -> None:
 # --- hung drivers and loops that stand still ---------------------------------------------------------------------------------
 
 
-async def test_a_driver_that_hangs_with_the_gil_is_stalled_then_killed_and_the_next_call_is_answered(fake: FakeDevice) -> None:
+async def test_a_driver_that_hangs_with_the_gil_is_stalled_then_killed_and_the_next_call_is_answered(
+    fake: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Row O10 at a fifth of its time, without a deadline anywhere."""
+    stacks_of = liveness.stacks_of
+
+    async def stacks_once_seen(*arguments: Any) -> str:
+        stacks = await stacks_of(*arguments)
+        await until(watcher.stalled.is_set)  # the driver is killed after that, and no longer hangs
+        return stacks
+
+    monkeypatch.setattr(liveness, "stacks_of", stacks_once_seen)
     async with leak_check(), aionn.Runtime(start=(), hang_s=0.4) as runtime:
         compilation = await runtime.compile(MODEL, devices=(fake.name,), name="detector")
         await compilation.compute(numbered(0))
         fake.hang(with_gil=True)
         began = time.monotonic()
-        with Watcher(runtime, 0.002) as watcher, anyio.fail_after(20):
+        with Watcher(runtime, 0.002) as watcher, anyio.fail_after(60):
             with pytest.raises(aionn.DriverHungError) as caught:
                 await compilation.compute(numbered(1))
+            hung = time.monotonic()
             assert "_stand_still" in caught.value.stack
             del caught  # its traceback holds the frame
             fake.behave()
             assert (await compilation.compute(numbered(2)))["input_out"][0, 0] == 2
         at, stalled = watcher.first("stalled")
-        assert 0.4 <= at - began < 4
+        assert began + 0.4 <= at <= hung
         assert (stalled.live, stalled.ready, stalled.devices[0].state) == (False, False, "hung")
-        assert "is hung: it has finished nothing and used no CPU for 0." in str(stalled)
+        assert re.search(r"is hung: it has finished nothing and used no CPU for \d+\.\d s", str(stalled)), str(stalled)
         assert watcher.states[:2] == ["serving", "stalled"]
         assert runtime.health().state == "serving"
 
@@ -366,7 +398,7 @@ async def test_a_loop_that_stands_still_is_seen_from_other_threads_only(fake: Fa
             assert runtime.health().state == "serving"
             _, health = watcher.first("stalled")
             assert (health.live, health.ready) == (False, False)
-            assert "the event loop has stood still for 0." in str(health)
+            assert re.search(r"the event loop has stood still for \d+\.\d s", str(health)), str(health)
             await until(lambda: watcher.states[-1] == "serving")
 
 
@@ -377,20 +409,24 @@ async def test_a_long_run_a_long_compile_and_an_uneven_run_are_told_and_never_ki
         async with aionn.Runtime(start=(), hang_s=0.15) as runtime:
             with Watcher(runtime, 0.01) as watcher:
                 fake.delay(1, "compile")
+                times = [time.monotonic()]
                 compilation = await runtime.compile(MODEL, devices=(fake.name,), name="detector")
+                times.append(time.monotonic())
                 pids = driver_pids()
                 await compilation.compute(numbered(2000))  # the first one, at full CPU for 1 s
+                times.append(time.monotonic())
                 for _ in range(120):
                     await compilation.compute(numbered(1012))  # 12 ms
                 await compilation.compute(numbered(1180))  # fifteen times as long
             assert driver_pids() == pids
-    assert watcher.states == ["starting", "compiling", "serving"] or watcher.states == ["compiling", "serving"]
+    assert watcher.states == ["starting", "compiling", "serving"]
     told = {
         state: max((device.seconds for _, health in watcher.seen for device in health.devices if device.state == state), default=0.0)
         for state in ("compiling", "executing")
     }
-    assert all(0.8 < seconds < 5 for seconds in told.values()), told
-    assert any("is executing for 0." in str(health) and health.state == "serving" for _, health in watcher.seen)
+    assert 0.5 < told["compiling"] < times[1] - times[0], told
+    assert 0.5 < told["executing"] < times[2] - times[1], told
+    assert any(re.search(r"is executing for \d+\.\d s", str(health)) and health.state == "serving" for _, health in watcher.seen)
 
 
 def _same(evidence: Evidence) -> Evidence:
@@ -442,21 +478,25 @@ async def test_a_compile_that_stands_still_is_told_and_not_killed(fake: FakeDevi
 async def test_a_compile_is_told_with_its_step_and_seconds_to_a_thread_that_polls(fake: FakeDevice) -> None:
     """Row O9 at a fiftieth of its time."""
     async with aionn.Runtime(start=()) as runtime:
-        fake.delay(0.6, "compile")
+        fake.hang("compile")
         with Watcher(runtime, 0.01) as watcher:
-            await runtime.compile(MODEL, devices=(fake.name,), name="detector")
+            began = time.monotonic()
+            compiling = asyncio.ensure_future(runtime.compile(MODEL, devices=(fake.name,), name="detector"))
+            await until(lambda: len(watcher.compiling) > 10 and watcher.compiling[-1].step_s > 0.5)
+            fake.behave()
+            await compiling
             ended = time.monotonic()
-            await until(lambda: watcher.states[-1] == "serving")
-    assert watcher.states == ["starting", "compiling", "serving"] or watcher.states == ["compiling", "serving"]
+            await until(lambda: watcher.seen[-1][0] > ended)
+    assert watcher.states == ["starting", "compiling", "serving"]
     assert all(health.live for _, health in watcher.seen)
-    assert watcher.first("serving")[0] - ended < 0.5
-    shown = [(at, health.compilations[0]) for at, health in watcher.seen if health.state == "compiling"]
-    steps = [one for at, one in shown if one.step == "compiling"]
-    assert len(steps) > 10
-    began = min(at - one.step_s for at, one in shown if one.step == "compiling")
-    assert all(abs(at - one.step_s - began) < 0.05 for at, one in shown if one.step == "compiling")
-    assert 0.5 < steps[-1].step_s < 3
+    assert all(health.state == "serving" for asked, health in watcher.seen if asked > ended)
+    steps = watcher.compiling
+    assert 0.5 < steps[-1].step_s < ended - began
     assert all(one.seconds >= one.step_s for one in steps)
+    # All looks agree on when the step began. Each look was between its question and its answer.
+    looks = [(asked, answered, health.compilations) for (asked, health), answered in zip(watcher.seen, watcher.answered, strict=True)]
+    found = [(asked - one.step_s, answered - one.step_s) for asked, answered, shown in looks for one in shown if one.step == "compiling"]
+    assert max(earliest for earliest, _ in found) < min(latest for _, latest in found) + 1e-6
 
 
 async def test_a_health_costs_little(fake: FakeDevice) -> None:

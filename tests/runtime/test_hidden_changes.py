@@ -68,7 +68,7 @@ async def compiled(runtime: aionn.Runtime, model: aionn.Model, **chosen: Any) ->
 async def kill_driver() -> None:
     (pid,) = driver_pids()
     os.kill(pid, signal.SIGKILL)
-    assert await ended(pid, 10)
+    assert await ended(pid, 30)
 
 
 @KINDS

@@ -400,7 +400,7 @@ async def test_a_driver_that_dies_ends_the_calls_that_it_had_and_a_new_one_answe
             os.kill(pid, signal.SIGKILL)
             fake.behave()
             assert await calls.all_ended() == ["DriverDiedError"] * DEPTH + ["right"] * (MANY - DEPTH)
-            assert await ended(pid, 10)
+            assert await ended(pid, 30)
             assert at_rest(compilation)
         assert connection_of(compilation).executor.counts.get(CONNECTIONS) == 4
 

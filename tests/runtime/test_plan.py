@@ -94,7 +94,7 @@ async def test_a_device_whose_start_nobody_waited_for_is_listed_once_it_serves(f
     async with aionn.Runtime() as runtime:
         async with anyio.create_task_group() as group:
             group.start_soon(lambda: runtime.compile(model, devices=(fake_device.name,)))
-            with anyio.fail_after(10):
+            with anyio.fail_after(30):
                 while (process := runtime._opened.devices.find(fake_device.name)._process) is None:
                     await anyio.lowlevel.checkpoint()
             assert process.serving is None  # a driver does not start in the few turns that went by

@@ -218,7 +218,7 @@ async def test_a_driver_that_dies_in_a_step_ends_the_call_with_its_name_and_the_
                 while True:
                     await compute({"input": x})
             assert died.value.device == name
-            assert time.monotonic() - began_s < 5
+            assert time.monotonic() - began_s < 30
             fake.behave()
             np.testing.assert_array_equal((await compute({"input": x}))["output"], x)
 
@@ -270,7 +270,7 @@ async def test_a_hundred_concurrent_calls_with_cancelled_ones_among_them_give_th
             assert len(done) >= 80
         await burst._connection.wait_idle()
         memory = plan_of(compilation).planned.memory
-        with anyio.fail_after(5):
+        with anyio.fail_after(30):
             await serving_of(compilation).wait_idle()
         assert 1 <= len(memory._free) <= 16
         free = list(memory._free)

@@ -256,7 +256,7 @@ async def test_a_step_is_refused_while_its_state_is_being_filled(fake: FakeDevic
                     await anyio.wait_all_tasks_blocked()
                     assert state._state.uses.filling == 1
                     for _ in range(3):
-                        with pytest.raises(aionn.CallerError, match="being filled"), anyio.fail_after(10):
+                        with pytest.raises(aionn.CallerError, match="being filled"), anyio.fail_after(30):
                             await step()
                     assert short == [True] + [False] * 3
                     assert burst.statistics()["in_flight"] == 0  # nothing was sent

@@ -85,6 +85,8 @@ def test_a_value_that_makes_no_sense_is_refused(field: str, value: Any) -> None:
 
 
 @pytest.mark.anyio
+@pytest.mark.timeout(400)  # its worker starts with the highest niceness
+@pytest.mark.usefixtures("workers_in_the_background")
 @pytest.mark.parametrize("threads", [1, 2])
 async def test_the_worker_may_use_as_many_cpus_as_the_policy_says(quick: FakeDevice, best: FakeDevice, threads: int) -> None:
     if len(os.sched_getaffinity(0)) < threads:

@@ -145,6 +145,8 @@ async def test_a_stage_that_declines_to_be_stored_is_compiled_in_its_own_driver(
         assert compilation.stages[1].made_by == "driver"
 
 
+@pytest.mark.timeout(400)  # its worker starts with the highest niceness
+@pytest.mark.usefixtures("workers_in_the_background")
 async def test_leaving_in_the_middle_of_a_background_compile_leaves_nothing(
     quick: FakeDevice, best: FakeDevice, model: aionn.Model, tmp_path: Path
 ) -> None:
@@ -160,7 +162,7 @@ async def test_leaving_in_the_middle_of_a_background_compile_leaves_nothing(
     best.behave()
     async with leak_check(), aionn.Runtime() as runtime:
         compilation = await staged(runtime, model, quick, best, tmp_path / "cache")
-        await compilation.wait_for_stage(best.name, timeout_s=30)
+        await compilation.wait_for_stage(best.name, timeout_s=200)
 
 
 async def test_device_memory_moves_along(quick: FakeDevice, best: FakeDevice) -> None:

@@ -417,7 +417,7 @@ async def test_the_death_of_a_driver_reaches_those_that_depend_on_it(fake: FakeD
             await event
         with pytest.raises(aionn.ExecutionError, match=event.name):
             await dependent
-        assert time.monotonic() - killed < 5  # 100 ms on a machine that is not busy
+        assert time.monotonic() - killed < 30  # 100 ms on a machine that is not busy
         assert outcome_of(fence) is False
         fake.behave()
         np.testing.assert_array_equal((await dying.start({"x": X}))["y"], X)

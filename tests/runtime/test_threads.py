@@ -169,6 +169,8 @@ async def test_stages_keep_threads_and_instances(monkeypatch: pytest.MonkeyPatch
                 assert list(outputs["y"][0, :4]) == [3, 0, 2, 2]
 
 
+@pytest.mark.timeout(400)  # its worker starts with the highest niceness
+@pytest.mark.usefixtures("workers_in_the_background")
 async def test_a_worker_for_stages_has_no_more_threads_than_the_runtime_allows(tmp_path: Path) -> None:
     cpus = len(os.sched_getaffinity(0))
     with FakeDevice(AskedEngine) as quick, FakeDevice(SecondAskedEngine) as best:

@@ -65,7 +65,7 @@ async def test_a_bursts_end_is_asked_about_while_the_compilation_goes_on(tmp_pat
         async with compilation.burst() as burst:
             for _ in range(RUNS):
                 await burst.compute(X)
-        with anyio.fail_after(10):
+        with anyio.fail_after(30):
             while True:
                 async with aionn.Runtime() as other, await compiled(other, tmp_path) as second:
                     if await level(second) == 1:
