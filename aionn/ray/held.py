@@ -37,7 +37,7 @@ class _Compiling:
     """What an attempt compiles. `spec` may change to another one of the same contents."""
 
     spec: ModelSpec
-    model: Model
+    model: aionn.Model
 
 
 class HeldModel:
