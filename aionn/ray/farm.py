@@ -58,7 +58,15 @@ _JOINS = 3  # after so many losses of the actor an order is given up
 
 
 class _FarmError(Exception):
-    """Why the farm has no artifact for a request."""
+    """Why the farm has no artifact for a request.
+
+    Attributes:
+        kind: the step that has failed, and the reason or class of error. It names no model, so it is equal for failures of the same kind.
+    """
+
+    def __init__(self, kind: str, why: str) -> None:
+        super().__init__(why)
+        self.kind = kind
 
 
 class Farm:
@@ -132,7 +140,7 @@ class Farm:
         except needed_ray().exceptions.RayError as error:  # such as: this process is not connected any more
             self._pauses.pause(_CLUSTER, "ray", first_line(error))
         except _FarmError as error:
-            self._pauses.log(text_of(error)[:40], text_of(error))
+            self._pauses.log(error.kind, text_of(error))
         return None
 
     async def _from_nodes(self, request: CompileRequest) -> Offered | None:
@@ -150,7 +158,7 @@ class Farm:
             await put_model(self._store, request.model_digest, files, anew=True)
             result = await self._compile_once(order, request.report)
         if result.refusal:
-            raise _FarmError(result.refusal)
+            raise _FarmError(f"node: {result.kind}", result.refusal)
         request.report("farm: fetching the artifact")
         return await self._fetch_artifact(order, result)
 
@@ -182,10 +190,10 @@ class Farm:
         signed = await self._store.statement(place)
         statement = None if signed is None else statement_at(place, signed)
         if signed is None or not isinstance(statement, Statement):
-            raise _FarmError(f"the artifact store has no statement at {place.path}, which a task has stored")
+            raise _FarmError("statement", f"the artifact store has no statement at {place.path}, which a task has stored")
         found = await fetch_offer(self._store, signed, statement)
         if isinstance(found, Refusal):
-            raise _FarmError(str(found))
+            raise _FarmError(f"artifact: {found.reason.value}", str(found))
         return found
 
     # --- nodes -----------------------------------------------------------------------------------------------------------
@@ -231,8 +239,8 @@ class Farm:
             except errors.RayActorError as error:  # the actor or its node has died; Ray makes another one
                 failure = first_line(error)
             except errors.RayError as error:
-                raise _FarmError(first_line(error)) from error
-        raise _FarmError(f"the farm's actor was lost {_JOINS} times: {failure}")
+                raise _FarmError(f"ray: {type(error).__name__}", first_line(error)) from error
+        raise _FarmError("actor lost", f"the farm's actor was lost {_JOINS} times: {failure}")
 
     async def _join_and_follow(self, order: Order, report: Callable[[str], None]) -> OrderResult:
         """Join the order's flight, and follow it to its end. Errors are as for `_compile_once`, and those of Ray."""
@@ -244,7 +252,7 @@ class Farm:
             while True:
                 encoded = await _answer(lambda: actor.follow.remote(order.flight, waiter, state.number))  # noqa: B023 - called at once
                 if encoded is None:
-                    raise _FarmError("the farm does not know this order any more")
+                    raise _FarmError("order unknown", "the farm does not know this order any more")
                 before, state = state, decode_state(encoded)
                 if state.result is not None:
                     return state.result

@@ -143,7 +143,8 @@ class Flights:
         try:
             result = decode_result(await flight.ref)
         except Exception as error:  # the worker has died too often, the node is gone, or the task was cancelled
-            result = OrderResult(refusal=f"the task that compiles it has failed: {first_line(error)}")
+            kind = f"task: {type(error).__name__}"
+            result = OrderResult(refusal=f"the task that compiles it has failed: {first_line(error)}", kind=kind)
         flight.show("done", result)
         await asyncio.sleep(_KEPT_S)
         if self._flights.get(flight.order.flight) is flight:

@@ -3,7 +3,7 @@
 Invariants
     `compilation`, `digest` and `spec` are set together, without an await in between: the model that serves is that of `spec`.
     While nothing serves, `spec` is what the next attempt compiles.
-    At most one attempt runs at a time, in the task `_attempt`.
+    At most one attempt runs at a time, in the task `_attempt`. `_compiling` is what it compiles, from the moment when its file is open.
     After an attempt that has failed, none begins until `_again_at`. Calls get that attempt's error meanwhile.
 """
 
@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 
 import aionn
@@ -29,6 +30,14 @@ logger = logging.getLogger("aionn.ray")
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """How long the next attempt waits after the first one has failed, and at most. Each failure doubles the pause."""
+
+
+@dataclass(slots=True)
+class _Compiling:
+    """What an attempt compiles. `spec` may change to another one of the same contents."""
+
+    spec: ModelSpec
+    model: aionn.Model
 
 
 class HeldModel:
@@ -50,6 +59,7 @@ class HeldModel:
         self.retried = 0
         self._runtime = runtime
         self._attempt: asyncio.Task[None] | None = None
+        self._compiling: _Compiling | None = None
         self._failure: Exception | None = None
         self._pause_s = FIRST_PAUSE_S
         self._again_at = 0.0
@@ -76,15 +86,19 @@ class HeldModel:
             AionnError: as `aionn.Runtime.compile`.
         """
         spec = self.spec
-        compilation, digest = await compile_model(self._runtime, self.name, spec)
-        burst: aionn.Burst | None = None
-        if not outside_frames(compilation.model):
-            try:
-                burst = await compilation.burst(name=self.name).__aenter__()  # the runtime closes it
-            except BaseException:
-                await compilation.aclose()  # or each attempt would leave one behind
-                raise
-        self.spec, self.digest, self.burst, self.compilation = spec, digest, burst, compilation
+        compiling = self._compiling = _Compiling(spec, await open_model(self.name, spec))
+        try:
+            compilation, digest = await compile_model(self._runtime, self.name, spec, model=compiling.model)
+            burst: aionn.Burst | None = None
+            if not outside_frames(compilation.model):
+                try:
+                    burst = await compilation.burst(name=self.name).__aenter__()  # the runtime closes it
+                except BaseException:
+                    await compilation.aclose()  # or each attempt would leave one behind
+                    raise
+            self.spec, self.digest, self.burst, self.compilation = compiling.spec, digest, burst, compilation
+        finally:
+            self._compiling = None
 
     def compile_in_background(self) -> asyncio.Task[None]:
         """Begin an attempt, unless one runs. Calls that need the model wait for it."""
@@ -128,6 +142,8 @@ class HeldModel:
     async def change(self, spec: ModelSpec) -> Callable[[], Awaitable[object]] | None:
         """Swap another version in, between two executions. If nothing serves yet, only have the other version compiled in the background.
 
+        An attempt that compiles the same contents goes on.
+
         Returns:
             A function for the way back. None: there is nothing to go back from, because that version serves already.
 
@@ -138,6 +154,8 @@ class HeldModel:
         model = await open_model(self.name, spec)
         digest = (await model.digest()).hex()
         before = self.spec
+        if self.compilation is None and await self._goes_on(spec, digest):
+            return partial(self._rename, before)
         if self.compilation is None and await self._restart(spec):
             return partial(self._take_back, before)
         if digest == self.digest:
@@ -152,6 +170,26 @@ class HeldModel:
         """Go back to a version that did not serve, so its file may be missing. If the other version serves by now, swap."""
         if self.compilation is not None or not await self._restart(spec):
             await self.change(spec)
+
+    async def _goes_on(self, spec: ModelSpec, digest: str) -> bool:
+        """Return whether the attempt that runs compiles the contents of that digest. It goes on for `spec` then."""
+        compiling = self._compiling
+        if compiling is None:
+            return False
+        try:
+            found = (await compiling.model.digest()).hex()
+        except CallerError:  # its file was written over, so the attempt is of no use
+            return False
+        if found != digest or compiling is not self._compiling:
+            return False
+        await self._rename(spec)
+        return True
+
+    async def _rename(self, spec: ModelSpec) -> None:
+        """Note another specification of the same contents."""
+        self.spec = spec
+        if self._compiling is not None:
+            self._compiling.spec = spec
 
     async def _restart(self, spec: ModelSpec) -> bool:
         """Compile another version, in place of one that does not serve. Returns False if that one serves after all."""

@@ -263,7 +263,8 @@ class Holder:
         """Swap other models in, in place, between two executions. Serve calls this with the deployment's `user_config`.
 
         Open streams go on, and no frame is lost. Either all models of the config serve afterwards, or the ones before. A model that is not
-        required and does not serve yet is compiled in its new version, in the background, also if the version before cannot be compiled.
+        required and does not serve yet is compiled in its new version, in the background, also if the version before cannot be compiled. A
+        compile in the background goes on if the config does not change the contents of its model.
 
         Args:
             user_config: `{"models": {"vad": {"source": "/models/vad-2.onnx", "digest": "3f..."}}}`. A model that is not named

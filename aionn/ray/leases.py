@@ -6,11 +6,15 @@ model needs its place, the model that was leased least recently is closed, after
 A model goes through these states. It takes a place in all of them but the first.
 
     waiting     for a place
-    opening     a task opens it, once for all requests that have come
+    opening     a task opens it, once for all requests that have come, and goes on if they leave
     open        it can be leased; it is idle while it has no lease
     leaving     it has leases, and is closed when they have ended; new requests for it wait
-    ending      a task closes it, or stops opening it; new requests for it wait
+    ending      a task closes it, or stops opening it because all models are being closed; new requests for it wait
     gone
+
+Requests do not own the opening of a model. So a request whose deadline is shorter than the opening finds the model open if it comes again.
+A model keeps its place until it is open, although no request waits for it any more. If it lost the place to another model, two models whose
+requests have such deadlines could end each other's opening without end.
 
 If a model waits for a place, and no model is idle, one open model is chosen to leave. Without that choice, requests that overlap could keep
 a place without end. If another place comes free first, the model that was chosen stays. If all leases of another model have begun since the
@@ -19,7 +23,7 @@ choice, that model is chosen instead: the leases of the first one are longer, an
 Invariants
     `_entries` holds each model that is not gone, the least recently leased one first. It holds a model once, so no model is open twice.
     A model that waits is in `_waiting`, too. All others have a place, and they are at most `most`.
-    Only a model that is open, or that a task is ending, can be without a lease.
+    Only a model that is being opened, that is open, or that a task is ending, can be without a lease.
     A model that has failed to open is gone before its requests get the error. The next request for it tries again.
 """
 
@@ -87,7 +91,7 @@ class Leases(Generic[T]):
     """A limited number of open models.
 
     Args:
-        open_model: opens the model of that name. It is cancelled when no request waits for the model any more.
+        open_model: opens the model of that name. Only `aclose` cancels it.
         most: how many models are open, being opened or being closed at once.
     """
 
@@ -187,7 +191,7 @@ class Leases(Generic[T]):
     def _left(self, entry: _Entry[T], number: int) -> None:
         del entry.leases[number]
         if not entry.leases:
-            if entry.state in (_State.WAITING, _State.OPENING):
+            if entry.state is _State.WAITING:
                 self._give_up(entry)
             elif entry.state is _State.LEAVING:
                 self._close(entry, entry.opened.result())
@@ -246,6 +250,8 @@ class Leases(Generic[T]):
         """Go on after a task that has opened a model. A task that was cancelled before its first step has ended, too."""
         error = None if task.cancelled() else task.exception()
         if task.cancelled() or error is not None:
+            if error is not None and not entry.leases and entry.state is _State.OPENING:
+                logger.warning("model %r was not opened, and no request waits for it now: %s: %s", entry.name, type(error).__name__, error)
             self._forget(entry)
             entry.fail(error if isinstance(error, Exception) else _closing())
         elif entry.state is _State.ENDING:  # it was open before it could be cancelled

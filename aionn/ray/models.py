@@ -141,10 +141,13 @@ async def open_model(name: str, spec: ModelSpec) -> aionn.Model:
     return model
 
 
-async def compile_model(runtime: aionn.Runtime, name: str, spec: ModelSpec, **options: Any) -> tuple[aionn.Compilation, str]:
+async def compile_model(
+    runtime: aionn.Runtime, name: str, spec: ModelSpec, *, model: aionn.Model | None = None, **options: Any
+) -> tuple[aionn.Compilation, str]:
     """Compile the model of a specification, and warm it up. Nothing stays compiled after an error.
 
     Args:
+        model: what `open_model` has returned for the specification. None: it is opened here.
         options: of `aionn.Runtime.compile`. They replace those of the specification.
 
     Returns:
@@ -154,7 +157,7 @@ async def compile_model(runtime: aionn.Runtime, name: str, spec: ModelSpec, **op
         CallerError: as `open_model`.
         AionnError: as `aionn.Runtime.compile`.
     """
-    model = await open_model(name, spec)
+    model = model or await open_model(name, spec)
     compilation = await runtime.compile(model, name=name, **{**spec.compile_options, **options})
     try:
         if spec.warm_up:

@@ -57,8 +57,8 @@ class MultiplexedHolder(Holder):
 
     A call names its model: `handle.options(multiplexed_model_id="fr").infer.remote({"x": x})`. Serve sends the call to a replica that
     has the model, if one has it. The replica compiles the model if it must. For that it closes the compilation that was used least
-    recently, after the calls that use it. If all compilations are in use, the call waits. A compile that fails is the error of the calls
-    that wait for it, and the next call tries again.
+    recently, after the calls that use it. If all compilations are in use, the call waits. A compile goes on if the calls that wait for it
+    end, and the next call uses it. A compile that fails is the error of the calls that wait for it, and the next call tries again.
 
     Args:
         multiplexed: the models. A dict by id, of `aionn.ray.ModelSpec` or paths of ONNX files. Or a function that gets an id and returns
@@ -139,7 +139,7 @@ class MultiplexedHolder(Holder):
         Args:
             inputs: as for `aionn.Burst.compute`.
             model: name of a model that each replica serves, as for `Holder.infer`. None: the model that the call names.
-            timeout_s: seconds after which the call ends with `DeadlineError`, also while it waits for a model.
+            timeout_s: seconds after which the call ends with `DeadlineError`, also while it waits for a model. A compile goes on.
 
         Returns:
             One array per output, by name.

@@ -65,11 +65,14 @@ class OrderResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         builder: the id of the key that has signed the artifact in the store. Empty if there is no artifact.
         refusal: why the task has no artifact. Empty otherwise.
+        kind: of the refusal: the step that was refused, and the reason or the class of error. It names no model and no file, so it is equal
+            for refusals whose texts differ in these only.
         model_lost: the store does not have the model, or has other bytes under its name. Sending it again may help.
     """
 
     builder: bytes = b""
     refusal: str = ""
+    kind: str = ""
     model_lost: bool = False
 
     def place(self, order: Order) -> StatementPlace:

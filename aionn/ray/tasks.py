@@ -57,11 +57,13 @@ def compile_order(encoded: bytes, flights: Any) -> bytes:
         flights: the handle of the actor that follows the task.
     """
     order = decode_order(encoded)
+    step = "key"
     try:
         key = _builder_key()
+        step = "compile"
         return encode(aionn.run(_compiled, order, key, _reporter(order, flights)))
     except (AionnError, OSError) as error:
-        return encode(OrderResult(refusal=text_of(error)))
+        return encode(OrderResult(refusal=text_of(error), kind=f"{step}: {type(error).__name__}"))
 
 
 def _builder_key() -> BuilderKey:
@@ -96,13 +98,13 @@ async def _compiled(order: Order, key: BuilderKey, report: Report) -> OrderResul
         report("fetching the model")
         model = await fetch_model(store, order.model_digest, folder)
         if isinstance(model, Refusal):
-            return OrderResult(refusal=str(model), model_lost=model.reason in _LOST)
-        if refusal := await _compile(order, model, folder, report):
-            return OrderResult(refusal=refusal)
+            return OrderResult(refusal=str(model), kind=f"model: {model.reason.value}", model_lost=model.reason in _LOST)
+        if (refused := await _compile(order, model, folder, report)) is not None:
+            return refused
         report("storing the artifact")
         (pushed,) = await push_cache(folder / "cache", store, key, state_dir=folder / "state")
         if pushed.refusal is not None:
-            return OrderResult(refusal=f"the artifact was not signed: {pushed.refusal}")
+            return OrderResult(refusal=f"the artifact was not signed: {pushed.refusal}", kind=f"signature: {pushed.refusal.reason.value}")
     return OrderResult(key.public.id)
 
 
@@ -120,8 +122,8 @@ async def _is_stored(store: ArtifactStore, order: Order, key: BuilderKey) -> boo
     return True
 
 
-async def _compile(order: Order, model: aionn.Model, folder: Path, report: Report) -> str:
-    """Compile a model into the folder `cache` below `folder`. Return why that failed, or an empty text."""
+async def _compile(order: Order, model: aionn.Model, folder: Path, report: Report) -> OrderResult | None:
+    """Compile a model into the folder `cache` below `folder`. Return a refusal if that failed, or None."""
 
     def on_event(event: Event) -> None:
         if isinstance(event, CompileStep):
@@ -135,10 +137,11 @@ async def _compile(order: Order, model: aionn.Model, folder: Path, report: Repor
         assert opened is not None
         remote = await opened.devices.get(order.device, Priority[order.priority.upper()])
         if remote.version != order.device_version:
-            return (
+            why = (
                 f"the node of the farm has device {order.device!r} in version {remote.version!r}, but {order.device_version!r} is asked "
                 "for; announce the node's resources anew"
             )
+            return OrderResult(refusal=why, kind="compile: other device version")
         compilation = await runtime.compile(
             model,
             devices=(order.device,),
@@ -154,16 +157,17 @@ async def _compile(order: Order, model: aionn.Model, folder: Path, report: Repor
         return _fault(order, compilation.outcomes)
 
 
-def _fault(order: Order, outcomes: tuple[CacheOutcome, ...]) -> str:
-    """Return why what was compiled is not the order's artifact, or an empty text."""
+def _fault(order: Order, outcomes: tuple[CacheOutcome, ...]) -> OrderResult | None:
+    """Return a refusal if what was compiled is not the order's artifact, or None."""
     if len(outcomes) != 1:
-        return "the model does not run whole on the device"
+        return OrderResult(refusal="the model does not run whole on the device", kind="compile: not whole")
     (outcome,) = outcomes
     if outcome.save_failure is not None:
-        return f"the node of the farm could not keep the artifact: {outcome.save_failure}"
+        return OrderResult(refusal=f"the node of the farm could not keep the artifact: {outcome.save_failure}", kind="compile: not kept")
     if outcome.key != order.key:
-        return f"the node of the farm has compiled entry {outcome.key.hex()[:16]}, but {order.key.hex()[:16]} was asked for"
-    return ""
+        why = f"the node of the farm has compiled entry {outcome.key.hex()[:16]}, but {order.key.hex()[:16]} was asked for"
+        return OrderResult(refusal=why, kind="compile: other key")
+    return None
 
 
 # --- the folder of a task ----------------------------------------------------------------------------------------------

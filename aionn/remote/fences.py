@@ -25,8 +25,6 @@ from aionn.hal.types import NO_TIMING, UNKNOWN_TIME_US, Dependency, ErrorStatus,
 
 SUCCESS = 1
 FAILURE = 2**32
-_MOST = 2**64 - 2
-"""The most that the counter of an eventfd can hold."""
 
 
 def make_fence() -> int:
@@ -37,25 +35,28 @@ def make_fence() -> int:
 def signal_fence(fd: int, *, succeeded: bool) -> None:
     """Make a fence readable. A failure that follows a success makes the fence one of a failure.
 
-    A process that shares the fence shares O_NONBLOCK and could clear it. So this looks for room first, because a write would wait for it.
-    One risk remains: a process that fills the counter between the two calls.
+    A process that shares the fence shares O_NONBLOCK and could clear it. So this looks first, because a write could wait for room. It does
+    not write if the fence says the outcome already, as it does after a driver has signalled it.
+    One risk remains: a process that fills the counter between the two calls. Linux writes to an eventfd without a wait by O_NONBLOCK only:
+    `pwritev2` with RWF_NOWAIT, `splice` and AIO are refused, and it cannot be opened again.
     """
-    added = SUCCESS if succeeded else FAILURE
-    if _has_room(fd, added):  # a full counter is readable and says failure
-        with suppress(BlockingIOError):  # it was filled meanwhile
-            os.eventfd_write(fd, added)
+    if not _says(fd, succeeded):
+        with suppress(BlockingIOError):  # it was filled meanwhile, so it says failure
+            os.eventfd_write(fd, SUCCESS if succeeded else FAILURE)
 
 
-def _has_room(fd: int, added: int) -> bool:
-    (looking := select.poll()).register(fd, select.POLLOUT)
-    if not any(event & (select.POLLOUT | select.POLLNVAL) for _, event in looking.poll(0)):
+def _says(fd: int, succeeded: bool) -> bool:
+    """Return whether a fence needs no signal. A counter below `FAILURE` has room for both signals."""
+    (looking := select.poll()).register(fd, select.POLLIN | select.POLLOUT)
+    event = sum(found for _, found in looking.poll(0))
+    if not event & select.POLLIN:
         return False
-    if added == SUCCESS:
+    if succeeded or not event & select.POLLOUT:  # a full counter says failure
         return True
     try:
-        return (_count(fd) or 0) <= _MOST - added
+        return (_count(fd) or 0) >= FAILURE
     except OSError:  # no free descriptor, or no /proc; only a hostile process fills a counter
-        return True
+        return False
 
 
 def check_fence(fd: int) -> None:

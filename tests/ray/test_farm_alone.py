@@ -15,7 +15,7 @@ import aionn
 from aionn.caching.outcomes import MissReason, Refusal
 from aionn.fleet import BuilderKey, encode_public_key, use_backend
 from aionn.ray import flights, tasks
-from aionn.ray.orders import Order, OrderResult, decode_state
+from aionn.ray.orders import Order, OrderResult, decode_result, decode_state, encode
 from aionn.testing import FakeDevice
 from aionn.testing.models import identity_model
 from tests.fleet.fake_s3 import FakeS3, fake_s3
@@ -57,6 +57,59 @@ async def test_a_model_is_sent_again_only_if_the_store_has_lost_it(
     monkeypatch.setattr(tasks, "fetch_model", refused)
     made = await tasks._compiled(order_for(tmp_path), BuilderKey.generate("farm"), lambda _: None)
     assert ("it cannot be had" in made.refusal, made.model_lost) == (True, lost)
+    assert made.kind == f"model: {reason.value}"
+
+
+@pytest.mark.parametrize("same", [True, False])
+async def test_failures_of_a_farm_are_one_warning_for_each_kind(
+    same: bool, tmp_path: Path, fake: FakeDevice, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """Their texts begin alike where the kinds differ, and begin otherwise where the kinds are the same."""
+    import ray
+
+    alike = "the task that compiles it has failed: node "
+    results = [
+        OrderResult(refusal="fleet-model-1: it cannot be compiled", kind="compile: CompilationError"),
+        OrderResult(refusal="fleet-model-2: it cannot be compiled", kind="compile: CompilationError"),
+    ]
+    if not same:
+        results = [
+            OrderResult(refusal=alike + "1 has died", kind="task: NodeDiedError"),
+            OrderResult(refusal=alike + "2 has no memory", kind="task: OutOfMemoryError"),
+        ]
+
+    async def nothing(*_: object, **__: object) -> None:
+        pass
+
+    async def result(*_: object) -> OrderResult:
+        return results.pop(0)
+
+    trusted = tmp_path / "trusted"
+    trusted.mkdir(mode=0o700)
+    (trusted / "farm.pub").write_bytes(encode_public_key(BuilderKey.generate("farm").public))
+    (trusted / "farm.pub").chmod(0o600)
+    monkeypatch.setenv("AIONN_TRUSTED_BUILDERS", str(trusted))
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(aionn.ray.Farm, "require_node", nothing)
+    monkeypatch.setattr(aionn.ray.Farm, "_compile_once", result)
+    (tmp_path / "store").mkdir()
+    farm = aionn.ray.Farm(tmp_path / "store")
+    caplog.set_level(logging.INFO, logger="aionn.ray")
+    for extent in (4, 5):
+        async with aionn.Runtime(state_dir=tmp_path / "state") as runtime:
+            use_backend(runtime, farm)
+            model = aionn.Model.from_onnx(identity_model({"input": (1, extent)}))
+            await runtime.compile(model, devices=(fake.name,), cache_dir=tmp_path / "cache")
+    assert results == []
+    levels = [record.levelno for record in caplog.records if "the compile farm has nothing" in record.getMessage()]
+    assert levels == [logging.WARNING, logging.INFO if same else logging.WARNING]
+
+
+async def test_a_task_names_the_kind_of_its_refusal_without_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(tasks.KEY_VARIABLE, raising=False)
+    found = decode_result(tasks.compile_order(encode(order_for(tmp_path)), None))
+    assert found.kind == "key: CallerError"
+    assert tasks.KEY_VARIABLE in found.refusal
 
 
 def test_a_farm_takes_a_store_that_the_nodes_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -228,7 +228,7 @@ async def test_a_replica_starts_the_drivers_that_its_models_need_and_no_other(tm
         running.append(len(driver_pids()))
         return await open_model(name, spec)
 
-    monkeypatch.setattr("aionn.ray.models.open_model", seen)
+    monkeypatch.setattr(held_module, "open_model", seen)
     with FakeDevice() as fake:
         models = {"m": aionn.ray.ModelSpec(identity_model({"x": (1, 16)}), devices=(fake.name,))}
         async with held(tmp_path, models) as holder:
@@ -277,6 +277,74 @@ async def test_a_model_that_does_not_serve_is_upgraded_all_the_same(tmp_path: Pa
             assert (await holder.describe())["m"]["digest"] == await digest_of(one)
 
 
+@pytest.mark.parametrize("named", ["as before", "by its digest", "by another path", "not at all"])
+async def test_a_compile_in_the_background_goes_on_if_its_model_stays_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str
+) -> None:
+    one, two = written(tmp_path / "1.onnx", 2), written(tmp_path / "2.onnx", 3)
+    same = written(tmp_path / "same.onnx", 2)
+    configs: dict[str, dict[str, Any]] = {
+        "as before": config(m=(one, None), b=(two, None)),
+        "by its digest": config(m=(one, await digest_of(one)), b=(two, None)),
+        "by another path": config(m=(same, None), b=(two, None)),
+        "not at all": config(b=(two, None)),
+    }
+    watch = CompilationWatch().install(monkeypatch.setattr)
+    with FakeDevice() as fake:
+        fake.hang("compile")
+        models = {"m": spec(one, tmp_path, fake.name, required=False), "b": spec(one, tmp_path)}
+        async with held(tmp_path, models) as holder:
+            await fake.heard("compile")
+            before = watch.compiles
+            await holder.reconfigure(configs[named])
+            assert (await holder.infer(X, "b"))["y"][0, 0] == 3.0
+            fake.behave()
+            await holder.infer(X, "m")
+            assert (watch.compiles, watch.live) == (before, before), "the compile was not made again"
+            served = await holder.describe()
+            assert [served[name]["digest"] for name in "mb"] == [await digest_of(one), await digest_of(two)]
+            await holder.reconfigure({"models": {}})
+            assert (await holder.infer(X, "b"))["y"][0, 0] == 2.0
+
+
+async def test_a_compile_in_the_background_goes_on_if_an_upgrade_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, same = written(tmp_path / "1.onnx", 2), written(tmp_path / "same.onnx", 2)
+    watch = CompilationWatch().install(monkeypatch.setattr)
+    with FakeDevice() as fake:
+        fake.hang("compile")
+        models = {"a": spec(one, tmp_path, fake.name, required=False), "b": spec(one, tmp_path)}
+        async with held(tmp_path, models) as holder:
+            await fake.heard("compile")
+            before = watch.compiles
+            with pytest.raises(aionn.CallerError, match="asks for 000"):
+                await holder.reconfigure(config(a=(same, None), b=(one, "0" * 64)))
+            os.unlink(same)  # the next attempt must not need it
+            assert holder._held["a"].spec == models["a"]
+            fake.behave()
+            await holder.infer(X, "a")
+            assert holder._held["a"].spec == models["a"]
+            assert watch.compiles == before
+
+
+@pytest.mark.parametrize("how", ["written over", "replaced"])
+async def test_a_compile_in_the_background_is_made_again_if_its_file_has_changed(tmp_path: Path, how: str) -> None:
+    one, two = written(tmp_path / "1.onnx", 2), written(tmp_path / "2.onnx", 3)
+    digest = await digest_of(two)
+    with FakeDevice() as fake:
+        fake.hang("compile")
+        async with held(tmp_path, {"m": spec(one, tmp_path, fake.name, required=False)}) as holder:
+            await fake.heard("compile")
+            if how == "written over":
+                written(tmp_path / "1.onnx", 3)
+            else:
+                os.replace(two, one)
+            with anyio.fail_after(60):
+                await holder.reconfigure(config(m=(one, None)))
+            fake.behave()
+            await holder.infer(X)
+            assert (await holder.describe())["m"]["digest"] == digest
+
+
 async def test_a_failed_upgrade_takes_back_a_model_that_does_not_serve(tmp_path: Path) -> None:
     one, two = written(tmp_path / "1.onnx", 2), written(tmp_path / "2.onnx", 3)
     with FakeDevice() as fake:
@@ -310,7 +378,7 @@ async def test_an_upgrade_that_is_cancelled_changes_nothing(tmp_path: Path, monk
     one, two = written(tmp_path / "1.onnx", 2), written(tmp_path / "2.onnx", 3)
     begun, cancelled, stop = anyio.Event(), anyio.Event(), anyio.Event()
 
-    async def compile_until(runtime: aionn.Runtime, name: str, asked: aionn.ray.ModelSpec) -> tuple[aionn.Compilation, str]:
+    async def compile_until(runtime: aionn.Runtime, name: str, asked: aionn.ray.ModelSpec, **options: Any) -> tuple[aionn.Compilation, str]:
         begun.set()
         try:
             await stop.wait()
@@ -318,7 +386,7 @@ async def test_an_upgrade_that_is_cancelled_changes_nothing(tmp_path: Path, monk
             cancelled.set()
             await stop.wait()  # as a driver that takes long to end a compile
             raise
-        return await compile_model(runtime, name, asked)
+        return await compile_model(runtime, name, asked, **options)
 
     monkeypatch.setattr(held_module, "compile_model", compile_until)
     async with held(tmp_path, {"m": spec(one, tmp_path, required=False)}) as holder:

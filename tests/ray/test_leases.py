@@ -192,22 +192,48 @@ async def test_a_model_that_does_not_open_is_an_error_of_those_who_wait_and_is_n
     assert bench.opens == {"a": 2, "b": 1}
 
 
-async def test_a_request_that_is_cancelled_ends_the_opening_if_it_is_the_last() -> None:
+async def test_an_opening_goes_on_without_requests_and_the_next_one_uses_it() -> None:
     bench = Bench()
     leases, opening = Leases(bench.open, 1), bench.hold("open a")
     first, second = Request(leases, "a"), Request(leases, "a")
     await settled()
-    first.task.cancel()
+    for request in (first, second):
+        request.task.cancel()
+        await settled()
+        assert bench.live, "requests do not own the opening"
+    third = Request(leases, "a")
     await settled()
-    assert bench.live, "the other request waits for it"
-    second.task.cancel()
-    await settled()
-    assert bench.live == set()
-    assert "a" not in leases
-    await one(leases, "b")
     opening.set()
-    await one(leases, "a")
-    assert bench.opens == {"a": 2, "b": 1}
+    assert await third.end() == "a"
+    assert bench.opens == {"a": 1}
+
+
+async def test_a_model_that_no_request_waits_for_is_open_later_and_gives_its_place_to_another() -> None:
+    bench = Bench()
+    leases, opening = Leases(bench.open, 1), bench.hold("open a")
+    gone = Request(leases, "a")
+    await settled()
+    gone.task.cancel()
+    await settled()
+    other = Request(leases, "b")
+    await settled()
+    assert not other.began.is_set(), "or requests for two models could end each other's opening without end"
+    opening.set()
+    assert await other.end() == "b"
+    assert (bench.opens, bench.most) == ({"a": 1, "b": 1}, 1)
+
+
+async def test_an_opening_that_fails_without_requests_is_logged_and_gives_its_place_back(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench()
+    leases, opening = Leases(bench.open, 1), bench.hold("open a")
+    bench.fails.add("a")
+    request = Request(leases, "a")
+    await settled()
+    request.task.cancel()
+    await settled()
+    opening.set()
+    await one(leases, "b")
+    assert "model 'a' was not opened, and no request waits for it now: CompilationError: a cannot be compiled" in caplog.text
 
 
 async def test_an_opening_that_ignores_its_cancellation_is_closed() -> None:
@@ -217,25 +243,43 @@ async def test_an_opening_that_ignores_its_cancellation_is_closed() -> None:
     bench.stubborn.add("a")
     request = Request(leases, "a")
     await settled()
+    await leases.aclose(60)
+    assert bench.live == set()
+    with pytest.raises(aionn.CallerError, match="being closed"):
+        await request.task
+
+
+async def test_closing_ends_an_opening_that_no_request_waits_for() -> None:
+    bench = Bench()
+    leases = Leases(bench.open, 1)
+    bench.hold("open a")
+    request = Request(leases, "a")
+    await settled()
     request.task.cancel()
     await settled()
+    assert bench.live
+    async with asyncio.timeout(60):
+        await leases.aclose(60)
     assert bench.live == set()
-    await one(leases, "b")
 
 
-async def test_an_opening_that_is_cancelled_before_its_first_step_gives_its_place_back() -> None:
+async def test_a_request_that_is_cancelled_before_the_first_step_of_its_opening_costs_no_place() -> None:
     bench = Bench()
     leases, opening = Leases(bench.open, 1), bench.hold("open a")
     bench.fails.add("a")
     first, waiter = Request(leases, "a"), Request(leases, "b")
     await settled()
-    opening.set()  # in the next turn of the loop "a" fails, so "b" gets its place,
+    opening.set()
+    await asyncio.sleep(0)  # "a" has failed; in the next turn of the loop "b" gets its place,
     waiter.task.cancel()  # and in the same turn the only request for "b" leaves
+    await asyncio.sleep(0)
+    assert (waiter.task.done(), "b" in leases, bench.opens["b"]) == (True, True, 0), "the case of this test: the opening has not begun"
     results = await asyncio.gather(first.task, waiter.task, return_exceptions=True)
     assert [type(result) for result in results] == [aionn.CompilationError, asyncio.CancelledError]
     async with asyncio.timeout(10):
         await one(leases, "c")
-    assert bench.opens == {"a": 1, "c": 1}, "the case of this test: the task of b never ran"
+    assert bench.opens == {"a": 1, "b": 1, "c": 1}
+    assert bench.most == 1
 
 
 async def test_closing_ends_an_opening_that_has_not_begun() -> None:

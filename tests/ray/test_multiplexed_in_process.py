@@ -179,9 +179,50 @@ async def test_a_function_must_return_a_specification(tmp_path: Path) -> None:
             await calls(holder, "fr")
 
 
+async def test_calls_that_wait_shorter_than_the_compile_do_not_begin_it_again(tmp_path: Path, watch: CompilationWatch) -> None:
+    with FakeDevice() as fake:
+        async with held(tmp_path, fake_models(fake, "fr", "de"), max_models=1) as holder:
+            fake.hang("compile")
+            for _ in range(3):
+                with pytest.raises(aionn.DeadlineError, match="model 'fr' was not compiled"):
+                    await calls(holder, "fr", timeout_s=0.05)
+            await fake.heard("compile")
+            other = calls(holder, "de", 4)
+            await anyio.wait_all_tasks_blocked()
+            assert (watch.compiles, watch.live) == (1, 1), "one compile for all calls, which keeps its place"
+            fake.behave()
+            assert (await other)["de"][0, 0] == 4
+            assert (await calls(holder, "fr", 3, timeout_s=60))["fr"][0, 0] == 3
+            assert (watch.most, watch.wrong) == (1, 0)
+
+
+async def test_a_compile_goes_on_after_the_deadline_of_its_call_and_serves_the_next_one(tmp_path: Path, watch: CompilationWatch) -> None:
+    with FakeDevice() as fake:
+        async with held(tmp_path, fake_models(fake, "fr")) as holder:
+            fake.hang("compile")
+            with pytest.raises(aionn.DeadlineError):
+                await calls(holder, "fr", timeout_s=0.05)
+            fake.behave()
+            assert (await calls(holder, "fr", 3))["fr"][0, 0] == 3
+            assert (watch.compiles, watch.wrong) == (1, 0)
+
+
+async def test_closing_ends_a_compile_whose_call_has_ended(tmp_path: Path, watch: CompilationWatch) -> None:
+    with FakeDevice() as fake:
+        async with held(tmp_path, fake_models(fake, "fr")) as holder:
+            fake.hang("compile")
+            call = calls(holder, "fr", timeout_s=0.05)
+            await fake.heard("compile")
+            with pytest.raises(aionn.DeadlineError):
+                await call
+            assert watch.live == 1
+            with anyio.fail_after(30):
+                await holder.__del__()
+            assert (watch.live, driver_pids()) == (0, [])
+
+
 @pytest.mark.parametrize("act", ["compile", "run"])
-async def test_a_call_that_is_cancelled_keeps_no_model(tmp_path: Path, watch: CompilationWatch, act: Any) -> None:
-    """No other call needs the compile, so it ends, too."""
+async def test_a_call_that_is_cancelled_keeps_no_place(tmp_path: Path, watch: CompilationWatch, act: Any) -> None:
     with FakeDevice() as fake:
         async with held(tmp_path, fake_models(fake, "fr", "de"), max_models=1) as holder:
             await calls(holder, "de")

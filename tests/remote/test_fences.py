@@ -40,12 +40,23 @@ def test_a_filled_fence_that_waits_is_signalled_without_a_wait(left: int, succee
     os.close(fence)
 
 
-@pytest.mark.parametrize("already", [0, 1, FAILURE, MOST - FAILURE])
+@pytest.mark.parametrize("already", [0, 1, FAILURE - 1])
 def test_a_fence_with_room_gets_the_failure(already: int) -> None:
     fence = make_fence()
     os.eventfd_write(fence, already)
     signal_fence(fence, succeeded=False)
     assert os.eventfd_read(fence) == already + FAILURE
+    os.close(fence)
+
+
+@pytest.mark.parametrize(("already", "succeeded"), [(1, True), (FAILURE, True), (FAILURE, False), (FAILURE + 1, False)])
+def test_a_fence_that_says_the_outcome_is_not_written_to(already: int, succeeded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that fills the counter after its own signal cannot make the app wait."""
+    fence = make_fence()
+    os.eventfd_write(fence, already)
+    monkeypatch.setattr(os, "eventfd_write", lambda *_: pytest.fail("this write could wait"))
+    signal_fence(fence, succeeded=succeeded)
+    assert os.eventfd_read(fence) == already
     os.close(fence)
 
 
