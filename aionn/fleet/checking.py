@@ -122,9 +122,9 @@ class _Check:
             return Refusal(MissReason.WRONG_BYTES, str(error))
         return None
 
-    async def read_model(self, _: Found, token: bytes) -> Refusal | None:
+    async def read_model(self, found: Found, token: bytes) -> Refusal | None:
         """Return why no machine could use a model, or None if it is whole, or gone."""
-        return await check_model(self._store, token)
+        return await check_model(self._store, token, found.size_bytes)
 
     async def remove(self) -> int:
         """Remove what is still bad. Return how many objects that were."""

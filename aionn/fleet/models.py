@@ -83,8 +83,11 @@ async def put_model(store: ArtifactStore, token: bytes, files: Sequence[ModelFil
     return True
 
 
-async def fetch_model(store: ArtifactStore, token: bytes, folder: Path) -> Model | Refusal:
+async def fetch_model(store: ArtifactStore, token: bytes, size_bytes: int, folder: Path) -> Model | Refusal:
     """Fetch a model into an empty folder, and open it there.
+
+    Args:
+        size_bytes: of the object (`object_size`). A store that sends more must not fill this machine's disk.
 
     Returns:
         The model, or why it cannot be opened: the store does not have it (ABSENT), has other bytes under its name (`DAMAGED`), or the
@@ -96,12 +99,12 @@ async def fetch_model(store: ArtifactStore, token: bytes, folder: Path) -> Model
     path, whole = model_path(token), folder / "object"
     try:
         with whole.open("xb") as file:
-            length = await store.requests.copy_object(path, file.fileno())
+            there = await store.requests.copy_object(path, size_bytes, file.fileno())
     except BadContentsError as error:
         return Refusal(MissReason.WRONG_BYTES, f"artifact store {store.address}: {error}")
     except OSError as error:
         return refusal_of_os_error(error, "writing the model's files")
-    if length is None:
+    if not there:
         return Refusal(MissReason.ABSENT, f"artifact store {store.address} has no {path}")
     try:
         model = await anyio.to_thread.run_sync(_unpack, whole, folder / "files")
@@ -117,7 +120,7 @@ async def fetch_model(store: ArtifactStore, token: bytes, folder: Path) -> Model
     return model
 
 
-async def check_model(store: ArtifactStore, token: bytes) -> Refusal | None:
+async def check_model(store: ArtifactStore, token: bytes, size_bytes: int) -> Refusal | None:
     """Return why no machine could use a model, or None if it is whole, or gone by now.
 
     The model is copied to a temporary folder, which takes twice its size for a while. It is never in memory as a whole.
@@ -127,7 +130,7 @@ async def check_model(store: ArtifactStore, token: bytes) -> Refusal | None:
     """
     try:
         with tempfile.TemporaryDirectory(prefix="aionn-model-", ignore_cleanup_errors=True) as folder:
-            found = await fetch_model(store, token, Path(folder))
+            found = await fetch_model(store, token, size_bytes, Path(folder))
     except OSError as error:
         found = refusal_of_os_error(error, "making a temporary folder")
     if not isinstance(found, Refusal) or found.reason is MissReason.ABSENT:

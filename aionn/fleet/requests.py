@@ -141,25 +141,23 @@ class Requests:
         """
         for last in (False, True):
             try:
-                return await self._copied(path, stored, fd) is not None
+                return await self._copied(path, stored, fd)
             except BadContentsError:
                 if last:
                     raise
         raise AssertionError("unreachable")
 
-    async def copy_object(self, path: str, fd: int) -> int | None:
-        """Copy an object to a file. The caller checks the contents.
-
-        Returns:
-            The length in bytes. None if the store has no such object.
+    async def copy_object(self, path: str, size_bytes: int, fd: int) -> bool:
+        """Copy an object of a known length to a file. Return False if there is no such object. The caller checks the contents.
 
         Raises:
-            StoreError: it cannot be read. What the file holds is of no use.
+            StoreError: it cannot be read.
+            BadContentsError: it has another length. What the file holds is of no use, and it has no more than `size_bytes` bytes.
         """
-        return await self._copied(path, None, fd)
+        return await self._copied(path, StoredFile(size_bytes, b""), fd)
 
-    async def _copied(self, path: str, stored: StoredFile | None, fd: int | None) -> int | None:
-        """Copy an object to a file. Return the length in bytes, or None if the store has no such object."""
+    async def _copied(self, path: str, stored: StoredFile, fd: int | None) -> bool:
+        """Copy an object to a file. Return False if the store has no such object."""
         answer: Any = None
 
         async def opened() -> None:
@@ -171,12 +169,12 @@ class Requests:
             try:
                 await self._ask(f"reading {path}", opened)
                 length: int = answer.meta["size"]
-                if stored is not None and length != stored.length:
+                if length != stored.length:
                     raise BadContentsError(f"{path} has {length} bytes, expected {stored.length}")
-                await self._through(path, answer, StoredFile(length, b"") if stored is None else stored, fd)
-                return length
+                await self._through(path, answer, stored, fd)
+                return True
             except (NotFoundError, FileNotFoundError):
-                return None
+                return False
             except BaseError as error:  # the answer was torn after it had begun
                 if time.monotonic() > give_up_at or self.opened.folder is not None:
                     raise self._failed(f"reading {path}", error) from error

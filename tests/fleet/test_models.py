@@ -82,7 +82,7 @@ async def test_a_model_arrives_with_its_token(store: ArtifactStore, tmp_path: Pa
     assert await put_model(store, await model.digest(), files)
     assert not await put_model(store, model.token, files)  # it is there
     (tmp_path / "work").mkdir()
-    fetched = await fetch_model(store, model.token, tmp_path / "work")
+    fetched = await fetch_model(store, model.token, object_size(files), tmp_path / "work")
     assert isinstance(fetched, aionn.Model), fetched
     assert fetched.token == model.token
     assert fetched.inputs.keys() == model.inputs.keys()
@@ -97,7 +97,21 @@ async def test_a_large_model_is_written_in_parts(store: ArtifactStore, tmp_path:
     assert files is not None
     await put_model(store, model.token, files)
     (tmp_path / "work").mkdir()
-    assert isinstance(await fetch_model(store, model.token, tmp_path / "work"), aionn.Model)
+    assert isinstance(await fetch_model(store, model.token, object_size(files), tmp_path / "work"), aionn.Model)
+
+
+@pytest.mark.anyio
+async def test_a_store_that_sends_more_than_the_model_fills_no_disk(store: ArtifactStore, tmp_path: Path) -> None:
+    model = aionn.Model.from_onnx(CONTENT)
+    files = await content_of(model)
+    assert files is not None
+    await store.requests.replace(model_path(model.token), bytes(3_000_000))
+    (tmp_path / "work").mkdir()
+    found = await fetch_model(store, model.token, object_size(files), tmp_path / "work")
+    assert isinstance(found, Refusal)
+    assert found.reason is MissReason.WRONG_BYTES
+    assert f"has 3000000 bytes, expected {object_size(files)}" in found.detail
+    assert (tmp_path / "work/object").stat().st_size == 0
 
 
 @pytest.mark.anyio
@@ -165,14 +179,14 @@ async def test_a_damaged_model_is_refused_and_can_be_sent_anew(tmp_path: Path, w
     model = aionn.Model.from_onnx(CONTENT)
     await store.requests.replace(model_path(model.token), DAMAGED[what])
     (tmp_path / "work/deeper").mkdir(parents=True)
-    found = await fetch_model(store, model.token, tmp_path / "work/deeper")
+    found = await fetch_model(store, model.token, len(DAMAGED[what]), tmp_path / "work/deeper")
     assert isinstance(found, Refusal)
     assert found.reason in DAMAGED_REASONS, found
     files = await content_of(model)
     assert files is not None
     assert await put_model(store, model.token, files, anew=True)
     (tmp_path / "again").mkdir()
-    assert isinstance(await fetch_model(store, model.token, tmp_path / "again"), aionn.Model)
+    assert isinstance(await fetch_model(store, model.token, object_size(files), tmp_path / "again"), aionn.Model)
 
 
 @pytest.mark.anyio
@@ -202,7 +216,7 @@ async def test_a_name_of_a_file_is_never_one_of_the_file_system(tmp_path: Path, 
     model = aionn.Model.from_onnx(CONTENT)
     await store.requests.replace(model_path(model.token), SOUND[what])
     (tmp_path / "work/deeper").mkdir(parents=True)
-    found = await fetch_model(store, model.token, tmp_path / "work/deeper")
+    found = await fetch_model(store, model.token, len(SOUND[what]), tmp_path / "work/deeper")
     assert isinstance(found, aionn.Model)
     assert found.token == model.token
     assert (await check_store(store, claimed_files, remove=True)).bad == ()
@@ -237,7 +251,7 @@ async def test_weights_in_memory_arrive_under_any_name(tmp_path: Path, name: str
     assert (found.models, found.bad) == (1, ())
     (tmp_path / "real").mkdir()
     (tmp_path / "work").symlink_to(tmp_path / "real")
-    fetched = await fetch_model(store, model.token, tmp_path / "work")
+    fetched = await fetch_model(store, model.token, object_size(files), tmp_path / "work")
     assert isinstance(fetched, aionn.Model), fetched
     inputs = {name: some_input(operand) for name, operand in model.inputs.items()}
     async with aionn.Runtime(state_dir=tmp_path / "state", start=()) as runtime:
