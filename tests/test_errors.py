@@ -37,6 +37,7 @@ SAMPLES: dict[str, Callable[[], BaseException]] = {
     "Refusal": lambda: _kind("Refusal")(503, TEXT, {"Retry-After": "1"}),
     "SourceError": lambda: SourceError(TEXT, source="/dev/video0"),
     "StageRejected": lambda: errors.StageRejected("openvino", "it is slower"),
+    "_FarmError": lambda: _kind("_FarmError")("key: OSError", TEXT),
     "StoreError": lambda: StoreError("s3://models", "reading", "it does not answer"),
 }
 """Those with parameters of their own; the others are made of their text."""

@@ -165,8 +165,12 @@ def verify_store(url: str, remove: bool, as_json: bool) -> None:
         unnamed = f", {found.unnamed} of them named by no statement" if found.unnamed else ""
         print(f"{found.statements} statements, {found.files} files{unnamed}, {found.models} models, {size(found.size_bytes)}")
     if found.bad:
-        ending = f"{found.removed} removed" if remove else "--remove removes them, and the next push or compile writes them again"
-        raise NotDoneError(f"artifact store {url}: {len({one.path for one in found.bad})} objects could not serve; {ending}")
+        count = len({one.path for one in found.bad})
+        ending = "--remove removes them, and the next push or compile writes them again"
+        if remove:
+            others = f", and {count - found.removed} not, because another process has replaced, repaired or removed them meanwhile"
+            ending = f"{found.removed} removed{others if count > found.removed else ''}"
+        raise NotDoneError(f"artifact store {url}: {count} objects could not serve; {ending}")
 
 
 def sweep_store(url: str, keep_s: float, max_bytes: int | None, dry_run: bool, as_json: bool) -> None:

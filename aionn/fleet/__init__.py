@@ -17,6 +17,7 @@ the artifact: it checks the statement with the public keys of its user (the *key
     judging             which statements of a store are accepted
     places              the paths of objects in a store
     requests            requests to an object store (obstore), with a time limit
+    folders             files of a local store, without symlinks and without waiting
     addresses, errors   opening a store by its address, and its errors as one class
 
 What drivers need lies in `aionn.caching`: `statement` (the signed statement), `keyring` (the keys that a user trusts).

@@ -26,8 +26,9 @@ from aionn.caching.manifest import StoredFile
 from aionn.caching.outcomes import MissReason, Refusal, refusal_of_os_error
 from aionn.fleet.addresses import OpenedStore
 from aionn.fleet.errors import StoreError
+from aionn.fleet.folders import BadContentsError, Found
 from aionn.fleet.places import STATEMENTS, StatementPlace, file_path, seen_path, statement_place
-from aionn.fleet.requests import BadContentsError, Found, Requests
+from aionn.fleet.requests import Requests
 
 __all__ = ["MAX_STATEMENT_BYTES", "ArtifactStore", "FilesOf", "Pushed", "each"]
 

@@ -21,10 +21,10 @@ from aionn.caching.store.threads import run_in_thread
 from aionn.fleet.addresses import open_address
 from aionn.fleet.artifact_store import ArtifactStore, each
 from aionn.fleet.errors import StoreError
+from aionn.fleet.folders import open_below
 from aionn.fleet.judging import statement_at
 from aionn.fleet.pausing import Pauses
 from aionn.fleet.places import StatementPlace, file_path, fingerprint
-from aionn.fleet.requests import open_below
 from aionn.hal.trust import Keyring
 
 __all__ = ["PATIENCE_S", "StoreBackend", "ask_store", "fetch_offer"]

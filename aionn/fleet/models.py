@@ -4,17 +4,20 @@
 
 A token is a digest of the model's files. So the machine that fetches them makes the token anew, and takes nothing whose token differs.
 `check_model` does the same for `aionn fleet verify`.
+
+The name of a file is what the graph calls it. It need not be a name that a file system takes, because a model may have its weights in
+memory under any name. So the files are unpacked under numbers, and the names lead to these (`_Unpacked`).
+
 No statement names these objects. A sweep removes them when they are old, and the next compile that needs one writes it again.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path, PurePath
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated
 
 import anyio
@@ -24,10 +27,11 @@ from aionn.caching.outcomes import MissReason, Refusal, refusal_of_os_error
 from aionn.errors import CallerError
 from aionn.fleet.artifact_store import ArtifactStore
 from aionn.fleet.errors import StoreError
+from aionn.fleet.folders import BadContentsError
 from aionn.fleet.places import model_path
-from aionn.fleet.requests import BadContentsError
 from aionn.graph.carrying import ModelFile
-from aionn.runtime.model import Model
+from aionn.graph.files import Beside, OpenFile, open_model
+from aionn.runtime.model import Model, model_of_files
 
 __all__ = ["DAMAGED", "check_model", "fetch_model", "object_size", "put_model"]
 
@@ -38,9 +42,9 @@ _MAGIC = b"aionn.model\x01"
 _MOST_LIST_BYTES = 1 << 20
 _FRESH_S = 12 * 3600.0  # half the grace of a sweep: an object this young stays until a machine has fetched it
 _COPY_BYTES = 16 << 20
-_OF_NAMES = {errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG}
+_OWN = "model.onnx"
 
-_Entry = tuple[Annotated[str, msgspec.Meta(max_length=4096)], Annotated[int, msgspec.Meta(ge=0)]]
+_Entry = tuple[str, Annotated[int, msgspec.Meta(ge=0)]]
 _decoder = msgspec.msgpack.Decoder(list[_Entry])
 
 
@@ -79,8 +83,11 @@ async def put_model(store: ArtifactStore, token: bytes, files: Sequence[ModelFil
     return True
 
 
-async def fetch_model(store: ArtifactStore, token: bytes, folder: Path) -> Model | Refusal:
+async def fetch_model(store: ArtifactStore, token: bytes, size_bytes: int, folder: Path) -> Model | Refusal:
     """Fetch a model into an empty folder, and open it there.
+
+    Args:
+        size_bytes: of the object (`object_size`). A store that sends more must not fill this machine's disk.
 
     Returns:
         The model, or why it cannot be opened: the store does not have it (ABSENT), has other bytes under its name (`DAMAGED`), or the
@@ -92,16 +99,15 @@ async def fetch_model(store: ArtifactStore, token: bytes, folder: Path) -> Model
     path, whole = model_path(token), folder / "object"
     try:
         with whole.open("xb") as file:
-            length = await store.requests.copy_object(path, file.fileno())
+            there = await store.requests.copy_object(path, size_bytes, file.fileno())
     except BadContentsError as error:
         return Refusal(MissReason.WRONG_BYTES, f"artifact store {store.address}: {error}")
     except OSError as error:
         return refusal_of_os_error(error, "writing the model's files")
-    if length is None:
+    if not there:
         return Refusal(MissReason.ABSENT, f"artifact store {store.address} has no {path}")
     try:
-        file_name = await anyio.to_thread.run_sync(_unpack, whole, folder / "model")
-        model = await Model.load(file_name)
+        model = await anyio.to_thread.run_sync(_unpack, whole, folder / "files")
         found = await model.digest()
     except (CallerError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         if isinstance(error.__cause__, OSError):
@@ -114,7 +120,7 @@ async def fetch_model(store: ArtifactStore, token: bytes, folder: Path) -> Model
     return model
 
 
-async def check_model(store: ArtifactStore, token: bytes) -> Refusal | None:
+async def check_model(store: ArtifactStore, token: bytes, size_bytes: int) -> Refusal | None:
     """Return why no machine could use a model, or None if it is whole, or gone by now.
 
     The model is copied to a temporary folder, which takes twice its size for a while. It is never in memory as a whole.
@@ -124,7 +130,7 @@ async def check_model(store: ArtifactStore, token: bytes) -> Refusal | None:
     """
     try:
         with tempfile.TemporaryDirectory(prefix="aionn-model-", ignore_cleanup_errors=True) as folder:
-            found = await fetch_model(store, token, Path(folder))
+            found = await fetch_model(store, token, size_bytes, Path(folder))
     except OSError as error:
         found = refusal_of_os_error(error, "making a temporary folder")
     if not isinstance(found, Refusal) or found.reason is MissReason.ABSENT:
@@ -134,11 +140,25 @@ async def check_model(store: ArtifactStore, token: bytes) -> Refusal | None:
     return found
 
 
-def _unpack(whole: Path, folder: Path) -> Path:
-    """Write each file of a model below a new folder, and return the path of the model's own file. The store is not trusted.
+class _Unpacked(Beside):
+    """The files beside an unpacked model. A name of the list leads to a number, and no other name leads to a file."""
+
+    def __init__(self, where: str, directories: tuple[Path, ...], numbers: Mapping[str, int]) -> None:
+        super().__init__(where, directories, {})
+        self._numbers = numbers
+
+    def open(self, location: str, what: str) -> OpenFile:
+        """Open a file of the list, as `Beside.open`."""
+        if location not in self._numbers:
+            raise CallerError(f"{what}, which did not come with the model")
+        return super().open(str(self._numbers[location]), what)
+
+
+def _unpack(whole: Path, folder: Path) -> Model:
+    """Write each file of a model into a new folder, and return the model, of which nothing is read yet. The store is not trusted.
 
     Raises:
-        CallerError, msgspec.MsgspecError: this is not a whole model; or a name leads out of the folder.
+        CallerError, msgspec.MsgspecError: this is not a whole model.
         OSError: a file cannot be written.
     """
     folder.mkdir()
@@ -151,30 +171,14 @@ def _unpack(whole: Path, folder: Path) -> Path:
         names = [name for name, _ in entries]
         if names[:1] != [""] or len(set(names)) < len(names):
             raise CallerError("the list of files does not begin with the model, or names a file twice")
-        own = "model.onnx"
-        while own in names:
-            own = f"_{own}"
-        for name, length in entries:
-            try:
-                _copy_out(source.fileno(), source.tell(), _inside(folder, name or own), length)
-            except OSError as error:
-                if error.errno in _OF_NAMES:
-                    raise CallerError(f"no file can have the name {name!r} here: {error.strerror}") from None
-                raise
+        for number, (_, length) in enumerate(entries):
+            _copy_out(source.fileno(), source.tell(), folder / (str(number) if number else _OWN), length)
             source.seek(length, os.SEEK_CUR)
         if source.tell() != os.fstat(source.fileno()).st_size:
             raise CallerError("it has other bytes than its list of files says")
     whole.unlink()
-    return folder / own
-
-
-def _inside(folder: Path, name: str) -> Path:
-    named = PurePath(name)
-    if not named.parts or named.is_absolute() or ".." in named.parts or "\0" in name:
-        raise CallerError(f"the name {name!r} leads out of the model's folder")
-    path = folder / named
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path
+    file, directories = open_model(folder / _OWN)
+    return model_of_files(file, _Unpacked(file.where, directories, {name: number for number, name in enumerate(names) if number}))
 
 
 def _copy_out(source: int, at: int, path: Path, length: int) -> None:

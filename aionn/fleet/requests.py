@@ -6,15 +6,11 @@ again changes nothing. Objects are written whole or not at all. Nothing here ren
 
 from __future__ import annotations
 
-import errno
 import os
 import re
-import stat
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import anyio
@@ -35,8 +31,9 @@ from aionn.caching.manifest import StoredFile
 from aionn.escapes import escaped
 from aionn.fleet.addresses import OpenedStore
 from aionn.fleet.errors import StoreError
+from aionn.fleet.folders import BadContentsError, Found, found_below, read_small, unlink_below
 
-__all__ = ["MULTIPART_BYTES", "BadContentsError", "Found", "Requests", "open_below"]
+__all__ = ["MULTIPART_BYTES", "Requests"]
 
 T = TypeVar("T")
 MULTIPART_BYTES = 64_000_000  # larger files go up in parts, so a lost connection costs one part
@@ -48,19 +45,6 @@ _STREAMED_AT_ONCE = 2
 _SLOWEST_BYTES_PER_S = 1_000_000  # an upload shows no progress, so its time grows with its size
 _RETRY_S = 0.1
 _FINAL = (PermissionDeniedError, UnauthenticatedError, NotSupportedError, InvalidPathError, PreconditionError)
-
-
-class BadContentsError(Exception):
-    """An object's contents are not those that its name stands for, or are too large, or the object is not a regular file."""
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """One object: its path, its size in bytes, and the wall-clock time of its last writing in seconds since the epoch."""
-
-    path: str
-    size_bytes: int
-    written_s: float
 
 
 class Requests:
@@ -139,7 +123,7 @@ class Requests:
             return bytes(content)
 
         folder = self.opened.folder
-        here = partial(self._here, _read_small, path, max_bytes)
+        here = partial(self._here, read_small, path, max_bytes)
         try:
             return await self._ask(f"reading {path}", read if folder is None else here)
         except (NotFoundError, FileNotFoundError):
@@ -157,25 +141,23 @@ class Requests:
         """
         for last in (False, True):
             try:
-                return await self._copied(path, stored, fd) is not None
+                return await self._copied(path, stored, fd)
             except BadContentsError:
                 if last:
                     raise
         raise AssertionError("unreachable")
 
-    async def copy_object(self, path: str, fd: int) -> int | None:
-        """Copy an object to a file. The caller checks the contents.
-
-        Returns:
-            The length in bytes. None if the store has no such object.
+    async def copy_object(self, path: str, size_bytes: int, fd: int) -> bool:
+        """Copy an object of a known length to a file. Return False if there is no such object. The caller checks the contents.
 
         Raises:
-            StoreError: it cannot be read. What the file holds is of no use.
+            StoreError: it cannot be read.
+            BadContentsError: it has another length. What the file holds is of no use, and it has no more than `size_bytes` bytes.
         """
-        return await self._copied(path, None, fd)
+        return await self._copied(path, StoredFile(size_bytes, b""), fd)
 
-    async def _copied(self, path: str, stored: StoredFile | None, fd: int | None) -> int | None:
-        """Copy an object to a file. Return the length in bytes, or None if the store has no such object."""
+    async def _copied(self, path: str, stored: StoredFile, fd: int | None) -> bool:
+        """Copy an object to a file. Return False if the store has no such object."""
         answer: Any = None
 
         async def opened() -> None:
@@ -187,12 +169,12 @@ class Requests:
             try:
                 await self._ask(f"reading {path}", opened)
                 length: int = answer.meta["size"]
-                if stored is not None and length != stored.length:
+                if length != stored.length:
                     raise BadContentsError(f"{path} has {length} bytes, expected {stored.length}")
-                await self._through(path, answer, StoredFile(length, b"") if stored is None else stored, fd)
-                return length
+                await self._through(path, answer, stored, fd)
+                return True
             except (NotFoundError, FileNotFoundError):
-                return None
+                return False
             except BaseError as error:  # the answer was torn after it had begun
                 if time.monotonic() > give_up_at or self.opened.folder is not None:
                     raise self._failed(f"reading {path}", error) from error
@@ -221,23 +203,37 @@ class Requests:
     async def find(self, path: str) -> Found | None:
         """Return what the store says about an object, or None if there is no such object."""
         folder = self.opened.folder
-        here = partial(self._here, _found_below, path)
+        here = partial(self._here, found_below, path)
 
         async def look() -> Found:
             if folder is not None:
                 return await here()
             meta = await obstore.head_async(self.opened.objects, path)
-            return Found(path, meta["size"], meta["last_modified"].timestamp())
+            return Found(path, meta["size"], meta["last_modified"].timestamp(), meta["e_tag"] or "")
 
         try:
             return await self._ask(f"looking for {path}", look)
         except (NotFoundError, FileNotFoundError):
             return None
 
-    async def remove(self, path: str) -> bool:
-        """Remove an object. Return False if a local store has no such object; a bucket does not say so."""
+    async def remove_found(self, found: Found) -> bool:
+        """Remove an object if it is still the one that `find` has returned. Return False if it is another one, or is gone.
+
+        The object is looked at right before it is removed, because neither a file system nor obstore removes on a condition. What a
+        writer puts there between the two is removed: in a folder within microseconds, in a bucket within the time of one request.
+        """
+        if self.opened.folder is None and await self.find(found.path) != found:
+            return False
+        return await self.remove(found.path, found)
+
+    async def remove(self, path: str, expected: Found | None = None) -> bool:
+        """Remove an object. Return False if a local store has no such object; a bucket does not say so.
+
+        Args:
+            expected: a local store removes the object only if it is this one.
+        """
         folder = self.opened.folder
-        unlink = partial(self._here, _unlink_below, path)
+        unlink = partial(self._here, unlink_below, path, expected)
         delete = partial(obstore.delete_async, self.opened.objects, path)
         try:
             await self._ask(f"removing {path}", delete if folder is None else unlink)
@@ -313,67 +309,6 @@ def _reason_of(error: Exception) -> str:
     text = str(error).partition("\n\nDebug source")[0]
     text = re.sub(r", after \d+ retries, max_retries: \d+, retry_timeout: \S+", "", " ".join(text.split()))
     return escaped(text, _MAX_REASON, one_line=True)
-
-
-def _found_below(folder: Path, path: str) -> Found:
-    """Look for a file of a local store. obstore would open it, and wait there if it is a FIFO.
-
-    Raises:
-        OSError: it is not there.
-    """
-    status = os.lstat(folder / path)
-    return Found(path, status.st_size, status.st_mtime_ns // 1000 / 1e6)  # as precise as obstore's lists
-
-
-def open_below(folder: Path, path: str) -> int:
-    """Open a file of a local store for reading, without following a symlink in its place or waiting for a FIFO. Return the descriptor.
-
-    Raises:
-        OSError: it is not there, or cannot be opened.
-    """
-    return os.open(folder / path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-
-
-def _read_small(folder: Path, path: str, max_bytes: int) -> bytes:
-    """Read a file of a local store. A FIFO in its place would hold obstore's thread until a writer comes.
-
-    Raises:
-        OSError: it is not there, or cannot be read.
-        BadContentsError: it is not a regular file, or has more than `max_bytes` bytes.
-    """
-    try:
-        fd = open_below(folder, path)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise BadContentsError(f"{path} is a symlink") from error
-        raise
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise BadContentsError(f"{path} is not a regular file")
-        content = os.read(fd, max_bytes + 1)
-    finally:
-        os.close(fd)
-    if len(content) > max_bytes:
-        raise BadContentsError(f"{path} has more than {max_bytes} bytes")
-    return content
-
-
-def _unlink_below(folder: Path, path: str) -> None:
-    """Remove a file of a local store. No folder on the way may be a symlink, which a hostile writer could lead out of the store.
-
-    Raises:
-        OSError: it is not there, or a folder on the way is a symlink.
-    """
-    *parents, name = path.split("/")
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        for parent in parents:
-            below = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)
-            os.close(fd)
-            fd = below
-        os.unlink(name, dir_fd=fd)
-    finally:
-        os.close(fd)
 
 
 def _take(hasher: Any, chunk: memoryview, fd: int | None, at: int) -> None:

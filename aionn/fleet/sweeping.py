@@ -26,8 +26,8 @@ import anyio
 from aionn.caching.manifest import StoredFile
 from aionn.caching.outcomes import Refusal
 from aionn.fleet.artifact_store import ArtifactStore, FilesOf, each
+from aionn.fleet.folders import Found
 from aionn.fleet.places import FILES, MODELS, SEEN, STATEMENTS, StatementPlace, digest_in, file_path, seen_path
-from aionn.fleet.requests import Found
 
 __all__ = ["GRACE_S", "KEEP_S", "SweepReport", "sweep"]
 
@@ -138,7 +138,7 @@ class _Sweep:
     async def remove(self, found: Found) -> bool:
         """Remove an object, if it is still as old as it was when it was marked."""
         again = await self.store.requests.find(found.path)
-        return again is not None and again.written_s <= found.written_s and await self.store.requests.remove(found.path)
+        return again is not None and again.written_s <= found.written_s and await self.store.requests.remove(found.path, again)
 
 
 async def sweep(

@@ -65,8 +65,11 @@ class _FarmError(Exception):
     """
 
     def __init__(self, kind: str, why: str) -> None:
-        super().__init__(why)
+        super().__init__(kind, why)  # both, so that it can be pickled
         self.kind = kind
+
+    def __str__(self) -> str:
+        return str(self.args[1])
 
 
 class Farm:

@@ -28,7 +28,7 @@ class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         preference, priority: names, as for `Runtime.compile`.
         threads, at_most, instances: as in `PrepareOptions`.
         options: of the device's engine, by name.
-        model_bytes: size of the model's files.
+        model_bytes: size of the model's object in the store.
     """
 
     key: bytes

@@ -86,11 +86,7 @@ class Model(hal_model.Model):
         if not isinstance(path, str | os.PathLike):
             raise CallerError(f"model of type {type(path).__name__}: load takes the path of an ONNX file (.onnx)")
         file, directories = await _in_thread(lambda: open_model(path))
-        model = cls.__new__(cls)
-        beside = Beside(file.where, directories, {})
-        _set(model, _lazy=_Lazy(file, beside), name=file.path.name)
-        _set(model, _carried=lambda _: import_module("aionn.graph.carrying").carried_files(file, beside))
-        return model
+        return model_of_files(file, Beside(file.where, directories, {}), cls)
 
     @classmethod
     def from_onnx(cls, source: str | os.PathLike[str] | bytes, *, memories: Mapping[str, Memory] | None = None) -> Model:
@@ -124,7 +120,7 @@ class Model(hal_model.Model):
             homes[name] = Home(whole, memory.offset_bytes, memory.size_bytes)
         frozen = _Frozen()
         try:
-            read = read_onnx(source, frozen.allocate, _mapped, homes)
+            read = read_onnx(source, frozen.allocate, lambda file: Memory.from_fd(file, file.size, PROT_READ), homes)
         except ExecutionError as error:
             raise CallerError(f"the model's weights cannot be read: {error}. Put the whole file back") from error
         frozen.freeze()
@@ -233,6 +229,14 @@ _FIELDS = frozenset({"graph", "inputs", "outputs", "operations", "constants", "p
 def _set(model: hal_model.Model, **values: object) -> None:
     for name, value in values.items():
         object.__setattr__(model, name, value)  # the dataclass is frozen for its users
+
+
+def model_of_files(file: OpenFile, beside: Beside, kind: type[Model] = Model) -> Model:
+    """Return a loaded model, whose own file is open."""
+    model = kind.__new__(kind)
+    _set(model, _lazy=_Lazy(file, beside), name=file.path.name)
+    _set(model, _carried=lambda _: import_module("aionn.graph.carrying").carried_files(file, beside))
+    return model
 
 
 def is_read(model: hal_model.Model) -> bool:
@@ -380,11 +384,6 @@ class _Frozen:
     def freeze(self) -> None:
         for region in self._regions:
             region.freeze()
-
-
-def _mapped(file: OpenFile) -> IMemory:
-    """Return a file beside the model, mapped for reading."""
-    return Memory.from_fd(file, file.size, PROT_READ)
 
 
 def _by_name(memories: Mapping[str, Memory] | None) -> Iterable[tuple[str, Memory]]:

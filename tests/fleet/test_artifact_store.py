@@ -14,8 +14,8 @@ from aionn.errors import CallerError
 from aionn.fleet.addresses import open_address
 from aionn.fleet.artifact_store import ArtifactStore, Pushed
 from aionn.fleet.errors import StoreError
+from aionn.fleet.folders import BadContentsError
 from aionn.fleet.places import StatementPlace, fingerprint, statement_place
-from aionn.fleet.requests import BadContentsError
 from tests.fleet.entries import OTHER_BUILDER, Artifact, artifact, some_bytes, stored
 from tests.fleet.fake_s3 import FakeS3
 

@@ -40,6 +40,7 @@ class Pushers:
 
     address: str
     processes: dict[int, subprocess.Popen[str]] = field(default_factory=dict)
+    killed_at_work: int = 0
 
     def fill(self) -> None:
         fresh = [number for number in range(PUSHERS) if number not in self.processes]
@@ -64,6 +65,8 @@ class Pushers:
         process = self.processes.pop(number)
         process.send_signal(signal.SIGKILL)
         process.wait()
+        assert process.stdout is not None
+        self.killed_at_work += not process.stdout.read()
         for stream in (process.stdin, process.stdout):
             assert stream is not None
             stream.close()
@@ -91,8 +94,8 @@ async def read_once(store: ArtifactStore, place: StatementPlace) -> bool | Refus
         return await store.fetch(statement.files, fds) or True
 
 
-async def one_round(store: ArtifactStore, pushers: Pushers, name: str, chance: random.Random) -> None:
-    """Let all push one key, kill half of them on the way, and read meanwhile."""
+async def one_round(store: ArtifactStore, pushers: Pushers, name: str, chance: random.Random) -> tuple[int, int]:
+    """Let all push one key, kill half of them on the way, and read meanwhile. Return how many reads were whole, and how many."""
     place = artifact(name, b"").place
     read: list[bool | Refusal] = []
     async with anyio.create_task_group() as tasks:
@@ -112,6 +115,7 @@ async def one_round(store: ArtifactStore, pushers: Pushers, name: str, chance: r
     assert [one for one in read if isinstance(one, Refusal)] == []
     assert await read_once(store, place) is True
     assert [found for found, _ in await store.statements() if found.key == place.key] == [place]
+    return read.count(True), len(read)
 
 
 async def settled(s3: FakeS3) -> None:
@@ -130,9 +134,12 @@ async def rounds(address: str, s3: FakeS3, count: int, stack: ExitStack) -> None
     pushers = Pushers(address)
     stack.callback(pushers.close)
     chance = random.Random(os.environ.get("AIONN_TEST_SEED", "6"))
+    whole = reads = 0
     for number in range(count):
         pushers.fill()
-        await one_round(store, pushers, f"model {number}", chance)
+        one_whole, one_all = await one_round(store, pushers, f"model {number}", chance)
+        whole, reads = whole + one_whole, reads + one_all
+    at_work = pushers.killed_at_work
     pushers.close()
     await settled(s3)
     await sweep(store, trusted_files(KEYRING), grace_s=0.0)
@@ -140,6 +147,7 @@ async def rounds(address: str, s3: FakeS3, count: int, stack: ExitStack) -> None
     assert (left.statements, left.unnamed, left.bad) == (count, 0, ())
     folder = store.requests.opened.folder
     assert folder is None or not list(folder.rglob("*#*"))
+    print(f"{address}: {count} rounds, {at_work} of {count * KILLED} killed at work, {whole} of {reads} reads whole, the others misses")
 
 
 @pytest.mark.anyio

@@ -29,7 +29,7 @@ from aionn.fleet.sweeping import sweep
 from aionn.hal import Operand, OperandType
 from aionn.memory.memory import Memory
 from aionn.testing.models import scaled_model
-from tests.real_models import carried
+from tests.real_models import carried, some_input
 
 FROM_ROOT = f"/tmp/aionn-escaped-{os.getpid()}"
 CONTENT = scaled_model(np.arange(5000, dtype=np.float32))
@@ -82,7 +82,7 @@ async def test_a_model_arrives_with_its_token(store: ArtifactStore, tmp_path: Pa
     assert await put_model(store, await model.digest(), files)
     assert not await put_model(store, model.token, files)  # it is there
     (tmp_path / "work").mkdir()
-    fetched = await fetch_model(store, model.token, tmp_path / "work")
+    fetched = await fetch_model(store, model.token, object_size(files), tmp_path / "work")
     assert isinstance(fetched, aionn.Model), fetched
     assert fetched.token == model.token
     assert fetched.inputs.keys() == model.inputs.keys()
@@ -97,7 +97,21 @@ async def test_a_large_model_is_written_in_parts(store: ArtifactStore, tmp_path:
     assert files is not None
     await put_model(store, model.token, files)
     (tmp_path / "work").mkdir()
-    assert isinstance(await fetch_model(store, model.token, tmp_path / "work"), aionn.Model)
+    assert isinstance(await fetch_model(store, model.token, object_size(files), tmp_path / "work"), aionn.Model)
+
+
+@pytest.mark.anyio
+async def test_a_store_that_sends_more_than_the_model_fills_no_disk(store: ArtifactStore, tmp_path: Path) -> None:
+    model = aionn.Model.from_onnx(CONTENT)
+    files = await content_of(model)
+    assert files is not None
+    await store.requests.replace(model_path(model.token), bytes(3_000_000))
+    (tmp_path / "work").mkdir()
+    found = await fetch_model(store, model.token, object_size(files), tmp_path / "work")
+    assert isinstance(found, Refusal)
+    assert found.reason is MissReason.WRONG_BYTES
+    assert f"has 3000000 bytes, expected {object_size(files)}" in found.detail
+    assert (tmp_path / "work/object").stat().st_size == 0
 
 
 @pytest.mark.anyio
@@ -138,14 +152,16 @@ DAMAGED = {
     "more than the list says": packed(("", CONTENT)) + b"x",
     "no model in the list": packed(("weights", b"x")),
     "a name twice": packed(("", CONTENT), ("a", b""), ("a", b"")),
+    "not ONNX": packed(("", b"\xff" * 100)),
+    "an empty model": packed(("", b"")),
+    "another model": packed(("", scaled_model(np.ones(9, np.float32)))),
+}
+SOUND = {
+    "another file with the name of its own": packed(("", CONTENT), ("model.onnx", b"x")),
     "a name that leads out": packed(("", CONTENT), ("../../escaped", b"x")),
     "a name from the root": packed(("", CONTENT), (FROM_ROOT, b"x")),
     "a name that is a folder": packed(("", CONTENT), ("a/b", b""), ("a", b"x")),
-    "not ONNX": packed(("", b"\xff" * 100)),
-    "an empty model": packed(("", b"")),
     "a name that is too long": packed(("", CONTENT), ("a" * 300, b"x")),
-    "another model": packed(("", scaled_model(np.ones(9, np.float32)))),
-    "the model with another name for its own file": packed(("", CONTENT), ("model.onnx", b"x")),
 }
 
 
@@ -163,18 +179,14 @@ async def test_a_damaged_model_is_refused_and_can_be_sent_anew(tmp_path: Path, w
     model = aionn.Model.from_onnx(CONTENT)
     await store.requests.replace(model_path(model.token), DAMAGED[what])
     (tmp_path / "work/deeper").mkdir(parents=True)
-    found = await fetch_model(store, model.token, tmp_path / "work/deeper")
-    if what.startswith("the model with"):
-        assert isinstance(found, aionn.Model)
-        return
+    found = await fetch_model(store, model.token, len(DAMAGED[what]), tmp_path / "work/deeper")
     assert isinstance(found, Refusal)
     assert found.reason in DAMAGED_REASONS, found
-    assert not escaped(tmp_path)
     files = await content_of(model)
     assert files is not None
     assert await put_model(store, model.token, files, anew=True)
     (tmp_path / "again").mkdir()
-    assert isinstance(await fetch_model(store, model.token, tmp_path / "again"), aionn.Model)
+    assert isinstance(await fetch_model(store, model.token, object_size(files), tmp_path / "again"), aionn.Model)
 
 
 @pytest.mark.anyio
@@ -189,14 +201,64 @@ async def test_a_check_names_and_removes_a_damaged_model(tmp_path: Path, what: s
     await put_model(store, whole.token, others)
     await store.requests.replace(model_path(model.token), DAMAGED[what])
     found = await check_store(store, claimed_files, remove=True)
-    sound = what.startswith("the model with")
-    assert (found.models, found.removed) == (2, 0 if sound else 1)
+    assert (found.models, found.removed) == (2, 1)
     assert found.size_bytes == object_size(others) + len(DAMAGED[what])
-    assert [(one.path, one.reason in DAMAGED_REASONS) for one in found.bad] == ([] if sound else [(model_path(model.token), True)])
+    assert [(one.path, one.reason in DAMAGED_REASONS) for one in found.bad] == [(model_path(model.token), True)]
     assert await store.requests.find(model_path(whole.token)) is not None
-    assert not escaped(tmp_path)
     await put_model(store, model.token, files)
     assert (await check_store(store, claimed_files)).bad == ()
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("what", SOUND)
+async def test_a_name_of_a_file_is_never_one_of_the_file_system(tmp_path: Path, what: str) -> None:
+    store = ArtifactStore(open_address(tmp_path / "store", patience_s=20, make=True))
+    model = aionn.Model.from_onnx(CONTENT)
+    await store.requests.replace(model_path(model.token), SOUND[what])
+    (tmp_path / "work/deeper").mkdir(parents=True)
+    found = await fetch_model(store, model.token, len(SOUND[what]), tmp_path / "work/deeper")
+    assert isinstance(found, aionn.Model)
+    assert found.token == model.token
+    assert (await check_store(store, claimed_files, remove=True)).bad == ()
+    assert not escaped(tmp_path)
+
+
+NAMES = ("a" * 300, "a/" * 3000 + "b", "../escaped", FROM_ROOT, "weights/../weights/data", "./data", "nul\0", "1", "model.onnx")
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("name", NAMES, ids=lambda name: name[:12].replace("\0", "0"))
+async def test_weights_in_memory_arrive_under_any_name(tmp_path: Path, name: str) -> None:
+    """An app may give its weights in memory under a name that no file can have. The model is whole all the same."""
+    message = onnx.load_model_from_string(CONTENT)
+    onnx.external_data_helper.convert_model_to_external_data(message, location="given", size_threshold=64)
+    onnx.save_model(message, tmp_path / "model.onnx")
+    message = onnx.load_model(tmp_path / "model.onnx", load_external_data=False)
+    for tensor in message.graph.initializer:
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                entry.value = name
+    weights = (tmp_path / "given").read_bytes()
+    memory = Memory.allocate(len(weights))
+    memory.view()[: len(weights)] = weights
+    model = aionn.Model.from_onnx(message.SerializeToString(), memories={name: memory})
+    files = await content_of(model)
+    assert files is not None
+    assert [file.name for file in files] == ["", name]
+    store = ArtifactStore(open_address(tmp_path / "store", patience_s=20, make=True))
+    await put_model(store, model.token, files)
+    found = await check_store(store, claimed_files, remove=True)
+    assert (found.models, found.bad) == (1, ())
+    (tmp_path / "real").mkdir()
+    (tmp_path / "work").symlink_to(tmp_path / "real")
+    fetched = await fetch_model(store, model.token, object_size(files), tmp_path / "work")
+    assert isinstance(fetched, aionn.Model), fetched
+    inputs = {name: some_input(operand) for name, operand in model.inputs.items()}
+    async with aionn.Runtime(state_dir=tmp_path / "state", start=()) as runtime:
+        outputs = [await (await runtime.compile(one, devices=["reference"])).compute(inputs) for one in (model, fetched)]
+    for one, other in zip(outputs[0].values(), outputs[1].values(), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert not escaped(tmp_path)
 
 
 @pytest.mark.anyio

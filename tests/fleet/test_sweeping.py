@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -222,8 +223,8 @@ async def test_a_statement_that_is_written_again_after_its_removal_keeps_its_fil
     await age(folder_store, 31)
     remove = folder_store.requests.remove
 
-    async def then_write(path: str) -> bool:
-        removed = await remove(path)
+    async def then_write(path: str, *arguments: Any) -> bool:
+        removed = await remove(path, *arguments)
         if path == old.place.path:
             await folder_store.requests.replace(path, old.signed)
         return removed
