@@ -132,7 +132,11 @@ class IntegrityStore:
 
     def _opened_for_reading(self) -> sqlite3.Connection:
         self._read_only, database = True, read_database(self._path)
-        self._has_adopted = has_table(database)
+        try:
+            self._has_adopted = has_table(database)
+        except BaseException:
+            database.close()
+            raise
         return database
 
     def _prepare(self, database: sqlite3.Connection) -> None:

@@ -800,6 +800,22 @@ def test_a_database_of_another_schema_is_begun_anew(tmp_path: Path, cache: Cache
     same(store.load(cache.handles()), artifact())
 
 
+def test_records_that_cannot_be_read_leave_no_database_open(start: Start, cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The look at the tables fails after the database was opened."""
+    opened: list[sqlite3.Connection] = []
+
+    def fail(database: sqlite3.Connection) -> bool:
+        opened.append(database)
+        raise sqlite3.OperationalError("disk I/O error")
+
+    assert start().save(cache.handles(), artifact()) is None
+    monkeypatch.setattr(integrity, "has_table", fail)
+    refused(start(confined=False).load(cache.handles()), MissReason.IO_ERROR)
+    (database,) = opened
+    with pytest.raises(sqlite3.ProgrammingError, match="closed"):
+        database.execute("SELECT 1")
+
+
 @pytest.mark.parametrize("first", ["save", "load"])
 def test_a_database_that_is_damaged_under_a_running_driver_is_begun_anew(tmp_path: Path, cache: Cache, start: Start, first: str) -> None:
     store = start()

@@ -53,6 +53,7 @@ def test_a_row_of_another_type_is_no_plan(tmp_path: Path) -> None:
         index.history.keep_plan(SCOPE, b"plan")
         with sqlite3.connect(tmp_path / "index") as database:
             database.execute("UPDATE plans SET body = 'text'")
+        database.close()
         assert index.history.plan(SCOPE) is None
         index.history.keep_plan(SCOPE, b"anew")
         assert index.history.plan(SCOPE) == b"anew"

@@ -105,13 +105,22 @@ def limited(key: BuilderKey, **limits: object) -> bytes:
 
 @dataclass
 class Driver:
-    """What a driver does with an offer and with an entry, in this process, with a separate state directory."""
+    """What a driver does with an offer and with an entry, in this process, with a separate state directory.
+
+    The end of a `with` block closes its store of digests.
+    """
 
     state: Path
 
     def __post_init__(self) -> None:
         self.engine = RecordingEngine()
         self.artifacts = Artifacts(self.engine, self.state, DEVICE)
+
+    def __enter__(self) -> Driver:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.artifacts.close()
 
     def adopt(self, wanted: Statement, signed: bytes, paths: tuple[Path, ...], keys: bytes) -> Loaded:
         with opened(paths, wanted.key, keys) as handles:

@@ -74,8 +74,9 @@ def test_looking_at_records_removes_none_and_knows_the_device_by_its_name(tmp_pa
     made = make(tmp_path / "builder", small_model(), key)
     folder = device_folder(tmp_path / "state", DEVICE)
     folder.mkdir(parents=True, mode=0o700)
-    driver, keys = Driver(folder), limited(key, devices=(DEVICE,))
-    driver.adopt(made.statement, made.signed(key), made.paths, keys)
+    keys = limited(key, devices=(DEVICE,))
+    with Driver(folder) as driver:
+        driver.adopt(made.statement, made.signed(key), made.paths, keys)
     monkeypatch.setattr(records, "installed_engines", lambda: {ENGINE: ENGINE})
     found = looked_at(made, tmp_path / "state", keys)
     assert isinstance(found, Vouched)
@@ -83,4 +84,5 @@ def test_looking_at_records_removes_none_and_knows_the_device_by_its_name(tmp_pa
     refused = looked_at(made, tmp_path / "state", limited(key, devices=(ENGINE,)))
     assert isinstance(refused, Refusal)
     assert refused.reason is MissReason.REVOKED
-    driver.load(made.statement, made.paths, keys)  # only the driver itself removes a record
+    with Driver(folder) as driver:
+        driver.load(made.statement, made.paths, keys)  # only the driver itself removes a record

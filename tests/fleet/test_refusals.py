@@ -54,8 +54,9 @@ def made(tmp_path: Path, model: Model, key: BuilderKey) -> Made:
 
 
 @pytest.fixture
-def driver(tmp_path: Path) -> Driver:
-    return Driver(tmp_path / "state")
+def driver(tmp_path: Path) -> Iterator[Driver]:
+    with Driver(tmp_path / "state") as driver:
+        yield driver
 
 
 def refusal(error: CompilationError) -> MissReason:
@@ -256,9 +257,9 @@ def test_what_is_adopted_is_a_plain_hit_as_long_as_its_key_is_trusted(made: Made
     assert driver.adopt(made.statement, made.signed(key), made.paths, keys).outcome == "saved"
     assert driver.load(made.statement, made.paths, keys).key_id == key.public.id
     driver.artifacts.close()
-    again = Driver(driver.state)
-    again.load(made.statement, made.paths, keys)
-    again.load(made.statement, made.paths, limited(key, not_after_s=1.0))  # expiry ends adopting, not what was adopted
+    with Driver(driver.state) as again:
+        again.load(made.statement, made.paths, keys)
+        again.load(made.statement, made.paths, limited(key, not_after_s=1.0))  # expiry ends adopting, not what was adopted
 
 
 def test_the_engine_gets_the_very_buffer_that_was_digested(
@@ -380,20 +381,19 @@ def test_read_only_records_are_believed_and_revoked_as_others(
     driver.adopt(made.statement, made.signed(key), made.paths, keys)
     driver.artifacts.close()
     monkeypatch.setattr("aionn.caching.integrity.open_database", denied)
-    again = Driver(driver.state)
-    again.load(made.statement, made.paths, keys)
-    for _ in range(2):
-        with pytest.raises(CompilationError, match="revoked"):
-            again.load(made.statement, made.paths, keyring())
-    again.load(made.statement, made.paths, keys)
-    assert again.adopt(made.statement, made.signed(key), made.paths, keys).outcome.startswith("no_permission: ")
-    again.artifacts.close()
+    with Driver(driver.state) as again:
+        again.load(made.statement, made.paths, keys)
+        for _ in range(2):
+            with pytest.raises(CompilationError, match="revoked"):
+                again.load(made.statement, made.paths, keyring())
+        again.load(made.statement, made.paths, keys)
+        assert again.adopt(made.statement, made.signed(key), made.paths, keys).outcome.startswith("no_permission: ")
     (path,) = driver.state.glob("integrity-*.sqlite")
     with sqlite3.connect(path) as database:  # as an older release has left it
         database.execute("DROP TABLE adopted")
     database.close()
-    with pytest.raises(CompilationError, match="no_integrity_record"):
-        Driver(driver.state).load(made.statement, made.paths, keys)
+    with Driver(driver.state) as again, pytest.raises(CompilationError, match="no_integrity_record"):
+        again.load(made.statement, made.paths, keys)
 
 
 @pytest.mark.anyio
@@ -412,8 +412,8 @@ async def test_what_is_made_of_an_adopted_artifact_does_not_outlive_the_trust(tm
         await prepared.aclose()
         await loaded.aclose()
         device.close()
-    driver = Driver(tmp_path / "state")
-    adopted = driver.load(made.statement, made.paths, keys)
+    with Driver(tmp_path / "state") as driver:
+        adopted = driver.load(made.statement, made.paths, keys)
     own = msgspec.structs.replace(adopted, key_id=b"")
     assert identity_of_stored(adopted, options) != identity_of_stored(own, options)
 
@@ -424,10 +424,10 @@ def test_a_state_folder_that_cannot_be_written_to_serves_what_is_signed(
     """As in a read-only image: the artifact is verified at each start, and nothing is kept."""
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
-    driver = Driver(tmp_path / "link")
-    outcome = driver.adopt(made.statement, made.signed(key), made.paths, keyring(key.public)).outcome
-    assert outcome.startswith("unsafe: ")
-    assert len(driver.engine.loads) == 1
+    with Driver(tmp_path / "link") as driver:
+        outcome = driver.adopt(made.statement, made.signed(key), made.paths, keyring(key.public)).outcome
+        assert outcome.startswith("unsafe: ")
+        assert len(driver.engine.loads) == 1
 
 
 def test_without_cryptography_nothing_is_adopted(monkeypatch: pytest.MonkeyPatch, made: Made, key: BuilderKey, driver: Driver) -> None:

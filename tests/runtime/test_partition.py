@@ -207,6 +207,7 @@ def rewrite(cache: Path, change: Callable[[bytes, bytes], bytes]) -> int:
                 for scope, body in database.execute("SELECT scope, body FROM plans").fetchall():
                     database.execute("UPDATE plans SET body = ? WHERE scope = ?", (change(scope, body), scope))
                     done += 1
+            database.close()
     return done
 
 
