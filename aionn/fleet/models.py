@@ -83,11 +83,12 @@ async def put_model(store: ArtifactStore, token: bytes, files: Sequence[ModelFil
     return True
 
 
-async def fetch_model(store: ArtifactStore, token: bytes, size_bytes: int, folder: Path) -> Model | Refusal:
+async def fetch_model(store: ArtifactStore, token: bytes, most_bytes: int, folder: Path) -> Model | Refusal:
     """Fetch a model into an empty folder, and open it there.
 
     Args:
-        size_bytes: of the object (`object_size`). A store that sends more must not fill this machine's disk.
+        most_bytes: of the object. A store that sends more must not fill this machine's disk. Objects of one model may differ in size
+            (`object_size`), because files may hold bytes that the model does not use.
 
     Returns:
         The model, or why it cannot be opened: the store does not have it (ABSENT), has other bytes under its name (`DAMAGED`), or the
@@ -99,7 +100,7 @@ async def fetch_model(store: ArtifactStore, token: bytes, size_bytes: int, folde
     path, whole = model_path(token), folder / "object"
     try:
         with whole.open("xb") as file:
-            there = await store.requests.copy_object(path, size_bytes, file.fileno())
+            there = await store.requests.copy_object(path, most_bytes, file.fileno())
     except BadContentsError as error:
         return Refusal(MissReason.WRONG_BYTES, f"artifact store {store.address}: {error}")
     except OSError as error:

@@ -147,17 +147,17 @@ class Requests:
                     raise
         raise AssertionError("unreachable")
 
-    async def copy_object(self, path: str, size_bytes: int, fd: int) -> bool:
-        """Copy an object of a known length to a file. Return False if there is no such object. The caller checks the contents.
+    async def copy_object(self, path: str, most_bytes: int, fd: int) -> bool:
+        """Copy an object to a file. Return False if there is no such object. The caller checks the contents.
 
         Raises:
             StoreError: it cannot be read.
-            BadContentsError: it has another length. What the file holds is of no use, and it has no more than `size_bytes` bytes.
+            BadContentsError: it is longer, or has another length than the store says. The file has at most `most_bytes` bytes, of no use.
         """
-        return await self._copied(path, StoredFile(size_bytes, b""), fd)
+        return await self._copied(path, StoredFile(most_bytes, b""), fd)
 
     async def _copied(self, path: str, stored: StoredFile, fd: int | None) -> bool:
-        """Copy an object to a file. Return False if the store has no such object."""
+        """Copy an object to a file. Return False if the store has no such object. Without a digest, `stored` has the most bytes to take."""
         answer: Any = None
 
         async def opened() -> None:
@@ -169,9 +169,10 @@ class Requests:
             try:
                 await self._ask(f"reading {path}", opened)
                 length: int = answer.meta["size"]
-                if length != stored.length:
-                    raise BadContentsError(f"{path} has {length} bytes, expected {stored.length}")
-                await self._through(path, answer, stored, fd)
+                if length > stored.length or (stored.digest and length < stored.length):
+                    expected = f"{stored.length}" if stored.digest else f"at most {stored.length}"
+                    raise BadContentsError(f"{path} has {length} bytes, expected {expected}")
+                await self._through(path, answer, StoredFile(length, stored.digest), fd)
                 return True
             except (NotFoundError, FileNotFoundError):
                 return False

@@ -28,7 +28,7 @@ from aionn.ray.tasks import compile_order
 __all__ = ["NAME", "NAMESPACE", "Flights", "flights_actor"]
 
 NAMESPACE = "aionn"
-NAME = "flights-1"
+NAME = "flights-2"
 """The number is the version of the messages between app and actor (`orders`)."""
 
 MAX_RETRIES = 2

@@ -174,16 +174,20 @@ class HeldModel:
     async def _goes_on(self, spec: ModelSpec, digest: str) -> bool:
         """Return whether the attempt that runs compiles the contents of that digest. It goes on for `spec` then."""
         compiling = self._compiling
-        if compiling is None:
+        if compiling is None or self._is_ending():
             return False
         try:
             found = (await compiling.model.digest()).hex()
         except CallerError:  # its file was written over, so the attempt is of no use
             return False
-        if found != digest or compiling is not self._compiling:
+        if found != digest or compiling is not self._compiling or self._is_ending():
             return False
         await self._rename(spec)
         return True
+
+    def _is_ending(self) -> bool:
+        """Return whether the attempt was cancelled, and its driver may still have to end."""
+        return self._attempt is not None and self._attempt.cancelling() > 0
 
     async def _rename(self, spec: ModelSpec) -> None:
         """Note another specification of the same contents."""

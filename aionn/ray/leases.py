@@ -12,7 +12,8 @@ A model goes through these states. It takes a place in all of them but the first
     ending      a task closes it, or stops opening it because all models are being closed; new requests for it wait
     gone
 
-Requests do not own the opening of a model. So a request whose deadline is shorter than the opening finds the model open if it comes again.
+Requests do not own the opening of a model. So a request whose deadline is shorter than the opening finds the model open if it comes again,
+unless another model has waited for the place.
 A model keeps its place until it is open, although no request waits for it any more. If it lost the place to another model, two models whose
 requests have such deadlines could end each other's opening without end.
 
@@ -213,7 +214,8 @@ class Leases(Generic[T]):
             if needed > 0 and entry.state is _State.OPEN and not entry.leases:
                 self._close(entry, entry.opened.result())
                 needed -= 1
-        self._choose_who_leaves(needed > 0)
+        unwanted = sum(entry.state is _State.OPENING and not entry.leases for entry in self._entries.values())
+        self._choose_who_leaves(needed > unwanted)  # those will be idle, and no model in use has to make way for what they bring
 
     def _choose_who_leaves(self, needed: bool) -> None:
         """Have one model that is in use leave, if a place is needed. Otherwise the one that was chosen stays."""

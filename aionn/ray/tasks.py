@@ -96,7 +96,7 @@ async def _compiled(order: Order, key: BuilderKey, report: Report) -> OrderResul
         return OrderResult(key.public.id)
     with _work_folder() as folder:
         report("fetching the model")
-        model = await fetch_model(store, order.model_digest, order.model_bytes, folder)
+        model = await fetch_model(store, order.model_digest, order.memory_bytes, folder)
         if isinstance(model, Refusal):
             return OrderResult(refusal=str(model), kind=f"model: {model.reason.value}", model_lost=model.reason in _LOST)
         if (refused := await _compile(order, model, folder, report)) is not None:
