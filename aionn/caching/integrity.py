@@ -130,13 +130,11 @@ class IntegrityStore:
             return self._opened_for_reading()
 
     def _opened_for_reading(self) -> sqlite3.Connection:
-        self._read_only, database = True, read_database(self._path)
-        try:
-            self._has_adopted = has_table(database)
-        except BaseException:
-            database.close()
-            raise
-        return database
+        self._read_only = True
+        return read_database(self._path, self._look)
+
+    def _look(self, database: sqlite3.Connection) -> None:
+        self._has_adopted = has_table(database)
 
     def _prepare(self, database: sqlite3.Connection) -> None:
         database.execute("CREATE TABLE IF NOT EXISTS tokens (token BLOB PRIMARY KEY, used INTEGER NOT NULL) WITHOUT ROWID")
