@@ -110,8 +110,20 @@ async def test_a_store_that_sends_more_than_the_model_fills_no_disk(store: Artif
     found = await fetch_model(store, model.token, object_size(files), tmp_path / "work")
     assert isinstance(found, Refusal)
     assert found.reason is MissReason.WRONG_BYTES
-    assert f"has 3000000 bytes, expected {object_size(files)}" in found.detail
+    assert f"has 3000000 bytes, expected at most {object_size(files)}" in found.detail
     assert (tmp_path / "work/object").stat().st_size == 0
+
+
+@pytest.mark.anyio
+async def test_a_model_that_another_app_has_sent_in_another_size_is_fetched(store: ArtifactStore, tmp_path: Path) -> None:
+    model = aionn.Model.from_onnx(CONTENT)
+    files = await content_of(model)
+    assert files is not None
+    await put_model(store, model.token, files)
+    (tmp_path / "work").mkdir()
+    found = await fetch_model(store, model.token, 4 * object_size(files), tmp_path / "work")
+    assert isinstance(found, aionn.Model)
+    assert await found.digest() == model.token
 
 
 @pytest.mark.anyio

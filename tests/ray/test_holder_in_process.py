@@ -345,6 +345,40 @@ async def test_a_compile_in_the_background_is_made_again_if_its_file_has_changed
             assert (await holder.describe())["m"]["digest"] == digest
 
 
+async def test_an_upgrade_back_to_a_compile_that_is_being_cancelled_begins_it_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = written(tmp_path / "1.onnx", 2), written(tmp_path / "2.onnx", 3)
+    compiling, cancelled, ended, again = (asyncio.Event() for _ in range(4))
+    compile_model = aionn.ray.held.compile_model
+
+    async def compiled(*arguments: Any, **options: Any) -> aionn.Compilation:
+        if compiling.is_set():
+            again.set()
+            return await compile_model(*arguments, **options)
+        compiling.set()
+        try:
+            return await asyncio.Future()
+        finally:
+            cancelled.set()
+            await ended.wait()  # as for a driver that takes long to stop
+
+    monkeypatch.setattr(aionn.ray.held, "compile_model", compiled)
+    async with held(tmp_path, {"m": spec(one, tmp_path, required=False)}) as holder:
+        await compiling.wait()
+        upgrade = asyncio.create_task(holder.reconfigure(config(m=(two, None))))
+        await cancelled.wait()
+        upgrade.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await upgrade
+        assert not again.is_set()
+        back = asyncio.create_task(holder.reconfigure(config(m=(one, None))))
+        await anyio.wait_all_tasks_blocked()
+        ended.set()
+        with anyio.fail_after(30):
+            await back
+            await again.wait()  # no call has asked for it
+        assert (await holder.infer(X, "m"))["y"][0, 0] == 2.0
+
+
 async def test_a_failed_upgrade_takes_back_a_model_that_does_not_serve(tmp_path: Path) -> None:
     one, two = written(tmp_path / "1.onnx", 2), written(tmp_path / "2.onnx", 3)
     with FakeDevice() as fake:

@@ -223,6 +223,26 @@ async def test_a_model_that_no_request_waits_for_is_open_later_and_gives_its_pla
     assert (bench.opens, bench.most) == ({"a": 1, "b": 1}, 1)
 
 
+async def test_an_opening_without_requests_spares_a_model_in_use_and_not_an_idle_one() -> None:
+    bench = Bench()
+    leases, opening = Leases(bench.open, 2), bench.hold("open a")
+    used, gone = Request(leases, "c"), Request(leases, "a")
+    await settled()
+    gone.task.cancel()
+    await settled()
+    other = Request(leases, "b")
+    await settled()
+    late = Request(leases, "c")
+    await settled()
+    assert late.began.is_set(), "b takes the place of a, which no request wants, once a is open"
+    assert not other.began.is_set()
+    assert [await request.end() for request in (late, used)] == ["c", "c"]
+    await other.began.wait()  # c is idle now, so b need not wait for a
+    opening.set()
+    assert await other.end() == "b"
+    assert bench.opens == {"c": 1, "a": 1, "b": 1}
+
+
 async def test_an_opening_that_fails_without_requests_is_logged_and_gives_its_place_back(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench()
     leases, opening = Leases(bench.open, 1), bench.hold("open a")
