@@ -108,8 +108,7 @@ class IntegrityStore:
         self._has_adopted = True  # a read-only database of an older release has no such table
         self._used: dict[bytes, None] = {}  # tokens loaded since `note_uses`, the latest last
         try:
-            directory = private_state(state_directory)
-            self._path = device_database(directory, "integrity", device, version)
+            self._path = device_database(private_state(state_directory), "integrity", device, version)
             self._database = self._open() if confined else self._opened_for_reading()
         except (OSError, sqlite3.Error) as error:
             where = "$XDG_STATE_HOME/aionn, else ~/.local/state/aionn" if state_directory is None else str(state_directory)
