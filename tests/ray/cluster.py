@@ -1,13 +1,16 @@
 """A Ray cluster of one node, for all test processes of a run: `python -m tests.ray.cluster FIFO ADDRESS_FILE`.
 
 The node writes its address to a file when it is ready. It ends when no process holds the FIFO open for writing any more, so it ends also if
-those processes were killed. Dashboard, usage statistics and object store are off or as small as Ray allows.
+those processes were killed. A process that comes later starts another node. Dashboard, usage statistics and object store are off or as
+small as Ray allows.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import select
 import shutil
 import subprocess
 import sys
@@ -30,6 +33,9 @@ ENVIRONMENT = {
 }
 
 FARM_DEVICES = ("onnxruntime", "aionn.testing.fake_engine:FakeEngine")
+LOCK = "ray-lock"
+"""The name of a lock beside the address file. A process holds the lock while it starts a node, joins the node or ends it."""
+
 FARM_KEY = "farm.key"
 """The key of the node's builder lies under this name beside the address file."""
 
@@ -45,20 +51,29 @@ def shared_cluster(folder: Path) -> Iterator[str]:
         Its address, for `ray.init(address=...)`.
     """
     fifo, address_file, log = folder / "ray-cluster", folder / "ray-address", folder / "ray-log"
-    with filelock.FileLock(folder / "ray-lock", timeout=STARTED_WITHIN_S):
+    with filelock.FileLock(folder / LOCK, timeout=STARTED_WITHIN_S):
         if not fifo.exists():
             os.mkfifo(fifo)
-        holder = os.open(fifo, os.O_RDWR | os.O_CLOEXEC)  # a FIFO that is open for both never blocks
         try:
-            if not address_file.exists():
+            holder = _join(fifo)
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            both = os.open(fifo, os.O_RDWR | os.O_CLOEXEC)  # a FIFO that is open for both never blocks
+            try:
                 _start(fifo, address_file, log)
-        except BaseException:
-            os.close(holder)
-            raise
+                holder = _join(fifo)
+            finally:
+                os.close(both)
     try:
         yield address_file.read_text()
     finally:
         os.close(holder)
+
+
+def _join(fifo: Path) -> int:
+    """Open the FIFO as a user. Fails with ENXIO if no node runs, because only the node reads."""
+    return os.open(fifo, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def _start(fifo: Path, address_file: Path, log: Path) -> None:
@@ -93,6 +108,7 @@ def main(fifo: str, address_file: str) -> None:
     os.dup2(2, 1)  # Ray and its children must not hold the pipe
     os.set_inheritable(ready.fileno(), False)
     key = Path(address_file).with_name(FARM_KEY)
+    key.unlink(missing_ok=True)  # of a node that has ended
     BuilderKey.generate("farm").save(key)
     os.environ["AIONN_FARM_KEY"] = os.fspath(key)  # for the worker processes of the node
     folder = tempfile.mkdtemp(prefix="aionn-ray-")  # Ray makes sockets in it, whose paths must be short
@@ -109,11 +125,26 @@ def main(fifo: str, address_file: str) -> None:
         Path(address_file).write_text(started.address_info["address"])
         ready.write("ready\n")
         ready.close()
-        while os.read(users, 1):
-            pass
-        ray.shutdown()
+        with _without_users(users, Path(address_file).with_name(LOCK)):
+            ray.shutdown()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _without_users(users: int, lock: Path) -> Iterator[None]:
+    """Wait until the last user has left. Later users wait until the body has ended, and then start another node."""
+    os.set_blocking(users, False)
+    while True:
+        select.select([users], [], [])
+        with filelock.FileLock(lock):
+            try:
+                os.read(users, 1)  # nothing, and no error, if there is no user
+            except BlockingIOError:
+                continue  # a user came meanwhile
+            os.close(users)
+            yield
+            return
 
 
 if __name__ == "__main__":

@@ -32,16 +32,22 @@ class Watched(aionn.ray.Holder):
         await super().__init__(models, **arguments)
         self._built_in = threading.get_native_id()
         self._first_drivers = await self._drivers()
+        self._configs: list[object] = []
+
+    async def reconfigure(self, user_config: Any) -> None:
+        await super().reconfigure(user_config)
+        self._configs.append(user_config)
 
     async def _drivers(self) -> list[int]:
         return [device.pid for device in self.runtime.health().devices if device.pid is not None]
 
     async def who(self) -> dict[str, Any]:
-        """Return the process and its drivers, and whether the thread of the constructor has lived until now."""
+        """Return the process, its drivers, the configs that it has taken or outlived, and whether the constructor's thread still lives."""
         return {
             "pid": os.getpid(),
             "drivers": await self._drivers(),
             "first_drivers": self._first_drivers,
+            "configs": self._configs,
             "same_thread": self._built_in == threading.get_native_id(),
         }
 

@@ -104,6 +104,13 @@ async def replicas(handle: Any, count: int, without: frozenset[int] = frozenset(
     return found
 
 
+async def until_configured(handle: Any, pid: int, user_config: Any) -> None:
+    """Return when that replica has taken a config, or has failed at it and goes on."""
+    with anyio.fail_after(60):
+        while (one := await handle.who.remote())["pid"] != pid or one["configs"][-1:] != [user_config]:  # noqa: ASYNC110
+            await anyio.sleep(0.01)
+
+
 def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
@@ -410,6 +417,8 @@ async def test_versions_change_under_open_streams(app: App) -> None:
     async with watching(handle, app.folder, 2) as viewer:
         for factor, path in ((3.0, files[3]), (3.0, str(app.folder / "broken.onnx")), (2.0, files[2])):
             await app.deploy(models, holder, config(path), num_replicas=2)
+            for pid in pids:  # the status is healthy before Serve begins, too, and a broken version changes no frame
+                await until_configured(handle, pid, config(path))
             await viewer.frames(partial(shows, factor))
             await app.status(healthy)
         came = [len(seen) for seen in viewer.seen]

@@ -231,5 +231,6 @@ async def test_a_killed_driver_moves_no_count(runtime: aionn.Runtime, fake: Fake
         await kill_under(device.pid, lambda: burst.compute(frame()))
         await burst.compute(frame())
         (slot,) = slots(Kind.BURST)
-        assert (slot.counters["computed"], slot.counters["connections"], slot.in_flight) == (slot.counters["computed"], 2, 0)
+        assert [slot.counters[name] for name in ("computed", "died", "connections")] == [2, 1, 2]
+        assert slot.in_flight == 0
         assert slots(Kind.PAST_BURSTS)[0].counters["computed"] == 0

@@ -491,7 +491,7 @@ async def test_a_new_model_takes_the_state_over_and_recovers(fake: FakeDevice) -
 
 @leaves_nothing
 async def test_closing_ends_the_calls_that_wait(fake: FakeDevice) -> None:
-    async with aionn.Runtime() as runtime:
+    async with aionn.Runtime(hang_s=None) as runtime:  # or the end of a hung driver would end them, too
         compilation = await runtime.compile(model(), devices=(fake.name,))
         voice = compilation.recurrent(STATES, snapshot_every=1)
         with pytest.raises(aionn.CallerError, match="this stream is not open"):
