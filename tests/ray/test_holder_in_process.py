@@ -348,9 +348,8 @@ async def test_a_compile_in_the_background_is_made_again_if_its_file_has_changed
 async def test_an_upgrade_back_to_a_compile_that_is_being_cancelled_begins_it_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = written(tmp_path / "1.onnx", 2), written(tmp_path / "2.onnx", 3)
     compiling, cancelled, ended, again = (asyncio.Event() for _ in range(4))
-    compile_model = aionn.ray.held.compile_model
 
-    async def compiled(*arguments: Any, **options: Any) -> aionn.Compilation:
+    async def compiled(*arguments: Any, **options: Any) -> tuple[aionn.Compilation, str]:
         if compiling.is_set():
             again.set()
             return await compile_model(*arguments, **options)
@@ -361,7 +360,7 @@ async def test_an_upgrade_back_to_a_compile_that_is_being_cancelled_begins_it_an
             cancelled.set()
             await ended.wait()  # as for a driver that takes long to stop
 
-    monkeypatch.setattr(aionn.ray.held, "compile_model", compiled)
+    monkeypatch.setattr(held_module, "compile_model", compiled)
     async with held(tmp_path, {"m": spec(one, tmp_path, required=False)}) as holder:
         await compiling.wait()
         upgrade = asyncio.create_task(holder.reconfigure(config(m=(two, None))))
