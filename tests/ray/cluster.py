@@ -139,7 +139,7 @@ def _without_users(users: int, lock: Path) -> Iterator[None]:
         select.select([users], [], [])
         with filelock.FileLock(lock):
             try:
-                os.read(users, 1)  # nothing, and no error, if there is no user
+                os.read(users, 1)  # raises only if the FIFO has a writer, which is a user
             except BlockingIOError:
                 continue  # a user came meanwhile
             os.close(users)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -345,39 +346,6 @@ async def test_a_compile_in_the_background_is_made_again_if_its_file_has_changed
             assert (await holder.describe())["m"]["digest"] == digest
 
 
-async def test_an_upgrade_back_to_a_compile_that_is_being_cancelled_begins_it_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, two = written(tmp_path / "1.onnx", 2), written(tmp_path / "2.onnx", 3)
-    compiling, cancelled, ended, again = (asyncio.Event() for _ in range(4))
-
-    async def compiled(*arguments: Any, **options: Any) -> tuple[aionn.Compilation, str]:
-        if compiling.is_set():
-            again.set()
-            return await compile_model(*arguments, **options)
-        compiling.set()
-        try:
-            return await asyncio.Future()
-        finally:
-            cancelled.set()
-            await ended.wait()  # as for a driver that takes long to stop
-
-    monkeypatch.setattr(held_module, "compile_model", compiled)
-    async with held(tmp_path, {"m": spec(one, tmp_path, required=False)}) as holder:
-        await compiling.wait()
-        upgrade = asyncio.create_task(holder.reconfigure(config(m=(two, None))))
-        await cancelled.wait()
-        upgrade.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await upgrade
-        assert not again.is_set()
-        back = asyncio.create_task(holder.reconfigure(config(m=(one, None))))
-        await anyio.wait_all_tasks_blocked()
-        ended.set()
-        with anyio.fail_after(30):
-            await back
-            await again.wait()  # no call has asked for it
-        assert (await holder.infer(X, "m"))["y"][0, 0] == 2.0
-
-
 async def test_a_failed_upgrade_takes_back_a_model_that_does_not_serve(tmp_path: Path) -> None:
     one, two = written(tmp_path / "1.onnx", 2), written(tmp_path / "2.onnx", 3)
     with FakeDevice() as fake:
@@ -407,12 +375,27 @@ async def test_a_failed_upgrade_takes_back_a_model_whose_version_before_is_missi
             assert (await holder.describe())["a"]["digest"] == ""
 
 
-async def test_an_upgrade_that_is_cancelled_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, two = written(tmp_path / "1.onnx", 2), written(tmp_path / "2.onnx", 3)
-    begun, cancelled, stop = anyio.Event(), anyio.Event(), anyio.Event()
+@dataclass
+class CancelledUpgrade:
+    """An upgrade that was cancelled while it cancelled the compile of version `one`, a file that scales by 2.
+
+    Attributes:
+        stop: lets that compile end, and later ones run. again: set when a second compile begins.
+    """
+
+    holder: aionn.ray.Holder
+    one: str
+    stop: anyio.Event
+    again: anyio.Event
+
+
+@asynccontextmanager
+async def cancelled_upgrade(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[CancelledUpgrade]:
+    one, two = written(folder / "1.onnx", 2), written(folder / "2.onnx", 3)
+    begun, cancelled, stop, again = (anyio.Event() for _ in range(4))
 
     async def compile_until(runtime: aionn.Runtime, name: str, asked: aionn.ray.ModelSpec, **options: Any) -> tuple[aionn.Compilation, str]:
-        begun.set()
+        (again if begun.is_set() else begun).set()
         try:
             await stop.wait()
         except asyncio.CancelledError:
@@ -422,15 +405,32 @@ async def test_an_upgrade_that_is_cancelled_changes_nothing(tmp_path: Path, monk
         return await compile_model(runtime, name, asked, **options)
 
     monkeypatch.setattr(held_module, "compile_model", compile_until)
-    async with held(tmp_path, {"m": spec(one, tmp_path, required=False)}) as holder:
+    async with held(folder, {"m": spec(one, folder, required=False)}) as holder:
         await begun.wait()
         upgrade = asyncio.create_task(holder.reconfigure(config(m=(two, None))))
         await cancelled.wait()
         upgrade.cancel()
         with pytest.raises(asyncio.CancelledError):
             await upgrade
-        stop.set()
-        assert (await holder.infer(X))["y"].tolist() == [[2.0] * 16]
+        yield CancelledUpgrade(holder, one, stop, again)
+
+
+async def test_an_upgrade_that_is_cancelled_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with cancelled_upgrade(tmp_path, monkeypatch) as upgrade:
+        upgrade.stop.set()
+        assert (await upgrade.holder.infer(X))["y"].tolist() == [[2.0] * 16]
+
+
+async def test_an_upgrade_back_to_a_compile_that_is_being_cancelled_begins_it_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with cancelled_upgrade(tmp_path, monkeypatch) as upgrade:
+        assert not upgrade.again.is_set()
+        back = asyncio.create_task(upgrade.holder.reconfigure(config(m=(upgrade.one, None))))
+        await anyio.wait_all_tasks_blocked()
+        upgrade.stop.set()
+        with anyio.fail_after(30):
+            await back
+            await upgrade.again.wait()  # no call has asked for it
+        assert (await upgrade.holder.infer(X, "m"))["y"][0, 0] == 2.0
 
 
 async def test_a_long_start_is_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
