@@ -1,0 +1,67 @@
+"""The house counts what there is to carry, and what a call runs through. The bounds may only fall.
+
+`python -m tests.bench walk` and `python -m tests.bench size` print the counts. A bound is the count that was measured when it was set.
+Tasks of the runtime run beside a step by chance, so the bound of a longer step leaves room for them.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.bench import size
+
+# step: calls, files, bytecodes (of Python 3.11)
+MOST: dict[str, tuple[int, int, int]] = {
+    "compile without cache": (483, 61, 9_500),
+    "MISS": (871, 90, 13_900),
+    "HIT": (412, 65, 8_100),
+    "compute, first of a compilation": (482, 55, 11_900),
+    "compute, hot": (12, 5, 383),
+    "burst, open": (243, 37, 6_400),
+    "burst.compute, usual": (5, 3, 253),
+    "swap": (1_605, 99, 34_000),
+}
+MOST_CODE_LINES = 40_590
+MOST_FILES = 409
+MOST_LINES_OF_C = 5_142
+MOST_NAMES_DEFINED_TWICE = 25
+MOST_VERBS_FOR_AN_END = 22
+
+
+@pytest.mark.no_cover
+def test_a_call_runs_through_no_more_code_than_before() -> None:
+    root = Path(__file__).parents[1]
+    command = [sys.executable, "-m", "tests.bench", "walk", "--json"]
+    kinds = 3 if sys.version_info[:2] == (3, 11) else 2  # other versions of Python have other bytecodes
+    least: dict[str, tuple[int, ...]] = {}
+    for _ in range(3):
+        found = json.loads(subprocess.run(command, cwd=root, check=True, stdin=subprocess.DEVNULL, capture_output=True, text=True).stdout)
+        for step, entry in found.items():
+            counts = tuple(entry[what] for what in ("calls", "files", "bytecodes")[:kinds])
+            least[step] = tuple(map(min, counts, least.get(step, counts)))
+        more = {step: (counts, MOST[step]) for step, counts in least.items() if any(map(operator.gt, counts, MOST[step]))}
+        if not more:
+            break
+    assert least.keys() == MOST.keys()
+    assert more == {}
+
+
+def test_there_is_no_more_code_than_before() -> None:
+    found = size.measured()
+    assert found["code lines"] <= MOST_CODE_LINES
+    assert found["files"] <= MOST_FILES
+    assert found["lines of C"] <= MOST_LINES_OF_C
+    assert len(found["class names defined twice"]) <= MOST_NAMES_DEFINED_TWICE
+    assert len(found["verbs for an end"]) <= MOST_VERBS_FOR_AN_END
+
+
+def test_a_code_line_is_no_comment_and_no_docstring() -> None:
+    heading = '"""A module."""\n\n# a comment\nx = [\n    1,\n]  # code\n'
+    text = heading + 'def f() -> str:\n    """Return a text.\n\n    Lines."""\n    return """a\nb"""\n'
+    assert size.code_lines(text) == 6
