@@ -26,6 +26,7 @@ import aionn
 from aionn.errors import AionnError, CallerError, DeadlineError, DriverDiedError, DriverHungError, MemoryAllocationError
 from aionn.errors import again as fresh
 from aionn.hal.values import outside_frames
+from aionn.runtime.progress import expecting
 from aionn.runtime.runtime import opened_of
 
 __all__ = ["ModelSpec", "Models", "Wanted", "checked_models"]
@@ -146,7 +147,7 @@ class Models:
     async def _prepare(self, wanted: Wanted) -> None:
         """Compile a model, and try again after an error that may pass. Stays, so that health shows the failure, after one that will not."""
         pause_s = _FIRST_PAUSE_S
-        with self._session.reports.preparations.expecting(wanted.name, bool(wanted.options.get("required", True))) as shown:
+        with expecting(self._session.reports, wanted.name, bool(wanted.options.get("required", True))) as shown:
             while (error := await self._attempt(wanted)) is not None:
                 if not self._session.is_open:
                     return

@@ -16,7 +16,7 @@ from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model
 from aionn.hal.types import CacheFiles
 
-__all__ = ["CompileBackend", "CompileRequest", "Offered"]
+__all__ = ["ArtifactRequest", "CompileBackend", "Offered"]
 
 
 def _ignore_words(words: str) -> None:
@@ -24,7 +24,7 @@ def _ignore_words(words: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class CompileRequest:
+class ArtifactRequest:
     """The artifact that a compile asks a backend for.
 
     Attributes:
@@ -91,7 +91,7 @@ class CompileBackend(Protocol):
         """How many seconds a compile waits for an answer. Then the model is compiled on this machine."""
         ...
 
-    async def compile(self, request: CompileRequest) -> Offered | None:
+    async def compile(self, request: ArtifactRequest) -> Offered | None:
         """Return an artifact for the request. Returns None if the backend has no such artifact.
 
         The task is cancelled when the compile does not wait any more. An error counts as None, and is logged.

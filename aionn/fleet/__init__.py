@@ -24,7 +24,7 @@ What drivers need lies in `aionn.caching`: `statement` (the signed statement), `
 """
 
 from aionn.caching.keyring import decode_public_key, encode_public_key, keyring_folder, read_keyring
-from aionn.caching.offers import CompileBackend, CompileRequest, Offered
+from aionn.caching.offers import ArtifactRequest, CompileBackend, Offered
 from aionn.caching.statement import Statement, claimed_statement, sign_statement, statement_of, verified_statement
 from aionn.fleet.adopting import adopt, use_backend
 from aionn.fleet.asking import StoreBackend
@@ -35,9 +35,9 @@ from aionn.hal.trust import Keyring, TrustedKey
 from aionn.runtime.model import content_of
 
 __all__ = [
+    "ArtifactRequest",
     "BuilderKey",
     "CompileBackend",
-    "CompileRequest",
     "Keyring",
     "ModelFile",
     "Offered",

@@ -14,7 +14,7 @@ import anyio
 
 from aionn.caching.keyring import read_keyring
 from aionn.caching.manifest import StoredFile
-from aionn.caching.offers import CompileRequest, Offered
+from aionn.caching.offers import ArtifactRequest, Offered
 from aionn.caching.outcomes import MissReason, Refusal, refusal_of_os_error
 from aionn.caching.statement import Statement
 from aionn.caching.store.threads import run_in_thread
@@ -59,7 +59,7 @@ class StoreBackend:
         self._store = ArtifactStore(open_address(address, patience_s=patience_s))
         self._pauses = Pauses(_log, "%s; models are compiled here meanwhile")
 
-    async def compile(self, request: CompileRequest) -> Offered | None:
+    async def compile(self, request: ArtifactRequest) -> Offered | None:
         """Return the artifact for a request, or None if the store has none or does not answer. The caller closes the artifact."""
         if self._pauses.paused("store"):
             return None
@@ -70,7 +70,7 @@ class StoreBackend:
         return found
 
 
-async def ask_store(store: ArtifactStore, request: CompileRequest) -> Offered | Refusal | None:
+async def ask_store(store: ArtifactStore, request: ArtifactRequest) -> Offered | Refusal | None:
     """Return the artifact for a request, which the caller closes.
 
     Returns:

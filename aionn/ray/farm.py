@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 import anyio
 
-from aionn.caching.offers import CompileRequest, Offered
+from aionn.caching.offers import ArtifactRequest, Offered
 from aionn.caching.outcomes import Refusal
 from aionn.caching.statement import Statement
 from aionn.caching.token import decode_parts
@@ -121,7 +121,7 @@ class Farm:
 
     # --- for a runtime ---------------------------------------------------------------------------------------------------
 
-    async def compile(self, request: CompileRequest) -> Offered | None:
+    async def compile(self, request: ArtifactRequest) -> Offered | None:
         """Return the artifact for a request, from the store or compiled now. Returns None if the farm has none, and logs why."""
         if self._pauses.paused(_STORE):
             return None
@@ -146,7 +146,7 @@ class Farm:
             self._pauses.log(error.kind, text_of(error))
         return None
 
-    async def _from_nodes(self, request: CompileRequest) -> Offered | None:
+    async def _from_nodes(self, request: ArtifactRequest) -> Offered | None:
         """Have a node compile a model, and fetch the artifact. Returns None if the model cannot be sent to a farm."""
         files = await content_of(request.model)
         order = None if files is None else self._order(request, object_size(files))
@@ -165,7 +165,7 @@ class Farm:
         request.report("farm: fetching the artifact")
         return await self._fetch_artifact(order, result)
 
-    def _order(self, request: CompileRequest, model_bytes: int) -> Order | None:
+    def _order(self, request: ArtifactRequest, model_bytes: int) -> Order | None:
         """Return the order for a task, or None if a task could not make the same artifact."""
         parts, options = decode_parts(request.parts), request.options
         own = options.of(request.device)

@@ -13,9 +13,9 @@ The lines stand in the order of imports. A package or module here imports the on
     session      what the parts need from an open runtime
     serving      what serves now, and the swap                             processes    driver processes
     model        `Model.load` opens an ONNX file, and reads what is needed when it is needed; `Model.from_onnx` reads it whole
-    asked        checks what `compile` is asked for                        loop       `run`: a main function on uvloop
+    loop         `run`: a main function on uvloop
+    progress     how a compilation and its preparations are shown
     reports      what a runtime shows on its statistics page, and as events      health  what `Runtime.health` returns
-    preparations  what is being prepared now, and in which step
     events       who listens to what happens (`aionn.events` has the types)
     logs         what log records carry beside their text                  traced     what connects a runtime to traces
     imports      what an open runtime needs, imported while a driver starts

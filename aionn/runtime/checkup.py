@@ -17,8 +17,8 @@ from aionn.caching.outcomes import MissReason
 from aionn.pages.app_layout import ANSWERED, DROPPED
 from aionn.runtime.health import CompilationHealth, Health, HealthPolicy, State
 from aionn.runtime.parts import CompilationParts
-from aionn.runtime.preparations import ASKING, FAILED, LOADING, LOOKING, READING, STARTING, Preparation
 from aionn.runtime.preparing.renewal import Renewal
+from aionn.runtime.progress import ASKING, FAILED, LOADING, LOOKING, READING, STARTING, Progress
 from aionn.runtime.session import Session
 from aionn.runtime.streaming.connection import BurstConnection
 
@@ -84,7 +84,7 @@ class HealthWatch:
         now_ns, alive = time.monotonic_ns(), self._alive()
         drivers = [one.health for usual in list(session.devices.by_name.values()) for one in (usual, usual.low_priority) if one is not None]
         devices = tuple(driver for driver in drivers if driver is not None)
-        under_way = list(reports.preparations.under_way.values())
+        under_way = list(reports.under_way.values())
         compilations = [_prepared_now(preparation, now_ns) for preparation in under_way]
         compilations += [_at_rest(renewal) for renewal in alive if renewal.preparation is None]
         if not session.is_open:
@@ -109,10 +109,10 @@ class HealthWatch:
         return [f"the event loop has stood still for {late_s:.1f} s"]
 
     def _judged(
-        self, under_way: Sequence[Preparation], compilations: Sequence[CompilationHealth], alive: Sequence[Renewal]
+        self, under_way: Sequence[Progress], compilations: Sequence[CompilationHealth], alive: Sequence[Renewal]
     ) -> tuple[State, list[str]]:
         shown = list(zip(under_way, compilations, strict=False))  # the first compilations are those under way
-        missing = [one for preparation, one in shown if preparation.required and _keeps_waiting(preparation)]
+        missing = [one for preparation, one in shown if preparation.named.required and _keeps_waiting(preparation)]
         if missing:
             return "compiling" if any(one.state == "preparing" for one in missing) else "starting", [str(one) for one in missing]
         if not self._has_served:
@@ -154,16 +154,16 @@ class _Drops:
         self.rate = dropped / frames if frames >= _LEAST_FRAMES else 0.0
 
 
-def _keeps_waiting(preparation: Preparation) -> bool:
+def _keeps_waiting(preparation: Progress) -> bool:
     """Return whether calls would wait for long. A model that is only loaded again keeps its callers for less than a restart of traffic."""
     return preparation.cause == "first" or preparation.step not in _QUICK  # the others wait for a compile, here or elsewhere
 
 
-def _prepared_now(preparation: Preparation, now_ns: int) -> CompilationHealth:
+def _prepared_now(preparation: Progress, now_ns: int) -> CompilationHealth:
     failure = preparation.failure
     return CompilationHealth(
-        preparation.name,
-        preparation.required,
+        preparation.named.name,
+        preparation.named.required,
         "failed" if failure else "preparing",
         preparation.device,
         preparation.step,

@@ -50,9 +50,9 @@ class Compilation:
 
     def __init__(self, parts: CompilationParts) -> None:
         self._parts = parts
-        self.preference: ExecutionPreference = parts.renewal.options.preference
-        self.priority: Priority = parts.renewal.options.priority
-        options = parts.renewal.options
+        options = parts.renewal.request.options
+        self.preference: ExecutionPreference = options.preference
+        self.priority: Priority = options.priority
         self.threads: int | None = None if options.at_most else options.threads
         self.instances: int = options.instances
 

@@ -2,88 +2,193 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping, Sequence
-from contextlib import nullcontext
+import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import msgspec
 
 from aionn import trace
-from aionn.errors import DeadlineError
+from aionn.errors import CallerError, DeadlineError
+from aionn.events import Event
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model
+from aionn.hal.types import CACHE_TOKEN_BYTES, MAX_INSTANCES, MAX_THREADS, ExecutionPreference, Priority
+from aionn.hal.values import outside_frames
 from aionn.runtime.compilation import Compilation
+from aionn.runtime.events import checked_on_event
 from aionn.runtime.opened import Opened
-from aionn.runtime.parts import CompilationParts, compiled_parts, staged_parts
-from aionn.runtime.preparations import READING
+from aionn.runtime.parts import CompilationParts
+from aionn.runtime.preparing.in_time import digested, read
 from aionn.runtime.preparing.options import with_options
-from aionn.runtime.preparing.progress import CompilationReports, Named, Progress
-from aionn.runtime.preparing.reading import digested
-from aionn.runtime.preparing.renewal import Order
-from aionn.tasks import seconds_until
+from aionn.runtime.preparing.plan import checked_names, checked_stages, prepare_on_best
+from aionn.runtime.preparing.request import CompileRequest
+from aionn.runtime.progress import READING, CompilationReports, Named, Progress, step
+from aionn.runtime.session import Session
+from aionn.tasks import checked_count, checked_name, checked_seconds, deadline_of, seconds_until
 
 if TYPE_CHECKING:  # most apps make no stages
     from aionn.runtime.staging.stage import StagePolicy
 
-T = TypeVar("T")
+_PREFERENCES = {member.name.lower(): member for member in ExecutionPreference}
+_PRIORITIES = {member.name.lower(): member for member in Priority}
 
 
-class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """What a call of `Runtime.compile` asks for. All of it has been checked.
-
-    Attributes:
-        candidates: names of devices, best first, or None for every installed one. For mode "staged" those of the stages.
-        engine_options: `options` of the call, by device.
-        named: how the compilation is shown.
-    """
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """The arguments of `Runtime.compile`, as the app gave them."""
 
     model: Model
-    options: PrepareOptions
-    engine_options: Mapping[str, Mapping[str, object]] | None
-    candidates: Sequence[str] | None
-    mode: str
+    devices: Sequence[str] | None
+    preference: str
+    priority: str
+    threads: int | None
+    instances: int
     cache_dir: str | Path | None
     token: bytes | None
+    mode: str
+    stages: Sequence[str] | None
+    options: Mapping[str, Mapping[str, object]] | None
     idle_s: float | None
     timeout_s: float | None
-    named: Named
+    name: str | None
+    required: bool
+    on_event: Callable[[Event], object] | None
+
+    def request(self, opened: Opened, most_threads: int) -> CompileRequest:
+        """Check the arguments, and return what is asked for without engine options and cache. `most_threads`: of the runtime, or 0.
+
+        Raises:
+            CallerError, DeviceUnavailableError: as `Runtime.compile`.
+        """
+        self._check_modes()
+        options = self._prepare_options(most_threads)
+        named = Named(self._shown_name(), bool(self.required), checked_on_event(self.on_event))
+        names = checked_names(opened.devices, self.devices)
+        if self.stages is not None:
+            names = checked_stages(opened.devices, self.stages)
+        reports = CompilationReports(opened.session.reports, named, options.priority)
+        return CompileRequest(self.model, options, reports, names, None, checked_seconds("idle_s", self.idle_s))
+
+    def _prepare_options(self, most: int) -> PrepareOptions:
+        if not isinstance(self.preference, str) or self.preference not in _PREFERENCES:
+            raise CallerError(f"preference {self.preference!r}: it is one of {sorted(_PREFERENCES)}")
+        if not isinstance(self.priority, str) or self.priority not in _PRIORITIES:
+            raise CallerError(f"priority {self.priority!r}: it is one of {sorted(_PRIORITIES)}")
+        instances = checked_count("compile: instances", self.instances, 1, MAX_INSTANCES)
+        chosen = None if self.threads is None else checked_count("compile: threads", self.threads, 1, MAX_THREADS)
+        wanted = (chosen or 1) * instances
+        if most and wanted > most:
+            raise CallerError(
+                f"compile: threads={chosen} with instances={instances} needs {wanted} engine threads, but this runtime allows {most}; "
+                f"ask for fewer, or allow more with Runtime(threads=)"
+            )
+        return PrepareOptions(
+            _PREFERENCES[self.preference],
+            _PRIORITIES[self.priority],
+            deadline_of(self.timeout_s),
+            threads=most // instances if chosen is None else chosen,
+            at_most=chosen is None,
+            instances=instances,
+        )
+
+    def _shown_name(self) -> str:
+        """Return how it is shown: by the name that the app gave, the model's file without its suffix, or the model's token."""
+        name, model = checked_name("compile", self.name), self.model
+        return name or Path(getattr(model, "name", "")).stem or model.known_token.hex()[:16] or "model"
+
+    def _check_modes(self) -> None:
+        model: Any = self.model
+        token: Any = self.token
+        mode, stages, cache_dir = self.mode, self.stages, self.cache_dir
+        if not isinstance(model, Model):
+            raise CallerError(f"compile takes an aionn.Model, not {type(model).__name__}; open one with await aionn.Model.load(path)")
+        if mode not in ("eager", "jit", "staged"):
+            raise CallerError(f"mode {mode!r}: it is one of 'eager', 'jit', 'staged'")
+        if (stages is not None) != (mode == "staged"):
+            raise CallerError(f"stages={stages!r} with mode={mode!r}: give stages with mode='staged', and with no other mode")
+        if cache_dir is None and token is not None:
+            raise CallerError("a token without cache_dir has no use; give both, or neither for no caching")
+        if token is not None and not isinstance(token, bytes):
+            raise CallerError(f"token of type {type(token).__name__}: a token is {CACHE_TOKEN_BYTES} bytes, as model.token")
+        if token is not None and len(token) != CACHE_TOKEN_BYTES:
+            raise CallerError(f"token of {len(token)} bytes: a token has {CACHE_TOKEN_BYTES}, as model.token")
+        if not isinstance(cache_dir, str | os.PathLike | None):
+            raise CallerError(f"cache_dir of type {type(cache_dir).__name__}: give a path, or None for no caching")
+        if cache_dir is not None and not os.fspath(cache_dir):
+            raise CallerError("cache_dir is an empty path; give a directory, or None for no caching")
+        if mode == "staged" and self.devices is not None:
+            raise CallerError(f"devices={self.devices!r} with mode='staged': the stages name the devices; leave devices out")
 
 
-async def compiled(opened: Opened, wanted: Wanted, policy: StagePolicy | None) -> Compilation:
+async def compiled(opened: Opened, asked: Asked, most_threads: int, policy: StagePolicy | None) -> Compilation:
     """Make the compilation. `policy`: of the stages, for mode "staged" alone.
 
     Raises: as `Runtime.compile`.
     """
-    session, named = opened.session, wanted.named
-    reports = CompilationReports(session.reports, named, wanted.options.priority)
-    first = next(iter(opened.devices.installed if wanted.candidates is None else wanted.candidates), "")
-    with session.reports.preparations.preparing(named.name, named.required, first) as shown:
-        preparing = nullcontext() if wanted.mode == "jit" else Progress(reports, first, shown=shown)
-        with trace.about(model=named.name), trace.span("compile", preference=wanted.options.preference.name.lower()), preparing as progress:
-            work = _parts(opened, wanted, reports, policy, progress)
-            parts = await _within(wanted.timeout_s, wanted.options.deadline_ns, work)
-            opened.add(parts)
+    request = asked.request(opened, most_threads)
+    deadline_ns = request.options.deadline_ns
+    if deadline_ns is None:
+        return await _compiled(opened, asked, request, policy)
+    with anyio.move_on_after(seconds_until(deadline_ns)):
+        return await _compiled(opened, asked, request, policy)
+    raise DeadlineError(f"the model was not prepared within {asked.timeout_s} s; the compile has been cancelled")
+
+
+async def _compiled(opened: Opened, asked: Asked, request: CompileRequest, policy: StagePolicy | None) -> Compilation:
+    session, named = opened.session, request.reports.named
+    if asked.mode == "jit":
+        request = await _completed(opened, asked, request)
+        await read(session.tasks, request.model)  # the first execution is laid out before it is compiled
+        parts = CompilationParts(session, request)
+    else:
+        first = next(iter(opened.devices.installed if request.candidates is None else request.candidates), "")
+        with (
+            Progress(request.reports, first, cause="first") as progress,
+            trace.about(model=named.name),
+            trace.span("compile", preference=request.options.preference.name.lower()),
+        ):
+            request = await _completed(opened, asked, request)
+            if policy is not None:
+                parts = await _staged(session, request, policy, progress)
+            else:
+                found = await prepare_on_best(opened.devices, request)
+                progress.outcomes = found[1]
+                parts = CompilationParts(session, request, found)
+    opened.add(parts)
     return Compilation(parts)
 
 
-async def _parts(
-    opened: Opened, wanted: Wanted, reports: CompilationReports, policy: StagePolicy | None, progress: Progress | None
-) -> CompilationParts:
-    session, model, token = opened.session, wanted.model, wanted.token
-    complete = await with_options(opened.devices, wanted.options, wanted.engine_options, wanted.candidates)
-    if wanted.cache_dir is not None and token is None:
-        if progress is not None and not model.known_token:
-            progress.step(next(iter(wanted.candidates or opened.devices.installed), ""), READING)
-        token = await digested(session.tasks, model)
-    order = Order(complete, wanted.candidates, opened.cache(wanted.cache_dir, token), wanted.idle_s, reports=reports)
-    if policy is not None and progress is not None:
-        return await staged_parts(session, model, order, policy, progress)
-    return await compiled_parts(session, model, order, progress)
+async def _completed(opened: Opened, asked: Asked, request: CompileRequest) -> CompileRequest:
+    """Return what is asked for with engine options and cache, for which files are read."""
+    model, token = request.model, asked.token
+    if asked.options is not None:
+        options = await with_options(opened.devices, request.options, asked.options, request.candidates)
+        request = msgspec.structs.replace(request, options=options)
+    if asked.cache_dir is not None:
+        if token is None:
+            if not model.known_token:
+                step(next(iter(request.candidates or opened.devices.installed), ""), READING)
+            token = await digested(opened.session.tasks, model)
+        request = msgspec.structs.replace(request, cache=opened.cache(asked.cache_dir, token))
+    return request
 
 
-async def _within(timeout_s: float | None, deadline_ns: int | None, work: Awaitable[T]) -> T:
-    with anyio.move_on_after(seconds_until(deadline_ns)):
-        return await work
-    raise DeadlineError(f"the model was not prepared within {timeout_s} s; the compile has been cancelled")
+async def _staged(session: Session, request: CompileRequest, policy: StagePolicy, progress: Progress) -> CompilationParts:
+    """Prepare the stage that serves from the start, and make better ones. Return the parts of its compilation."""
+    from aionn.runtime.staging.first import prepare_first, stages_of
+
+    await digested(session.tasks, request.model)  # what the comparisons of stages are kept under
+    stages = stages_of(request.candidates or (), request.reports)
+    found = await prepare_first(session.devices, stages, request, policy)
+    progress.outcomes = found[1]
+    if outside_frames(request.model):
+        from aionn.runtime.executing.values import staged_refusal
+
+        found[0].release()
+        raise staged_refusal(request.model)
+    serving = next(stage.name for stage in stages if stage.state == "serving")
+    parts = CompilationParts(session, msgspec.structs.replace(request, stage=serving), found)
+    parts.begin_stages(stages, policy)
+    return parts

@@ -18,7 +18,7 @@ from aionn.caching.store import CacheStore
 from aionn.runtime.checkup import HealthWatch
 from aionn.runtime.health import HealthPolicy
 from aionn.runtime.parts import CompilationParts
-from aionn.runtime.preparing.cached import CacheChoice
+from aionn.runtime.preparing.request import CacheChoice
 from aionn.runtime.processes.devices import Devices
 from aionn.runtime.processes.spawning import GRACE_S, KILL_S, Settings
 from aionn.runtime.reports import Reports
@@ -79,10 +79,8 @@ class Opened:
         self.compilations.add(parts)
         self.health.watch(parts)
 
-    def cache(self, cache_dir: str | Path | None, token: bytes | None) -> CacheChoice | None:
-        """Return where a compilation is kept, or None for no caching."""
-        if cache_dir is None or token is None:
-            return None
+    def cache(self, cache_dir: str | Path, token: bytes) -> CacheChoice:
+        """Return where a compilation is kept."""
         path = os.path.abspath(cache_dir)
         store = self._stores.get(path)
         if store is None:

@@ -5,16 +5,12 @@ Bursts, recurrent streams and device memories hold the `Renewal`, never these pa
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from aionn import trace
 from aionn.errors import AionnError
-from aionn.hal.model import Model
 from aionn.hal.values import outside_frames
 from aionn.runtime.executing.arguments import Arguments
 from aionn.runtime.executing.attempt import Attempt, Call, Executor
@@ -23,11 +19,9 @@ from aionn.runtime.executing.device_roles import Part, part_of
 from aionn.runtime.executing.frame_layout import Outputs
 from aionn.runtime.executing.frames import Frames
 from aionn.runtime.executing.link import CLOSE_S
-from aionn.runtime.preparing.plan import prepare_on_best
 from aionn.runtime.preparing.preparation import Found
-from aionn.runtime.preparing.progress import Progress
-from aionn.runtime.preparing.reading import digested, read
-from aionn.runtime.preparing.renewal import Order, Renewal
+from aionn.runtime.preparing.renewal import Renewal
+from aionn.runtime.preparing.request import CompileRequest
 from aionn.runtime.serving.serving import Serving
 from aionn.runtime.session import Session
 from aionn.runtime.streaming.connection import BurstConnection, Connections
@@ -57,10 +51,11 @@ class CompilationParts:
         staging: makes better stages, in mode "staged".
     """
 
-    def __init__(self, session: Session, model: Model, order: Order, first: Found | None = None) -> None:
+    def __init__(self, session: Session, request: CompileRequest, first: Found | None = None) -> None:
         """`first`: what was prepared already, or None to prepare it at the first use."""
+        model = request.model
         self.session = session
-        self.renewal = Renewal(session, model, order, first)
+        self.renewal = Renewal(session, request, first)
         self.compiled = self.renewal.compiled
         self.staging: Staging | None = None
         self.arguments = arguments = Arguments(model)
@@ -68,7 +63,7 @@ class CompilationParts:
         self.renewal.disproved = lambda: arguments.disproved
         self._trials = Executor(arguments, Frames(_TRIALS), None)
         fallback = None
-        if order.candidates is None:  # devices that the app has named forbid any fallback
+        if request.candidates is None:  # devices that the app has named forbid any fallback
             from aionn.runtime.executing.fallback import Fallback
 
             fallback = Fallback(self.renewal, self._trials)
@@ -154,18 +149,9 @@ class CompilationParts:
         from aionn.runtime.staging.stages import Staging
         from aionn.runtime.staging.target import Target
 
-        renewal = self.renewal
-        options = dataclasses.replace(renewal.options, deadline_ns=None)
-        target = Target(
-            self.session.devices,
-            self.compiled,
-            renewal.model,
-            options,
-            renewal.cache,
-            _trial_runs(self._trials),
-            tuple(stage.name for stage in stages),
-            renewal.reports,
-        )
+        names = tuple(stage.name for stage in stages)
+        request = self.renewal.request.without_deadline()
+        target = Target(self.session.devices, self.compiled, request, _trial_runs(self._trials), names)
         self.staging = Staging(target, stages, policy)
         self.session.tasks.start_soon(self.staging.work, name="stages")
 
@@ -203,32 +189,3 @@ def _trial_runs(executor: Executor) -> Run:
         return await Attempt(executor, fixed_route(serving), call).run()
 
     return run
-
-
-async def compiled_parts(session: Session, model: Model, order: Order, progress: Progress | None) -> CompilationParts:
-    """Prepare a model now, or at its first use without a `progress`. Return the parts of its compilation."""
-    if progress is None:
-        await read(session.tasks, model)  # the first execution is laid out before it is compiled
-        return CompilationParts(session, model, order)
-    first = await prepare_on_best(session.devices, model, order.candidates, order.options, order.cache, progress)
-    progress.prepared(first[1])
-    return CompilationParts(session, model, order, first)
-
-
-async def staged_parts(session: Session, model: Model, order: Order, policy: StagePolicy, progress: Progress) -> CompilationParts:
-    """Prepare the stage that serves from the start, and make better ones. Return the parts of its compilation."""
-    from aionn.runtime.staging.first import prepare_first, stages_of
-
-    await digested(session.tasks, model)  # what the comparisons of stages are kept under
-    stages = stages_of(order.candidates or (), order.reports)
-    found = await prepare_first(session.devices, model, stages, order, policy, progress)
-    progress.prepared(found[1])
-    if outside_frames(model):
-        from aionn.runtime.executing.values import staged_refusal
-
-        found[0].release()
-        raise staged_refusal(model)
-    serving = next(stage.name for stage in stages if stage.state == "serving")
-    parts = CompilationParts(session, model, msgspec.structs.replace(order, stage=serving), found)
-    parts.begin_stages(stages, policy)
-    return parts

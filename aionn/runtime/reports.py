@@ -16,13 +16,13 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 from aionn.caching.outcomes import CacheOutcome, MissReason, Refusal
 from aionn.events import CacheRefused, DriverEnded, DriverHung, DriverStarted, Event, StageChanged
 from aionn.pages import BEAT_S, BurstSlot, Kind, close_page, open_page
 from aionn.pages.app_layout import CALL_TIMES, DEVICE_COUNTERS, EVICTED, FAILED_COMPILES, PID, REASONS, STAGE_COUNTERS, STARTS
 from aionn.runtime.events import Events
-from aionn.runtime.preparations import Preparations
 from aionn.runtime.traced import OutsideTracer, leave_source, share_source
 
 __all__ = ["DriverReports", "Reports"]
@@ -38,7 +38,7 @@ class Reports:
         page: the statistics page of this process.
         slot: of the runtime on that page.
         events: who listens to this runtime.
-        preparations: which compilations are being prepared.
+        under_way: the preparations (`Progress`) that the app waits for, by number, the oldest first.
         beat_ns: when the loop last ran its heartbeat (CLOCK_MONOTONIC).
         each_beat: bound methods that are called with each heartbeat, twice a second, as long as their objects live.
     """
@@ -49,7 +49,7 @@ class Reports:
         self.page = open_page()
         self.slot = self.page.slot(Kind.RUNTIME, self.name, "starting")
         self.events = Events()
-        self.preparations = Preparations()
+        self.under_way: dict[int, Any] = {}
         self.beat_ns = time.monotonic_ns()
         self.each_beat: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._compiling: Counter[tuple[str, bool]] = Counter()

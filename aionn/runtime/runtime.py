@@ -271,31 +271,27 @@ class Runtime:
             DeadlineError: it took longer than `timeout_s`.
             DriverDiedError, DriverHungError: the driver went away meanwhile.
         """
-        from aionn.runtime.asked import check_modes, options_of, shown_name, with_threads
-        from aionn.runtime.compiles import Wanted, compiled
-        from aionn.runtime.events import checked_on_event
-        from aionn.runtime.preparing.plan import checked_names, checked_stages
-        from aionn.runtime.preparing.progress import Named
+        from aionn.runtime.compiles import Asked, compiled
 
-        opened = self._opened.check()
-        prepare_options = with_threads(options_of(preference, priority, timeout_s), threads, instances, self._settings.threads)
-        check_modes(model, cache_dir, token, mode, stages, devices)
-        named = Named(shown_name(checked_name("compile", name), model), bool(required), checked_on_event(on_event))
-        idle = checked_seconds("idle_s", idle_s)
-        names = checked_names(opened.devices, devices)
-        wanted = Wanted(
+        asked = Asked(
             model=model,
-            options=prepare_options,
-            engine_options=options,
-            candidates=names if stages is None else checked_stages(opened.devices, stages),
-            mode=mode,
+            devices=devices,
+            preference=preference,
+            priority=priority,
+            threads=threads,
+            instances=instances,
             cache_dir=cache_dir,
             token=token,
-            idle_s=idle,
+            mode=mode,
+            stages=stages,
+            options=options,
+            idle_s=idle_s,
             timeout_s=timeout_s,
-            named=named,
+            name=name,
+            required=required,
+            on_event=on_event,
         )
-        return await compiled(opened, wanted, self.stage_policy if mode == "staged" else None)
+        return await compiled(self._opened.check(), asked, self._settings.threads, self.stage_policy if mode == "staged" else None)
 
     def health(self) -> Health:
         """Return whether the runtime can do the app's work now. It waits for nothing, and any thread may call it, at any time.

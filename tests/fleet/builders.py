@@ -10,7 +10,7 @@ from pathlib import Path
 
 import aionn
 from aionn.caching.manifest import Manifest, decode_manifest, file_names
-from aionn.fleet import BuilderKey, CompileRequest, Offered, encode_public_key
+from aionn.fleet import ArtifactRequest, BuilderKey, Offered, encode_public_key
 from aionn.hal.types import CacheFiles
 
 
@@ -67,10 +67,10 @@ class Backend:
 
     wait_s = 30.0
 
-    def __init__(self, answer: Callable[[CompileRequest], Awaitable[Offered | None]]) -> None:
-        self.answer, self.requests, self.offered = answer, list[CompileRequest](), list[Offered]()
+    def __init__(self, answer: Callable[[ArtifactRequest], Awaitable[Offered | None]]) -> None:
+        self.answer, self.requests, self.offered = answer, list[ArtifactRequest](), list[Offered]()
 
-    async def compile(self, request: CompileRequest) -> Offered | None:
+    async def compile(self, request: ArtifactRequest) -> Offered | None:
         self.requests.append(request)
         offered = await self.answer(request)
         if offered is not None:
@@ -79,7 +79,7 @@ class Backend:
 
 
 def offering(pushed: Pushed) -> Backend:
-    async def answer(request: CompileRequest) -> Offered:
+    async def answer(request: ArtifactRequest) -> Offered:
         return pushed.offer()
 
     return Backend(answer)

@@ -21,7 +21,7 @@ import aionn
 from aionn import fleet
 from aionn.caching.store import files
 from aionn.errors import CallerError
-from aionn.fleet import BuilderKey, CompileRequest, Offered
+from aionn.fleet import ArtifactRequest, BuilderKey, Offered
 from aionn.remote.device import RemoteDevice, RemotePreparedModel
 from aionn.runtime.preparing import adopting
 from aionn.runtime.runtime import Preference
@@ -191,13 +191,13 @@ async def test_without_an_offer_in_time_the_model_is_compiled(machine: Machine) 
     machine.trust_builder()
     cancelled = asyncio.Event()
 
-    async def nothing(request: CompileRequest) -> None:
+    async def nothing(request: ArtifactRequest) -> None:
         return None
 
-    async def broken(request: CompileRequest) -> None:
+    async def broken(request: ArtifactRequest) -> None:
         raise OSError("the store is down")
 
-    async def hanging(request: CompileRequest) -> None:
+    async def hanging(request: ArtifactRequest) -> None:
         try:
             await asyncio.Event().wait()
         finally:
@@ -218,7 +218,7 @@ async def test_an_offer_that_comes_too_late_is_closed(machine: Machine) -> None:
     machine.trust_builder()
     late = machine.pushed.offer()
 
-    async def stubborn(request: CompileRequest) -> Offered:
+    async def stubborn(request: ArtifactRequest) -> Offered:
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
@@ -240,7 +240,7 @@ async def test_a_refused_offer_is_compiled_here_and_counted(machine: Machine, fa
     machine.trust_builder()
     reason = {"statement": Reason.BAD_SIGNATURE, "file": Reason.WRONG_BYTES, "entry": Reason.WRONG_TOKEN}[fault]
 
-    async def answer(request: CompileRequest) -> Offered:
+    async def answer(request: ArtifactRequest) -> Offered:
         offered = machine.pushed.offer()
         if fault == "statement":
             assert offered.signed is not None
@@ -462,7 +462,7 @@ async def test_a_driver_that_accepts_anything_does_not_end_the_apps_compile(mach
 
     monkeypatch.setattr(RemoteDevice, "adopt", accept)
 
-    async def junk(request: CompileRequest) -> Offered:
+    async def junk(request: ArtifactRequest) -> Offered:
         good = machine.pushed.offer()
         return Offered(b"junk", good.model, good.data)
 

@@ -17,7 +17,7 @@ from aionn import fleet
 from aionn.caching.outcomes import Refusal
 from aionn.caching.store import Publisher
 from aionn.events import CacheRefused, CompileStep
-from aionn.fleet import BuilderKey, CompileRequest, Offered
+from aionn.fleet import ArtifactRequest, BuilderKey, Offered
 from aionn.runtime.preparing import adopting, background
 from aionn.runtime.processes.devices import Devices
 from aionn.testing import FakeDevice, identity_model
@@ -28,7 +28,7 @@ from tests.runtime.staged_streams import SHAPE, staged, streaming
 
 pytestmark = pytest.mark.anyio
 ALWAYS = aionn.StagePolicy(executions=0, min_gain=None)
-Answering = Callable[[CompileRequest], Awaitable[Any]]
+Answering = Callable[[ArtifactRequest], Awaitable[Any]]
 
 
 @pytest.fixture
@@ -167,7 +167,7 @@ async def test_the_words_of_a_backend_are_the_step_of_its_stage(
     reported, release = asyncio.Event(), asyncio.Event()
     seen: list[Any] = []
 
-    async def answer(request: CompileRequest) -> Offered:
+    async def answer(request: ArtifactRequest) -> Offered:
         request.report("compiling\n (attempt 2)" + "!" * 500)
         reported.set()
         await release.wait()
@@ -193,23 +193,23 @@ async def test_the_words_of_a_backend_are_the_step_of_its_stage(
 # --- what the backend does not have ------------------------------------------------------------------------------------
 
 
-async def _nothing(request: CompileRequest) -> None:
+async def _nothing(request: ArtifactRequest) -> None:
     return None
 
 
-async def _raises(request: CompileRequest) -> None:
+async def _raises(request: ArtifactRequest) -> None:
     raise ConnectionError("the farm was stopped")
 
 
-async def _hangs(request: CompileRequest) -> None:
+async def _hangs(request: ArtifactRequest) -> None:
     await asyncio.Event().wait()
 
 
-async def _answers_something(request: CompileRequest) -> str:
+async def _answers_something(request: ArtifactRequest) -> str:
     return "an artifact"
 
 
-async def _loses_its_work(request: CompileRequest) -> None:
+async def _loses_its_work(request: ArtifactRequest) -> None:
     (work := asyncio.ensure_future(asyncio.Event().wait())).cancel()
     await work
 
@@ -258,7 +258,7 @@ async def test_a_backend_that_is_stopped_in_the_middle_costs_the_stage_only_time
 ) -> None:
     asked, stopped = asyncio.Event(), asyncio.Event()
 
-    async def answer(request: CompileRequest) -> None:
+    async def answer(request: ArtifactRequest) -> None:
         asked.set()
         await stopped.wait()
         raise ConnectionError("the farm was stopped")
@@ -346,7 +346,7 @@ async def test_a_refused_offer_is_compiled_by_the_worker(
         path.write_bytes(bytes(path.stat().st_size - (fault == "length")))
     offered: list[Offered] = []
 
-    async def answer(request: CompileRequest) -> Offered:
+    async def answer(request: ArtifactRequest) -> Offered:
         offered.append(pushed.offer())
         harm(offered[0])
         return offered[0]
@@ -412,7 +412,7 @@ async def test_an_end_while_the_backend_is_asked_cancels_it_and_closes_what_it_o
 ) -> None:
     asked, late = asyncio.Event(), pushed.offer()
 
-    async def stubborn(request: CompileRequest) -> Offered:
+    async def stubborn(request: ArtifactRequest) -> Offered:
         asked.set()
         try:
             await asyncio.Event().wait()

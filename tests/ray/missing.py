@@ -8,7 +8,7 @@ from typing import Any
 
 import aionn
 from aionn.caching import KeyParts, encoded_keys
-from aionn.fleet import CompileRequest
+from aionn.fleet import ArtifactRequest
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.types import CacheFiles
 
@@ -33,7 +33,7 @@ def misses(count: int, named: Named, version: str, runtime_env: dict[str, Any]) 
                 with open(fifo, "wb", buffering=0) as file:
                     file.write(b".")
 
-        request = CompileRequest(key, encoded, device, version, model.token, CacheFiles(1, 1), PrepareOptions(), model, report)
+        request = ArtifactRequest(key, encoded, device, version, model.token, CacheFiles(1, 1), PrepareOptions(), model, report)
         offered = await Farm(store, runtime_env=runtime_env).compile(request)
         if offered is None:
             return False

@@ -22,7 +22,7 @@ import pytest
 import aionn
 from aionn import fleet
 from aionn.caching import keyring as keyrings
-from aionn.fleet import BuilderKey, CompileRequest
+from aionn.fleet import ArtifactRequest, BuilderKey
 from aionn.fleet.addresses import open_address
 from aionn.fleet.artifact_store import ArtifactStore
 from aionn.fleet.checking import check_store
@@ -289,7 +289,7 @@ async def test_a_worker_with_another_version_of_the_device_refuses_and_names_bot
 ) -> None:
     from aionn.ray import farm as farm_module
 
-    async def update(_: ArtifactStore, __: CompileRequest) -> None:
+    async def update(_: ArtifactStore, __: ArtifactRequest) -> None:
         """The device of the node is updated after the app has started its driver."""
         fake.tell(version="2")
 

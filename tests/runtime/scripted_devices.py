@@ -14,9 +14,8 @@ import aionn
 from aionn.caching import CacheOutcome
 from aionn.errors import AionnError, CallerError, DeviceUnavailableError
 from aionn.hal import CacheFiles, CacheHandles, Model, PrepareOptions, Priority
-from aionn.runtime.preparing.cached import CacheChoice
 from aionn.runtime.preparing.preparation import prepare
-from aionn.runtime.preparing.progress import CompilationReports, Named, Progress
+from aionn.runtime.preparing.request import CacheChoice, CompileRequest
 from aionn.runtime.processes.devices import Devices
 from aionn.testing import identity_model
 
@@ -121,7 +120,7 @@ class ScriptedDevices:
         """Nothing ends these devices."""
         yield
 
-    async def get(self, name: str, priority: Priority = Priority.MEDIUM, waits: Callable[[], None] | None = None) -> ScriptedDevice:
+    async def get(self, name: str, priority: Priority = Priority.MEDIUM) -> ScriptedDevice:
         if self._unavailable:
             raise DeviceUnavailableError(name, f"device {name!r} does not answer")
         return self._devices.pop(0) if len(self._devices) > 1 else self._devices[0]
@@ -132,8 +131,8 @@ class ScriptedDevices:
         cache: CacheChoice | None,
         options: PrepareOptions = PrepareOptions(),  # noqa: B008 -- frozen
     ) -> tuple[Any, CacheOutcome]:
-        progress = Progress(CompilationReports(None, Named()), NAME)
-        return await prepare(cast(Devices, self), NAME, model, options, cache, progress)
+        request = CompileRequest(model, options, cast(Any, None), cache=cache)  # nothing shows this compile
+        return await prepare(cast(Devices, self), NAME, request)
 
 
 @asynccontextmanager

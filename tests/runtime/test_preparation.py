@@ -30,8 +30,8 @@ from aionn.errors import (
     DriverHungError,
 )
 from aionn.hal import CacheFiles, PrepareOptions
-from aionn.runtime.preparing.cached import CacheChoice, refusal_from
-from aionn.runtime.preparing.compiling import UnsupportedOperationError
+from aionn.runtime.preparing.compile_acts import UnsupportedOperationError, refusal_from
+from aionn.runtime.preparing.request import CacheChoice
 from aionn.testing import FakeDevice, identity_model
 from tests.runtime.scripted_devices import ScriptedDevice, scripted, some_model
 

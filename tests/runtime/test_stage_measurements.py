@@ -7,7 +7,7 @@ import os
 import sqlite3
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import msgspec
@@ -18,7 +18,7 @@ import aionn
 from aionn.caching import OutputDifference, StageMeasurement
 from aionn.caching.store import CacheStore
 from aionn.hal import ExecutionPreference, PrepareOptions, Priority
-from aionn.runtime.preparing.cached import CacheChoice
+from aionn.runtime.preparing.request import CacheChoice, CompileRequest
 from aionn.runtime.staging import making, samples, verdicts
 from aionn.testing import FakeDevice, identity_model
 from tests.leaks import leak_check
@@ -102,6 +102,11 @@ def test_a_refusal_outweighs_an_approval() -> None:
     assert "not faster" in str(verdicts.judged([measured(0.3), measured(0.0, base="other")], MODEL, policy))
 
 
+def asked(cache: CacheChoice, model: aionn.Model | None = None, options: PrepareOptions | None = None) -> CompileRequest:
+    """What an app asks for. Nothing shows it."""
+    return CompileRequest(model or MODEL, options or PrepareOptions(), cast(Any, None), cache=cache)
+
+
 @pytest.mark.parametrize("change", [{"version": "2"}, {"base_version": "2"}, {"threads": 3}])
 def test_a_measurement_holds_for_the_versions_and_threads_that_it_was_made_with(change: dict[str, Any]) -> None:
     assert verdicts.holds(measured(), "1", "1", 2)
@@ -112,7 +117,7 @@ def test_the_scope_of_a_measurement_is_the_model_the_token_the_options_and_the_s
     store = CacheStore("nowhere")
     other = aionn.Model.from_onnx(identity_model({"x": (1, 17)}, outputs=["y"]))
     scopes = {
-        verdicts.scope(CacheChoice(store, token), model, options, stage)
+        verdicts.scope(asked(CacheChoice(store, token), model, options), stage)
         for token in (bytes(32), bytes(31) + b"1")
         for model in (MODEL, other)
         for options in (PrepareOptions(), PrepareOptions(ExecutionPreference.LOW_POWER), PrepareOptions(priority=Priority.HIGH))
@@ -175,7 +180,7 @@ async def test_a_later_start_applies_its_own_policy_to_what_was_measured(quick: 
     assert await measure(quick, best, cache) == ""
     found = await remembered(cache)
     async with CacheStore(cache) as store:
-        scope = verdicts.scope(CacheChoice(store, MODEL.token), MODEL, PrepareOptions(), best.name)
+        scope = verdicts.scope(asked(CacheChoice(store, MODEL.token)), best.name)
         await store.remember(scope, msgspec.structs.replace(found, gain=0.3, before_s=0.010, after_s=0.007))
     for min_gain, first in ((None, best.name), (0.0, best.name), (0.3, best.name), (0.31, quick.name), (0.99, quick.name)):
         assert await begins_with(quick, best, cache, min_gain) == first
@@ -234,7 +239,7 @@ async def test_what_was_measured_on_made_up_inputs_never_lets_a_stage_serve(quic
     assert await begins_with(quick, best, tmp_path / "cache") == best.name
     async with CacheStore(tmp_path / "cache") as store:  # a measurement on made-up inputs takes no other's place
         (found,) = await store.measurements()
-        scope = verdicts.scope(CacheChoice(store, MODEL.token), MODEL, PrepareOptions(), best.name)
+        scope = verdicts.scope(asked(CacheChoice(store, MODEL.token)), best.name)
         await store.remember(scope, msgspec.structs.replace(found, made_up=True))
         assert await store.measurements(scope) == [found]
 

@@ -18,7 +18,6 @@ Invariants
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import weakref
 
@@ -38,8 +37,8 @@ from aionn.runtime.executing.frame_layout import Outputs
 from aionn.runtime.logs import about
 from aionn.runtime.preparing.partition import Partition
 from aionn.runtime.preparing.preparation import Found, prepare
-from aionn.runtime.preparing.progress import Progress
 from aionn.runtime.preparing.renewal import Renewal
+from aionn.runtime.progress import Progress
 from aionn.runtime.serving.compiled_model import CompiledModel
 from aionn.runtime.serving.members import NotNowError
 from aionn.runtime.serving.planned_execution import StepFailure
@@ -217,24 +216,23 @@ async def _swap(compiled: CompiledModel, base: Serving) -> None:
 
 async def _prepared(renewal: Renewal, serving: Serving, failing: frozenset[int]) -> Found | None:
     """Prepare the model on the next CPU device, or a plan with the failing steps there. Returns None if no device can do so."""
-    devices, model, cache = renewal.session.devices, serving.model, renewal.cache
-    options = dataclasses.replace(renewal.options, deadline_ns=None, open_outputs=renewal.disproved())
+    devices, request = renewal.session.devices, renewal.request.without_deadline(renewal.disproved())
     steps = [one.step for one in serving.prepared.steps] if isinstance(serving.prepared, PlannedModel) and failing else []
     failed = {steps[number].device for number in failing} if steps else {serving.device}
     for name in devices.installed:
         if name in failed:
             continue
         try:
-            if (await devices.get(name, options.priority)).type is not DeviceType.CPU:
+            if (await devices.get(name, request.options.priority)).type is not DeviceType.CPU:
                 continue
             with Progress(renewal.reports, name) as progress:
                 if steps:
                     moved = [msgspec.structs.replace(one, device=name) if number in failing else one for number, one in enumerate(steps)]
-                    found = await Partition(devices, model, options, cache, progress).prepare(moved)
+                    found = await Partition(devices, request).prepare(moved)
                 else:
-                    prepared, outcome = await prepare(devices, name, model, options, cache, progress)
+                    prepared, outcome = await prepare(devices, name, request)
                     found = prepared, (outcome,)
-                progress.prepared(found[1])
+                progress.outcomes = found[1]
                 return found
         except AionnError as error:
             logger.info("device %r cannot take the place of %s: %s", name, " and ".join(map(repr, failed)), error)

@@ -31,7 +31,7 @@ async def warm_up(renewal: Renewal, arguments: Arguments, runs: int, inputs: Map
     renewal.check_usable()
     if inputs is not None:
         check_mapping(inputs)
-    instances = renewal.options.instances
+    instances = renewal.request.options.instances
     executor = Executor(arguments, Frames(instances), None)
     try:
         await renewal.live()  # the shapes of a model with mode "jit" may be known from then on only

@@ -9,12 +9,10 @@ idling       give the driver's memory back while the app does not use a compilat
 tuning       store the better artifact that an engine offers while it runs
 background   make a better stage behind the stream: ask a backend, or have the worker compile it
 worker       the local worker: a process at the lowest priority that compiles, as a backend
-preparation  prepare one model on one device: HIT, MISS, DECLINED or NO_CACHE
-progress     how a compilation and its preparations are shown: the page, events, `on_event`
+request      what an app asks of one compile
+preparation  one model on one device: HIT, MISS, DECLINED or NO_CACHE
+compile_acts the acts of a compile: name an entry, look it up, load it, or make it
 options      check the options of engines, and digest the files that they name
-compiling    compile a model, and publish its cache entry
 adopting     ask a backend, and take what it offers if the driver believes it
-cached       look a cache entry up, and load it
-reading      digest and read a loaded model beside the loop
-in_time      wait for work that may hang, for a bounded time
+in_time      wait for work that may hang, such as the digest of a model, for a bounded time
 """

@@ -27,7 +27,7 @@ from functools import partial
 from aionn import trace
 from aionn.caching import CacheOutcome, CacheOutcomeKind, MissReason, Refusal, Wanted
 from aionn.caching.keyring import current_keyring
-from aionn.caching.offers import CompileBackend, CompileRequest, Offered
+from aionn.caching.offers import ArtifactRequest, CompileBackend, Offered
 from aionn.caching.outcomes import refusal_of_os_error
 from aionn.caching.statement import Statement, claimed_statement, verified_statement
 from aionn.caching.store import CacheStore, Hit, Miss, Publisher
@@ -43,13 +43,11 @@ from aionn.hal.types import Priority
 from aionn.remote.device import RemoteDevice, RemotePreparedModel
 from aionn.runtime.logs import about
 from aionn.runtime.model import adopt as take_operands
-from aionn.runtime.preparations import ASKING_BACKEND, LOADING
-from aionn.runtime.preparing.cached import bound, refusal_from, refusal_of, wants_lanes
-from aionn.runtime.preparing.compiling import Missed
-from aionn.runtime.preparing.in_time import in_time
+from aionn.runtime.preparing.compile_acts import Missed, bound, refusal_from, refusal_of, wants_lanes
+from aionn.runtime.preparing.in_time import digested, in_time
 from aionn.runtime.preparing.options import may_name_file
-from aionn.runtime.preparing.reading import digested
 from aionn.runtime.processes.devices import Devices
+from aionn.runtime.progress import ASKING_BACKEND, LOADING, model_name, step, watched
 from aionn.tasks import seconds_until
 
 logger = logging.getLogger("aionn.runtime")
@@ -85,47 +83,47 @@ async def offered_instead(missed: Missed, backend: CompileBackend, most_s: float
     Raises:
         CallerError: the model's file is broken or has changed, or the runtime was closed.
     """
-    remote, progress, store = missed.remote, missed.progress, missed.store
+    remote, request, store = missed.remote, missed.request, missed.store
     keyring = await current_keyring()
     if refusal := _no_builder(keyring):
         if refusal.reason is not MissReason.UNSAFE:  # that has been logged with the keyring
             _warn(missed, refusal)
         return NotTaken(str(refusal), refusal)
-    digest = await digested(missed.devices.tasks, missed.model)
+    digest = await digested(missed.devices.tasks, request.model)
     wanted = dataclasses.replace(missed.wanted, model_digest=digest)
-    progress.step(remote.name, ASKING_BACKEND)
+    step(remote.name, ASKING_BACKEND)
     offered = await _answer(missed, backend, digest, most_s)
     if isinstance(offered, NotTaken):
         return offered
-    progress.step(remote.name, LOADING)
-    found = await Adoption(missed.devices, store, remote, missed.options, wanted, keyring).take(offered, missed.miss, missed.model)
+    step(remote.name, LOADING)
+    found = await Adoption(missed.devices, store, remote, request.options, wanted, keyring).take(offered, missed.miss, request.model)
     if isinstance(found, Refusal):
         what = "device %r did not adopt the offered compilation of model %r, which is compiled here: %s"
-        logger.warning(what, remote.name, progress.model, found, extra=about(device=remote.name, model=progress.model))
+        logger.warning(what, remote.name, model_name(), found, extra=about(device=remote.name, model=model_name()))
         return NotTaken(f"the offered compilation was refused: {found}", found)
     return found
 
 
 async def _answer(missed: Missed, backend: CompileBackend, digest: bytes, most_s: float) -> Offered | NotTaken:
     """Ask the backend. An error of the backend is logged, and never raised."""
-    devices, remote, progress, options = missed.devices, missed.remote, missed.progress, missed.options
-    waits = True
+    devices, remote, deadline_ns = missed.devices, missed.remote, missed.request.options.deadline_ns
+    progress, name, waits = watched(), model_name(), True
 
     def report(words: str) -> None:
-        if waits:
+        if waits and progress is not None:
             progress.says(remote.name, str(words))
 
     request = request_of(missed, digest, report)
-    extra = about(device=remote.name, model=progress.model)
+    extra = about(device=remote.name, model=name)
     try:
-        left_s = seconds_until(options.deadline_ns)
+        left_s = seconds_until(deadline_ns)
         wait_s = min(backend.wait_s, most_s, math.inf if left_s is None else left_s * _SHARE)
         with trace.span("prepare.ask", device=remote.name):
             answer = await in_time(devices.tasks, partial(_asked, backend, request), None if wait_s == math.inf else wait_s, _close)
     except Exception as error:
         devices.check_open()
         what = "the compile backend failed, so model %r is compiled here: %s"
-        logger.warning(what, progress.model, error or type(error).__name__, extra=extra)
+        logger.warning(what, name, error or type(error).__name__, extra=extra)
         return NotTaken(f"the compile backend failed: {error or type(error).__name__}")
     finally:
         waits = False
@@ -134,21 +132,21 @@ async def _answer(missed: Missed, backend: CompileBackend, digest: bytes, most_s
         _warn(missed, slow)
         return NotTaken(slow.detail)
     if answer[0] is None:
-        logger.info("the compile backend has no compilation of model %r, which is compiled here", progress.model, extra=extra)
+        logger.info("the compile backend has no compilation of model %r, which is compiled here", name, extra=extra)
         return NotTaken("the compile backend has no such compilation")
     return answer[0]
 
 
-def request_of(missed: Missed, digest: bytes, report: Callable[[str], None] | None = None) -> CompileRequest:
+def request_of(missed: Missed, digest: bytes, report: Callable[[str], None] | None = None) -> ArtifactRequest:
     """Return the request for a backend. `report` shows the backend's words."""
     wanted, remote = missed.wanted, missed.remote
-    request = CompileRequest(
-        wanted.key, wanted.parts, remote.name, remote.version, digest, remote.cache_files, missed.options, missed.model
+    request = ArtifactRequest(
+        wanted.key, wanted.parts, remote.name, remote.version, digest, remote.cache_files, missed.request.options, missed.request.model
     )
     return request if report is None else dataclasses.replace(request, report=report)
 
 
-async def _asked(backend: CompileBackend, request: CompileRequest) -> tuple[Offered | None]:
+async def _asked(backend: CompileBackend, request: ArtifactRequest) -> tuple[Offered | None]:
     """Ask a backend, whose code is not aionn's. If that code cancels its own work, this raises an error, and is not cancelled."""
     try:
         offered = await backend.compile(request)

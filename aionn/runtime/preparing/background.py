@@ -37,31 +37,31 @@ from aionn.caching import CacheOutcome, CacheOutcomeKind, MissReason, Refusal
 from aionn.caching.offers import CompileBackend, Offered
 from aionn.caching.store import Declined, Hit, Miss
 from aionn.errors import AionnError, DeadlineError
-from aionn.hal.interfaces import CacheHandles, PrepareOptions
-from aionn.hal.model import Model
+from aionn.hal.interfaces import CacheHandles
 from aionn.hal.types import CACHE_TOKEN_BYTES
 from aionn.remote.device import RemoteDevice, RemotePreparedModel
-from aionn.runtime.preparations import LOADING, LOOKING
 from aionn.runtime.preparing.adopting import Adoption, NotTaken, offered_instead, request_of
-from aionn.runtime.preparing.cached import (
-    CacheChoice,
+from aionn.runtime.preparing.compile_acts import (
+    Missed,
+    UnsupportedOperationError,
     bound,
+    compile_model,
     leave,
     load_files,
     log_refusal,
     open_entry,
+    raise_if_unsupported,
     refusal_from,
     refusal_of,
     wanted_of,
-    wanted_under,
     wants_lanes,
 )
-from aionn.runtime.preparing.compiling import Missed, UnsupportedOperationError, compile_model, raise_if_unsupported
+from aionn.runtime.preparing.in_time import digested
 from aionn.runtime.preparing.partition import prepare_on
-from aionn.runtime.preparing.progress import Progress
-from aionn.runtime.preparing.reading import digested
+from aionn.runtime.preparing.request import CacheChoice, CompileRequest
 from aionn.runtime.preparing.worker import LocalWorker, UnsavedError
 from aionn.runtime.processes.devices import Devices
+from aionn.runtime.progress import LOADING, LOOKING, counted, model_name, refused, step, watched
 from aionn.runtime.serving.planned_model import Prepared
 
 _REFUSALS = 2
@@ -110,21 +110,11 @@ _Way = tuple[RemotePreparedModel, str, CacheOutcome]
 """One model or step, where it came from, and the outcome that is shown."""
 
 
-async def make(
-    devices: Devices,
-    names: Sequence[str],
-    model: Model,
-    options: PrepareOptions,
-    cache: CacheChoice | None,
-    progress: Progress,
-    effort: Effort,
-) -> Made:
-    """Prepare `model` on the first of these devices without compiling it in the process that will serve it.
+async def make(devices: Devices, names: Sequence[str], request: CompileRequest, effort: Effort) -> Made:
+    """Prepare a model on the first of these devices without compiling it in the process that will serve it.
 
-    If the device cannot run every node, the model is cut over it and the others, and each step is made in the same way.
-
-    Args:
-        progress: where the steps are reported.
+    If the device cannot run every node, the model is cut over it and the others, and each step is made in the same way. Call it in the
+    `with` block of a `Progress`.
 
     Raises:
         DeadlineError: the call took longer than `effort.timeout_s`.
@@ -133,22 +123,22 @@ async def make(
     ways: set[str] = set()
     ends_s = anyio.current_time() + effort.timeout_s
 
-    async def one(
-        name: str, part: Model, options: PrepareOptions, cache: CacheChoice | None, progress: Progress
-    ) -> tuple[RemotePreparedModel, CacheOutcome]:
-        with progress.on(name) as attempt, devices.kept(name, options.priority):
-            making = _Making(devices, name, part, options, progress, effort, ends_s)
+    async def one(name: str, request: CompileRequest) -> tuple[RemotePreparedModel, CacheOutcome]:
+        with counted(name) as attempt, devices.kept(name, request.options.priority):
+            making = _Making(devices, name, request, effort, ends_s)
             try:
-                prepared, by, attempt.outcome = await making.make(cache)
+                prepared, by, outcome = await making.make()
             except UnsupportedOperationError:
                 attempt.unfit = True
                 raise
+            attempt.outcome = outcome
         ways.add(by)
-        return prepared, attempt.outcome
+        return prepared, outcome
 
     with anyio.move_on_after(effort.timeout_s):
-        prepared, outcomes = await prepare_on(devices, names, model, options, cache, progress, one)
-        progress.prepared(outcomes)
+        prepared, outcomes = await prepare_on(devices, names, request, one)
+        if (progress := watched()) is not None:
+            progress.outcomes = outcomes
         return Made(prepared, max(ways, key=_WAYS.index))
     raise DeadlineError(
         f"device {names[0]!r} did not make the stage within {effort.timeout_s} s; the process that still compiled it was killed"
@@ -164,29 +154,20 @@ class _Next(Enum):
 class _Making:
     """The ways in which one model, or one step, is prepared behind the stream on one device."""
 
-    def __init__(
-        self,
-        devices: Devices,
-        name: str,
-        model: Model,
-        options: PrepareOptions,
-        progress: Progress,
-        effort: Effort,
-        ends_s: float,
-    ) -> None:
+    def __init__(self, devices: Devices, name: str, request: CompileRequest, effort: Effort, ends_s: float) -> None:
         """`ends_s`: when the time is over, on anyio's clock."""
         self._devices = devices
         self._name = name
-        self._model = model
-        self._options = options
-        self._progress = progress
+        self._request = request
+        self._model, self._options = request.model, request.options
         self._effort = effort
         self._ends_s = ends_s
         self._backend = effort.backend if effort.backend is not None else devices.backend
         self._first_miss: CacheOutcome | None = None
 
-    async def make(self, cache: CacheChoice | None) -> _Way:
+    async def make(self) -> _Way:
         """Prepare the model in one of the ways."""
+        cache = self._request.cache
         await digested(self._devices.tasks, self._model)
         serving = await self._serving()
         if not serving.cache_files.supported:
@@ -195,10 +176,10 @@ class _Making:
         return made if made is not None else await self._through_memory()
 
     async def _serving(self) -> RemoteDevice:
-        return await self._progress.driver(self._devices, self._name, self._options.priority)
+        return await self._devices.get(self._name, self._options.priority)
 
     async def _in_driver(self, serving: RemoteDevice) -> _Way:
-        return self._way(await compile_model(self._devices.tasks, serving, self._model, self._options, self._progress), "driver")
+        return self._way(await compile_model(self._devices.tasks, serving, self._model, self._options), "driver")
 
     def _way(self, prepared: RemotePreparedModel, by: str) -> _Way:
         kind = CacheOutcomeKind.HIT if by == "cache" else CacheOutcomeKind.NO_CACHE
@@ -206,14 +187,14 @@ class _Making:
 
     async def _through_cache(self, cache: CacheChoice) -> _Way | None:
         """Prepare the model through the cache. Returns None if the cache cannot store the worker's artifact."""
-        refused: tuple[Hit, Refusal] | None = None
+        bad: tuple[Hit, Refusal] | None = None
         refusals = 0
         while True:
             serving = await self._serving()
-            wanted = wanted_of(serving, self._model, self._options, cache)
+            wanted = wanted_of(serving, self._request, cache.token, cache.operations)
             # A hit shares the entry with every reader. A miss holds its compile lock, so that no other process compiles the model.
-            self._progress.step(self._name, LOOKING)
-            found = await open_entry(cache.store, wanted, refused, cache.store.wait_s, self._progress)
+            step(self._name, LOOKING)
+            found = await open_entry(cache.store, wanted, bad, cache.store.wait_s)
             made: _Way | None = None
             try:
                 if isinstance(found, Declined):
@@ -223,8 +204,8 @@ class _Making:
                 if isinstance(found, Hit):
                     load = partial(self._stored, serving, found)
                 else:
-                    self._note_miss(cache, found, refused)
-                    missed = Missed(self._devices, serving, self._model, self._options, wanted, found, cache.store, self._progress)
+                    self._note_miss(cache, found, bad)
+                    missed = Missed(self._devices, serving, self._request, wanted, found, cache.store)
                     ready = await self._artifact(missed)
                     if ready is _Next.AGAIN:
                         continue
@@ -240,17 +221,17 @@ class _Making:
                     if refusals >= _REFUSALS or wants_lanes(error):
                         raise
                     refusal = refusal_of(error)
-                    refused = (found, refusal) if isinstance(found, Hit) else None
-                    log_refusal(cache.store, serving, refusal, error, self._progress)
+                    bad = (found, refusal) if isinstance(found, Hit) else None
+                    log_refusal(cache.store, serving, refusal, error)
             finally:
                 await leave(found, None if made is None else made[0])
 
-    def _note_miss(self, cache: CacheChoice, found: Miss, refused: tuple[Hit, Refusal] | None) -> None:
+    def _note_miss(self, cache: CacheChoice, found: Miss, bad: tuple[Hit, Refusal] | None) -> None:
         """Keep the first miss, which is the outcome that is shown."""
         if self._first_miss is None and found.outcome.reason is not None:
             self._first_miss = found.outcome
-            if refused is None:
-                self._progress.refused(cache.store.path, self._name, Refusal(found.outcome.reason, found.outcome.detail))
+            if bad is None:
+                refused(cache.store.path, self._name, Refusal(found.outcome.reason, found.outcome.detail))
 
     async def _artifact(self, missed: Missed) -> _Way | Offered | _Next | None:
         """End a miss of the cache.
@@ -281,8 +262,8 @@ class _Making:
         """Prepare the model without a cache."""
         serving = await self._serving()
         nothing = Miss(CacheOutcome(CacheOutcomeKind.NO_CACHE, None, self._name), None)
-        wanted = wanted_under(self._model.token, serving, self._model, self._options)
-        missed = Missed(self._devices, serving, self._model, self._options, wanted, nothing, None, self._progress)
+        wanted = wanted_of(serving, self._request, self._model.token, None)
+        missed = Missed(self._devices, serving, self._request, wanted, nothing, None)
         made = await self._from_backend(missed)
         if made is not None:
             return made
@@ -305,7 +286,7 @@ class _Making:
         if isinstance(found, NotTaken):
             self._effort.compiles_here(found.reason)
             if found.refusal is not None and missed.store is not None:
-                self._progress.refused(missed.store.path, self._name, found.refusal)
+                refused(missed.store.path, self._name, found.refusal)
             return None
         prepared, outcome = found
         self._not_kept(missed, outcome.save_failure)
@@ -313,7 +294,7 @@ class _Making:
 
     async def _from_worker(self, missed: Missed, targets: CacheHandles | None = None, expected_s: float | None = None) -> Offered | None:
         """Have the worker compile the model. Arguments and result are as for `LocalWorker`."""
-        local: CompileBackend = LocalWorker(self._devices, self._effort.threads, self._progress, targets, expected_s)
+        local: CompileBackend = LocalWorker(self._devices, self._effort.threads, targets, expected_s)
         return await local.compile(request_of(missed, self._model.token))
 
     # --- loading -------------------------------------------------------------------------------------------------------------
@@ -338,12 +319,12 @@ class _Making:
 
     @contextmanager
     def _loading(self) -> Iterator[None]:
-        self._progress.step(self._name, LOADING)
-        with trace.span("stage.load", device=self._name, model=self._progress.model):
+        step(self._name, LOADING)
+        with trace.span("stage.load", device=self._name, model=model_name()):
             yield
 
     def _not_kept(self, missed: Missed, failure: Refusal | None) -> None:
         """Report why the cache does not have an artifact, if it does not."""
         if failure is not None and missed.store is not None:
             missed.store.warn(failure)
-            self._progress.refused(missed.store.path, self._name, failure)
+            refused(missed.store.path, self._name, failure)

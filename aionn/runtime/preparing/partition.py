@@ -6,7 +6,6 @@ If one fails, those that are prepared are released. The plan itself is kept with
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
@@ -19,30 +18,28 @@ from aionn import trace
 from aionn.caching import CacheOutcome
 from aionn.errors import AionnError, CompilationError, DeviceUnavailableError
 from aionn.graph.steps import Step
-from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model
 from aionn.hal.types import Operand
 from aionn.hal.values import outside_frames
 from aionn.remote.device import RemotePreparedModel
 from aionn.runtime.logs import about
 from aionn.runtime.model import adopt
-from aionn.runtime.preparing.cached import CacheChoice
-from aionn.runtime.preparing.compiling import UnsupportedOperationError, supported_by
-from aionn.runtime.preparing.in_time import in_time
+from aionn.runtime.preparing.compile_acts import UnsupportedOperationError, supported_by
+from aionn.runtime.preparing.in_time import digested, in_time
 from aionn.runtime.preparing.kept_plan import KeptPlan, decoded, encoded, scope_of
 from aionn.runtime.preparing.preparation import Found, prepare
-from aionn.runtime.preparing.progress import Progress
-from aionn.runtime.preparing.reading import digested
+from aionn.runtime.preparing.request import CompileRequest
 from aionn.runtime.preparing.step_model import OtherModelError, Parts, StepModel
 from aionn.runtime.processes.devices import Devices
+from aionn.runtime.progress import model_name
 from aionn.runtime.serving.planned_model import PlannedModel, PlannedStep, Prepared
 from aionn.tasks import seconds_until, ungrouped
 
 logger = logging.getLogger("aionn.runtime")
 
 T = TypeVar("T")
-PrepareStep = Callable[[str, Model, PrepareOptions, CacheChoice | None, Progress], Awaitable[tuple[RemotePreparedModel, CacheOutcome]]]
-"""Prepares a model on the device of that name, for these options, through that cache."""
+PrepareStep = Callable[[str, CompileRequest], Awaitable[tuple[RemotePreparedModel, CacheOutcome]]]
+"""Prepares a model on the device of that name."""
 
 _PLAN_SHARE = 0.25
 """The share of the time that is left which reading or keeping a plan may take."""
@@ -56,21 +53,11 @@ class Partition:
         step_failed: name of the device that could not prepare its step at the last attempt, or None.
     """
 
-    def __init__(
-        self,
-        devices: Devices,
-        model: Model,
-        options: PrepareOptions,
-        cache: CacheChoice | None,
-        progress: Progress,
-        prepare_step: PrepareStep | None = None,
-    ) -> None:
+    def __init__(self, devices: Devices, request: CompileRequest, prepare_step: PrepareStep | None = None) -> None:
         """`prepare_step`: how each step is prepared, by default as any model is."""
         self._devices = devices
-        self._model = model
-        self._options = options
-        self._cache = cache
-        self._progress = progress
+        self._request = request
+        self._model, self._options, self._cache = request.model, request.options, request.cache
         self._prepare_step = prepare_step or partial(prepare, devices)
         self.capable: dict[str, Sequence[bool]] = {}
         self.step_failed: str | None = None
@@ -96,7 +83,7 @@ class Partition:
             return await self.prepare(plan.steps, plan)
         except (OtherModelError, CompilationError) as error:  # of the plan's fault, or the same comes of the plan that is made now
             words = "the plan that the cache keeps for model %r is not used, and the model is cut again: %s"
-            logger.warning(words, self._progress.model, str(error), extra=about(model=self._progress.model))
+            logger.warning(words, model_name(), str(error), extra=about(model=model_name()))
             trace.count("plan.refused", reason=str(error))
             return None
 
@@ -104,8 +91,8 @@ class Partition:
         """Return for each operation whether the device of that name can run it. `error`: what a device has said already, if so."""
         if error is not None and error.device == name and error.supported is not None:
             return error.supported
-        remote = await self._progress.driver(self._devices, name, self._options.priority)
-        return await supported_by(self._devices.tasks, remote, self._model, self._options, self._progress)
+        remote = await self._devices.get(name, self._options.priority)
+        return await supported_by(self._devices.tasks, remote, self._model, self._options)
 
     async def cut(self, versions: Mapping[str, str]) -> Found:
         """Cut the model over the devices of `capable`, prepare its steps, and keep the plan.
@@ -130,7 +117,7 @@ class Partition:
             )
         names = "+".join(dict.fromkeys(step.device for step in steps))
         words = "model %r is cut into %d steps over the devices %s"
-        logger.info(words, self._progress.model, len(steps), names, extra=about(model=self._progress.model))
+        logger.info(words, model_name(), len(steps), names, extra=about(model=model_name()))
         trace.count("plan.cut", steps=len(steps), devices="+".join(self.capable))
         found = await self.prepare(steps)
         try:
@@ -204,9 +191,8 @@ class Partition:
         step = model.step
         cache = None if self._cache is None else msgspec.structs.replace(self._cache, operations=step.operations)
         open_outputs = tuple(name for name in self._options.open_outputs if name in step.outputs)
-        options = dataclasses.replace(self._options, open_outputs=open_outputs)
         try:
-            return await self._prepare_step(step.device, model, options, cache, self._progress)
+            return await self._prepare_step(step.device, self._request.of(model, cache, open_outputs))
         except AionnError:
             self.step_failed = self.step_failed or step.device
             raise
@@ -245,16 +231,14 @@ def _check_borders(inputs: Mapping[str, Operand], outputs: Mapping[str, Operand]
             known[name] = operand
 
 
-async def prepare_again(
-    devices: Devices, before: Prepared, model: Model, options: PrepareOptions, cache: CacheChoice | None, progress: Progress
-) -> Found:
+async def prepare_again(devices: Devices, before: Prepared, request: CompileRequest) -> Found:
     """Prepare a model on the devices that it was prepared on before: whole, or in the same steps.
 
     Raises: as `prepare`.
     """
     if isinstance(before, PlannedModel):
-        return await Partition(devices, model, options, cache, progress).prepare([planned.step for planned in before.steps])
-    prepared, outcome = await prepare(devices, before.device.name, model, options, cache, progress)
+        return await Partition(devices, request).prepare([planned.step for planned in before.steps])
+    prepared, outcome = await prepare(devices, before.device.name, request)
     return prepared, (outcome,)
 
 
@@ -272,15 +256,7 @@ def plan_of(prepared: Prepared, model: Model) -> tuple[Step, ...]:
     return (Step(prepared.device.name, tuple(range(len(nodes))), nodes, tuple(model.inputs), tuple(model.outputs)),)
 
 
-async def prepare_on(
-    devices: Devices,
-    names: Sequence[str],
-    model: Model,
-    options: PrepareOptions,
-    cache: CacheChoice | None,
-    progress: Progress,
-    prepare_step: PrepareStep | None = None,
-) -> Found:
+async def prepare_on(devices: Devices, names: Sequence[str], request: CompileRequest, prepare_step: PrepareStep | None = None) -> Found:
     """Prepare a model on the first of these devices. If that cannot run every node, it runs what it can, and the others run the rest.
 
     Args:
@@ -291,21 +267,21 @@ async def prepare_on(
     """
     prepare_step = prepare_step or partial(prepare, devices)
     try:
-        prepared, outcome = await prepare_step(names[0], model, options, cache, progress)
+        prepared, outcome = await prepare_step(names[0], request)
         return prepared, (outcome,)
     except UnsupportedOperationError as error:
-        if len(names) < 2 or model.format != "onnx":  # no other format can be cut
+        if len(names) < 2 or request.model.format != "onnx":  # no other format can be cut
             raise
         own = error.supported  # not the error, whose traceback refers to this call
-    partition = Partition(devices, model, options, cache, progress, prepare_step)
+    partition = Partition(devices, request, prepare_step)
     # The order is part of the plan's scope. The version says that the plan is one of a stage.
     versions: dict[str, str] = {}
     for name in names:
         try:
-            versions[name] = (await progress.driver(devices, name, options.priority)).version
+            versions[name] = (await devices.get(name, request.options.priority)).version
         except DeviceUnavailableError as error:
-            extra = about(device=name, model=progress.model)
-            logger.warning("device %r is passed over for model %r: %s", name, progress.model, error, extra=extra)
+            extra = about(device=name, model=model_name())
+            logger.warning("device %r is passed over for model %r: %s", name, model_name(), error, extra=extra)
     versions[names[0]] += "; first"
     found = await partition.kept(versions)
     if found is None:

@@ -23,15 +23,13 @@ from aionn.errors import (
     DriverHungError,
     MemoryAllocationError,
 )
-from aionn.hal.interfaces import PrepareOptions
-from aionn.hal.model import Model
 from aionn.runtime.logs import about
 from aionn.runtime.model import is_read
-from aionn.runtime.preparing.cached import CacheChoice, wants_lanes
-from aionn.runtime.preparing.compiling import UnsupportedOperationError, node_of
+from aionn.runtime.preparing.compile_acts import UnsupportedOperationError, node_of, wants_lanes
 from aionn.runtime.preparing.preparation import Found, prepare
-from aionn.runtime.preparing.progress import Progress
+from aionn.runtime.preparing.request import CompileRequest
 from aionn.runtime.processes.devices import Devices
+from aionn.runtime.progress import model_name
 
 if TYPE_CHECKING:
     from aionn.runtime.preparing.partition import Partition
@@ -70,21 +68,16 @@ def checked_stages(devices: Devices, names: Sequence[str]) -> Sequence[str]:
     return names
 
 
-async def prepare_on_best(
-    devices: Devices, model: Model, names: Sequence[str] | None, options: PrepareOptions, cache: CacheChoice | None, progress: Progress
-) -> Found:
+async def prepare_on_best(devices: Devices, request: CompileRequest) -> Found:
     """Prepare the model on the first device that can run it whole. Otherwise cut it over the devices.
-
-    Args:
-        names: as `checked_names` returns them.
 
     Raises:
         DeviceUnavailableError: a named device cannot be used here, or no device is installed.
         CompilationError: no candidate can run a node. `.node` is the first such node.
         CompilationError, MemoryAllocationError, DriverDiedError, DriverHungError: the best candidate that can run every node failed, or the
-            device of a step. Without `names` all the others have failed, too, and their errors are notes of this one.
+            device of a step. Without candidates all the others have failed, too, and their errors are notes of this one.
     """
-    search = _Search(devices, model, names, options, cache, progress)
+    search = _Search(devices, request)
     try:
         return await search.run()
     finally:
@@ -94,22 +87,13 @@ async def prepare_on_best(
 class _Search:
     """One search for the device, or the devices, of a model."""
 
-    def __init__(
-        self,
-        devices: Devices,
-        model: Model,
-        names: Sequence[str] | None,
-        options: PrepareOptions,
-        cache: CacheChoice | None,
-        progress: Progress,
-    ) -> None:
+    def __init__(self, devices: Devices, request: CompileRequest) -> None:
         self._devices = devices
-        self._model = model
-        self._named = names is not None
-        self._candidates = list(dict.fromkeys(devices.installed if names is None else names))
-        self._options = options
-        self._cache = cache
-        self._progress = progress
+        self._request = request
+        self._model = request.model
+        self._named = request.candidates is not None
+        self._candidates = list(dict.fromkeys(devices.installed if request.candidates is None else request.candidates))
+        self._priority = request.options.priority
         self._made: Partition | None = None
         self._looked = False
         self._shortfalls: list[UnsupportedOperationError] = []
@@ -127,7 +111,7 @@ class _Search:
         from aionn.runtime.preparing.partition import Partition  # most models need none
 
         if self._made is None:
-            self._made = Partition(self._devices, self._model, self._options, self._cache, self._progress)
+            self._made = Partition(self._devices, self._request)
         return self._made
 
     async def run(self) -> Found:
@@ -146,7 +130,7 @@ class _Search:
         if self._shortfalls and not await self._caches(name) and (found := await self._kept()) is not None:
             return found  # to ask a device that does not cache needs the graph, which a plan from the cache does without
         try:
-            prepared, outcome = await prepare(self._devices, name, self._model, self._options, self._cache, self._progress)
+            prepared, outcome = await prepare(self._devices, name, self._request)
             return prepared, (outcome,)
         except UnsupportedOperationError as error:
             self._shortfalls.append(error)
@@ -159,7 +143,7 @@ class _Search:
     async def _caches(self, name: str) -> bool:
         """Return whether a device caches. One that is not there counts as one that does."""
         try:
-            return (await self._progress.driver(self._devices, name, self._options.priority)).cache_files.supported
+            return (await self._devices.get(name, self._priority)).cache_files.supported
         except AionnError:
             return True  # preparing will say what is wrong
 
@@ -169,7 +153,7 @@ class _Search:
             return False
         if isinstance(error, DeviceUnavailableError):
             self._unavailable[name] = error
-            logger.warning("device %r is passed over for model %r: %s", name, self._progress.model, error, extra=self._about(name))
+            logger.warning("device %r is passed over for model %r: %s", name, model_name(), error, extra=self._about(name))
             trace.count("plan.device_unavailable", device=name)
             return True
         if not is_read(self._model) and not wants_lanes(error):
@@ -177,12 +161,12 @@ class _Search:
         self._failures.append(error)
         # The text alone: a log record with the error would keep its traceback, and with the traceback the model.
         words = "device %r failed to prepare %s %r and is passed over: %s"
-        logger.warning(words, name, what, self._progress.model, str(error), extra=self._about(name))
+        logger.warning(words, name, what, model_name(), str(error), extra=self._about(name))
         trace.count("plan.device_failed", device=name, error=type(error).__name__)
         return True
 
     def _about(self, device: str = "") -> dict[str, str]:
-        return about(device=device, model=self._progress.model)
+        return about(device=device, model=model_name())
 
     async def _versions(self) -> dict[str, str]:
         """Return the versions of the candidates that are there. Their drivers are started."""
@@ -191,7 +175,7 @@ class _Search:
             if name in self._unavailable:
                 continue
             try:
-                found[name] = (await self._progress.driver(self._devices, name, self._options.priority)).version
+                found[name] = (await self._devices.get(name, self._priority)).version
             except DeviceUnavailableError as error:
                 if self._named:
                     raise
@@ -200,7 +184,7 @@ class _Search:
 
     async def _kept(self) -> Found | None:
         """Prepare the plan that the cache keeps, if it keeps one. The cache is asked once."""
-        if self._looked or self._cache is None:
+        if self._looked or self._request.cache is None:
             return None
         self._looked = True
         try:
@@ -209,7 +193,7 @@ class _Search:
             if self._named or self._devices.closed:
                 raise
             words = "the plan that the cache keeps for model %r is not used: %s"
-            logger.warning(words, self._progress.model, str(error), extra=self._about())
+            logger.warning(words, model_name(), str(error), extra=self._about())
             return None
 
     async def _cut(self) -> Found:

@@ -7,7 +7,7 @@
     DECLINED  remembered: the device does not cache this model            prepare_model(model)
 
 An error while an entry is loaded is a refusal of the entry, and the model is compiled. If the driver dies while it loads an entry,
-a new driver compiles the model.
+a new driver compiles the model. `compile_acts` has what is done in each case.
 """
 
 from __future__ import annotations
@@ -18,26 +18,27 @@ from typing import TYPE_CHECKING
 
 from aionn import trace
 from aionn.caching import CacheOutcome, CacheOutcomeKind, Refusal
-from aionn.caching.store import Declined, Hit, Miss
+from aionn.caching.store import Declined, Hit
 from aionn.errors import AionnError
-from aionn.hal.interfaces import PrepareOptions
-from aionn.hal.model import Model
-from aionn.remote.device import RemotePreparedModel
-from aionn.runtime.preparations import LOOKING
-from aionn.runtime.preparing.cached import (
-    CacheChoice,
+from aionn.remote.device import RemoteDevice, RemotePreparedModel
+from aionn.runtime.preparing.compile_acts import (
+    Missed,
+    UnsupportedOperationError,
+    compile_and_publish,
+    compile_model,
     leave,
     load,
     log_refusal,
     look_up,
+    raise_if_unsupported,
     refusal_of,
     wanted_of,
     wants_lanes,
     why_not_cached,
 )
-from aionn.runtime.preparing.compiling import Missed, UnsupportedOperationError, compile_and_publish, compile_model, raise_if_unsupported
-from aionn.runtime.preparing.progress import Progress
+from aionn.runtime.preparing.request import CacheChoice, CompileRequest
 from aionn.runtime.processes.devices import Devices
+from aionn.runtime.progress import LOOKING, counted, refused, step
 from aionn.tasks import seconds_until
 
 if TYPE_CHECKING:
@@ -47,78 +48,78 @@ Found = tuple["Prepared", tuple[CacheOutcome, ...]]
 """What was prepared, and the outcome of each step."""
 
 
-async def prepare(
-    devices: Devices, name: str, model: Model, options: PrepareOptions, cache: CacheChoice | None, progress: Progress
-) -> tuple[RemotePreparedModel, CacheOutcome]:
-    """Prepare `model` on the device of that name. The outcome is counted, on the page and as "compile.cache" in the trace.
+async def prepare(devices: Devices, name: str, request: CompileRequest) -> tuple[RemotePreparedModel, CacheOutcome]:
+    """Prepare the model on the device of that name. The outcome is counted, on the page and as "compile.cache" in the trace.
 
     Raises:
         UnsupportedOperationError: the device cannot run every node.
         CompilationError, DeadlineError, DeviceUnavailableError, DriverDiedError, DriverHungError, MemoryAllocationError
     """
+    options, cache = request.options, request.cache
     in_use = nullcontext() if cache is None else cache.store.in_use()
-    with devices.kept(name, options.priority), in_use, progress.on(name) as attempt:
+    with devices.kept(name, options.priority), in_use, counted(name) as attempt:
         try:
-            prepared, attempt.outcome = await _prepare(devices, name, model, options, cache, progress)
+            remote = await devices.get(name, options.priority)
+            if cache is None:
+                prepared = await compile_model(devices.tasks, remote, request.model, options)
+                outcome = CacheOutcome(CacheOutcomeKind.NO_CACHE, None, name)
+            else:
+                prepared, outcome = await _through_cache(devices, remote, request, cache)
         except UnsupportedOperationError:
             attempt.unfit = True
             raise
-    outcome = attempt.outcome
+        attempt.outcome = outcome
     reason = outcome.reason.value if outcome.reason is not None else ""
     trace.count("compile.cache", kind=outcome.kind.value, reason=reason, detail=outcome.detail, device=name)
     if outcome.save_failure is not None:
         if cache is not None:
-            progress.refused(cache.store.path, name, outcome.save_failure)
+            refused(cache.store.path, name, outcome.save_failure)
         trace.count("compile.save_failed", reason=outcome.save_failure.reason.value, detail=outcome.save_failure.detail, device=name)
     return prepared, outcome
 
 
-async def _prepare(
-    devices: Devices, name: str, model: Model, options: PrepareOptions, cache: CacheChoice | None, progress: Progress
+async def _through_cache(
+    devices: Devices, remote: RemoteDevice, request: CompileRequest, cache: CacheChoice
 ) -> tuple[RemotePreparedModel, CacheOutcome]:
-    remote = await progress.driver(devices, name, options.priority)
-    if cache is None:
-        prepared = await compile_model(devices.tasks, remote, model, options, progress)
-        return prepared, CacheOutcome(CacheOutcomeKind.NO_CACHE, None, name)
-    refused: tuple[Hit, Refusal] | None = None
-    while True:
-        if not remote.cache_files.supported:
-            prepared = await compile_model(devices.tasks, remote, model, options, progress)
-            return prepared, CacheOutcome(CacheOutcomeKind.NO_CACHE, None, name, why_not_cached(remote))
-        wanted = wanted_of(remote, model, options, cache)
-        progress.step(name, LOOKING)
-        found = await look_up(devices, cache.store, wanted, options, refused, progress)
+    model, options, name, store = request.model, request.options, remote.name, cache.store
+    bad: tuple[Hit, Refusal] | None = None
+    while remote.cache_files.supported:
+        wanted = wanted_of(remote, request, cache.token, cache.operations)
+        step(name, LOOKING)
+        found = await look_up(devices, store, wanted, options, bad)
         made: RemotePreparedModel | None = None
         outcome = found.outcome
         try:
-            if isinstance(found, Miss):
-                if refused is None and outcome.reason is not None:
-                    progress.refused(cache.store.path, name, Refusal(outcome.reason, outcome.detail))
-                made, outcome = await _missed(Missed(devices, remote, model, options, wanted, found, cache.store, progress))
-            elif isinstance(found, Declined):
-                raise_if_unsupported(remote, model, found)
-                made = await compile_model(devices.tasks, remote, model, options, progress)
-            else:
+            if isinstance(found, Hit):
                 try:
-                    made = await load(remote, model, options, found, progress)
+                    made = await load(remote, model, options, found)
                 except AionnError as error:
                     # An error by the deadline of the whole call is the caller's. So is the error of a runtime that closes, and of a
                     # device that cannot run so many instances: the entry is right.
                     if seconds_until(options.deadline_ns) == 0.0 or devices.closed or wants_lanes(error):
                         raise
-                    refused = found, refusal_of(error)
-                    log_refusal(cache.store, remote, refused[1], error, progress)
+                    bad = found, refusal_of(error)
+                    log_refusal(store, remote, bad[1], error)
+            elif isinstance(found, Declined):
+                raise_if_unsupported(remote, model, found)
+                made = await compile_model(devices.tasks, remote, model, options)
+            else:
+                if bad is None and outcome.reason is not None:
+                    refused(store.path, name, Refusal(outcome.reason, outcome.detail))
+                made, outcome = await _missed(Missed(devices, remote, request, wanted, found, store))
         finally:
             await leave(found, made)
         if made is not None:
             return made, outcome
         # The driver may have ended because of the entry. The next driver may have another version, so the entry is looked up again.
-        remote = await progress.driver(devices, name, options.priority)
+        remote = await devices.get(name, options.priority)
+    made = await compile_model(devices.tasks, remote, model, options)
+    return made, CacheOutcome(CacheOutcomeKind.NO_CACHE, None, name, why_not_cached(remote))
 
 
 async def _missed(missed: Missed) -> tuple[RemotePreparedModel, CacheOutcome]:
     """Adopt what the runtime's compile backend offers, or compile the model and publish its entry."""
-    devices, remote, miss, progress = missed.devices, missed.remote, missed.miss, missed.progress
+    devices, remote, miss, request = missed.devices, missed.remote, missed.miss, missed.request
     if devices.backend is not None:
         from aionn.runtime.preparing.adopting import NotTaken, offered_instead  # few apps have a backend
 
@@ -126,10 +127,10 @@ async def _missed(missed: Missed) -> tuple[RemotePreparedModel, CacheOutcome]:
         if not isinstance(found, NotTaken):
             return found
         if found.refusal is not None and missed.store is not None:
-            progress.refused(missed.store.path, remote.name, found.refusal)
+            refused(missed.store.path, remote.name, found.refusal)
             miss.outcome = dataclasses.replace(miss.outcome, reason=found.refusal.reason, detail=found.refusal.detail)
         if remote.connection.ended_by is not None:  # the offer ended the driver
-            missed.remote = await progress.driver(devices, remote.name, missed.options.priority)
+            missed.remote = await devices.get(remote.name, request.options.priority)
             if missed.remote.version != missed.wanted.device_version:
-                return await compile_model(devices.tasks, missed.remote, missed.model, missed.options, progress), miss.outcome
+                return await compile_model(devices.tasks, missed.remote, request.model, request.options), miss.outcome
     return await compile_and_publish(missed)

@@ -15,13 +15,11 @@ hold it. When it is collected, the driver frees the model.
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 
 import anyio
-import msgspec
 
 from aionn import trace
 from aionn.caching.outcomes import CacheOutcome
@@ -37,15 +35,13 @@ from aionn.errors import (
     again,
 )
 from aionn.graph.steps import Step
-from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model
 from aionn.remote.device import RemotePreparedModel
-from aionn.runtime.preparations import Cause, Preparation
-from aionn.runtime.preparing.cached import CacheChoice
 from aionn.runtime.preparing.idling import Idling
 from aionn.runtime.preparing.plan import prepare_on_best
 from aionn.runtime.preparing.preparation import Found
-from aionn.runtime.preparing.progress import CompilationReports, Named, Progress
+from aionn.runtime.preparing.request import CompileRequest
+from aionn.runtime.progress import Cause, Progress
 from aionn.runtime.serving.compiled_model import CompiledModel
 from aionn.runtime.serving.serving import Serving
 from aionn.runtime.session import Session
@@ -55,64 +51,46 @@ _FALL_BACK_ON = (CompilationError, DeviceUnavailableError, DriverDiedError, Driv
 """Errors of a better device after which the next one is tried."""
 
 
-class Order(msgspec.Struct, frozen=True):
-    """What was asked for.
-
-    Attributes:
-        options: how to prepare the model.
-        candidates: names of the devices that may be used, best first, or None for every installed one.
-        cache: where the compilation is kept, or None.
-        idle_s: after so long without use, the driver's memory is given back. None: never.
-        stage: the stage that serves from the start, in mode "staged". None: the stage is named after its device.
-        reports: how the compilation is shown.
-    """
-
-    options: PrepareOptions
-    candidates: Sequence[str] | None
-    cache: CacheChoice | None
-    idle_s: float | None = None
-    stage: str | None = None
-    reports: CompilationReports = msgspec.field(default_factory=lambda: CompilationReports(None, Named()))
-
-
 class Renewal:
     """The prepared model of one compilation.
 
     Attributes:
         compiled: what serves.
-        model: what is computed. cache: where it is kept. Both change when the app swaps in another model.
+        request: what was asked for. Its model and its cache change when the app swaps in another model.
         outcomes: one per step of the plan, of the last preparation.
         named: how the compilation is shown. reports: what it shows.
         preparation: the preparation that is under way, unless it is the first one in `Runtime.compile`.
         disproved: gives the names of outputs that came out in another shape than the model declares.
     """
 
-    def __init__(self, session: Session, model: Model, order: Order, first: Found | None) -> None:
+    def __init__(self, session: Session, request: CompileRequest, first: Found | None) -> None:
         """`first`: what was prepared already, or None to prepare it at the first use."""
         self.session = session
-        self.model = model
-        self.options = order.options
-        self.cache = order.cache
-        self.reports = order.reports
-        self.named = order.reports.named
+        self.request = request
+        self.reports = request.reports
+        self.named = request.reports.named
         self.compiled = CompiledModel(session.tasks)
         session.models.add(self.compiled)
         self.outcomes: tuple[CacheOutcome, ...] = ()
         self.disproved: Callable[[], tuple[str, ...]] = tuple
-        self._candidates = order.candidates
-        self._first_device = order.candidates[0] if order.candidates else session.devices.installed[0]
-        self.preparation: Preparation | None = None
+        self._first_device = request.candidates[0] if request.candidates else session.devices.installed[0]
+        self.preparation: Progress | None = None
         self._preparing: _Preparing | None = None
         self._storing = anyio.Lock()
         if first is not None:
-            first[0].remember(model)
-            self.compiled.serving = Serving(first[0], model, self.compiled.use, order.stage)
+            first[0].remember(request.model)
+            self.compiled.serving = Serving(first[0], request.model, self.compiled.use, request.stage)
             self.outcomes = first[1]
-        if order.idle_s is not None:
-            idling = Idling(session, self.compiled, order.candidates or (), order.options.priority)
-            session.tasks.start_soon(idling.watch, order.idle_s, name="idling")
+        if request.idle_s is not None:
+            idling = Idling(session, self.compiled, request.candidates or (), request.options.priority)
+            session.tasks.start_soon(idling.watch, request.idle_s, name="idling")
         self._finalizer = weakref.finalize(self, call_soon_from_anywhere, session.loop, self.compiled.release)
         self._finalizer.atexit = False
+
+    @property
+    def model(self) -> Model:
+        """What is computed."""
+        return self.request.model
 
     @property
     def device(self) -> str:
@@ -132,7 +110,7 @@ class Renewal:
         """Return the devices that a new model may be cut over, if the first cannot run it whole: those that serve, then the others."""
         from aionn.runtime.preparing.partition import device_names
 
-        candidates = self.session.devices.installed if self._candidates is None else self._candidates
+        candidates = self.session.devices.installed if self.request.candidates is None else self.request.candidates
         return tuple(dict.fromkeys((*device_names(serving.prepared), *candidates)))
 
     def close(self) -> None:
@@ -165,7 +143,7 @@ class Renewal:
 
     async def store_tuned(self) -> None:
         """Store a better artifact, if the engine that serves offers one. It raises nothing."""
-        serving, cache = self.compiled.serving, self.cache
+        serving, cache = self.compiled.serving, self.request.cache
         if cache is None or serving is None or not serving.alive or self._storing.locked():
             return
         prepared = serving.prepared
@@ -174,7 +152,7 @@ class Renewal:
         from aionn.runtime.preparing.tuning import store_tuned  # most engines offer nothing
 
         async with self._storing:
-            await store_tuned(prepared, self.model, dataclasses.replace(self.options, deadline_ns=None), cache)
+            await store_tuned(prepared, self.request.without_deadline(), cache)
 
     def check_usable(self) -> None:
         """Return if the compilation may be used.
@@ -198,11 +176,10 @@ class Renewal:
             with (
                 trace.about(model=self.named.name),
                 trace.span(name, device=self.device),
-                self._shown(dead) as self.preparation,
-                Progress(self.reports, self.device, shown=self.preparation) as progress,
+                Progress(self.reports, self.device, cause=_cause(dead)) as self.preparation,
             ):
-                stage, (prepared, self.outcomes) = await self._preparation(progress)
-                progress.prepared(self.outcomes)
+                stage, (prepared, self.outcomes) = await self._preparation()
+                self.preparation.outcomes = self.outcomes
             if compiled.closed:
                 prepared.release()
                 error = CallerError("this compilation has been closed; compile the model again")
@@ -224,27 +201,25 @@ class Renewal:
                 preparing.error = error
             preparing.over.set()
 
-    def _shown(self, before: Serving | None) -> AbstractContextManager[Preparation]:
-        """Show during the body that the model is prepared. `before`: what has served, or None."""
-        cause: Cause = "first" if before is None else "idle" if before.asleep else "death"
-        return self.session.reports.preparations.preparing(self.named.name, self.named.required, self.device, cause)
-
-    async def _preparation(self, progress: Progress) -> tuple[str | None, Found]:
+    async def _preparation(self) -> tuple[str | None, Found]:
         """Prepare the model. Returns also the name of the stage, or None where it is named after its device."""
-        serving, devices, model, cache = self.compiled.serving, self.session.devices, self.model, self.cache
-        options = dataclasses.replace(self.options, deadline_ns=None, open_outputs=self.disproved())
+        serving, devices, request = self.compiled.serving, self.session.devices, self.request.without_deadline(self.disproved())
         if serving is None:
-            return None, await prepare_on_best(devices, model, self._candidates, options, cache, progress)
+            return None, await prepare_on_best(devices, request)
         from aionn.runtime.preparing.partition import prepare_again, prepare_on
 
         if self.compiled.devices_for is None:
-            return None, await prepare_again(devices, serving.prepared, model, options, cache, progress)
+            return None, await prepare_again(devices, serving.prepared, request)
         names = self.compiled.devices_for(serving)
         for name in names[:-1]:
             with suppress(*_FALL_BACK_ON):
-                return name, await prepare_on(devices, stage_devices(name, self._candidates), model, options, cache, progress)
-        names_of_last = stage_devices(names[-1], self._candidates)
-        return names[-1], await prepare_on(devices, names_of_last, model, options, cache, progress)
+                return name, await prepare_on(devices, stage_devices(name, request.candidates), request)
+        return names[-1], await prepare_on(devices, stage_devices(names[-1], request.candidates), request)
+
+
+def _cause(before: Serving | None) -> Cause:
+    """Return why a model is prepared. `before`: what has served, or None."""
+    return "first" if before is None else "idle" if before.asleep else "death"
 
 
 def stage_devices(name: str, stages: Sequence[str] | None) -> tuple[str, ...]:

@@ -13,27 +13,26 @@ from aionn import trace
 from aionn.caching import MissReason, Refusal
 from aionn.caching.store import Hit, Miss
 from aionn.errors import AionnError
-from aionn.hal.interfaces import PrepareOptions
-from aionn.hal.model import Model
 from aionn.remote.device import RemotePreparedModel
-from aionn.runtime.preparing.cached import CacheChoice, bound, wanted_of
+from aionn.runtime.preparing.compile_acts import bound, wanted_of
+from aionn.runtime.preparing.request import CacheChoice, CompileRequest
 
 logger = logging.getLogger("aionn.runtime")
 
 
-async def store_tuned(prepared: RemotePreparedModel, model: Model, options: PrepareOptions, cache: CacheChoice) -> None:
+async def store_tuned(prepared: RemotePreparedModel, request: CompileRequest, cache: CacheChoice) -> None:
     """Ask for a better artifact of a model, and publish it in place of the stored one."""
     try:
         with cache.store.in_use():
             if await prepared.export_again(None) == "offered":
-                await _store(prepared, model, options, cache)
+                await _store(prepared, request, cache)
     except AionnError as error:
         logger.info("device %r was not asked for a better artifact: %s", prepared.device.name, error)
 
 
-async def _store(prepared: RemotePreparedModel, model: Model, options: PrepareOptions, cache: CacheChoice) -> None:
+async def _store(prepared: RemotePreparedModel, request: CompileRequest, cache: CacheChoice) -> None:
     device = prepared.device
-    found = await cache.store.open(wanted_of(device, model, options, cache), wait_s=0.0)
+    found = await cache.store.open(wanted_of(device, request, cache.token, cache.operations), wait_s=0.0)
     if isinstance(found, Hit):
         digest = found.manifest.model_digest
         found = await found.refuse(Refusal(MissReason.SUPERSEDED, "the engine offers a better artifact"), wait_s=0.0)

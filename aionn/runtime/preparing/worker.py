@@ -18,17 +18,15 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from aionn import trace
-from aionn.caching.offers import CompileRequest, Offered
+from aionn.caching.offers import ArtifactRequest, Offered
 from aionn.errors import AionnError, CompilationError
 from aionn.hal.interfaces import CacheHandles, PrepareOptions
 from aionn.hal.types import CacheFiles
 from aionn.remote.device import RemoteDevice
-from aionn.runtime.preparations import COMPILING, STARTING
-from aionn.runtime.preparing.cached import bound
-from aionn.runtime.preparing.compiling import check_supported
-from aionn.runtime.preparing.progress import Progress
+from aionn.runtime.preparing.compile_acts import bound, check_supported
 from aionn.runtime.processes.devices import Devices
 from aionn.runtime.processes.process import DriverProcess
+from aionn.runtime.progress import COMPILING, STARTING, model_name, step
 from aionn.tasks import bounded_shield
 
 logger = logging.getLogger("aionn.runtime")
@@ -50,9 +48,7 @@ class LocalWorker:
 
     wait_s = math.inf
 
-    def __init__(
-        self, devices: Devices, threads: int, progress: Progress, targets: CacheHandles | None = None, expected_s: float | None = None
-    ) -> None:
+    def __init__(self, devices: Devices, threads: int, targets: CacheHandles | None = None, expected_s: float | None = None) -> None:
         """Take what one compile needs. No process starts yet.
 
         Args:
@@ -61,10 +57,10 @@ class LocalWorker:
                 files (memfd).
             expected_s: seconds that the compile took the last time, if that is known.
         """
-        self._devices, self._threads, self._progress = devices, devices.bounded_threads(threads), progress
+        self._devices, self._threads = devices, devices.bounded_threads(threads)
         self._targets, self._expected_s = targets, expected_s
 
-    async def compile(self, request: CompileRequest) -> Offered | None:
+    async def compile(self, request: ArtifactRequest) -> Offered | None:
         """Compile the model in a worker process. Returns None if the device does not cache this model.
 
         Raises:
@@ -75,7 +71,7 @@ class LocalWorker:
         began_ns = time.monotonic_ns()
         offered = _anonymous(request.files) if self._targets is None else _duplicates(self._targets)
         try:
-            with trace.span("stage.compile", device=request.device, model=self._progress.model):
+            with trace.span("stage.compile", device=request.device, model=model_name()):
                 outcome = await self._saved(request, offered)
             if outcome == "saved":
                 offered.compile_ns = time.monotonic_ns() - began_ns
@@ -86,15 +82,15 @@ class LocalWorker:
             return None
         raise UnsavedError(f"the artifact of device {request.device!r} could not be stored: {outcome}", reason=outcome)
 
-    async def _saved(self, request: CompileRequest, target: Offered) -> str:
+    async def _saved(self, request: ArtifactRequest, target: Offered) -> str:
         """Compile in a worker process, and write the artifact into the files of `target`. Return the driver's save outcome."""
         name, asked = request.device, request.options
         options = PrepareOptions(asked.preference, asked.priority, None, self._threads, options=asked.options)
         handles = bound(CacheHandles(target.model, target.data, request.key), request.model_digest)
-        self._progress.step(name, STARTING)
+        step(name, STARTING)
         async with worker(self._devices, name, self._threads) as remote:
-            await check_supported(self._devices.tasks, remote, request.model, options, self._progress)
-            self._progress.step(name, COMPILING, self._expected_s)
+            await check_supported(self._devices.tasks, remote, request.model, options)
+            step(name, COMPILING, self._expected_s)
             prepared = await remote.prepare_model(request.model, options, handles)
             return prepared.save_outcome
 

@@ -31,6 +31,7 @@ from aionn.runtime.processes.facts import DeviceFacts, rank
 from aionn.runtime.processes.process import DriverProcess, end_processes
 from aionn.runtime.processes.restarts import Restarts
 from aionn.runtime.processes.spawning import USUAL, WHEN_IDLE, Settings, Spawned
+from aionn.runtime.progress import STARTING, step
 from aionn.runtime.reports import DriverReports, Reports
 from aionn.sandbox.report import Confinement
 from aionn.tasks import Tasks
@@ -212,15 +213,13 @@ class Devices:
             device = self.by_name[key] = Device(name, self)
         return device
 
-    async def get(self, name: str, priority: Priority = Priority.MEDIUM, waits: Callable[[], None] | None = None) -> RemoteDevice:
+    async def get(self, name: str, priority: Priority = Priority.MEDIUM) -> RemoteDevice:
         """Return the live device for compilations of that priority. Start its driver process if it has none.
-
-        `waits`: called before the start of a driver process is waited for.
 
         Raises:
             DeviceUnavailableError, DriverDiedError, DriverHungError: the driver process cannot be started.
         """
-        return await self._live(self._of(name, priority), waits)
+        return await self._live(self._of(name, priority))
 
     def _of(self, name: str, priority: Priority) -> Device:
         device = self.find(name)
@@ -263,14 +262,13 @@ class Devices:
         words = "the driver process %d of device %r was ended, because no compilation needs it now"
         logger.info(words, process.pid, device.name, extra=about(device=device.name))
 
-    async def _live(self, device: Device, waits: Callable[[], None] | None = None) -> RemoteDevice:
+    async def _live(self, device: Device) -> RemoteDevice:
         process = device._process
         device._asked.set()
         if process is not None and process.serving is not None:
             self.check_open()
             return device.introduced(process.serving)
-        if waits is not None:
-            waits()
+        step(device.name, STARTING)
         async with device._starting:
             process = device._process
             if process is not None and not process.alive:

@@ -13,17 +13,16 @@ from aionn.caching import CacheOutcomeKind
 from aionn.caching.store import Hit
 from aionn.engines.processor import run_threads
 from aionn.errors import AionnError, CompilationError, DriverDiedError, DriverHungError
-from aionn.hal.model import Model
 from aionn.runtime.logs import about
-from aionn.runtime.preparations import LOOKING
-from aionn.runtime.preparing.cached import load, wanted_of
+from aionn.runtime.preparing.compile_acts import load, wanted_of
 from aionn.runtime.preparing.in_time import in_time
 from aionn.runtime.preparing.partition import prepare_on
 from aionn.runtime.preparing.preparation import Found
-from aionn.runtime.preparing.progress import CompilationReports, Progress
-from aionn.runtime.preparing.renewal import Order, stage_devices
+from aionn.runtime.preparing.renewal import stage_devices
+from aionn.runtime.preparing.request import CompileRequest
 from aionn.runtime.preparing.worker import version_of
 from aionn.runtime.processes.devices import Devices
+from aionn.runtime.progress import LOOKING, CompilationReports, counted, model_name, step
 from aionn.runtime.staging import verdicts
 from aionn.runtime.staging.stage import Stage, StagePolicy, enter_state, reported_stage
 from aionn.tasks import seconds_until, ungrouped
@@ -39,22 +38,20 @@ def stages_of(names: Sequence[str], reports: CompilationReports) -> list[Stage]:
     return [reported_stage(name, reports.stage_entered) for name in names]
 
 
-async def prepare_first(
-    devices: Devices, model: Model, stages: Sequence[Stage], order: Order, policy: StagePolicy, progress: Progress
-) -> Found:
+async def prepare_first(devices: Devices, stages: Sequence[Stage], request: CompileRequest, policy: StagePolicy) -> Found:
     """Prepare the stage that serves from the start. A device that cannot run every node gets the other stages' devices for the rest.
 
     Raises:
         CompilationError, DriverDiedError, DriverHungError: no stage can be prepared.
     """
-    names, options, cache = [stage.name for stage in stages], order.options, order.cache
+    names, options, cache = [stage.name for stage in stages], request.options, request.cache
     left_s = seconds_until(options.deadline_ns)
     patience_s = None if left_s is None else left_s * _STORED_SHARE / max(1, len(names) - 1)
     for index in range(len(names) - 1, 0, -1):
         if cache is None:
             break
         # A disk may hang in any of this, and the app's deadline does not wait for it.
-        work = partial(_stored, devices, names[index], names[:index], model, order, policy, progress)
+        work = partial(_stored, devices, names[index], names[:index], request, policy)
         with devices.kept(names[index], options.priority):
             found = await in_time(devices.tasks, work, patience_s, _release)
         if found is not None:
@@ -65,14 +62,14 @@ async def prepare_first(
             return found
     for stage in stages:
         try:
-            found = await prepare_on(devices, stage_devices(stage.name, names), model, options, cache, progress)
+            found = await prepare_on(devices, stage_devices(stage.name, names), request)
         except (CompilationError, DriverDiedError, DriverHungError) as error:
             enter_state(stage, "rejected", str(error))
             trace.count("stage.rejected", stage=stage.name, reason=str(error))
             if stage is stages[-1]:
                 raise
-            extra = about(model=progress.model, stage=stage.name)
-            logger.warning("stage %r of model %r cannot serve first: %s", stage.name, progress.model, error, extra=extra)
+            extra = about(model=model_name(), stage=stage.name)
+            logger.warning("stage %r of model %r cannot serve first: %s", stage.name, model_name(), error, extra=extra)
             continue
         stage.made_by = "cache" if all(outcome.kind is CacheOutcomeKind.HIT for outcome in found[1]) else "driver"
         enter_state(stage, "serving")
@@ -85,17 +82,15 @@ async def _release(found: Found | None) -> None:
         found[0].release()
 
 
-async def _stored(
-    devices: Devices, name: str, bases: Sequence[str], model: Model, order: Order, policy: StagePolicy, progress: Progress
-) -> Found | None:
+async def _stored(devices: Devices, name: str, bases: Sequence[str], request: CompileRequest, policy: StagePolicy) -> Found | None:
     """Load a stage if it is stored and the policy approves of its measurements. Returns None otherwise.
 
     No driver is started for a stage that the policy does not approve of.
     """
-    options, cache = order.options, order.cache
+    model, options, cache = request.model, request.options, request.cache
     assert cache is not None  # without one nothing is stored
     threads = run_threads(options)
-    found = await cache.store.measurements(verdicts.scope(cache, model, options, name))
+    found = await cache.store.measurements(verdicts.scope(request, name))
     found = [one for one in found if one.base in bases and one.threads == threads]
     if verdicts.judged(found, model, policy) != verdicts.APPROVED:
         return None
@@ -109,19 +104,19 @@ async def _stored(
             async with anyio.create_task_group() as tasks:
                 for base in {one.base for one in found}:
                     tasks.start_soon(ask, base)
-                remote = await progress.driver(devices, name, options.priority)
+                remote = await devices.get(name, options.priority)
         valid = [one for one in found if verdicts.holds(one, remote.version, versions[one.base], threads)]
         if not remote.cache_files.supported or verdicts.judged(valid, model, policy) != verdicts.APPROVED:
             return None
-        progress.step(name, LOOKING)
-        async with await cache.store.open(wanted_of(remote, model, options, cache), wait_s=0.0) as stored:
+        step(name, LOOKING)
+        async with await cache.store.open(wanted_of(remote, request, cache.token, cache.operations), wait_s=0.0) as stored:
             if not isinstance(stored, Hit):
                 return None
-            with progress.on(name) as attempt:
-                loaded = await load(remote, model, options, stored, progress)
+            with counted(name) as attempt:
+                loaded = await load(remote, model, options, stored)
                 attempt.outcome = stored.outcome
             return loaded, (stored.outcome,)
     except AionnError as error:
-        extra = about(model=progress.model, stage=name)
-        logger.info("stage %r of model %r is stored and cannot serve from the start: %s", name, progress.model, error, extra=extra)
+        extra = about(model=model_name(), stage=name)
+        logger.info("stage %r of model %r is stored and cannot serve from the start: %s", name, model_name(), error, extra=extra)
         return None

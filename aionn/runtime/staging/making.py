@@ -7,8 +7,8 @@ from functools import partial
 
 from aionn.errors import AionnError, StageRejected
 from aionn.runtime.preparing import background
-from aionn.runtime.preparing.progress import Progress
 from aionn.runtime.preparing.renewal import stage_devices
+from aionn.runtime.progress import Progress
 from aionn.runtime.serving.members import NotNowError
 from aionn.runtime.serving.serving import Serving
 from aionn.runtime.staging import verdicts
@@ -57,19 +57,11 @@ class StageMaker:
             raise StageRejected(stage.name, f"as an earlier comparison found: {reason}")
         enter_state(stage, "compiling")
         effort = background.Effort(policy.threads, policy.timeout_s, policy.backend, partial(compiles_here, stage))
-        with Progress(target.reports, stage.name, partial(enter_step, stage)) as progress:
-            made = await background.make(
-                target.devices,
-                stage_devices(stage.name, target.stages),
-                target.model,
-                target.options,
-                target.cache,
-                progress,
-                effort,
-            )
+        with Progress(target.request.reports, stage.name, partial(enter_step, stage)):
+            made = await background.make(target.devices, stage_devices(stage.name, target.stages), target.request, effort)
         stage.made_by = made.by
-        made.prepared.remember(target.model)
-        better = Serving(made.prepared, target.model, target.compiled.use, stage.name)
+        made.prepared.remember(target.request.model)
+        better = Serving(made.prepared, target.request.model, target.compiled.use, stage.name)
         swapped = False
         try:
             enter_state(stage, "comparing")
@@ -113,7 +105,7 @@ class StageMaker:
         """Return recent inputs, or made-up ones while nothing has been executed, and whether they are made up."""
         samples = self._samples
         if not samples.kept and not before.use.executions:
-            for inputs in guessed_inputs(self._target.model):
+            for inputs in guessed_inputs(self._target.request.model):
                 try:
                     await self._target.run(before, inputs, deadline_of(self._policy.run_timeout_s))
                 except AionnError:
@@ -129,7 +121,7 @@ class StageMaker:
                 await self._target.compiled.wait_for_new_state()
             try:
                 held_ns = await self._target.compiled.swap(better, may_swap=self._may_swap)
-                return self._target.reports.stage_swapped(better.stage, held_ns)
+                return self._target.request.reports.stage_swapped(better.stage, held_ns)
             except NotNowError as not_now:
                 if attempt == SWAP_TRIES - 1:
                     raise StageRejected(better.stage, f"{not_now}, at each of {SWAP_TRIES} attempts") from not_now

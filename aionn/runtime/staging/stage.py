@@ -15,7 +15,7 @@ import numpy as np
 
 from aionn import trace
 from aionn.errors import CallerError
-from aionn.runtime.preparations import LOADING
+from aionn.runtime.progress import LOADING
 from aionn.runtime.staging.comparing import Comparison, Tolerance
 from aionn.tasks import checked_count
 

@@ -27,8 +27,8 @@ from aionn import trace
 from aionn.errors import AionnError, CallerError, DeadlineError, StageRejected
 from aionn.runtime.logs import about
 from aionn.runtime.preparing.partition import prepare_on
-from aionn.runtime.preparing.progress import CompilationReports, Progress
 from aionn.runtime.preparing.renewal import stage_devices
+from aionn.runtime.progress import CompilationReports, Progress
 from aionn.runtime.serving.planned_model import Prepared
 from aionn.runtime.serving.serving import Serving
 from aionn.runtime.staging.frequency import until_frequent
@@ -66,7 +66,7 @@ class Staging:
         self.stages = tuple(stages)
         self.policy = policy
         self._target = target
-        self._samples = samples_of(target.model)
+        self._samples = samples_of(target.request.model)
         self._verdicts = Verdicts(target)
         self._maker = StageMaker(target, policy, self._samples, self._verdicts, self._serves)
         self._wanted = anyio.Event()
@@ -145,11 +145,11 @@ class Staging:
 
     def _abandoned(self) -> None:
         """Stop, and count how often the model was used, for the next start. Runs in `finally` blocks, so it must not await."""
-        use, cache = self._target.compiled.use, self._target.cache
+        use, cache = self._target.compiled.use, self._target.request.cache
         executions = use.executions - self._counted
         self._counted += executions
         if cache is not None and executions:
-            cache.store.count_use(self._target.model.token, executions)
+            cache.store.count_use(self._target.request.model.token, executions)
         self._scope.cancel()
 
     @contextmanager
@@ -174,10 +174,10 @@ class Staging:
 
     async def _use_warrants_it(self) -> None:
         """Wait until the model is used often enough, or until a caller waits for a stage."""
-        policy, cache, use = self.policy, self._target.cache, self._target.compiled.use
+        policy, cache, use = self.policy, self._target.request.cache, self._target.compiled.use
 
         async def used() -> None:
-            earlier = 0 if cache is None else await cache.store.use(self._target.model.token, policy.per_s)
+            earlier = 0 if cache is None else await cache.store.use(self._target.request.model.token, policy.per_s)
             await until_frequent(use, policy.executions, policy.per_s, since=self._began, earlier=earlier)
             with anyio.move_on_after(_WITHIN_S):
                 await self._pause()
@@ -203,7 +203,7 @@ class Staging:
 
     @property
     def _model(self) -> str:
-        return self._target.reports.named.name
+        return self._target.request.reports.named.name
 
     def _about(self, stage: str) -> dict[str, str]:
         return about(model=self._model, stage=stage)
@@ -218,16 +218,15 @@ class Staging:
     async def _prepare_again(self, name: str) -> Prepared:
         target = self._target
         names = stage_devices(name, [stage.name for stage in self.stages])
-        with Progress(target.reports, name) as progress:
-            prepared, outcomes = await prepare_on(target.devices, names, target.model, target.options, target.cache, progress)
-            progress.prepared(outcomes)
+        with Progress(target.request.reports, name) as progress:
+            prepared, progress.outcomes = await prepare_on(target.devices, names, target.request)
             return prepared
 
     def _gone_back(self, bad: Serving, base: Serving, reason: str, held_ns: int) -> None:
         enter_state(self.stage(bad.stage), "rejected", reason)
         enter_state(self.stage(base.stage), "serving")
         if held_ns:
-            self._target.reports.stage_swapped(base.stage, held_ns)
+            self._target.request.reports.stage_swapped(base.stage, held_ns)
         trace.count("stage.rejected", stage=bad.stage, reason=reason)
         words = "stage %r of model %r no longer serves, and stage %r serves again: %s"
         logger.warning(words, bad.stage, self._model, base.stage, reason, extra=self._about(bad.stage))

@@ -11,7 +11,6 @@ for a compilation that has executed nothing.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,10 +20,10 @@ from typing import Any
 from aionn.errors import AionnError, CallerError, CompilationError, DeadlineError
 from aionn.hal.model import Model
 from aionn.runtime.preparing import background
-from aionn.runtime.preparing.cached import CacheChoice
-from aionn.runtime.preparing.progress import Progress
-from aionn.runtime.preparing.reading import digested, read
+from aionn.runtime.preparing.in_time import digested, read
 from aionn.runtime.preparing.renewal import Renewal
+from aionn.runtime.preparing.request import CacheChoice
+from aionn.runtime.progress import Progress
 from aionn.runtime.serving.compiled_model import CompiledModel
 from aionn.runtime.serving.members import NotNowError
 from aionn.runtime.serving.serving import Serving
@@ -64,26 +63,18 @@ async def swap_model(target: NewModel, model: Model, timeout_s: float | None) ->
     renewal, staging, compiled = target.renewal, target.staging, target.renewal.compiled
     if not isinstance(model, Model):
         raise CallerError(f"swap takes an aionn.Model, not {type(model).__name__}; open one with await aionn.Model.load(path)")
-    if renewal.cache is not None:
+    cache = renewal.request.cache
+    if cache is not None:
         await digested(renewal.session.tasks, model)
     await read(renewal.session.tasks, model)
     _check_border(renewal.model, model)
     serving = await renewal.live()
     policy = StagePolicy() if staging is None else staging.policy
-    cache = renewal.cache
-    if cache is not None:
-        cache = CacheChoice(cache.store, model.token)
+    request = renewal.request.of(model, None if cache is None else CacheChoice(cache.store, model.token)).without_deadline()
     last = target.last_inputs()  # before the compile, during which later executions may use the frames
-    with _sampled(compiled, renewal.model) as samples, Progress(renewal.reports, serving.device) as progress:
-        made = await background.make(
-            renewal.session.devices,
-            renewal.devices_of(serving),
-            model,
-            dataclasses.replace(renewal.options, deadline_ns=None),
-            cache,
-            progress,
-            background.Effort(policy.threads, math.inf if timeout_s is None else timeout_s, policy.backend),
-        )
+    with _sampled(compiled, renewal.model) as samples, Progress(renewal.reports, serving.device):
+        effort = background.Effort(policy.threads, math.inf if timeout_s is None else timeout_s, policy.backend)
+        made = await background.make(renewal.session.devices, renewal.devices_of(serving), request, effort)
         made.prepared.remember(model)
     better = Serving(made.prepared, model, compiled.use)
     try:
@@ -97,7 +88,7 @@ async def swap_model(target: NewModel, model: Model, timeout_s: float | None) ->
             except NotNowError:
                 if attempt == _TRIES - 1:
                     raise
-        renewal.model, renewal.cache = model, cache
+        renewal.request = request
     except BaseException:
         if compiled.serving is not better:
             made.prepared.release()

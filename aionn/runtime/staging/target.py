@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from aionn.hal.interfaces import PrepareOptions
-from aionn.hal.model import Model
-from aionn.runtime.preparing.cached import CacheChoice
-from aionn.runtime.preparing.progress import CompilationReports
+from aionn.runtime.preparing.request import CompileRequest
 from aionn.runtime.processes.devices import Devices
 from aionn.runtime.serving.compiled_model import CompiledModel
 from aionn.runtime.staging.measuring import Run
@@ -23,19 +20,13 @@ class Target:
     Attributes:
         devices: all devices of the runtime.
         compiled: what serves, and the swap.
-        model: what is computed.
-        options: how to prepare the model, without a deadline.
-        cache: where the compilation is kept, or None.
+        request: what was asked for, without a deadline.
         run: runs inputs on one prepared model.
-        reports: how the compilation is shown.
         stages: names of all stages. A stage whose device cannot run the whole model shares it with their devices.
     """
 
     devices: Devices
     compiled: CompiledModel
-    model: Model
-    options: PrepareOptions
-    cache: CacheChoice | None
+    request: CompileRequest
     run: Run
     stages: tuple[str, ...]
-    reports: CompilationReports

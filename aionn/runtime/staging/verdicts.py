@@ -19,9 +19,8 @@ from blake3 import blake3
 from aionn.caching import OutputDifference, StageMeasurement
 from aionn.engines.processor import run_threads
 from aionn.errors import DeadlineError
-from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model
-from aionn.runtime.preparing.cached import CacheChoice
+from aionn.runtime.preparing.request import CompileRequest
 from aionn.runtime.serving.serving import Serving
 from aionn.runtime.staging.comparing import TOLERANCES, Comparison, Tolerance, not_faster
 from aionn.runtime.staging.stage import StagePolicy
@@ -37,10 +36,8 @@ class Verdicts:
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        self._threads = run_threads(target.options)
-
-    def _scope(self, cache: CacheChoice, stage: str) -> bytes:
-        return scope(cache, self._target.model, self._target.options, stage)
+        self._request = target.request
+        self._threads = run_threads(target.request.options)
 
     async def known(self, stage: str, policy: StagePolicy) -> str | None:
         """Return the verdict of earlier starts on a stage, beside the stage that serves. Returns None if there is no verdict.
@@ -48,32 +45,32 @@ class Verdicts:
         Raises:
             DeadlineError: the stage's device did not start within `policy.timeout_s`, or the cache is slow.
         """
-        target, base, cache = self._target, self._target.compiled.serving, self._target.cache
+        target, base, cache = self._target, self._target.compiled.serving, self._request.cache
         if cache is None or base is None:
             return None
         with anyio.move_on_after(policy.timeout_s):
-            found = await cache.store.measurements(self._scope(cache, stage))
+            found = await cache.store.measurements(scope(self._request, stage))
             if not found:
                 return None
-            version, base_version = (await target.devices.get(stage, target.options.priority)).version, base.prepared.device.version
+            version, base_version = (await target.devices.get(stage, self._request.options.priority)).version, base.prepared.device.version
             valid = [one for one in found if one.base == base.stage and holds(one, version, base_version, self._threads)]
-            return judged(valid, target.model, policy)
+            return judged(valid, self._request.model, policy)
         raise DeadlineError(
             f"device {stage!r} did not make the stage within {policy.timeout_s} s: its driver does not start, or its cache is slow"
         )
 
     async def remember(self, comparison: Comparison, better: Serving, base: Serving) -> None:
         """Keep a comparison of two stages with the cache."""
-        if (cache := self._target.cache) is not None:
+        if (cache := self._request.cache) is not None:
             versions = better.stage, better.prepared.device.version, base.stage, base.prepared.device.version
-            found = measurement(self._target.model, *versions, self._threads, comparison)
-            await cache.store.remember(self._scope(cache, better.stage), found)
+            found = measurement(self._request.model, *versions, self._threads, comparison)
+            await cache.store.remember(scope(self._request, better.stage), found)
 
     def remember_failure(self, bad: Serving, base: Serving, reason: str) -> None:
         """Keep with the cache, in the background, that a stage has failed while it served, so that `base` serves again."""
-        if (cache := self._target.cache) is not None:
+        if (cache := self._request.cache) is not None:
             found = StageMeasurement(
-                model_digest=self._target.model.token,
+                model_digest=self._request.model.token,
                 stage=bad.stage,
                 version=bad.prepared.device.version,
                 base=base.stage,
@@ -83,11 +80,13 @@ class Verdicts:
                 failed=True,
                 measured_s=time.time(),
             )
-            cache.store.remember_later(self._scope(cache, bad.stage), found)
+            cache.store.remember_later(scope(self._request, bad.stage), found)
 
 
-def scope(cache: CacheChoice, model: Model, options: PrepareOptions, stage: str) -> bytes:
+def scope(request: CompileRequest, stage: str) -> bytes:
     """Return the name under which the cache keeps measurements of one stage. It is made of app's token, model, options and device."""
+    model, options, cache = request.model, request.options, request.cache
+    assert cache is not None  # without one nothing is kept
     lanes = options.instances.to_bytes(2, "big") if options.instances > 1 else b""
     # Those of the stage before count as well, because a stage is compared with it.
     asked = repr(options.encoded).encode() if options.options else b""

@@ -308,7 +308,7 @@ class Connections:
         if queue_capacity is None:
             model = self.renewal.model
             queue_capacity = enough_datums((*model.inputs.values(), *model.outputs.values()))
-        low_power = self.renewal.options.preference is ExecutionPreference.LOW_POWER
+        low_power = self.renewal.request.options.preference is ExecutionPreference.LOW_POWER
         options = LinkOptions(depth, queue_capacity, low_power, anticipate, name or "")
         connection = BurstConnection(
             self.renewal, self.executor(depth + 1, Kind.SINGLE if name is None else Kind.BURST, name or ""), options

@@ -12,7 +12,7 @@ from collections import Counter
 from aionn.events import DropsSummary
 from aionn.pages import BurstSlot
 from aionn.pages.app_layout import ANSWERED, DROPPED
-from aionn.runtime.preparing.progress import CompilationReports
+from aionn.runtime.progress import CompilationReports
 from aionn.runtime.reports import Reports
 
 _BEATS = 2

@@ -1,0 +1,410 @@
+"""The acts of a compile: name an entry, look it up, load it, or make it.
+
+    name it       `wanted_of`: the entry of a model on a device
+    look it up    `look_up`: a hit, a miss with the right to store the entry, or the note that the device declined
+    load it       `load`: the driver takes the files of a hit; the model is not sent
+    make it       `compile_and_publish`, or `adopting` if a compile backend offers it
+
+A save that fails does not fail the compile: the failure is `outcome.save_failure`. The cache also remembers which models a device cannot
+run at all (`_UNSUPPORTED`), so a second start need not ask the device again.
+
+Which model an entry is for. The token that names an entry is the app's claim. Drivers get another token and keep digests
+under it. That token is made of the entry's key and the model's own digest (`bound`). So the driver does not know an artifact of
+another model, whatever the directory or the app's token says. The digest of a loaded model may be unknown, because the app gave another
+token. Then the entry says which model it was stored for, and the driver still takes the bytes only if it stored them so.
+
+Deadlines. A cache must leave the compiler its time. Looking the entry up ends after half of the time that is left, although
+another compiler may be waited for. Loading ends after half of what is left then, unless compiling took longer last time. Storing ends
+in time for the caller's answer, and the publishing of an entry goes on after a caller's deadline.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import anyio
+import msgspec
+
+from aionn import trace
+from aionn.caching import CacheOutcome, CacheOutcomeKind, KeyParts, MissReason, Refusal, Wanted, encoded_keys
+from aionn.caching.store import CacheStore, Declined, Hit, Miss, Publisher
+from aionn.caching.token import device_token
+from aionn.errors import AionnError, CallerError, CompilationError, DeadlineError, DriverDiedError, DriverHungError
+from aionn.hal.interfaces import CacheHandles, PrepareOptions
+from aionn.hal.model import OPAQUE, Model, Operation
+from aionn.hal.types import MAX_CACHE_FILES, NO_LANES
+from aionn.remote.device import RemoteDevice, RemotePreparedModel
+from aionn.runtime.logs import about
+from aionn.runtime.model import adopt, check_compiled, is_read
+from aionn.runtime.preparing.in_time import digested, in_time, read, unread
+from aionn.runtime.preparing.request import CompileRequest
+from aionn.runtime.preparing.step_model import StepModel
+from aionn.runtime.processes.devices import Devices
+from aionn.runtime.progress import ASKING, COMPILING, LOADING, READING, model_name, refused, step, waits
+from aionn.tasks import Tasks, seconds_until
+
+if TYPE_CHECKING:
+    from aionn.runtime.serving.planned_model import Prepared
+
+logger = logging.getLogger("aionn.runtime")
+
+Found = tuple["Prepared", tuple[CacheOutcome, ...]]
+"""What was prepared, and the outcome of each step."""
+
+Opened = Hit | Miss | Declined
+
+_CACHE_SHARE = 0.5
+"""The share of the time that is left which the cache may take. The compiler gets the rest."""
+
+_PUBLISH_SHARE = 0.8
+"""The share of the time that is left after compiling, for which the caller waits for the entry to be published."""
+
+_UNSUPPORTED = "cannot run "
+
+
+class Missed(msgspec.Struct):
+    """A model that the cache does not have on a device, and all that its compile needs.
+
+    Attributes:
+        remote: the live device.
+        wanted: the entry that is missing.
+        miss: what the cache said. Its publisher, if there is one, has the right to store the entry.
+        store: the cache, or None without a cache directory.
+    """
+
+    devices: Devices
+    remote: RemoteDevice
+    request: CompileRequest
+    wanted: Wanted
+    miss: Miss
+    store: CacheStore | None
+
+
+class UnsupportedOperationError(CompilationError):
+    """The device cannot run a node; another device may.
+
+    Attributes:
+        device: its name.
+        supported: for each operation whether the device can run it, or None if a cache remembered that it cannot run them all.
+    """
+
+    def __init__(self, device: str, reason: str, *, node: str | None = None, supported: Sequence[bool] | None = None) -> None:
+        super().__init__(f"device {device!r} {reason}", node=node, reason=reason)
+        self.device = device
+        self.supported = supported
+
+
+# --- name it ------------------------------------------------------------------------------------------------------------
+
+
+def bound(handles: CacheHandles, model_digest: bytes) -> CacheHandles:
+    """Return the same files under the token by which a device knows them: the entry's key and a model's digest in one."""
+    return dataclasses.replace(handles, token=device_token(handles.token, model_digest))
+
+
+def wanted_of(remote: RemoteDevice, request: CompileRequest, token: bytes, operations: tuple[int, ...] | None) -> Wanted:
+    """Return the name that the entry of this model on this device has under an app's token. `operations`: as in `CacheChoice`."""
+    options = request.options
+    parts = KeyParts(
+        app_token=token,
+        device=remote.name,
+        device_version=remote.version,
+        preference=options.preference,
+        priority=options.priority if remote.priority_matters else None,
+        options=options.of(remote.name).encoded,
+        operations=None if operations is None else tuple((0, index) for index in operations),
+    )
+    encoded, key, family = encoded_keys(parts)
+    return Wanted(key, family, remote.name, remote.version, request.model.known_token, remote.cache_files, encoded)
+
+
+def why_not_cached(remote: RemoteDevice) -> str:
+    """Return why a device whose cache files are not supported gets no cache. Log a warning if the device asks for too many files."""
+    files = remote.cache_files
+    if 0 <= max(files.model, files.data) <= MAX_CACHE_FILES:
+        return "the device does not cache"
+    detail = f"the device asks for {files.model} and {files.data} files, at most {MAX_CACHE_FILES} are given"
+    logger.warning("no cache for device %r: %s", remote.name, detail, extra=about(device=remote.name))
+    return detail
+
+
+async def look_up(devices: Devices, store: CacheStore, wanted: Wanted, options: PrepareOptions, bad: tuple[Hit, Refusal] | None) -> Opened:
+    """Open an entry within the time that a cache may take.
+
+    Args:
+        bad: a hit that the driver has refused, and why.
+
+    Returns:
+        A miss with the reason TOO_SLOW if the cache directory did not answer in time.
+    """
+    left_s = seconds_until(options.deadline_ns)
+    patience_s = None if left_s is None else left_s * _CACHE_SHARE
+    give_up_ns = None if patience_s is None else time.monotonic_ns() + int(patience_s * 1e9)
+    if bad is None:
+        there = await _glance(store, wanted, patience_s)
+        if there is not None:
+            return there
+        devices.check_open()
+    more_s = None if give_up_ns is None else (give_up_ns - time.monotonic_ns()) / 1e9
+    if more_s is None or more_s > 0:
+        # A little less for waiting, so that a store in good health says BUSY itself.
+        wait_s = store.wait_s if more_s is None else min(store.wait_s, more_s * 0.9)
+        found = await in_time(devices.tasks, lambda: open_entry(store, wanted, bad, wait_s), more_s, _give_back)
+        if found is not None:
+            return found
+    assert patience_s is not None  # without a deadline the call waits for the store
+    slow = Refusal(MissReason.TOO_SLOW, f"the cache directory did not answer within {patience_s:.3f} s of the deadline")
+    store.warn(slow)
+    missed = CacheOutcome(CacheOutcomeKind.MISS, slow.reason, wanted.device, slow.detail, wanted.key, patience_s, save_failure=slow)
+    return Miss(missed, None)
+
+
+async def _glance(store: CacheStore, wanted: Wanted, seconds: float | None) -> Hit | Declined | None:
+    # The usual case is a whole entry that no process is publishing. It needs no `in_time` and no task.
+    if seconds is None:
+        return await store.glance(wanted)
+    with anyio.move_on_after(seconds):
+        return await store.glance(wanted)
+    return None
+
+
+async def _give_back(found: Opened) -> None:
+    await found.aclose()  # to its end, although the task is cancelled: no other code closes what the task has opened
+
+
+async def open_entry(store: CacheStore, wanted: Wanted, bad: tuple[Hit, Refusal] | None, wait_s: float) -> Opened:
+    """Open an entry, or refuse the hit that a driver has refused. A hit shares the entry with every reader.
+
+    Args:
+        bad: a hit that the driver has refused, and why.
+        wait_s: how long to wait for another compiler.
+    """
+    with store.in_use():  # a caller that waits for this task may leave before the task ends
+        tell = partial(waits, wanted.device)
+        if bad is not None and bad[0].manifest.key == wanted.key:
+            return await bad[0].refuse(bad[1], wait_s=wait_s, waits=tell)
+        return await store.open(wanted, wait_s=wait_s, waits=tell)
+
+
+async def leave(found: Opened, prepared: RemotePreparedModel | None) -> None:
+    """Close an entry. A caller that is cancelled meanwhile gets no model, so the model is released."""
+    try:
+        if isinstance(found, Hit) and prepared is not None:
+            found.leave()
+        else:
+            await found.aclose()
+    except BaseException:
+        if prepared is not None:
+            prepared.release()
+        raise
+
+
+# --- load it ------------------------------------------------------------------------------------------------------------
+
+
+async def load(remote: RemoteDevice, model: Model, options: PrepareOptions, hit: Hit) -> RemotePreparedModel:
+    """Load an entry in the driver, within the time that a cache may take.
+
+    Raises:
+        AionnError: the driver refused the entry, or took too long.
+    """
+    left_s = seconds_until(options.deadline_ns)
+    if left_s is not None and hit.outcome.saved_s <= left_s * _CACHE_SHARE:
+        options = dataclasses.replace(options, deadline_ns=time.monotonic_ns() + int(left_s * _CACHE_SHARE * 1e9))
+    step(remote.name, LOADING)
+    with trace.span("prepare.from_cache", device=remote.name, model=model_name()):
+        return await load_files(remote, model, options, bound(hit.handles, hit.manifest.model_digest))
+
+
+async def load_files(remote: RemoteDevice, model: Model, options: PrepareOptions, handles: CacheHandles) -> RemotePreparedModel:
+    """Load cache files in the driver, whatever the time. A model whose operands are not known yet takes them from there.
+
+    Args:
+        handles: as `bound` returns them.
+
+    Raises:
+        AionnError: the driver refused the files.
+        CompilationError: the driver loaded a model with other inputs or outputs, or with another order of them.
+    """
+    prepared = await remote.prepare_model_from_cache(options, handles)
+    if not adopt(model, prepared.inputs, prepared.outputs):
+        prepared.release()
+        raise CompilationError(
+            "the cached compilation has other inputs or outputs than the model",
+            reason=str(Refusal(MissReason.OTHER_MODEL, "its inputs or outputs are not this model's")),
+        )
+    return prepared
+
+
+# --- or make it ---------------------------------------------------------------------------------------------------------
+
+
+async def supported_by(tasks: Tasks, remote: RemoteDevice, model: Model, options: PrepareOptions) -> Sequence[bool]:
+    """Read the model if it has not been read, and return for each operation whether the device can run it.
+
+    Raises:
+        CallerError, CompilationError: the model's file is broken, or has changed.
+    """
+    if unread(model):
+        step(remote.name, READING)
+    await read(tasks, model)
+    step(remote.name, ASKING)
+    with trace.span("plan.supported_operations", device=remote.name):
+        return await remote.get_supported_operations(model, options.deadline_ns, options=options.of(remote.name))
+
+
+async def check_supported(tasks: Tasks, remote: RemoteDevice, model: Model, options: PrepareOptions) -> None:
+    """Ask the device whether it can run every node.
+
+    Raises: as `supported_by`, and
+        UnsupportedOperationError: the first node that the device cannot run is `.node`.
+    """
+    supported = await supported_by(tasks, remote, model, options)
+    for operation, fits in zip(model.operations, supported, strict=True):
+        if not fits:
+            raise UnsupportedOperationError(remote.name, f"{_UNSUPPORTED}{_described(operation)}", node=operation.name, supported=supported)
+
+
+def raise_if_unsupported(remote: RemoteDevice, model: Model, declined: Declined) -> None:
+    """Raise `UnsupportedOperationError` if the cache remembers that the device cannot run the model. A model that is not read stays so."""
+    what = declined.outcome.detail
+    if what.startswith(_UNSUPPORTED):
+        raise UnsupportedOperationError(remote.name, what, node=node_of(model, what) if is_read(model) else None)
+
+
+def node_of(model: Model, reason: str) -> str | None:
+    """Return the node that the reason of an `UnsupportedOperationError` is about. The model is read."""
+    return next((operation.name for operation in model.operations if reason == f"{_UNSUPPORTED}{_described(operation)}"), None)
+
+
+def _described(operation: Operation) -> str:
+    if operation.op_type == OPAQUE:
+        return f"a model of the format {operation.domain!r}"
+    return f"operator {operation.domain or 'ai.onnx'}.{operation.op_type} (node {operation.name!r})"
+
+
+async def compile_model(tasks: Tasks, remote: RemoteDevice, model: Model, options: PrepareOptions) -> RemotePreparedModel:
+    """Compile a model on a device, without a cache.
+
+    Raises:
+        CallerError: the weights of a loaded model are others than before.
+        UnsupportedOperationError: the device cannot run every node.
+        CompilationError, DeadlineError, DriverDiedError, DriverHungError, MemoryAllocationError
+    """
+    await check_supported(tasks, remote, model, options)
+    step(remote.name, COMPILING)
+    with trace.span("prepare", device=remote.name, model=model_name()):
+        prepared = await remote.prepare_model(model, options)
+    try:
+        if isinstance(model, StepModel):
+            model.check_compiled(prepared.contents)
+        else:
+            check_compiled(model, prepared.contents)
+    except CallerError:
+        prepared.release()
+        raise
+    return prepared
+
+
+async def compile_and_publish(missed: Missed) -> tuple[RemotePreparedModel, CacheOutcome]:
+    """Compile a model on a device, and publish its entry if the miss has a publisher.
+
+    Raises: as `compile_model`.
+    """
+    tasks, remote, model, options = missed.devices.tasks, missed.remote, missed.request.model, missed.request.options
+    miss, store = missed.miss, missed.store
+    publisher = miss.publisher
+    if publisher is None or store is None:
+        return await compile_model(tasks, remote, model, options), miss.outcome
+    # The digest first, so that what is read is compared with it.
+    publisher.wanted = dataclasses.replace(publisher.wanted, model_digest=await digested(tasks, model))
+    try:
+        await check_supported(tasks, remote, model, options)
+    except UnsupportedOperationError as error:
+        await publisher.decline(error.reason)
+        raise
+    step(remote.name, COMPILING, publisher.last_compile_s)
+    began_ns = time.monotonic_ns()
+    with trace.span("prepare", device=remote.name, model=model_name()):
+        prepared = await remote.prepare_model(model, options, bound(publisher.handles, model.token))
+    took_ns = time.monotonic_ns() - began_ns
+    if prepared.save_outcome not in ("saved", "declined"):
+        failure: Refusal | None = refusal_from(prepared.save_outcome, MissReason.IO_ERROR)
+    else:
+        miss.publisher = None  # publishing closes the publisher
+        try:
+            failure = await _publish(tasks, store, publisher, prepared.save_outcome == "declined", took_ns, options)
+        except BaseException:
+            prepared.release()  # the caller gets no model
+            raise
+    if failure is not None:
+        store.warn(failure)
+    return prepared, dataclasses.replace(miss.outcome, save_failure=failure)
+
+
+async def _publish(
+    tasks: Tasks, store: CacheStore, publisher: Publisher, declined: bool, compile_ns: int, options: PrepareOptions
+) -> Refusal | None:
+    """Publish an entry. Returns why the entry was not stored, or None.
+
+    Publishing goes on in the background if the deadline comes before the disk is done.
+    """
+
+    async def publish() -> tuple[Refusal | None]:
+        with store.in_use():
+            if declined:
+                return (await publisher.decline("the device does not cache this model"),)
+            return (await publisher.publish(compile_ns=compile_ns),)
+
+    left_s = seconds_until(options.deadline_ns)
+    if left_s is None:
+        return (await publish())[0]
+    published = await in_time(tasks, publish, left_s * _PUBLISH_SHARE, None)
+    return published[0] if published is not None else Refusal(MissReason.TOO_SLOW, "it is still being stored at the deadline")
+
+
+# --- refusals -----------------------------------------------------------------------------------------------------------
+
+
+def refusal_from(words: str, otherwise: MissReason) -> Refusal:
+    """Return a driver's words ("reason: detail") as a refusal."""
+    word, _, detail = words.partition(": ")
+    try:
+        return Refusal(MissReason(word), detail)
+    except ValueError:
+        return Refusal(otherwise, words)
+
+
+def refusal_of(error: AionnError) -> Refusal:
+    """Return the error of a load as a refusal of the entry."""
+    if isinstance(error, CompilationError):
+        return refusal_from(error.reason, MissReason.REFUSED_BY_DEVICE)
+    if isinstance(error, DeadlineError):
+        return Refusal(MissReason.TOO_SLOW, f"loading it left too little time for compiling: {error}")
+    if isinstance(error, DriverDiedError | DriverHungError):
+        return Refusal(MissReason.REFUSED_BY_DEVICE, f"the driver ended over it: {error}")
+    return Refusal(MissReason.WRONG_FILES if isinstance(error, CallerError) else MissReason.REFUSED_BY_DEVICE, str(error))
+
+
+def wants_lanes(error: AionnError) -> bool:
+    """Return whether the device cannot run as many instances as were asked for. Another compile of the model would not help."""
+    return isinstance(error, CompilationError) and error.reason == NO_LANES
+
+
+def log_refusal(store: CacheStore, remote: RemoteDevice, refusal: Refusal, error: AionnError) -> None:
+    """Report and log why a model is compiled again.
+
+    Lost records are one warning per cache, because each of its entries is then refused once.
+    """
+    refused(store.path, remote.name, refusal)
+    if refusal.reason is MissReason.NO_INTEGRITY_RECORD and not isinstance(error, DriverDiedError):
+        way_out = "keep that folder as long as the cache, or choose one that lasts with Runtime(state_dir=) or --state-dir"
+        store.warn(Refusal(refusal.reason, f"the records that vouch for it are lost: {refusal.detail}; {way_out}"))
+        return
+    what = "device %r did not take the cached compilation of model %r, which is compiled again: %s"
+    logger.warning(what, remote.name, model_name(), refusal, extra=about(device=remote.name, model=model_name()))
