@@ -27,9 +27,9 @@ MOST: dict[str, tuple[int, int, int]] = {
     "burst.compute, usual": (5, 3, 253),
     "swap": (1_605, 99, 34_000),
 }
-MOST_CODE_LINES = 40_590
-MOST_FILES = 409
-MOST_LINES_OF_C = 5_142
+MOST_CODE_LINES = 41_800
+MOST_FILES = 415
+MOST_LINES_OF_C = 5_400
 MOST_NAMES_DEFINED_TWICE = 25
 MOST_VERBS_FOR_AN_END = 22
 
