@@ -19,7 +19,7 @@ import time
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar, overload
 
 from aionn.errors import CallerError, DeadlineError
 
@@ -30,6 +30,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger("aionn.runtime")
 
 T = TypeVar("T")
+
+
+class AsyncOnly:
+    """What is used in `async with`. A plain `with` raises an error that says so."""
+
+    __slots__ = ()
+
+    if not TYPE_CHECKING:  # a type checker reports a plain `with` by itself
+
+        def __enter__(self) -> NoReturn:
+            name = type(self).__name__
+            raise CallerError(f"a {name} is used in `async with`, and this is a plain `with`; write `async with ...` in an async function")
+
+        def __exit__(self, *_: object) -> None:
+            """Python asks for it before it calls `__enter__`."""
 
 
 @contextmanager

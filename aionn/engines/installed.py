@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -48,6 +48,31 @@ def with_descriptors(what: str) -> Iterator[None]:
             needed_bytes=0,
             available_bytes=None,
         ) from error
+
+
+_PROVIDERS = {
+    "cuda": ("onnxruntime:cuda", "onnxruntime-gpu"),
+    "tensorrt": ("onnxruntime:tensorrt", "onnxruntime-gpu"),
+    "gpu": ("openvino:GPU", "openvino"),
+    "npu": ("openvino:NPU", "openvino"),
+    "onnx": ("onnxruntime", "onnxruntime"),
+    "tflite": ("litert", "litert"),
+}
+"""Words for hardware or a format: the device that is meant, and the extra of aionn that brings it."""
+
+
+def not_installed(name: str, installed: Iterable[str]) -> str:
+    """Return the sentence for a device that is not installed, with the name or the extra that is probably meant."""
+    known = list(installed)
+    found = f"device {name!r} is not installed; the installed devices are {', '.join(known) or 'none'}"
+    meant = _PROVIDERS.get(name.lower())
+    if meant is not None:
+        device, extra = meant
+        return f"{found}. {device!r} is a device that may be meant; pip install 'aionn[{extra}]' brings it"
+    from difflib import get_close_matches  # only for errors
+
+    close = get_close_matches(name.lower(), known, 1)
+    return f"{found}. Did you mean {close[0]!r}?" if close else found
 
 
 def installed_engines() -> dict[str, EntryPoint]:

@@ -59,9 +59,9 @@ class Provider:
         self.device = f"{engine}:{short}"
         if short not in known:
             there = ", ".join(f"{engine}:{name}" for name in known)
-            raise DeviceUnavailableError(
-                self.device, f"device {self.device!r} is not there; the installed onnxruntime {ort.__version__} offers {there}"
-            )
+            found = f"device {self.device!r} is not there; the installed onnxruntime {ort.__version__} offers {there}"
+            gpu = "; pip install 'aionn[onnxruntime-gpu]' in place of 'aionn[onnxruntime]' brings CUDA and TensorRT"
+            raise DeviceUnavailableError(self.device, found + gpu * (short in ("cuda", "tensorrt")))
         self.name = known[short]
         self.type = next((kind for kind, names in _TYPES.items() if short in names), DeviceType.OTHER)
         if self.name != CPU:

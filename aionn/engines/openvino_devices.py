@@ -58,7 +58,8 @@ class Chosen:
         if missing is not None or (first not in known and not _is_there(self.device, known)):
             there = ", ".join(f"{engine}:{one}" for one in self.providers)
             has = f"OpenVINO has no device {missing or self.device!r} here, it has {there}"
-            raise DeviceUnavailableError(self.name, f"device {self.name!r} is not there, because {has}")
+            way_out = "; a GPU or NPU is there once its driver is installed and this account may open it (aionn doctor says more)"
+            raise DeviceUnavailableError(self.name, f"device {self.name!r} is not there, because {has}" + way_out * (first in _TYPES))
         self.exports = first not in _OVER_OTHERS or first == "HETERO"
         hardware = used or (available if first == _AUTO else [self.device])
         self.type = _TYPES.get(hardware[0].partition(".")[0], DeviceType.OTHER) if len(set(hardware)) == 1 else DeviceType.OTHER

@@ -18,7 +18,7 @@ from aionn.graph.checking import border, check_names, check_text, name_nodes
 from aionn.graph.constants import Payload, Taken, bring_in, take_out
 from aionn.graph.defaults import take_defaults
 from aionn.graph.digest import Digested, Place, digest_model, not_a_model, surveyed
-from aionn.graph.files import Beside, Content, GivenBytes, Home, OpenFile, changed, open_model
+from aionn.graph.files import Beside, Content, GivenBytes, Home, OpenFile, changed, check_format, open_model
 from aionn.graph.unchanged import contents_of
 from aionn.graph.wire import Excision, Survey, excise
 from aionn.hal.model import Constant, Operation, may_change
@@ -233,6 +233,7 @@ def _content(source: str | os.PathLike[str] | bytes) -> tuple[Content, tuple[Pat
         content = GivenBytes(memoryview(source).cast("B"), "the model given as bytes")
         if not content.size:
             raise CallerError(f"{content.where}: it is empty; an ONNX model has a graph")
+        check_format(content.read(0, 64), content.where)
         return content, ()
     if not isinstance(source, str | os.PathLike):
         raise CallerError(f"model of type {type(source).__name__}: give the path of an ONNX file (.onnx), or its contents as bytes")

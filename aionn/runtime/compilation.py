@@ -24,7 +24,7 @@ from aionn.runtime.executing.frame_layout import Outputs
 from aionn.runtime.parts import CompilationParts
 from aionn.runtime.session import Session
 from aionn.runtime.streaming.burst import Burst
-from aionn.tasks import checked_count, checked_name, deadline_of, ending_by
+from aionn.tasks import AsyncOnly, checked_count, checked_name, deadline_of, ending_by
 
 if TYPE_CHECKING:
     from aionn.memory.memory import HasFileno
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from aionn.runtime.streaming.recovering import RecurrentStream
 
 
-class Compilation:
+class Compilation(AsyncOnly):
     """A model prepared on a device. Made by `Runtime.compile`; freed by `aclose`, with the runtime, or when collected.
 
     Attributes:

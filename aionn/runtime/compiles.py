@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,6 +102,9 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
         model: Any = self.model
         token: Any = self.token
         mode, stages, cache_dir = self.mode, self.stages, self.cache_dir
+        if isinstance(model, Coroutine):
+            model.close()  # or Python would warn that it was never awaited
+            raise CallerError("compile takes an aionn.Model, not a coroutine; write `await` before the call that makes the model")
         if not isinstance(model, Model):
             raise CallerError(f"compile takes an aionn.Model, not {type(model).__name__}; open one with await aionn.Model.load(path)")
         if mode not in ("eager", "jit", "staged"):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import TypeVar
+
+from aionn.errors import CallerError
 
 T = TypeVar("T")
 
@@ -17,8 +19,15 @@ def run(main: Callable[..., Awaitable[T]], *args: object) -> T:
     those numbers, over which uvloop aborts the process.
 
     Raises:
+        CallerError: `main` is not a function, but the coroutine that a call of it returned, for example.
         RuntimeError: an event loop runs in this thread already.
     """
+    given: object = main
+    if not callable(given):
+        if isinstance(given, Coroutine):
+            given.close()  # or Python would warn that it was never awaited
+            raise CallerError("aionn.run takes the async function and calls it; write aionn.run(main) in place of aionn.run(main())")
+        raise CallerError(f"aionn.run takes an async function and its arguments, got {type(given).__name__}; write aionn.run(main)")
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -22,6 +22,7 @@ from aionn.runtime.processes.early import checked_start, end_early, spawn_early
 from aionn.runtime.processes.spawning import DEFAULT_HANG_S, Settings, checked_state_dir
 from aionn.runtime.processes.surroundings import checked_driver_env, checked_sandbox
 from aionn.tasks import (
+    AsyncOnly,
     checked_count,
     checked_name,
     checked_seconds,
@@ -52,7 +53,7 @@ PriorityName = Literal["low", "medium", "high"]
 Mode = Literal["eager", "jit", "staged"]
 
 
-class Runtime:
+class Runtime(AsyncOnly):
     """Where models run, in an asyncio or uvloop loop. Use it in `async with`, or `open` it and `aclose` it.
 
     Args:

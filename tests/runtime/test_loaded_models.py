@@ -552,9 +552,10 @@ async def test_a_digest_is_remembered_while_every_file_stays_the_same(
     path = kind(1, tmp_path)
     reads = Reads(monkeypatch)
     token = await (await aionn.Model.load(path)).digest()
+    assert reads.bytes >= N * 4
+    again = await aionn.Model.load(path)  # which looks at the first bytes, for their format
     before = reads.bytes
-    assert before >= N * 4
-    assert await (await aionn.Model.load(path)).digest() == token
+    assert await again.digest() == token
     assert reads.bytes == before
     weights = tmp_path / ("model.onnx" if kind is inside else "weights.bin")
     kept = weights.stat()

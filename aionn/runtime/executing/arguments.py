@@ -6,7 +6,7 @@ layout of a frame for one set of input shapes is worked out once (`FrameLayout`)
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Coroutine, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -69,7 +69,7 @@ class Arguments:
         """
         if len(inputs) != len(self.names):
             self._refuse_names(inputs)
-        shapes = []
+        shapes, wrong = [], []
         for name, operand, dtype in self._checks:
             array = inputs.get(name)
             if type(array) is not np.ndarray:
@@ -79,16 +79,18 @@ class Arguments:
                 if array is None:
                     self._refuse_names(inputs)
                 array = as_array(name, array)
+            shape = array.shape
             if array.dtype != dtype:
                 package = "np" if operand.type.in_numpy else "ml_dtypes"
-                raise CallerError(
+                wrong.append(
                     f"input {name!r}: dtype {array.dtype} does not fit the model's {dtype}. Nothing is cast in silence; "
                     f"pass {name}.astype({package}.{dtype}) if that is meant"
                 )
-            shape = array.shape
-            if shape != operand.dimensions:
-                _check_shape(name, operand, shape)
+            if shape != operand.dimensions and not operand.accepts(shape):
+                wrong.append(_misfit(name, operand, shape))
             shapes.append(shape)
+        if wrong:
+            raise CallerError(". Also, ".join(wrong))
         return tuple(shapes)
 
     def check_shapes(self, shapes: Mapping[str, Sequence[int]]) -> Shapes:
@@ -108,7 +110,8 @@ class Arguments:
                 raise CallerError(
                     f"input {name!r} has open dimensions {operand.dimensions}: say its shape, as in frame(shapes={{{name!r}: (...)}})"
                 )
-            _check_shape(name, operand, shape)
+            if not operand.accepts(shape):
+                raise CallerError(_misfit(name, operand, shape))
             chosen.append(shape)
         return tuple(chosen)
 
@@ -195,14 +198,16 @@ def check_mapping(inputs: Any) -> None:
         CallerError: they are not a mapping.
     """
     if not isinstance(inputs, Mapping):
+        if isinstance(inputs, Coroutine):
+            inputs.close()  # or Python would warn that it was never awaited
+            raise CallerError("expected inputs as a mapping, got a coroutine; write `await` before the call that makes the inputs")
         raise CallerError(
             f"expected inputs as a mapping, got {type(inputs).__name__}; pass one array per input by name, as in {{'input': x}}"
         )
 
 
-def _check_shape(name: str, operand: Operand, shape: tuple[int, ...]) -> None:
-    if not operand.accepts(shape):
-        raise CallerError(f"input {name!r}: shape {shape} does not fit the model's {operand.dimensions}; open dimensions are 0")
+def _misfit(name: str, operand: Operand, shape: tuple[int, ...]) -> str:
+    return f"input {name!r}: shape {shape} does not fit the model's {operand.dimensions}; open dimensions are 0"
 
 
 def failure_of(result: Result, model: Model, device: str) -> AionnError:

@@ -253,7 +253,7 @@ class DeviceMemory:
             CallerError, ExecutionError, DeadlineError, DeviceMemoryLostError: as `copy_from`.
         """
         if self._state.shape is None:
-            raise CallerError("this device memory's shape is open; fill it once with copy_from(array)")
+            raise CallerError("this device memory's shape is open; allocate it with shape=(...), or fill it once with copy_from(array)")
         if not _holds(self.type, value):
             raise CallerError(f"device memory of {self.type.value} cannot be filled with {value!r}; nothing is cast in silence")
         await self.copy_from(np.full(self._state.shape, value, self.type.dtype), timeout_s=timeout_s)

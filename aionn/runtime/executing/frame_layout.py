@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,6 +72,9 @@ class Outputs(dict[str, NDArray[Any]]):
         self.timing = timing
         self.device = device
         self.stage = device
+
+    def __missing__(self, name: object) -> NoReturn:
+        raise KeyError(f"the model has no output {name!r} here; the outputs are {list(self)}")
 
 
 class FrameLayout:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from aionn.engines.installed import Homes
+from aionn.engines.installed import Homes, not_installed
 from aionn.errors import AionnError, CallerError, DeviceUnavailableError, DriverDiedError, DriverHungError
 from aionn.hal.options import is_unicode
 from aionn.hal.types import CacheFiles, DeviceType, Priority
@@ -208,8 +208,7 @@ class Devices:
         device = self.by_name.get(key)
         if device is None:
             if not name.partition(":")[2] or "\0" in name or not is_unicode(name):
-                known = ", ".join(device.name for device in self.known) or "none"
-                raise DeviceUnavailableError(name, f"device {name!r} is not installed; the installed devices are {known}")
+                raise DeviceUnavailableError(name, not_installed(name, [device.name for device in self.known]))
             device = self.by_name[key] = Device(name, self)
         return device
 

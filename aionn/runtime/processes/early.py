@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from aionn.engines.installed import BUILT_IN, home_of, installed_engines
+from aionn.engines.installed import BUILT_IN, home_of, installed_engines, not_installed
 from aionn.errors import CallerError, DeviceUnavailableError
 from aionn.runtime.processes.spawning import USUAL, Settings, Spawned
 
@@ -35,8 +35,7 @@ def checked_start(start: Any) -> tuple[str, ...] | None:
         )
     for name in names:
         if name not in BUILT_IN and ":" not in name and name not in (installed := installed_engines()):
-            known = ", ".join(sorted(installed)) or "none"
-            raise CallerError(f"start={start!r}: device {name!r} is not installed; the installed devices are {known}")
+            raise CallerError(f"start={start!r}: {not_installed(name, sorted(installed))}")
     return tuple(dict.fromkeys(names))
 
 

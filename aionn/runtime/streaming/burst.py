@@ -33,7 +33,7 @@ from aionn.runtime.executing.recurrent import RecurrentSteps, Step
 from aionn.runtime.streaming import stream
 from aionn.runtime.streaming.connection import BurstConnection
 from aionn.runtime.streaming.frame import Frame, begin_from_thread, lease_of, leases_here
-from aionn.tasks import deadline_of
+from aionn.tasks import AsyncOnly, deadline_of
 
 _NONE = ErrorStatus.NONE  # each look into an enumeration costs as much as a small copy
 
@@ -48,7 +48,7 @@ _STATISTICS = {
 }
 
 
-class Burst:
+class Burst(AsyncOnly):
     """A stream of executions. Made by `Compilation.burst()`, used in `async with`.
 
     Examples:

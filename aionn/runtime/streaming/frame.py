@@ -27,7 +27,7 @@ from aionn.memory import pool as memory_pool
 from aionn.runtime.executing.frame_layout import FrameLayout, Shapes, as_array
 from aionn.runtime.executing.placement import is_placed
 from aionn.runtime.streaming.connection import BurstConnection
-from aionn.tasks import call_soon_from_anywhere
+from aionn.tasks import AsyncOnly, call_soon_from_anywhere
 
 _NOT_BEGUN = "this frame's lease has not begun; write `async with burst.frame() as frame`, or `frame = await burst.lease()`"
 _ENDED = "this frame's lease has ended; use it inside `async with burst.frame() as frame`"
@@ -61,7 +61,7 @@ leases_here: ContextVar[Leases | None] = ContextVar("leases_here", default=None)
 """The leases of the stream whose source runs in this context."""
 
 
-class Frame(Mapping[str, NDArray[Any]]):
+class Frame(AsyncOnly, Mapping[str, NDArray[Any]]):
     """Shared memory for one request's inputs, to be written in place. Got from `Burst.frame()` or `Burst.lease()`.
 
     `frame["input"]` is a writable view with the input's dtype and shape; `burst.compute(frame)` sends it as it is. After
@@ -124,6 +124,8 @@ class Frame(Mapping[str, NDArray[Any]]):
         lease: tuple[FrameLayout, memory_pool.Frame] | None = vars(self).pop("_lease", None)  # at once, since two threads may ask for it
         if lease is not None:
             self._unusable = why
+            for view in self._views.values():
+                view.flags.writeable = False  # what the app writes from now on would be lost
             self._views, self._placed = {}, {}
         return lease
 
@@ -247,12 +249,10 @@ def take(frame: Frame, connection: BurstConnection) -> Frame:
         CallerError: it belongs to another burst, it was yielded before, or it has no lease.
     """
     lease_of(frame, connection)
-    views, placed = frame._views, frame._placed
+    placed = frame._placed
     lease = frame._give_up(_YIELDED)
     if lease is None:
         raise CallerError(frame._unusable)
-    for view in views.values():
-        view.flags.writeable = False
     taken = Frame(connection, frame._shapes)
     taken._placed, taken.captured_ns = placed, frame.captured_ns
     taken._hold(*lease)

@@ -24,9 +24,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Collection, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Collection, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, TypeVar
 
 import anyio
 import anyio.lowlevel
@@ -89,6 +89,30 @@ class StreamResult:
     tag: Any = None
 
 
+class _Results(AsyncGenerator[StreamResult, None]):
+    """An async generator that refuses a plain `for` with a sentence. `async for` gets the generator itself, so a result costs nothing."""
+
+    def __init__(self, generator: AsyncGenerator[StreamResult, None]) -> None:
+        self._generator = generator
+
+    def __aiter__(self) -> AsyncGenerator[StreamResult, None]:
+        return self._generator
+
+    def asend(self, value: None) -> Coroutine[Any, Any, StreamResult]:
+        return self._generator.asend(value)
+
+    def athrow(self, *error: Any) -> Coroutine[Any, Any, StreamResult]:
+        return self._generator.athrow(*error)
+
+    async def aclose(self) -> None:
+        await self._generator.aclose()
+
+    if not TYPE_CHECKING:  # a type checker reports a plain `for` by itself
+
+        def __iter__(self) -> NoReturn:
+            raise CallerError("the results of map come one after the other; write `async for result in burst.map(...)`, not a plain `for`")
+
+
 class Stream:
     """One run of `Burst.map`."""
 
@@ -117,8 +141,11 @@ class Stream:
         self._ended = anyio.Event()
         self._tasks: TaskGroup | None = None
 
-    async def results(self) -> AsyncGenerator[StreamResult, None]:
-        """Yield the results, in order."""
+    def results(self) -> AsyncGenerator[StreamResult, None]:
+        """Return what yields the results, in order."""
+        return _Results(self._results())
+
+    async def _results(self) -> AsyncGenerator[StreamResult, None]:
         self._connection.start(self._run)
         self._connection.when_closed.add(self.cancel)
         try:

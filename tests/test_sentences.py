@@ -1,0 +1,217 @@
+"""Mistakes that newcomers make first. Each gets one sentence: what was found, what was expected, and the way out."""
+
+from __future__ import annotations
+
+import gzip
+import zipfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import aionn
+from aionn.cli import main as command
+from aionn.testing import identity_model
+
+X = np.ones((1, 4), np.float32)
+
+
+@pytest.fixture
+async def runtime() -> AsyncIterator[aionn.Runtime]:
+    async with aionn.Runtime() as opened:
+        yield opened
+
+
+@pytest.fixture
+async def compilation(runtime: aionn.Runtime) -> aionn.Compilation:
+    model = aionn.Model.from_onnx(identity_model({"x": (1, 4), "z": (1, 4)}))
+    return await runtime.compile(model, devices=("reference",))
+
+
+# --- the main function --------------------------------------------------------------------------------------------------
+
+
+def test_run_refuses_a_coroutine_and_says_how_to_call_it() -> None:
+    async def main() -> None:
+        raise AssertionError("it must not run")
+
+    given: Any = main()
+    with pytest.raises(aionn.CallerError, match=r"write aionn.run\(main\) in place of aionn.run\(main\(\)\)"):
+        aionn.run(given)  # a coroutine that is left open would fail this test by its warning
+    nothing: Any = 5
+    with pytest.raises(aionn.CallerError, match="takes an async function and its arguments, got int"):
+        aionn.run(nothing)
+
+
+# --- files of other formats ---------------------------------------------------------------------------------------------
+
+
+def a_zip(path: Path) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("model/data.pkl", b"nothing")
+
+
+FORMATS: dict[str, tuple[Any, str]] = {
+    "html": (b"<!DOCTYPE html><html><body>Not found</body></html>", "a page of HTML or XML"),
+    "lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n", "a Git LFS pointer.*git lfs pull"),
+    "tflite": (bytes((28, 0, 0, 0)) + b"TFL3" + bytes(64), "a TensorFlow Lite model.*from_bytes"),
+    "zip": (a_zip, "a ZIP archive.*export the model to ONNX"),
+    "gzip": (gzip.compress(b"a model"), "a gzip archive"),
+    "hdf5": (b"\x89HDF\r\n\x1a\n" + bytes(64), "an HDF5 file"),
+}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("kind", FORMATS)
+async def test_a_file_of_another_format_is_named_when_it_is_loaded(kind: str, tmp_path: Path, runtime: aionn.Runtime) -> None:
+    content, sentence = FORMATS[kind]
+    path = tmp_path / "model.onnx"
+    if callable(content):
+        content(path)
+    else:
+        path.write_bytes(content)
+    sentence = f"this is not an ONNX model. It looks like {sentence}"
+    with pytest.raises(aionn.CallerError, match=sentence):
+        await runtime.load(path)
+    with pytest.raises(aionn.CallerError, match=sentence):
+        await aionn.Model.load(path)
+    with pytest.raises(aionn.CallerError, match=sentence):
+        aionn.Model.from_onnx(path)
+    with pytest.raises(aionn.CallerError, match=sentence):
+        aionn.Model.from_onnx(path.read_bytes())
+
+
+def test_the_command_names_a_file_of_another_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "model.onnx"
+    path.write_bytes(b"<!DOCTYPE html>")
+    assert command(["run", str(path)]) == 2
+    assert "It looks like a page of HTML" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_model_by_a_producer_with_a_strange_name_is_a_model() -> None:
+    """Its bytes hold "TFL3" where a TensorFlow Lite model has it."""
+    import onnx
+
+    model = onnx.load_from_string(identity_model({"x": (1, 4)}))
+    model.ir_version, model.producer_name = 10, "TFL3"
+    content = model.SerializeToString()
+    assert content[4:8] == b"TFL3"
+    assert list(aionn.Model.from_onnx(content).inputs) == ["x"]
+
+
+# --- devices ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("onnxruntme", "Did you mean 'onnxruntime'"),
+        ("OpenVino", "Did you mean 'openvino'"),
+        ("cuda", r"'onnxruntime:cuda' is a device that may be meant; pip install 'aionn\[onnxruntime-gpu\]'"),
+        ("tensorrt", r"'onnxruntime:tensorrt' is a device that may be meant; pip install 'aionn\[onnxruntime-gpu\]'"),
+        ("GPU", r"'openvino:GPU' is a device that may be meant"),
+        ("onnxruntime:CUDA", r"pip install 'aionn\[onnxruntime-gpu\]' in place of 'aionn\[onnxruntime\]'"),
+        ("openvino:GPU", "a GPU or NPU is there once its driver is installed"),
+    ],
+)
+async def test_the_name_of_an_absent_device_leads_to_the_right_one(name: str, sentence: str, runtime: aionn.Runtime) -> None:
+    with pytest.raises(aionn.DeviceUnavailableError, match=sentence):
+        await runtime.compile(aionn.Model.from_onnx(identity_model({"x": (1, 4)})), devices=(name,))
+
+
+def test_the_name_of_an_absent_device_to_start_leads_to_the_right_one() -> None:
+    with pytest.raises(aionn.CallerError, match="Did you mean 'onnxruntime'"):
+        aionn.Runtime(start=("onnxruntme",))
+
+
+# --- names, shapes, types -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.anyio
+async def test_an_unknown_output_is_answered_with_the_outputs_there_are(compilation: aionn.Compilation) -> None:
+    outputs = await compilation.compute({"x": X, "z": X})
+    with pytest.raises(KeyError, match=r"the model has no output 'output' here; the outputs are \['x_out', 'z_out'\]"):
+        outputs["output"]
+    assert outputs.get("output") is None
+    assert "output" not in outputs
+
+
+@pytest.mark.anyio
+async def test_every_wrong_input_is_named(compilation: aionn.Compilation) -> None:
+    wrong = r"input 'x': dtype float64 .* Also, input 'x': shape \(2, 4\) .* Also, input 'z': shape \(1, 5\)"
+    with pytest.raises(aionn.CallerError, match=wrong):
+        await compilation.compute({"x": np.ones((2, 4)), "z": np.ones((1, 5), np.float32)})
+
+
+@pytest.mark.anyio
+async def test_a_reset_of_an_open_shape_names_the_argument(runtime: aionn.Runtime) -> None:
+    compiled = await runtime.compile(aionn.Model.from_onnx(identity_model({"x": (0, 4)})), devices=("reference",))
+    state = await compiled.allocate(inputs=("x",))
+    with pytest.raises(aionn.CallerError, match=r"allocate it with shape=\(...\), or fill it once with copy_from"):
+        await state.reset()
+    state = await compiled.allocate(inputs=("x",), shape=(2, 4))
+    await state.reset()
+    assert (await state.copy_to()).shape == (2, 4)
+
+
+# --- async ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.anyio
+async def test_a_plain_with_says_that_it_must_be_async(compilation: aionn.Compilation) -> None:
+    burst = compilation.burst()
+    async with burst:
+        for used in (aionn.Runtime(), compilation, burst, burst.frame()):
+            anything: Any = used
+            with pytest.raises(aionn.CallerError, match="is used in `async with`, and this is a plain `with`"), anything:
+                pass
+
+
+@pytest.mark.anyio
+async def test_a_plain_for_over_a_stream_says_that_it_must_be_async(compilation: aionn.Compilation) -> None:
+    async with compilation.burst() as burst:
+        results: Any = burst.map([{"x": X, "z": X}])
+        with pytest.raises(aionn.CallerError, match=r"write `async for result in burst\.map"):
+            for _ in results:
+                pass
+        assert len([result async for result in results]) == 1  # it has begun nothing
+
+
+@pytest.mark.anyio
+async def test_results_are_an_async_generator(compilation: aionn.Compilation) -> None:
+    async with compilation.burst() as burst:
+        results = burst.map([{"x": X, "z": X}] * 3)
+        assert (await anext(results)).seq == 0
+        assert (await results.asend(None)).seq == 1
+        await results.aclose()
+        assert [result async for result in results] == []
+
+
+@pytest.mark.anyio
+async def test_a_forgotten_await_is_named(runtime: aionn.Runtime, compilation: aionn.Compilation, tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    path.write_bytes(identity_model({"x": (1, 4)}))
+    model: Any = runtime.load(path)
+    with pytest.raises(aionn.CallerError, match="not a coroutine; write `await` before the call"):
+        await runtime.compile(model)
+    inputs: Any = compilation.compute({"x": X, "z": X})
+    with pytest.raises(aionn.CallerError, match="got a coroutine; write `await` before the call"):
+        await compilation.compute(inputs)
+
+
+@pytest.mark.anyio
+async def test_what_is_written_to_a_frame_after_its_end_is_refused(compilation: aionn.Compilation) -> None:
+    async with compilation.burst() as burst:
+        async with burst.frame() as frame:
+            view = frame["x"]
+            view[:], frame["z"][:] = 1, 2
+            outputs = await burst.compute(frame)
+            view[:] = 3  # for the next call
+        with pytest.raises(ValueError, match="read-only"):
+            view[:] = 4
+        with pytest.raises(aionn.CallerError, match="this frame's lease has ended"):
+            frame["x"] = X
+        assert outputs["x_out"][0, 0] == 1
