@@ -229,9 +229,9 @@ class Progress:
             self._reports.took_s[device, step] = (time.monotonic_ns() - began_ns) / 1e9
 
     @contextmanager
-    def on(self, device: str) -> Iterator[Attempt]:
+    def on(self, device: str) -> Iterator[OneDevice]:
         """See `counted`."""
-        attempt, began_ns, reports = Attempt(), time.monotonic_ns(), self._reports
+        attempt, began_ns, reports = OneDevice(), time.monotonic_ns(), self._reports
         reports.of_runtime.compiling(device, reports.low_priority, 1)
         try:
             yield attempt
@@ -246,7 +246,7 @@ class Progress:
         self._reports.cache_refused(directory, device, refusal)
 
 
-class Attempt(msgspec.Struct):
+class OneDevice(msgspec.Struct):
     """One preparation on one device.
 
     Attributes:
@@ -312,11 +312,11 @@ def refused(directory: str, device: str, refusal: Refusal | None) -> None:
 
 
 @contextmanager
-def counted(device: str) -> Iterator[Attempt]:
+def counted(device: str) -> Iterator[OneDevice]:
     """Count the body as one preparation on a device. The body sets `outcome` of what this yields."""
     progress = _watching.get()
     if progress is None:
-        yield Attempt()
+        yield OneDevice()
         return
     with progress.on(device) as attempt:
         yield attempt
