@@ -40,6 +40,9 @@ hypothesis.settings.register_profile("aionn", deadline=None, suppress_health_che
 hypothesis.settings.load_profile("aionn")
 
 
+pytest_plugins = ["tests.runs"]
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--both-loops", action="store_true", help="run every async test on asyncio's own loop and on uvloop")
 

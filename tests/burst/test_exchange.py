@@ -446,6 +446,7 @@ def test_inputs_that_do_not_fit_are_not_sent() -> None:
                 ends.caller.post(*arguments)
 
 
+@pytest.mark.own_process
 def test_a_child_of_fork_writes_and_takes_nothing() -> None:
     with exchange() as ends:
         Calls(ends.caller)

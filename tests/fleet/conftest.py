@@ -16,6 +16,12 @@ from tests.fleet.fake_s3 import FakeS3, fake_s3
 PATIENCE_S = 20.0  # far beyond what a busy machine needs; tests of a dead store give their own
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "tests/fleet/" in item.path.as_posix():
+            item.add_marker(pytest.mark.own_process("fleet"))  # the stores start threads of tokio that never end
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The keyring of this user, empty."""

@@ -186,6 +186,7 @@ def test_attached_descriptors_are_not_inherited() -> None:
         assert [os.get_inheritable(fd) for fd in peer.descriptor().fds] == [False] * 3
 
 
+@pytest.mark.own_process
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_attaching_changes_nothing_in_a_queue_that_is_in_use() -> None:
     queue = MessageQueue.create(1, 64)
@@ -386,6 +387,7 @@ def in_child(work: Callable[[], None]) -> None:
     assert status == 0, signal.strsignal(status & 127) if status & 127 else status
 
 
+@pytest.mark.own_process
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_an_inherited_queue_is_refused_in_the_child_and_unharmed_in_the_parent() -> None:
     with both_ends(1, 8) as (queue, peer):
@@ -404,6 +406,7 @@ def test_an_inherited_queue_is_refused_in_the_child_and_unharmed_in_the_parent()
         assert queue.write(b"c")
 
 
+@pytest.mark.own_process
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_child_may_attach_and_make_its_own() -> None:
     with both_ends(1, 8) as (queue, peer):

@@ -20,7 +20,7 @@ from aionn.fmq import MessageQueue
 from aionn.fmq._ring import CONTROL_BYTES, Caller, Listener, Ring
 from tests.fmq.queues import both_ends
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+pytestmark = [pytest.mark.own_process, pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")]
 
 ENDS = ["_set_closed", "_set_ended"]
 METHODS = sorted({name for name in vars(Ring) if callable(getattr(Ring, name)) and not name.startswith("__")} - {*ENDS}) + ENDS

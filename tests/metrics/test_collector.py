@@ -126,6 +126,7 @@ def in_child(body: Callable[[], None]) -> None:
     assert os.waitpid(child, 0)[1] == 0
 
 
+@pytest.mark.own_process
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 def test_a_child_of_fork_counts_anew_also_if_a_scrape_was_going_on(page: AppPage) -> None:
     collector = aionn.metrics.Collector()

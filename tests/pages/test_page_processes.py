@@ -154,6 +154,7 @@ def in_child(body: Callable[[], None]) -> None:
     assert os.waitpid(child, 0)[1] == 0
 
 
+@pytest.mark.own_process
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 def test_every_writer_is_off_in_a_child_of_fork() -> None:
     page = open_page()

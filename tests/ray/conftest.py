@@ -16,8 +16,10 @@ os.environ.update(ENVIRONMENT)  # before any test imports Ray
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if "tests/ray/" in item.path.as_posix() and "ray_address" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.fleet)
+        if "tests/ray/" in item.path.as_posix():
+            item.add_marker(pytest.mark.own_process("ray"))  # Ray starts threads of gRPC that never end, and a fork beside them may hang
+            if "ray_address" in getattr(item, "fixturenames", ()):
+                item.add_marker(pytest.mark.fleet)
 
 
 @pytest.fixture(scope="session")

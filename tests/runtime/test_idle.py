@@ -399,6 +399,7 @@ async def test_a_compilation_that_the_app_drops_is_collected_asleep_or_awake(fak
             await until(lambda: not [task for task in asyncio.all_tasks() if task.get_name() == "idling"])
 
 
+@pytest.mark.own_process
 async def test_a_forked_child_gives_nothing_back(fake: FakeDevice, model: aionn.Model, tmp_path: Path) -> None:
     async with leak_check(), aionn.Runtime() as runtime:
         compilation = await idle(runtime, model, fake, tmp_path / "cache", idle_s=1000.0)

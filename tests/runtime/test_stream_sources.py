@@ -341,6 +341,7 @@ async def test_the_generator_of_an_iterable_is_closed_too(burst: aionn.Burst) ->
     assert camera.closed_in not in (None, threading.current_thread())
 
 
+@pytest.mark.own_process
 async def test_a_child_that_a_source_forks_touches_nothing_of_the_stream(burst: aionn.Burst) -> None:
     statuses = []
 
