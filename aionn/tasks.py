@@ -174,6 +174,11 @@ def seconds_until(deadline_ns: int | None) -> float | None:
     return None if deadline_ns is None else max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)
 
 
+def time_left(deadline_ns: int | None) -> float | None:
+    """Return `seconds_until` as a timeout, for a call that bounds itself. A deadline that has passed leaves a nanosecond."""
+    return None if deadline_ns is None else max(seconds_until(deadline_ns), 1e-9)
+
+
 class Tasks(Protocol):
     """Where tasks are started: an `OwnedTasks`, or a task group of anyio."""
 

@@ -5,7 +5,10 @@ It needs Starlette (`pip install 'aionn[web]'`), and works with FastAPI and ever
     from fastapi import Depends, FastAPI
     import aionn.asgi
 
-    app = FastAPI(lifespan=aionn.asgi.lifespan(models={"detector": "detector.onnx"}))
+    app = FastAPI(
+        lifespan=aionn.asgi.lifespan(models={"detector": "detector.onnx"}),
+        exception_handlers=aionn.asgi.exception_handlers,
+    )
     app.routes.extend(aionn.asgi.routes())
 
     @app.post("/detect")
@@ -17,6 +20,7 @@ A server answers nothing until the lifespan's startup is complete, not even a pr
     starting  `lifespan`: opens a runtime, and has the models compiled while the server serves
     requests  `burst`, `compilation`, `models`: what a request handler asks for
     probes    `routes`: /livez, /readyz and /startupz
+    failures  `exception_handlers`: 503 where a driver died, hangs, or is not there for a moment
     open_inference  `oip`: the Open Inference Protocol (KServe v2), for clients that know nothing of aionn
     served    `Models`, the models of one app: attempts to compile them, and what serves
 """
@@ -26,10 +30,11 @@ try:
 except ImportError as error:
     raise ImportError("aionn.asgi needs Starlette, which is not installed; run pip install 'aionn[web]'") from error
 
+from aionn.asgi.failures import exception_handlers
 from aionn.asgi.open_inference import oip
 from aionn.asgi.probes import routes
 from aionn.asgi.requests import burst, compilation, models
 from aionn.asgi.served import Models, ModelSpec
 from aionn.asgi.starting import lifespan
 
-__all__ = ["ModelSpec", "Models", "burst", "compilation", "lifespan", "models", "oip", "routes"]
+__all__ = ["ModelSpec", "Models", "burst", "compilation", "exception_handlers", "lifespan", "models", "oip", "routes"]

@@ -26,8 +26,8 @@ from aionn.ray.held import HeldModel, first_devices
 from aionn.ray.models import ModelSpec, checked_specs, upgraded_specs
 from aionn.ray.needed import assigned_threads
 from aionn.ray.streams import Inputs, compute_stream
-from aionn.runtime.executing.retrying import compute_stateless
-from aionn.tasks import bounded_shield, checked_count, deadline_of, ending_by, ungrouped
+from aionn.runtime.executing.retrying import Retries
+from aionn.tasks import bounded_shield, checked_count, deadline_of, ending_by, time_left, ungrouped
 
 __all__ = ["CLOSE_S", "GRACEFUL_SHUTDOWN_S", "Holder"]
 
@@ -188,8 +188,7 @@ class Holder:
                 await held.serving()
         assert held.compilation is not None
         call = held.compilation.compute if held.burst is None else held.burst.compute
-        outputs = await compute_stateless(call, inputs, retries=self._retries, on_retry=held.count_retry, deadline_ns=deadline_ns)
-        return dict(outputs)
+        return dict(await call(inputs, timeout_s=time_left(deadline_ns), retry=Retries(self._retries, held.count_retry)))
 
     async def stream(
         self,
@@ -215,7 +214,7 @@ class Holder:
         """
         held = self._named(model)
         compilation = await held.serving()
-        results = compute_stream(compilation, frames, states, retries=self._retries, on_retry=held.count_retry)
+        results = compute_stream(compilation, frames, states, retries=Retries(self._retries, held.count_retry))
         async with aclosing(results):
             async for outputs in results:
                 yield outputs

@@ -26,8 +26,8 @@ from aionn.ray.leases import Leases
 from aionn.ray.models import ModelSpec, checked_specs, compile_model
 from aionn.ray.needed import needed_ray
 from aionn.ray.streams import Inputs, compute_stream
-from aionn.runtime.executing.retrying import compute_stateless
-from aionn.tasks import bounded_shield, checked_seconds, deadline_of, ending_by
+from aionn.runtime.executing.retrying import Retries
+from aionn.tasks import bounded_shield, checked_seconds, deadline_of, ending_by, time_left
 
 __all__ = ["ModelsById", "MultiplexedHolder", "checked_ids"]
 
@@ -154,9 +154,8 @@ class MultiplexedHolder(Holder):
         async with AsyncExitStack() as stack:
             with ending_by(deadline_ns, f"model {model_id!r} was not compiled"):
                 opened = await stack.enter_async_context(self._leased(model_id))
-            outputs = await compute_stateless(
-                opened.compilation.compute, inputs, retries=self._retries, on_retry=opened.count_retry, deadline_ns=deadline_ns
-            )
+            retries = Retries(self._retries, opened.count_retry)
+            outputs = await opened.compilation.compute(inputs, timeout_s=time_left(deadline_ns), retry=retries)
         return dict(outputs)
 
     async def stream(
@@ -183,7 +182,7 @@ class MultiplexedHolder(Holder):
         async with AsyncExitStack() as stack:
             if model_id:
                 opened = await stack.enter_async_context(self._leased(model_id))
-                results = compute_stream(opened.compilation, frames, states, retries=self._retries, on_retry=opened.count_retry)
+                results = compute_stream(opened.compilation, frames, states, retries=Retries(self._retries, opened.count_retry))
             else:
                 results = super().stream(frames, model, states=states)
             async for outputs in await stack.enter_async_context(aclosing(results)):

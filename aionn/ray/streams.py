@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Mapping
 from typing import Any
 
 import aionn
-from aionn.runtime.executing.retrying import compute_stateless
+from aionn.runtime.executing.retrying import Retries
 from aionn.runtime.streaming.stream import each
 
 __all__ = ["Inputs", "compute_stream"]
@@ -19,14 +19,13 @@ async def compute_stream(
     frames: Iterable[Inputs] | AsyncIterable[Inputs],
     states: Mapping[str, str] | None,
     *,
-    retries: int,
-    on_retry: Callable[[], object],
+    retries: Retries,
 ) -> AsyncGenerator[dict[str, Any], None]:
     """Run a model on each frame, in order.
 
     Args:
         states: as for `aionn.Compilation.recurrent`. None: each frame is a call without state.
-        retries, on_retry: for calls without state, as for `compute_stateless`.
+        retries: for calls without state.
 
     Yields:
         One array per output, by name.
@@ -41,4 +40,4 @@ async def compute_stream(
         return
     async with compilation.burst(name=compilation.name) as burst:
         async for frame in each(frames):
-            yield dict(await compute_stateless(burst.compute, frame, retries=retries, on_retry=on_retry))
+            yield dict(await burst.compute(frame, retry=retries))

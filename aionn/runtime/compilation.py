@@ -21,6 +21,7 @@ from aionn.runtime.executing.allocating import allocate
 from aionn.runtime.executing.device_memory import DeviceMemory
 from aionn.runtime.executing.device_roles import DeviceRoles
 from aionn.runtime.executing.frame_layout import Outputs
+from aionn.runtime.executing.retrying import Retries, retried
 from aionn.runtime.parts import CompilationParts
 from aionn.runtime.session import Session
 from aionn.runtime.streaming.burst import Burst
@@ -253,6 +254,7 @@ class Compilation(AsyncOnly):
         outputs: Mapping[str, Any] | None = None,
         measure_timing: bool = False,
         timeout_s: float | None = None,
+        retry: int | Retries = 0,
     ) -> Outputs:
         """Run the model once. Several tasks may call at once, and requests go in order.
 
@@ -264,7 +266,7 @@ class Compilation(AsyncOnly):
                 `aionn.hal.ValueType`: a list for a sequence, a dict for a map, None for an absent optional.
             outputs: where outputs are to be written instead, by name, as for `Burst.compute`.
             measure_timing: fill `.timing` of the result.
-            timeout_s: as for `Burst.compute`.
+            timeout_s, retry: as for `Burst.compute`.
 
         Returns:
             One array per output, by name, owned by the caller; or a list, a dict or None, as for inputs.
@@ -279,6 +281,8 @@ class Compilation(AsyncOnly):
 
         NNAPI: ANeuralNetworksExecution_compute.
         """
+        if retry:
+            return await retried(self.compute, inputs, outputs, measure_timing, timeout_s, retry)
         return await self._parts.kept.compute(inputs, outputs, measure_timing, timeout_s)
 
     def start(

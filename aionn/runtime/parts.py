@@ -26,7 +26,7 @@ from aionn.runtime.serving.serving import Serving
 from aionn.runtime.session import Session
 from aionn.runtime.streaming.connection import BurstConnection, Connections
 from aionn.runtime.streaming.kept_burst import KeptBurst
-from aionn.tasks import bounded_shield, deadline_of, seconds_until
+from aionn.tasks import bounded_shield, deadline_of, time_left
 
 if TYPE_CHECKING:  # most apps make no stages, and start no executions
     from aionn.runtime.executing.starting import Starts
@@ -90,7 +90,7 @@ class CompilationParts:
             if serving is not None and serving.asleep and not settled(staging.stage(name)).is_set():
                 deadline_ns = deadline_of(timeout_s)
                 await self.renewal.live(deadline_ns)
-                timeout_s = None if deadline_ns is None else max(seconds_until(deadline_ns), 1e-9)
+                timeout_s = time_left(deadline_ns)
             await staging.wait_for(name, timeout_s)
 
     def check_frames(self, what: str) -> None:

@@ -18,6 +18,7 @@ from starlette.websockets import WebSocket
 
 import aionn
 import aionn.asgi
+from aionn.pages.app_layout import DIED
 from aionn.testing import FakeDevice, identity_model
 
 OPTIONS: dict[str, Any] = {"devices": (FakeDevice.name,)}
@@ -45,6 +46,33 @@ async def stream(websocket: WebSocket, burst: Annotated[aionn.Burst, Depends(aio
     await websocket.accept()
     await websocket.send_json(await answer(burst, await websocket.receive_json()))
     await websocket.close()
+
+
+def documented_app(retry: int, handled: bool) -> FastAPI:
+    """Return the app of docs/how-to/fastapi.md."""
+    handlers = aionn.asgi.exception_handlers if handled else None
+    app = FastAPI(lifespan=aionn.asgi.lifespan(models=MODELS, start=()), exception_handlers=handlers)
+    app.routes.extend(aionn.asgi.routes())
+
+    @app.post("/detect")
+    async def detect(values: Annotated[list[float], Body()], burst: Annotated[aionn.Burst, Depends(aionn.asgi.burst("detector"))]) -> Any:
+        outputs = await burst.compute({"input": np.asarray([values], np.float32)}, retry=retry)
+        return outputs["input_out"][0].tolist()
+
+    @app.websocket("/stream")
+    async def stream(websocket: WebSocket, burst: Annotated[aionn.Burst, Depends(aionn.asgi.burst("detector"))]) -> None:
+        await websocket.accept()
+        while True:
+            await websocket.send_json(await answer(burst, await websocket.receive_json()))
+
+    @app.get("/died")
+    async def died(burst: Annotated[aionn.Burst, Depends(aionn.asgi.burst("detector"))]) -> int:
+        return burst._executor.counts.get(DIED)
+
+    return app
+
+
+unhandled_app, handled_app, retrying_app = documented_app(0, False), documented_app(0, True), documented_app(1, True)
 
 
 async def plain_detect(request: Request) -> JSONResponse:

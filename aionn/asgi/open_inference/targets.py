@@ -28,7 +28,8 @@ from aionn.errors import CallerError
 from aionn.hal.model import Model
 from aionn.hal.values import outside_frames
 from aionn.memo import Memo
-from aionn.runtime.executing.retrying import compute_stateless
+from aionn.runtime.executing.retrying import Retries
+from aionn.tasks import time_left
 
 __all__ = ["Counts", "Target", "Targets", "checked_targets"]
 
@@ -87,9 +88,8 @@ class Target:
             deadline_ns: when the client does not want the answer any more, in nanoseconds of CLOCK_MONOTONIC.
         """
         call = self.compilation.compute if self.burst is None else self.burst.compute
-        return compute_stateless(
-            call, inputs, retries=self.retries, on_retry=self._count_retry, measure_timing=timing, deadline_ns=deadline_ns
-        )
+        retries = Retries(self.retries, self._count_retry)
+        return call(inputs, measure_timing=timing, timeout_s=time_left(deadline_ns), retry=retries)
 
     def _count_retry(self) -> None:
         self.counts.retried += 1

@@ -1,56 +1,69 @@
-"""`compute_stateless`: make a call without state again after its driver has died, so that the caller meets latency and not an error.
+"""`retried`: make a call without state again after its driver has died, so that the caller meets latency and not an error.
 
-A request that kills every driver must end, so a call is made again a limited number of times. A call whose device memory was lost is
-never made again, because the second call would not find the state. A call that failed for another reason than the driver's death is not
-made again either. A hung driver is such a reason (`DriverHungError`).
+A request that kills every driver must end, so a call is made again a limited number of times. A call with device memory is refused,
+because the second call would not find the state. A call that failed for another reason than the driver's death is not made again. A hung
+driver is such a reason (`DriverHungError`).
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from aionn.errors import DeadlineError, DeviceMemoryLostError, DriverDiedError
+import msgspec
+
+from aionn.errors import CallerError, DeadlineError, DeviceMemoryLostError, DriverDiedError
 from aionn.memory.pool import Frame
+from aionn.runtime.executing.device_memory import DeviceMemory
 from aionn.runtime.executing.frame_layout import Outputs
+from aionn.tasks import checked_count, deadline_of, seconds_until
 
-__all__ = ["compute_stateless"]
+__all__ = ["Retries", "retried"]
 
 
-async def compute_stateless(
+class Retries(msgspec.Struct, frozen=True):
+    """How often a call is made again at most. `on_retry` is called before each further call, to count it."""
+
+    most: int
+    on_retry: Callable[[], object] | None = None
+
+
+async def retried(
     call: Callable[..., Awaitable[Outputs]],
     inputs: Mapping[str, Any] | Frame,
-    *,
-    retries: int,
-    on_retry: Callable[[], object],
-    measure_timing: bool = False,
-    deadline_ns: int | None = None,
+    outputs: Mapping[str, Any] | None,
+    measure_timing: bool,
+    timeout_s: float | None,
+    retry: int | Retries,
 ) -> Outputs:
     """Run a model once, and again after a driver's death. Other errors are those of `call`.
 
     Args:
-        call: `Burst.compute` or `Compilation.compute`.
-        retries: how often the call is made again at most.
-        on_retry: is called before each further call, to count it.
-        measure_timing: as for `Burst.compute`.
-        deadline_ns: when the answer is of no use any more, in nanoseconds of CLOCK_MONOTONIC. It holds for all calls together.
+        call: `Burst.compute` or `Compilation.compute`. The other arguments are its.
+        timeout_s: seconds for all calls together.
 
     Raises:
-        DeadlineError: the deadline has passed.
-        DriverDiedError: the driver has died, and the call was made again `retries` times.
+        CallerError: `retry` is not a whole number, or an argument is device memory.
+        DeadlineError: the time is over.
+        DriverDiedError: the driver has died, and the call was made again as often as `retry` says.
     """
-    left = retries
+    retries = retry if isinstance(retry, Retries) else Retries(checked_count("compute: retry", retry, 0))
+    for values in (inputs, outputs):
+        if type(values) is dict and any(isinstance(value, DeviceMemory) for value in values.values()):
+            raise CallerError("compute: retry with device memory; its contents end with the driver, so leave retry out")
+    deadline_ns = deadline_of(timeout_s)
+    left = retries.most
     while True:
-        timeout_s = None if deadline_ns is None else (deadline_ns - time.monotonic_ns()) / 1e9
-        if timeout_s is not None and timeout_s <= 0:
-            raise DeadlineError("the request took longer than its timeout allows")
+        left_s = seconds_until(deadline_ns)
+        if left_s == 0.0:
+            raise DeadlineError("the call was not made again after its driver had died, because its deadline has come")
         try:
-            return await call(inputs, measure_timing=measure_timing, timeout_s=timeout_s)
+            return await call(inputs, outputs=outputs, measure_timing=measure_timing, timeout_s=left_s)
         except DeviceMemoryLostError:
             raise
         except DriverDiedError:
             if not left:
                 raise
             left -= 1
-            on_retry()
+            if retries.on_retry is not None:
+                retries.on_retry()

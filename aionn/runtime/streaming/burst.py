@@ -30,6 +30,7 @@ from aionn.runtime.executing.frame_layout import FrameLayout, Outputs
 from aionn.runtime.executing.frames import LARGE_BYTES, fill_large
 from aionn.runtime.executing.link import Link
 from aionn.runtime.executing.recurrent import RecurrentSteps, Step
+from aionn.runtime.executing.retrying import Retries, retried
 from aionn.runtime.streaming import stream
 from aionn.runtime.streaming.connection import BurstConnection
 from aionn.runtime.streaming.frame import Frame, begin_from_thread, lease_of, leases_here
@@ -124,6 +125,7 @@ class Burst(AsyncOnly):
         outputs: Mapping[str, Any] | None = None,
         measure_timing: bool = False,
         timeout_s: float | None = None,
+        retry: int | Retries = 0,
     ) -> Outputs:
         """Run the model once and wait for its outputs. Several tasks may call at once; requests go in order.
 
@@ -136,6 +138,8 @@ class Burst(AsyncOnly):
             measure_timing: fill `.timing` of the result.
             timeout_s: seconds after which this call ends with `DeadlineError`. It ends nothing else. Whether the driver hangs is
                 judged by what it gets done (`Runtime(hang_s=)`), and the frame stays reserved until the driver has answered.
+            retry: how often the call is made again after its driver has died, in a new driver. `timeout_s` bounds all of it. A call
+                of a driver that hangs is not made again. Device memory cannot be among the arguments then, because its contents are lost.
 
         Returns:
             One array per output, by name: views of the burst's memory. They keep their values as long as the app holds them. A second
@@ -151,6 +155,8 @@ class Burst(AsyncOnly):
             DriverDiedError, DriverHungError: the driver is gone; the next call starts a new one. `DeviceMemoryLostError` where a
                 `DeviceMemory` among the arguments went with it.
         """
+        if retry:
+            return await retried(self.compute, inputs, outputs, measure_timing, timeout_s, retry)
         try:
             if _get_running_loop() is not self._loop:
                 self._connection.session.check_open()  # it says what is wrong
@@ -168,12 +174,10 @@ class Burst(AsyncOnly):
             except (FramesInFlightError, CallerError, MemoryAllocationError):
                 return await self._attempt(inputs, {}, measure_timing, deadline_ns)
             try:
-                arrays = frame.arrays
-                caller = link.controller.caller
+                arrays, caller = frame.arrays, link.controller.caller
                 body = frame.bindings.get((layout, measure_timing)) or plain_body(layout, frame, measure_timing)
                 if layout.input_bytes < LARGE_BYTES:
-                    places = arrays.get(layout) or layout.inputs_in(frame)
-                    answer = caller.post(places, inputs, body, deadline_ns or 0)
+                    answer = caller.post(arrays.get(layout) or layout.inputs_in(frame), inputs, body, deadline_ns or 0)
                 else:
                     answer = _post_large(link.controller, layout, frame, inputs, body, deadline_ns)
                 if answer is not None:
@@ -198,8 +202,7 @@ class Burst(AsyncOnly):
                 frame.settled(None)
             if answer is None:
                 return await self._unusual(inputs, {}, measure_timing, deadline_ns)
-            call = Call(inputs, {}, measure_timing, deadline_ns, inputs)
-            return await self._with_more_room(link, layout, result, call)
+            return await self._with_more_room(link, layout, result, Call(inputs, {}, measure_timing, deadline_ns, inputs))
         except BaseException as error:
             self._executor.ended(error)
             raise

@@ -33,7 +33,7 @@ from aionn.runtime.executing.frame_layout import Outputs
 from aionn.runtime.executing.link import CLOSE_S
 from aionn.runtime.streaming.burst import Burst
 from aionn.runtime.streaming.connection import BurstConnection, Connections
-from aionn.tasks import bounded_shield, deadline_of, ending_by, seconds_until
+from aionn.tasks import bounded_shield, deadline_of, ending_by, time_left
 
 DEPTH = 16
 """So many calls are in the burst at once, which keeps both ends and several executions busy. It bounds the frames, too."""
@@ -82,7 +82,7 @@ class KeptBurst:
             self._places -= 1
         else:
             await self._turn(deadline_ns)
-            timeout_s = None if deadline_ns is None else max(seconds_until(deadline_ns), 1e-9)
+            timeout_s = time_left(deadline_ns)
         self._used = True
         try:
             burst = self._burst or self._begin()
