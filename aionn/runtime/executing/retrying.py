@@ -22,7 +22,7 @@ __all__ = ["Retries", "retried"]
 
 
 class Retries(msgspec.Struct, frozen=True):
-    """How often a call is made again at most. `on_retry` is called before each further call, to count it."""
+    """How often a call is made again at most, if it has no device memory. `on_retry` is called before each further call, to count it."""
 
     most: int
     on_retry: Callable[[], object] | None = None
@@ -47,10 +47,11 @@ async def retried(
         DeadlineError: the time is over.
         DriverDiedError: the driver has died, and the call was made again as often as `retry` says.
     """
-    retries = retry if isinstance(retry, Retries) else Retries(checked_count("compute: retry", retry, 0))
-    for values in (inputs, outputs):
-        if type(values) is dict and any(isinstance(value, DeviceMemory) for value in values.values()):
-            raise CallerError("compute: retry with device memory; its contents end with the driver, so leave retry out")
+    if isinstance(retry, Retries):
+        retries = retry
+    else:
+        retries = Retries(checked_count("compute: retry", retry, 0))
+        _refuse_device_memory(inputs, outputs)
     deadline_ns = deadline_of(timeout_s)
     left = retries.most
     while True:
@@ -67,3 +68,9 @@ async def retried(
             left -= 1
             if retries.on_retry is not None:
                 retries.on_retry()
+
+
+def _refuse_device_memory(*arguments: Any) -> None:
+    for values in arguments:
+        if type(values) is dict and any(isinstance(value, DeviceMemory) for value in values.values()):
+            raise CallerError("compute: retry with device memory; its contents end with the driver, so leave retry out")
