@@ -28,6 +28,11 @@ if _sys.platform != "linux":
 
 # Each name with the module that defines it: here for a type checker, which reads `as` as "exported".
 if _typing.TYPE_CHECKING:
+    from aionn import caching as caching
+    from aionn import errors as errors
+    from aionn import events as events
+    from aionn import fmq as fmq
+    from aionn import hal as hal
     from aionn import trace as trace
     from aionn.caching.outcomes import CacheOutcome as CacheOutcome
     from aionn.caching.outcomes import CacheOutcomeKind as CacheOutcomeKind
