@@ -2,8 +2,7 @@
 
 A record holds the id of the builder's key that signed. It is believed only while the caller's keyring has that key and lets it sign for
 this device. A key that is gone is revoked: the records of the token that it signed are removed. A keyring that could not be read, whose
-folder is missing, or that was not sent, believes nothing and removes nothing. Older releases do not know the table, so they believe
-nothing that was adopted.
+folder is missing, or that was not sent, believes nothing and removes nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def prepare_table(database: sqlite3.Connection) -> None:
 
 
 def has_table(database: sqlite3.Connection) -> bool:
-    """Return whether the table is there. A database of an older release that cannot be written to has none."""
+    """Return whether the table is there. A database that was damaged, and cannot be written to, has none."""
     return bool(query(database, "SELECT name FROM sqlite_master WHERE name = 'adopted'"))
 
 

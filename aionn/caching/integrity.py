@@ -105,7 +105,7 @@ class IntegrityStore:
         self._lock = threading.Lock()
         self._database: sqlite3.Connection | None = None
         self._read_only = False  # the records are believed, and no record can be added
-        self._has_adopted = True  # a read-only database of an older release has no such table
+        self._has_adopted = True  # a damaged database that is read-only has no such table
         self._used: dict[bytes, None] = {}  # tokens loaded since `note_uses`, the latest last
         try:
             self._path = device_database(private_state(state_directory), "integrity", device, version)

@@ -95,7 +95,7 @@ def device_database(directory: Path, kind: str, device: str, version: str) -> Pa
     letters = "".join(letter if letter.isalnum() else "_" for letter in device)[:40]
     of_device = f"{kind}-{letters}-{blake3(device.encode()).hexdigest()[:16]}"
     path = directory / f"{of_device}-{blake3(version.encode()).hexdigest()[:32]}.sqlite"
-    for other in directory.glob(f"{of_device}*.sqlite"):
+    for other in directory.glob(f"{of_device}-*.sqlite"):
         with suppress(OSError):  # gone already, or on a read-only volume
             if other != path and time.time() - _last_used(other) > UNUSED_KEPT_S:
                 _remove_database(other)

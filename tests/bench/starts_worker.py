@@ -89,10 +89,7 @@ def runtime_of(given: Given) -> Any:
     """Return a runtime that starts the driver at once, where this release can."""
     import aionn
 
-    try:
-        return aionn.Runtime(start=(given["device"],), state_dir=given["state_dir"])  # type: ignore[call-arg, unused-ignore]
-    except TypeError:  # an older release
-        return aionn.Runtime(state_dir=given["state_dir"])
+    return aionn.Runtime(start=(given["device"],), state_dir=given["state_dir"])
 
 
 async def loaded(given: Given, runtime: Any) -> Any:

@@ -533,9 +533,7 @@ def test_stores_of_versions_long_unused_are_collected_and_no_others(start: Start
     (of_old,) = databases()
     IntegrityStore("another device", "1.0", FILES, state_directory=state).close()
     (of_another,) = databases() - {of_old}
-    before_versions = state / f"{of_old.name.rpartition('-')[0]}.sqlite"  # as a release before this one named it
-    before_versions.write_bytes(b"")
-    for path in (of_old, of_another, before_versions):
+    for path in (of_old, of_another):
         unused_for(path, UNUSED_KEPT_S + 60)
     same(old.load(cache.handles()), artifact())
     old.note_uses()  # a use counts, however long ago the store was opened

@@ -331,19 +331,6 @@ def test_fix_removes_half_a_key_of_an_ended_process_only(tmp_path: Path, device:
     assert sorted(folder.iterdir()) == sorted([young, living, other])
 
 
-def test_fix_removes_the_records_of_earlier_releases_which_no_driver_reads(tmp_path: Path) -> None:
-    earlier = [tmp_path / name for name in ("blob-cache.key", "integrity-fake-0011.sqlite", "integrity-fake-0011.sqlite-wal")]
-    kept = [tmp_path / "notes", tmp_path / "fake" / "integrity-fake-0011.sqlite", tmp_path / "fake" / "blob-cache.key"]
-    kept[1].parent.mkdir()
-    for path in (*earlier, *kept):
-        path.write_bytes(b"")
-    rows = {row.check: row for row in folders.state_directory(str(tmp_path))}
-    assert rows["state leavings"].found == "3 files of an earlier release"
-    assert leavings.clean_state(tmp_path) == [f"{path}: removed" for path in earlier]
-    assert all(path.exists() for path in kept)
-    assert leavings.clean_state(tmp_path) == []
-
-
 def test_fix_removes_the_folder_of_a_device_that_no_driver_has_used_for_long(tmp_path: Path) -> None:
     unused, held, used, foreign = (tmp_path / name for name in ("unused", "held", "used", "foreign"))
     for folder in (unused, held, used, foreign):

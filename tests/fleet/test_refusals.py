@@ -389,7 +389,7 @@ def test_read_only_records_are_believed_and_revoked_as_others(
         again.load(made.statement, made.paths, keys)
         assert again.adopt(made.statement, made.signed(key), made.paths, keys).outcome.startswith("no_permission: ")
     (path,) = driver.state.glob("integrity-*.sqlite")
-    with sqlite3.connect(path) as database:  # as an older release has left it
+    with sqlite3.connect(path) as database:  # as damage has left it
         database.execute("DROP TABLE adopted")
     database.close()
     with Driver(driver.state) as again, pytest.raises(CompilationError, match="no_integrity_record"):

@@ -2,7 +2,6 @@
 
 drivers whose app has ended           killed, after a second look at the same process
 half a key in the state directory     removed when its process has ended and it is an hour old
-records of earlier releases           removed, because no process of this release reads them
 records of devices that are gone      removed when no driver has used them for 30 days and no process holds their folder
 folders for temporary files           removed when no process holds them
 trash and staging in a cache          removed under the cache's own locks, as the next app would do
@@ -49,9 +48,6 @@ _ASIDE = re.compile(r"blob-cache\.key\.(\d+)\.[0-9a-f]{8}")
 _RECORD = re.compile(r"(integrity|blobs)-.*\.sqlite(-wal|-shm|-journal)?|blob-cache\.key(\.\d+\.[0-9a-f]{8})?")
 """The files of a device."""
 
-_OF_EARLIER = re.compile(r"(integrity|blobs)-.*\.sqlite(-wal|-shm|-journal)?|blob-cache\.key")
-"""The same files straight in the state directory, where releases before the sandbox kept them."""
-
 _OLD_S = 3600.0
 """A process in another container may share the folder. It needs far less than this."""
 
@@ -82,18 +78,15 @@ class StateLeavings:
 
     Attributes:
         unfinished: files that a process has begun and never finished.
-        earlier: files of releases that kept the records of all devices in one folder.
         gone: folders of devices that no driver has used for long.
     """
 
     unfinished: tuple[Path, ...] = ()
-    earlier: tuple[Path, ...] = ()
     gone: tuple[Path, ...] = ()
 
     def __str__(self) -> str:
         parts = (
             (len(self.unfinished), "unfinished files of ended processes"),
-            (len(self.earlier), "files of an earlier release"),
             (len(self.gone), f"devices unused for {UNUSED_KEPT_S / 86400:.0f} days"),
         )
         return ", ".join(f"{count} {what}" for count, what in parts if count)
@@ -105,7 +98,6 @@ def state_leavings(directory: Path) -> StateLeavings:
     files = [path for folder in (directory, *folders) for path in _own_files(folder)]
     return StateLeavings(
         tuple(path for path in files if _is_unfinished(path)),
-        tuple(path for path in files if path.parent == directory and _OF_EARLIER.fullmatch(path.name)),
         tuple(folder for folder in folders if _is_unused(folder)),
     )
 
@@ -150,7 +142,7 @@ def _is_own(status: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
 def clean_state(directory: Path) -> list[str]:
     """Remove what `state_leavings` finds. Return what was done."""
     done, left = [], state_leavings(directory)
-    for path in (*left.unfinished, *left.earlier):
+    for path in left.unfinished:
         with suppress(OSError):
             path.unlink()
             done.append(f"{path}: removed")
