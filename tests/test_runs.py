@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -82,6 +83,16 @@ OWN = """
     def test_alone(tmp_path):
         assert not SEEN
         assert "shelve" not in sys.modules
+
+    def test_that_forks_here():
+        os.fork()
+
+    @pytest.mark.own_process
+    def test_that_forks_there():
+        child = os.fork()
+        if not child:
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
     @pytest.mark.own_process
     def test_that_crashes():
@@ -165,6 +176,24 @@ def test_a_test_that_hangs_fails_alone_by_name_and_nothing_is_left(project: Proj
     assert any("in test_with_the_gil" in line for line in said)  # where it hung
 
 
+def test_a_seed_gives_one_order_in_which_modules_stay_whole(project: Project) -> None:
+    for name in "abcd":
+        (project.folder / f"test_{name}.py").write_text("".join(f"def test_{number}(): pass\n" for number in range(5)))
+
+    def order(*arguments: str) -> list[str]:
+        with project.start("def test_it(): pass", "-v", *arguments) as run:
+            said = run.communicate()[0]
+        assert run.returncode == 0, said
+        return [line.split()[-1] for line in said.splitlines() if "PASSED" in line] + re.findall("--random-order=[0-9]+", said)
+
+    usual, drawn = order("-n", "0"), order("-n", "0", "--random-order")
+    assert order("-n", "1", drawn[-1]) == drawn
+    assert sorted(drawn[:-1]) == sorted(usual)
+    assert drawn[:-1] != usual
+    modules = [name.partition("::")[0] for name in drawn[:-1]]
+    assert sum(one != other for one, other in itertools.pairwise(modules)) == 4
+
+
 @pytest.mark.parametrize("workers", ["0", "2"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_nothing_outlives_pytest_after_a_signal(project: Project, number: signal.Signals, workers: str) -> None:
@@ -189,11 +218,12 @@ def test_tests_with_their_own_process_share_nothing_with_others(project: Project
     outcomes = {
         line.rpartition("::")[2].split()[0]: line.split("] ")[-1].split()[0] for line in said if line.startswith("[gw") and "%]" in line
     }
-    failed = {"test_that_crashes", "test_second_of_the_group", "test_that_hangs_there"}
+    failed = {"test_that_forks_here", "test_that_crashes", "test_second_of_the_group", "test_that_hangs_there"}
     assert {name for name, outcome in outcomes.items() if outcome == "FAILED"} == failed, said
-    assert "3 failed, 4 passed, 1 skipped" in said[-1]
+    assert "4 failed, 5 passed, 1 skipped" in said[-1]
     text = "\n".join(said)
     assert "own process ended with exit code -6 during this test" in text
+    assert "a test that forks needs @pytest.mark.own_process" in text
     assert "ValueError: the second's own error" in text
     assert "printed by the second" in text
     assert "the third's reason" in text
