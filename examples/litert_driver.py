@@ -42,7 +42,6 @@ class LiteRTEngine:
 
     name = "litert"
     cache_files = CacheFiles(model=1)
-    makes_code = False  # its driver's sandbox then allows no memory that is writable and executable
     plain = False
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ HOUSE = Path(__file__).parent.parent / "aionn"
 
 # From the ground up. A room may use the rooms below its own floor, and its own package.
 FLOORS = (
-    {"_mapping", "cgroups", "errors", "escapes", "events", "file_ranges", "lazy", "memo", "tasks", "trace"},
+    {"_mapping", "cgroups", "errors", "escapes", "events", "file_ranges", "lazy", "memo", "needs", "tasks", "trace"},
     {"hal"},
     {"caching", "memory", "graph", "pages", "sandbox"},
     {"fmq", "engines"},
@@ -26,7 +26,7 @@ FLOORS = (
 )
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 # Ground rooms may lean on each other, in this order: the first six know nothing, tasks and trace know errors.
-GROUND_ORDER = ("_mapping", "cgroups", "escapes", "file_ranges", "lazy", "memo", "errors", "events", "trace", "tasks")
+GROUND_ORDER = ("_mapping", "cgroups", "escapes", "file_ranges", "lazy", "memo", "errors", "events", "needs", "trace", "tasks")
 
 IO_MODULES = {"anyio", "os", "socket", "mmap", "asyncio", "fcntl", "subprocess", "select", "selectors", "aiofiles"}
 SANS_IO = (
@@ -111,7 +111,7 @@ def test_the_two_wings_do_not_know_each_other() -> None:
 
 
 def test_engines_never_see_a_queue_a_socket_or_a_cache() -> None:
-    allowed = {"cgroups", "errors", "hal", "graph", "engines", "sandbox", "tasks", "trace"}
+    allowed = {"cgroups", "errors", "hal", "graph", "engines", "needs", "sandbox", "tasks", "trace"}
     seen = [
         f"{path.relative_to(HOUSE)}: {sorted(rooms_imported(path, tree) - allowed)}"
         for path, tree in modules()

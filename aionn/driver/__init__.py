@@ -20,6 +20,7 @@
     artifacts  stores what was compiled, and loads it verified
     blobs      the blob cache that a device hands to its engine
     bugs       what is a bug in an engine, where it lies, and its traceback in the log
+    denied     which need would have allowed what the sandbox has denied to an engine
     log_lines  sends the log of this process to the app's log
     schedule   when a driver process gets CPU time
     beginning  the first lines: bind the driver's life to its parent's, confine the process, drop output in excess (`_valve`)

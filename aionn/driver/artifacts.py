@@ -25,6 +25,7 @@ import msgspec
 from aionn.caching.outcomes import MissReason, Refusal
 from aionn.caching.private_folder import RecordsFolder
 from aionn.driver.bugs import report_bug
+from aionn.driver.denied import way_out
 from aionn.driver.lent import LentDescriptors
 from aionn.errors import AionnError, CallerError, CompilationError, text_of
 from aionn.hal.engine import Artifact, CompileOptions, Engine, Executable
@@ -127,7 +128,8 @@ class Artifacts:
             artifact = self._engine.export(executable)
         except Exception as error:  # an engine that cannot export has compiled all the same
             report_bug(error, self._engine.name, "export")
-            return str(Refusal(MissReason.IO_ERROR, f"the engine's export failed ({type(error).__name__}: {text_of(error)})"))
+            why = f"{type(error).__name__}: {text_of(error)}{way_out(error)}"
+            return str(Refusal(MissReason.IO_ERROR, f"the engine's export failed ({why})"))
         if artifact is None:
             return "declined"
         return self.store(artifact, handles, _described(model.token, model.inputs, model.outputs))
@@ -213,7 +215,7 @@ class Artifacts:
     def _not_loaded(self, error: Exception) -> AionnError:
         """Return the error of a load. The bytes are verified, so the fault lies in the engine."""
         report_bug(error, self._engine.name, "load")
-        why = error.reason if isinstance(error, CompilationError) else f"{type(error).__name__}: {text_of(error)}"
+        why = error.reason if isinstance(error, CompilationError) else f"{type(error).__name__}: {text_of(error)}{way_out(error)}"
         return _refused(Refusal(MissReason.REFUSED_BY_DEVICE, why))
 
     def _wrong_number(self, handles: CacheHandles) -> Refusal | None:

@@ -19,9 +19,10 @@ from typing import NamedTuple
 from aionn.caching.private_folder import RecordsFolder
 from aionn.driver.schedule import is_schedule, schedule_of
 from aionn.engines.installed import home_of
-from aionn.engines.needs import facts_of
+from aionn.engines.needs import is_test_double, needs_of
+from aionn.errors import CallerError
+from aionn.needs import Needs
 from aionn.sandbox.confining import SandboxError, confine
-from aionn.sandbox.facts import FactsError
 from aionn.sandbox.report import Confinement
 
 _PR_SET_PDEATHSIG = 1
@@ -146,7 +147,7 @@ class Begun(NamedTuple):
 
 
 def begin(arguments: list[str]) -> Begun | int:
-    """Prepare this process: `python -m aionn.driver NAME[=HOME] FD [SCHEDULE [STATE_DIR [SANDBOX [EXPORTS [COUNTER]]]]]`.
+    """Prepare this process: `python -m aionn.driver NAME[=HOME] FD [SCHEDULE [STATE_DIR [SANDBOX [EXPORTS [COUNTER [NEEDS]]]]]]`.
 
     Returns an exit code for bad usage.
 
@@ -155,11 +156,12 @@ def begin(arguments: list[str]) -> Begun | int:
             number of CPUs for a driver in the background, 0 for the app's own priority, or "idle" for SCHED_IDLE. `__main__` has
             taken it up. Each device keeps its records in a folder of STATE_DIR. SANDBOX is a level of `sandbox.report`. EXPORTS is
             the path of a folder for an engine that writes temporary files by path; see `caching.export_folder`. COUNTER is the
-            descriptor of an eventfd. An app that reads this process's output gives it (`runtime.processes.output`).
+            descriptor of an eventfd. An app that reads this process's output gives it (`runtime.processes.output`). NEEDS is JSON
+            with the fields of `aionn.needs.Needs`, in place of those that the engine's package states.
     """
     numbers = [arguments[place] for place in (1, 6) if place < len(arguments)]
-    if not 2 <= len(arguments) <= 7 or not all(number.isdigit() for number in numbers) or not is_schedule(schedule_of(arguments)):
-        usage = "python -m aionn.driver ENGINE[=MODULE:CLASS] SOCKET_FD [CPUS|idle [STATE_DIR [SANDBOX [EXPORTS [COUNTER]]]]]"
+    if not 2 <= len(arguments) <= 8 or not all(number.isdigit() for number in numbers) or not is_schedule(schedule_of(arguments)):
+        usage = "python -m aionn.driver ENGINE[=MODULE:CLASS] SOCKET_FD [CPUS|idle [STATE_DIR [SANDBOX [EXPORTS [COUNTER [NEEDS]]]]]]"
         print(f"usage: {usage}  (started by aionn's runtime; see `aionn devices`)", file=sys.stderr)
         return 2
     name, equals, home = arguments[0].rpartition("=")  # a provider's name may have one, too
@@ -185,19 +187,19 @@ def begin(arguments: list[str]) -> Begun | int:
     try:
         if level != "off":
             keep_bytecode()
-        facts = None if level == "off" else facts_of(*_place(name, home))
-        if facts is not None:  # else the records' folder is made at its first use
+        needs = None if level == "off" else _needs(*_place(name, home), *arguments[7:])
+        if needs is not None:  # else the records' folder is made at its first use
             with suppress(OSError):  # the store of digests says why it cannot be used
                 writable.append(str(records.made()))
-            if facts.writes_by_path and exports:
+            if needs.writes_by_path and exports:
                 from aionn.caching.export_folder import make_folder  # few engines need it
 
                 with suppress(OSError):  # the engine's export fails, and says that it has no temporary directory
                     held.append(make_folder(exports))
                     writable.append(exports)
                     os.environ["TMPDIR"] = exports
-        confinement = confine(level, facts, tuple(writable))
-    except (SandboxError, FactsError) as error:
+        confinement = confine(level, needs, tuple(writable))
+    except (SandboxError, CallerError) as error:
         refusal = f"device {name!r} cannot start: {error}"
     if pipe is not None:
         watch_pipe(pipe, *counters)
@@ -212,3 +214,16 @@ def _place(name: str, home: str) -> tuple[str, str]:
         return found, rest
     attribute, _, provider = rest.partition(":")
     return f"{engine}:{attribute}", provider
+
+
+def _needs(place: str, provider: str, given: str = "") -> Needs | None:
+    """Return what the sandbox must allow, or None for the fake device of a test.
+
+    Raises:
+        CallerError: the file in the engine's package states no needs.
+    """
+    if given:
+        import json  # few apps give needs
+
+        return Needs(**json.loads(given))
+    return None if is_test_double(place) else needs_of(place, provider)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from aionn.caching.outcomes import MissReason, Refusal
 from aionn.driver.bugs import report_bug
+from aionn.driver.denied import way_out
 from aionn.errors import AionnError, CompilationError, ExecutionError, text_of
 from aionn.hal.engine import CompileOptions, Engine, Executable
 from aionn.hal.model import Model, may_change
@@ -82,7 +83,8 @@ def compilation_error(device: str, error: Exception) -> AionnError:
     """Return an engine's error as one that the device may raise."""
     if isinstance(error, AionnError) and not isinstance(error, ExecutionError):
         return error
-    made = CompilationError(f"device {device!r} cannot prepare the model: {type(error).__name__}: {text_of(error)}", reason=text_of(error))
+    reason = f"{text_of(error)}{way_out(error)}"
+    made = CompilationError(f"device {device!r} cannot prepare the model: {type(error).__name__}: {reason}", reason=reason)
     if place := report_bug(error, device, "prepare"):
         made.add_note(place)
     return made

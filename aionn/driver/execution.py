@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from aionn.burst import result_of
 from aionn.driver.bugs import noted, report_bug, sentence_of
+from aionn.driver.denied import way_out
 from aionn.driver.lanes import Lane, Lanes
 from aionn.errors import AionnError, CallerError, text_of
 from aionn.hal.engine import Executable, ExecutionReport
@@ -293,7 +294,7 @@ def failed_run(error: BaseException, device: str) -> Result:
         return result_of(error)
     if isinstance(error, MemoryError):
         return Result(ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT, message=f"the engine ran out of memory: {text_of(error)}")
-    return Result(ErrorStatus.GENERAL_FAILURE, message=noted(sentence_of(error), report_bug(error, device, "run")))
+    return Result(ErrorStatus.GENERAL_FAILURE, message=noted(f"{sentence_of(error)}{way_out(error)}", report_bug(error, device, "run")))
 
 
 def _end_use(files: Sequence[Region]) -> None:

@@ -15,12 +15,15 @@ from typing import Any
 
 from aionn.driver import by_hand
 from aionn.driver.bugs import report_bug
+from aionn.driver.denied import way_out
 from aionn.engines.installed import BUILT_IN, installed_engines
+from aionn.engines.needs import FILE
 from aionn.errors import CallerError, DeviceUnavailableError, text_of
 from aionn.hal.engine import Engine
 from aionn.hal.interfaces import IDevice
 from aionn.hal.performance import Performance
 from aionn.hal.types import CacheFiles
+from aionn.needs import NAMES
 
 
 def find_engine(name: str, home: str = "") -> Engine:
@@ -51,6 +54,8 @@ def find(name: str, home: str = "") -> Engine | IDevice:
         factory = functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
     except CallerError as error:  # a value of the HAL that the engine's module makes wrongly
         raise DeviceUnavailableError(name, f"device {name!r} cannot be used: {error}") from error
+    except PermissionError as error:
+        raise DeviceUnavailableError(name, f"device {name!r} cannot be loaded ({error}){way_out(error)}") from error
     except (ImportError, AttributeError, ValueError) as error:
         raise DeviceUnavailableError(
             name, f"device {name!r} cannot be loaded ({error}); install its package, or add its directory to PYTHONPATH"
@@ -62,7 +67,7 @@ def find(name: str, home: str = "") -> Engine | IDevice:
     except CallerError as error:
         raise DeviceUnavailableError(name, f"device {name!r} cannot be used: {error}") from error
     except Exception as error:
-        failed = DeviceUnavailableError(name, f"device {name!r} cannot start: {type(error).__name__}: {text_of(error)}")
+        failed = DeviceUnavailableError(name, f"device {name!r} cannot start: {type(error).__name__}: {text_of(error)}{way_out(error)}")
         if place := report_bug(error, name, "start"):
             failed.add_note(place)
         raise failed from error
@@ -122,6 +127,21 @@ def _check(name: str, engine: object) -> None:
                 name, f"device {name!r} cannot be used, because {type(engine).__name__} has no method {verb!r}; see aionn.hal.{face}"
             )
     _check_optional(name, engine)
+    if found := declared_needs(engine):
+        raise DeviceUnavailableError(name, f"device {name!r} cannot be used, because {found}")
+
+
+def declared_needs(engine: object) -> str:
+    """Return a clause if the engine's class has attributes with the names of needs, where no driver reads them. Else an empty text."""
+    kind = type(engine)
+    found = [name for name in NAMES if not callable(getattr(kind, name, callable))]
+    if not found:
+        return ""
+    module = kind.__module__.rpartition(".")[2]
+    return (
+        f"{kind.__name__} declares {', '.join(found)} in its class, where no driver reads it; state needs in {FILE} in its package, in "
+        f"{module}.{FILE} beside its module, or in Runtime(engine_needs=)"
+    )
 
 
 _OPTION_KINDS = (str, int, float, bool, Path)

@@ -89,7 +89,6 @@ class OnnxRuntimeEngine:
     """
 
     name = "onnxruntime"
-    makes_code = False
     cache_files = CacheFiles(model=1, data=1)
     device_type = DeviceType.CPU
     options: Mapping[str, type | tuple[type, ...]] = {

@@ -68,7 +68,6 @@ class OpenVINOEngine:
     """
 
     name = "openvino"
-    makes_code = True  # oneDNN writes kernels while it compiles
     cache_files = CacheFiles(model=1, data=1)
     options: Mapping[str, type | tuple[type, ...]] = {"*": (str, int, float, bool)}
 

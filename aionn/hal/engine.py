@@ -186,13 +186,8 @@ class Engine(Protocol):
         class method `for_provider(provider: str) -> Engine`. It raises `DeviceUnavailableError` for a provider that does not work.
     runs_on: what the engine computes with, for people. An executable may have the same attribute for its model.
 
-    Four attributes say what the sandbox of a driver must allow. They are read in the source before the class is imported, so they are
-    literals in the class's body. A class with none of them is hardly confined. One of them is enough to say that the engine needs no more.
-
-    reads: a tuple of absolute paths that it reads, beyond Python's packages and the system's libraries. "*" matches any part of a name.
-    writes_by_path: whether it writes temporary files by path. Its driver then has a private folder in `TMPDIR`.
-    makes_code: whether it makes machine code at run time.
-    devices: a tuple of device files that it opens for reading and writing, as in "/dev/nvidia*".
+    What the sandbox of a driver must allow is no attribute. It stands in the file `aionn-engine.toml` of the engine's package, or in
+    `Runtime(engine_needs=)`, because a driver reads it before it imports the class (`Needs`). An engine without it needs nothing.
     """
 
     name: str

@@ -20,7 +20,7 @@ from aionn.errors import CallerError
 from aionn.runtime.imports import import_needed
 from aionn.runtime.processes.early import checked_start, end_early, spawn_early
 from aionn.runtime.processes.spawning import DEFAULT_HANG_S, Settings, checked_state_dir
-from aionn.runtime.processes.surroundings import checked_driver_env, checked_sandbox
+from aionn.runtime.processes.surroundings import checked_driver_env, checked_engine_needs, checked_sandbox
 from aionn.tasks import (
     AsyncOnly,
     checked_count,
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from aionn.events import Event
     from aionn.hal.model import Model
+    from aionn.needs import Needs
     from aionn.runtime.compilation import Compilation
     from aionn.runtime.events import EventStream
     from aionn.runtime.executing.device_memory import DeviceMemory
@@ -75,6 +76,8 @@ class Runtime(AsyncOnly):
             `DeviceUnavailableError`. "off": drivers keep the app's rights. None: the variable `AIONN_SANDBOX` decides, else "auto".
         driver_env: environment variables for drivers, by name. They beat the app's. A confined driver gets no others of the app than those
             that Python, its libraries and engines are known to read.
+        engine_needs: what the sandbox must allow, as `aionn.hal.Needs` by the name of a device, as in `compile(devices=)`. It takes the
+            place of what the engine's package states in its `aionn-engine.toml`.
 
     Raises:
         CallerError: an argument is not as described; or `start` names a device that is not installed.
@@ -101,6 +104,7 @@ class Runtime(AsyncOnly):
         health_policy: HealthPolicy | None = None,
         sandbox: str | None = None,
         driver_env: Mapping[str, str] | None = None,
+        engine_needs: Mapping[str, Needs] | None = None,
     ) -> None:
         self.name = checked_name("Runtime", name) or _program()
         self._health_policy = health_policy
@@ -113,7 +117,7 @@ class Runtime(AsyncOnly):
             from aionn.hal.types import MAX_THREADS
 
             most = checked_count("Runtime: threads", threads, 1, MAX_THREADS)
-        confined = checked_sandbox(sandbox), checked_driver_env(driver_env)
+        confined = checked_sandbox(sandbox), checked_driver_env(driver_env), checked_engine_needs(engine_needs)
         self._settings = Settings(checked_state_dir(state_dir), checked_seconds("hang_s", hang_s), most, *confined)
         self._start = checked_start(start)
         self._owned: Opened | None = None

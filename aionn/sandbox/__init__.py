@@ -3,8 +3,6 @@
 A driver parses foreign files in C++. So it gives its own rights away in its first lines, while it has one thread, and before it imports
 NumPy, uvloop or an engine. Linux lets every process do that, without root. What is taken away stays away.
 
-    facts       what an engine needs beyond the usual: files, device files, code made at run time
-    sources     reads those facts in the source of an engine's class, which is not imported yet
     paths       which files any Python driver must read
     landlock    rules of the kernel about files, TCP, signals and abstract sockets
     calls       numbers of system calls, and which of them a driver may make

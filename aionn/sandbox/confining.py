@@ -6,8 +6,8 @@ import errno
 import os
 from collections.abc import Callable
 
+from aionn.needs import Needs
 from aionn.sandbox import landlock
-from aionn.sandbox.facts import Facts
 from aionn.sandbox.filter import MACHINES, install, program
 from aionn.sandbox.limits import no_core_files, no_made_code, no_new_privileges
 from aionn.sandbox.paths import rules, too_wide
@@ -28,12 +28,12 @@ class SandboxError(Exception):
     """The process cannot be confined as it was asked to be. The text says why."""
 
 
-def confine(level: str, facts: Facts | None, writable: tuple[str, ...] = ()) -> Confinement:
+def confine(level: str, needs: Needs | None, writable: tuple[str, ...] = ()) -> Confinement:
     """Give away what a driver does not need. Call it with one thread, before anything else is imported.
 
     Args:
         level: "auto", "require" or "strict"; with "off" nothing happens.
-        facts: what the engine needs, or None if its class declares nothing. Then only mechanisms that no engine notices are used.
+        needs: of the engine, or None for an engine that a test steers by files. Then only mechanisms that no engine notices are used.
         writable: folders in which the driver may make, write and remove files.
 
     Raises:
@@ -46,18 +46,17 @@ def confine(level: str, facts: Facts | None, writable: tuple[str, ...] = ()) -> 
     report.attempt(("limits",), no_core_files, "a limit of core files", "a crash may write a core file")
     report.attempt(("no new privileges",), no_new_privileges, "prctl(PR_SET_NO_NEW_PRIVS)", "setuid programs keep their privileges")
     report.holds.append("environment")
-    if facts is None:
+    if needs is None:
         free = "files, network, processes and made code are free"
-        # Engines that tests define say nothing about themselves.
-        report.lack(f"{free}, because the engine's class declares none of its needs", unmet=level != "strict")
+        report.lack(f"{free}, because a test steers the engine as its fake device", unmet=level != "strict")
     else:
-        wide = too_wide(facts)
-        abi = _landlocked(report, facts, writable)
-        by_kernel = not facts.makes_code and report.attempt(("no made code",), no_made_code, "prctl(PR_SET_MDWE)", "")
-        _filtered(report, facts, strict=level == "strict", no_made_code=not facts.makes_code and not by_kernel)
+        wide = too_wide(needs)
+        abi = _landlocked(report, needs, writable)
+        by_kernel = not needs.makes_code and report.attempt(("no made code",), no_made_code, "prctl(PR_SET_MDWE)", "")
+        _filtered(report, needs, strict=level == "strict", no_made_code=not needs.makes_code and not by_kernel)
         if abi >= _SCOPED_ABI and "files" in report.holds and "signals" not in report.holds:
             report.holds.append("signals")
-        _note_exceptions(report, facts, wide if "files" in report.holds else {}, level)
+        _note_exceptions(report, needs, wide if "files" in report.holds else {}, level)
     if level in ("require", "strict") and report.unmet:
         raise SandboxError(f"sandbox={level!r} cannot be had: {'; '.join(report.unmet)}")
     return Confinement(level, tuple(report.holds), tuple(report.lacks))
@@ -117,7 +116,7 @@ class _Report:
         return True
 
 
-def _landlocked(report: _Report, facts: Facts, writable: tuple[str, ...]) -> int:
+def _landlocked(report: _Report, needs: Needs, writable: tuple[str, ...]) -> int:
     """Restrict files, and with a later kernel signals. Returns the version of Landlock, or 0."""
     free = "files are free, and so is the memory of the user's other processes"
     try:
@@ -129,7 +128,7 @@ def _landlocked(report: _Report, facts: Facts, writable: tuple[str, ...]) -> int
         }.get(error.errno or 0, f"an outer sandbox denies Landlock ({error.strerror})")
         report.lack(f"{free}, because {why}", unmet=True)
         return 0
-    restricted = report.attempt(("files",), lambda: landlock.restrict(rules(facts, writable), abi), "rules of Landlock", free, needed=True)
+    restricted = report.attempt(("files",), lambda: landlock.restrict(rules(needs, writable), abi), "rules of Landlock", free, needed=True)
     if restricted and abi < LEAST_ABI:
         report.lack(
             f"only the filter of system calls protects files from being cut, because this kernel's Landlock has version {abi}", True
@@ -137,7 +136,7 @@ def _landlocked(report: _Report, facts: Facts, writable: tuple[str, ...]) -> int
     return abi
 
 
-def _filtered(report: _Report, facts: Facts, *, strict: bool, no_made_code: bool) -> None:
+def _filtered(report: _Report, needs: Needs, *, strict: bool, no_made_code: bool) -> None:
     """Restrict system calls. The filter also keeps memory from being made executable where the kernel has no rule for that."""
     machine = os.uname().machine
     free = "system calls, network and processes are free"
@@ -148,7 +147,7 @@ def _filtered(report: _Report, facts: Facts, *, strict: bool, no_made_code: bool
             from aionn.sandbox.strict import name_denied_calls  # tests only
 
             name_denied_calls(MACHINES[machine][0])
-        code = program(machine, strict=strict, any_ioctl=bool(facts.devices), no_made_code=no_made_code)
+        code = program(machine, strict=strict, any_ioctl=bool(needs.devices), no_made_code=no_made_code)
         words = (*_BY_FILTER, "no made code") if no_made_code else _BY_FILTER
         if report.attempt(words, lambda: install(code, machine), "a filter of system calls", free, needed=True):
             return
@@ -158,11 +157,11 @@ def _filtered(report: _Report, facts: Facts, *, strict: bool, no_made_code: bool
         )
 
 
-def _note_exceptions(report: _Report, facts: Facts, wide: dict[str, str], level: str) -> None:
+def _note_exceptions(report: _Report, needs: Needs, wide: dict[str, str], level: str) -> None:
     """Note what the engine may do beyond the usual."""
-    if facts.makes_code:
+    if needs.makes_code:
         report.lack("memory may be writable and executable, because the engine makes code at run time")
-    if facts.devices:
-        report.lack(f"the driver may use the device files {', '.join(facts.devices)}, because its engine needs them", level == "require")
+    if needs.devices:
+        report.lack(f"the driver may use the device files {', '.join(needs.devices)}, because its engine needs them", level == "require")
     for path, why in wide.items():
         report.lack(f"the driver may read all of {path}, because {why}", level == "require")

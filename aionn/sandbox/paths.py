@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 
-from aionn.sandbox.facts import Facts
+from aionn.needs import Needs
 from aionn.sandbox.landlock import DEVICE, READ, READ_AND_RUN, WRITE
 
 __all__ = ["rules", "too_wide"]
@@ -50,29 +50,29 @@ _SHARED_PREFIXES = ("/usr", "/usr/local")
 _OF_A_HOME = (".bash_history", ".bashrc", ".gnupg", ".netrc", ".ssh", ".zshrc")
 
 
-def rules(facts: Facts, writable: tuple[str, ...]) -> Iterator[tuple[str, int]]:
+def rules(needs: Needs, writable: tuple[str, ...]) -> Iterator[tuple[str, int]]:
     """Yield path and rights for each place that a driver may open.
 
     Args:
-        facts: of its engine.
+        needs: of its engine.
         writable: folders in which it may make, write and remove files.
     """
     for path in (*_python(), *_LIBRARIES, *_loaders()):
         yield path, READ_AND_RUN
     if sys.pycache_prefix:
         yield sys.pycache_prefix, READ
-    for path in (*_TEXTS, *facts.reads):
+    for path in (*_TEXTS, *needs.reads):
         yield from ((found, READ) for found in _matching(path))
     yield "/dev/null", WRITE
     for path in writable:
         yield path, WRITE
-    for path in facts.devices:
+    for path in needs.devices:
         yield from ((found, DEVICE) for found in _matching(path))
 
 
-def too_wide(facts: Facts) -> dict[str, str]:
+def too_wide(needs: Needs) -> dict[str, str]:
     """Return places that a driver may read although they hold personal files (the root, home folders), and why it may."""
-    asked = {found: "its engine asks for it" for path in facts.reads for found in _matching(path)}
+    asked = {found: "its engine asks for it" for path in needs.reads for found in _matching(path)}
     usual = dict.fromkeys((*_python(), *_loaders()), "Python or the system's loader looks for packages or libraries there")
     found: dict[str, str] = {}
     above = ""

@@ -12,7 +12,7 @@ The fake device hangs, crashes and is slow on demand, and needs no inference eng
 
     checking        `check_engine`
     engine_cases    the cases; engine_check has what they share, and checked_models the models
-    driver_cases    those that need a driver process: it serves the engine, and its sandbox allows what the class declares
+    driver_cases    those that need a driver process: it serves the engine, and its sandbox allows what the engine states
     damaged         loads damaged artifacts in a driver process
 
 A test waits for events of the engine, never for time.

@@ -50,7 +50,7 @@ class FakeDevice:
         self._seen = 0
 
     def __enter__(self) -> FakeDevice:
-        self._path = Path(tempfile.mkdtemp(prefix="aionn-fake-")) / "behaviour.json"
+        self._path = Path(tempfile.mkdtemp(prefix="aionn-fake-"), f"{self.name}.json")  # `engines.needs.is_test_double`
         self._pid = os.getpid()
         self._hold_fd = os.open(f"{self._path}{HOLD_SUFFIX}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._write(Behaviour())

@@ -5,8 +5,8 @@ a `fake_model` are zeros. `FakeDevice.answer` replaces either.
 Its orders stand in the file that AIONN_FAKE_DEVICE names. The engine reads them before each act, and while it hangs. It announces
 each act in the FIFO beside the file. Without the variable it has no orders.
 
-The file, the FIFO and the socket are out of reach for a confined driver. So the classes declare none of their needs, and their drivers
-are hardly confined.
+The file, the FIFO and the socket are out of reach for a confined driver. So the driver of an engine that a `FakeDevice` steers is hardly
+confined. Without the variable it is confined as any other.
 """
 
 from __future__ import annotations

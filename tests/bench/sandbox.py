@@ -37,8 +37,8 @@ import ctypes, dataclasses, glob, resource, socket, time
 import aionn, aionn.errors
 wall, cpu = time.perf_counter(), time.process_time()
 from aionn.sandbox.confining import confine
-from aionn.sandbox.facts import Facts
-found = confine("auto", Facts())
+from aionn.needs import Needs
+found = confine("auto", Needs())
 print((time.perf_counter() - wall) * 1e3, (time.process_time() - cpu) * 1e3, len(found.holds))
 """
 

@@ -45,7 +45,6 @@ class StoringReference(ReferenceEngine):
     """Model files: the plan, the graph. Data file: the constants' bytes."""
 
     name = "storing-reference"
-    reads: tuple[str, ...] = ()
     cache_files = CacheFiles(model=2, data=1)
 
     def compile(self, model: Model, options: CompileOptions) -> ReferenceExecutable:

@@ -35,7 +35,6 @@ class Right(StoringReference):
     """No fault, to show that the others differ in their fault alone."""
 
     name = "right"
-    reads: tuple[str, ...] = ()
     executing: type[Executing] = Executing
 
     def compile(self, model: Model, options: CompileOptions) -> Any:

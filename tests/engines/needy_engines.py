@@ -1,4 +1,4 @@
-"""Engines that need more of their driver's sandbox than they declare, and each beside it one that declares what it needs."""
+"""Engines that need more of their driver's sandbox than they state, and what they should state."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import mmap
 import os
 import socket
 import tempfile
-from collections.abc import Sequence
 from typing import Any
 
-from aionn.hal import Artifact, CompileOptions, Executable, Model
+from aionn.hal import CompileOptions, Model
 from tests.conformance.storing_reference import StoringReference
 
 
@@ -24,68 +23,18 @@ def fork() -> None:
     os.waitpid(child, 0)
 
 
-class DeclaresNothing:
-    """Has no base that declares something."""
-
-    name, version, cache_files = "declares-nothing", "1", StoringReference.cache_files
-
-    def __init__(self) -> None:
-        self.engine = StoringReference()
-
-    def need(self) -> None:
-        pass
-
-    def supported_operations(self, model: Model) -> Sequence[bool]:
-        return self.engine.supported_operations(model)
-
-    def compile(self, model: Model, options: CompileOptions) -> Any:
-        if options.blob_cache is not None:
-            self.need()
-        return self.engine.compile(model, options)
-
-    def export(self, executable: Executable) -> Artifact | None:
-        return self.engine.export(executable)
-
-    def load(self, artifact: Artifact, options: CompileOptions) -> Any:
-        return self.engine.load(artifact, options)
+class DeclaresInItsClass(StoringReference):
+    makes_code = True
 
 
-class DeclaresNothingAndMakesCode(DeclaresNothing):
-    def need(self) -> None:
-        make_code()
-
-
-class DeclaresNothingAndForks(DeclaresNothing):
-    def need(self) -> None:
-        fork()
-
-
-class DeclaresByCode(DeclaresNothing):
-    def __init__(self) -> None:
-        super().__init__()
-        self.reads = ()
-
-
-class DeclaresTheWrongType(StoringReference):
-    reads = "/etc/passwd"  # type: ignore[assignment]  # the fault
-
-
-class ComputesWhatItDeclares(StoringReference):
-    reads = tuple(f"/etc/{name}" for name in ("passwd", "group"))
-
-
-class ChangesWhatItDeclares(StoringReference):
-    makes_code = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.makes_code = True
+class DeclaresByAProperty(StoringReference):
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return ("/etc/passwd",)
 
 
 class Needy(StoringReference):
     """Needs something in a driver, when it compiles. It needs nothing in the process of the test."""
-
-    reads: tuple[str, ...] = ()
 
     def need(self) -> None:
         raise NotImplementedError
@@ -102,18 +51,10 @@ class ReadsAFile(Needy):
             file.read()
 
 
-class ReadsADeclaredFile(ReadsAFile):
-    reads = ("/etc/passwd",)
-
-
 class WritesByPath(Needy):
     def need(self) -> None:
         with tempfile.NamedTemporaryFile() as file:
             file.write(b"kernels")
-
-
-class WritesByPathAndSaysSo(WritesByPath):
-    writes_by_path = True
 
 
 class MakesCode(Needy):
@@ -121,17 +62,9 @@ class MakesCode(Needy):
         make_code()
 
 
-class MakesCodeAndSaysSo(MakesCode):
-    makes_code = True
-
-
 class OpensADevice(Needy):
     def need(self) -> None:
         os.close(os.open("/dev/full", os.O_RDWR))
-
-
-class OpensADeclaredDevice(OpensADevice):
-    devices = ("/dev/ful*",)
 
 
 class OpensASocket(Needy):
@@ -145,21 +78,21 @@ class Forks(Needy):
 
 
 NEEDS: dict[type[Any], tuple[str, str]] = {
-    DeclaresNothing: ("needs_are_declared", "it works with reads = () in the body of the class"),
-    DeclaresNothingAndMakesCode: ("needs_are_declared", "it works with makes_code = True in the body of the class"),
-    DeclaresNothingAndForks: ("needs_are_declared", "with reads = () it does not work: "),
-    DeclaresByCode: ("needs_are_declared", "a driver does not see reads"),
-    DeclaresTheWrongType: ("needs_are_declared", "reads must be a tuple of absolute paths"),
-    ComputesWhatItDeclares: ("needs_are_declared", "literal"),
-    ChangesWhatItDeclares: ("needs_are_declared", "makes_code is True, but a driver reads False"),
-    ReadsAFile: ("works_in_its_sandbox", "Permission denied: '/etc/passwd'"),
-    WritesByPath: ("works_in_its_sandbox", "writes_by_path = True"),
-    MakesCode: ("works_in_its_sandbox", "it works with makes_code = True"),
-    OpensADevice: ("works_in_its_sandbox", "Permission denied: '/dev/full'"),
-    OpensASocket: ("works_in_its_sandbox", "socket"),
-    Forks: ("works_in_its_sandbox", "clone"),
+    DeclaresInItsClass: ("needs_are_declared", "DeclaresInItsClass declares makes_code in its class, where no driver reads it"),
+    DeclaresByAProperty: ("needs_are_declared", "state needs in aionn-engine.toml in its package, in needy_engines.aionn-engine.toml"),
+    ReadsAFile: ("works_in_its_sandbox", 'the sandbox of its driver allows it with reads = ["/etc/passwd"]'),
+    WritesByPath: ("works_in_its_sandbox", "it works with writes_by_path = true in aionn-engine.toml"),
+    MakesCode: ("works_in_its_sandbox", "it works with makes_code = true in aionn-engine.toml"),
+    OpensADevice: ("works_in_its_sandbox", 'the sandbox of its driver allows it with devices = ["/dev/full"]'),
+    OpensASocket: ("works_in_its_sandbox", "no need allows that call"),
+    Forks: ("works_in_its_sandbox", "no need allows that call"),
 }
 """The case that finds each fault, and what it says."""
 
-DECLARED = (ReadsADeclaredFile, WritesByPathAndSaysSo, MakesCodeAndSaysSo, OpensADeclaredDevice)
-"""Engines that need more, and declare it."""
+STATED: dict[type[Any], str] = {
+    ReadsAFile: 'reads = ["/etc/passwd"]',
+    WritesByPath: "writes_by_path = true",
+    MakesCode: "makes_code = true",
+    OpensADevice: 'devices = ["/dev/ful*"]',
+}
+"""What an engine should state in its TOML file."""

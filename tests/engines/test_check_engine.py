@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import subprocess
 import sys
@@ -14,18 +13,14 @@ import numpy as np
 import pytest
 
 import aionn.testing
-from aionn.engines.installed import BUILT_IN
-from aionn.engines.needs import facts_of
-from aionn.sandbox.facts import NAMES, Facts, FactsError
 from aionn.testing import CheckedModel
 from aionn.testing.driver_cases import needs_are_declared, works_in_its_sandbox
 from aionn.testing.engine_cases import CASES
 from aionn.testing.engine_check import EngineCheck, Inapplicable
 from tests.conformance.storing_reference import NAME as STORING
-from tests.conformance.storing_reference import StoringReference
 from tests.engines import faulty_engines
 from tests.engines.faulty_engines import FAULTS, Right
-from tests.engines.needy_engines import DECLARED, NEEDS
+from tests.engines.needy_engines import NEEDS, STATED
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -66,27 +61,33 @@ def test_a_fault_is_found_by_a_named_case(engine: type[Right]) -> None:
 
 
 @pytest.mark.parametrize("engine", NEEDS, ids=lambda engine: engine.__name__)
-def test_a_need_that_is_not_declared_is_found_and_named(engine: type[Any]) -> None:
+def test_a_need_that_is_not_stated_is_found_and_named(engine: type[Any]) -> None:
     name, words = NEEDS[engine]
     (case,) = [case for case in CASES if case.__name__ == name]
-    with pytest.raises((AssertionError, FactsError)) as found:
+    with pytest.raises(AssertionError) as found:
         case(EngineCheck(engine))
     assert words in str(found.value)
 
 
-@pytest.mark.parametrize("engine", DECLARED, ids=lambda engine: engine.__name__)
-def test_a_declared_need_is_met(engine: type[StoringReference]) -> None:
-    needs_are_declared(EngineCheck(engine))
-    works_in_its_sandbox(EngineCheck(engine))
+@pytest.mark.parametrize("engine", STATED, ids=lambda engine: engine.__name__)
+def test_a_stated_need_is_met(engine: type[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = f"stating_{engine.__name__.lower()}"
+    (tmp_path / f"{module}.py").write_text(f"from {engine.__module__} import {engine.__name__} as Stating", encoding="ascii")
+    (tmp_path / f"{module}.aionn-engine.toml").write_text(STATED[engine], encoding="ascii")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    check = EngineCheck(f"{module}:Stating")
+    needs_are_declared(check)
+    works_in_its_sandbox(check)
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
-def test_the_facts_that_a_driver_knows_by_heart_are_those_of_the_class(name: str) -> None:
-    module, _, attribute = BUILT_IN[name].partition(":")
-    engine = getattr(importlib.import_module(module), attribute)
-    known = facts_of(BUILT_IN[name], "")
-    assert any(hasattr(engine, fact) for fact in NAMES)
-    assert known == Facts(**{fact: getattr(engine, fact, getattr(Facts(), fact)) for fact in NAMES})
+def test_a_file_that_states_no_needs_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "misstating.py").write_text(f"from {Right.__module__} import Right", encoding="ascii")
+    (tmp_path / "misstating.aionn-engine.toml").write_text("make_code = true", encoding="ascii")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(
+        aionn.CallerError, match="'make_code', which is not a need; the needs are reads, writes_by_path, makes_code, devices"
+    ):
+        needs_are_declared(EngineCheck("misstating:Right"))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Engines that write temporary files by path, and say so. Their `runs_on` is what they find in TMPDIR.
+"""Engines that write temporary files by path, as `exporting_engine.aionn-engine.toml` says. Their `runs_on` is what they find in TMPDIR.
 
 Ask for one as "tests.runtime.exporting_engine:ExportingEngine" (the tests' root must be on PYTHONPATH).
 """
@@ -18,7 +18,6 @@ class ExportingEngine(FakeEngine):
     """Writes each artifact into a folder within its temporary directory, and reads it back from there."""
 
     name = "exporting"
-    writes_by_path = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +36,6 @@ class LitteringEngine(ExportingEngine):
     """Leaves a file in its temporary directory."""
 
     name = "littering"
-    writes_by_path = True
 
     def compile(self, model: Model, options: CompileOptions) -> FakeExecutable:
         tempfile.mkstemp()
@@ -48,7 +46,6 @@ class ReachingEngine(ExportingEngine):
     """Writes to a path beside its temporary directory, which it may not."""
 
     name = "reaching"
-    writes_by_path = True
 
     def compile(self, model: Model, options: CompileOptions) -> FakeExecutable:
         try:
@@ -56,14 +53,3 @@ class ReachingEngine(ExportingEngine):
         except OSError as error:
             raise CompilationError(f"beside: {error.strerror}") from error
         return super().compile(model, options)
-
-
-class SilentEngine(FakeEngine):
-    """Declares what it needs, and no temporary files."""
-
-    name = "silent"
-    makes_code = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.runs_on = os.environ.get("TMPDIR", "none")

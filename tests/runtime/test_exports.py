@@ -17,7 +17,8 @@ import aionn
 from aionn.caching.export_folder import left_folders
 from aionn.testing import identity_model
 from tests.leaks import leak_check
-from tests.runtime.exporting_engine import ExportingEngine, LitteringEngine, ReachingEngine, SilentEngine
+from tests.runtime.exporting_engine import ExportingEngine, LitteringEngine, ReachingEngine
+from tests.runtime.printing_engine import SilentEngine
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("surroundings")]
 
@@ -101,7 +102,7 @@ async def test_an_engine_writes_nowhere_else(place: Path) -> None:
             await runtime.compile(MODEL, devices=(named(ReachingEngine),))
 
 
-async def test_an_engine_that_does_not_declare_it_has_no_temporary_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_an_engine_that_does_not_state_it_has_no_temporary_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     async with aionn.Runtime(start=()) as runtime:
         await runtime.compile(MODEL, devices=(named(SilentEngine),))

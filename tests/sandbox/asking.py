@@ -15,15 +15,17 @@ from typing import Any
 import msgspec
 from onnx import TensorProto, helper
 
-import aionn
+import aionn.hal
 from tests.engines.onnx_graphs import model_of, value
 from tests.leaks import leak_check
 from tests.sandbox.evil_calls import Target
 from tests.sandbox.evil_engine import BYTES, EVIL, EVIL_COMPILER, Answer, Question, packed, unpacked
 
-__all__ = ["WORD", "ask", "attacked", "evil_model", "targets"]
+__all__ = ["NEEDS", "WORD", "ask", "attacked", "evil_model", "targets"]
 
 WORD = "a secret of the app"
+
+NEEDS = {EVIL_COMPILER: aionn.hal.Needs(makes_code=True)}
 
 
 def evil_model(folder: Path) -> aionn.Model:
@@ -111,7 +113,7 @@ async def attacked(
     """Start a driver of one evil engine to ask, and another of the other, its sibling."""
     other = EVIL_COMPILER if device == EVIL else EVIL
     model = evil_model(Path(target.folder).parent / "model")
-    async with leak_check(), aionn.Runtime(sandbox=sandbox, driver_env=environment, hang_s=60) as runtime:
+    async with leak_check(), aionn.Runtime(sandbox=sandbox, driver_env=environment, engine_needs=NEEDS, hang_s=60) as runtime:
         sibling = await ask(await runtime.compile(model, devices=(other,)), Question())
         compilation = await runtime.compile(model, devices=(device,))
         yield runtime, compilation, msgspec.structs.replace(target, sibling=sibling.pid)

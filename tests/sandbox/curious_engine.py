@@ -12,8 +12,6 @@ from aionn.engines.reference import ReferenceEngine
 class Curious(ReferenceEngine):
     """Opens a socket."""
 
-    reads = ()
-
     def compile(self, *arguments: Any) -> Any:
         with socket.socket():
             return super().compile(*arguments)

@@ -1,6 +1,7 @@
 """An engine that attacks its machine from inside a real driver, and answers a frame of questions with what became of each.
 
-The first class has the facts of ONNX Runtime, the second those of OpenVINO. A question is JSON in a tensor of bytes, and so is the answer.
+The first class states no needs. The app gives the second one those of OpenVINO (`tests.sandbox.asking.NEEDS`).
+A question is JSON in a tensor of bytes, and so is the answer.
 """
 
 from __future__ import annotations
@@ -118,10 +119,9 @@ _EARLY = _try_to_read("/etc/passwd")
 
 
 class EvilEngine(FakeEngine):
-    """Its facts are those of ONNX Runtime: it needs nothing special."""
+    """States no needs, as an engine of a stranger."""
 
     name = "evil"
-    reads: tuple[str, ...] = ()
 
     def compile(self, model: Model, options: CompileOptions) -> FakeExecutable:
         GIVEN.extend(os.dup(int(fd)) for fd, points_at in _descriptors().items() if points_at.endswith("/weights.bin"))
@@ -132,10 +132,9 @@ class EvilEngine(FakeEngine):
 
 
 class EvilCompiler(EvilEngine):
-    """Its facts are those of OpenVINO: it makes code."""
+    """An app gives it the needs of OpenVINO: it makes code."""
 
     name = "evil2"
-    makes_code = True
 
 
 class HaltingEngine(EvilEngine):

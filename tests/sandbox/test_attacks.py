@@ -44,7 +44,7 @@ def holds(runtime: aionn.Runtime, device: str) -> set[str]:
 
 
 def allowed(device: str) -> set[str]:
-    """What an engine may do because it has said so."""
+    """What an engine may do because the app has said so."""
     return MADE_CODE if device == EVIL_COMPILER else set()
 
 

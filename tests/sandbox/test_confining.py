@@ -99,11 +99,11 @@ WITH_OLD_LANDLOCK = """
     import json, os, sys
     from aionn.sandbox import landlock
     from aionn.sandbox.confining import SandboxError, confine
-    from aionn.sandbox.facts import Facts
+    from aionn.needs import Needs
     folder, abi, level = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     landlock.best_abi = lambda: abi
     try:
-        found = confine(level, Facts(reads=(folder + "/read",)), (folder + "/write",))
+        found = confine(level, Needs(reads=(folder + "/read",)), (folder + "/write",))
     except SandboxError as error:
         print(json.dumps(str(error)))
         raise SystemExit
@@ -196,11 +196,13 @@ async def test_a_driver_with_a_second_thread_refuses_to_serve(tmp_path: Path) ->
 
 
 @pytest.mark.anyio
-async def test_facts_that_cannot_be_read_keep_the_driver_from_starting(tmp_path: Path) -> None:
-    (tmp_path / "wrong_engine.py").write_text("class Wrong:\n    reads = ('models',)\n", encoding="ascii")
+async def test_needs_that_cannot_be_read_keep_the_driver_from_starting(tmp_path: Path) -> None:
+    (tmp_path / "wrong_engine.py").write_text("raise SystemExit('it was imported')", encoding="ascii")
+    (tmp_path / "wrong_engine.aionn-engine.toml").write_text("reads = ['models']", encoding="ascii")
     async with aionn.Runtime(sandbox="auto", driver_env={"PYTHONPATH": str(tmp_path)}) as runtime:
         with pytest.raises(
-            aionn.DeviceUnavailableError, match=r"wrong_engine:Wrong\.reads must be a tuple of absolute paths, as a literal"
+            aionn.DeviceUnavailableError,
+            match=r"/wrong_engine\.aionn-engine\.toml: reads is \['models'\]; it must be a list of absolute paths",
         ):
             await runtime.compile(aionn.Model.from_onnx(identity_model()), devices=("wrong_engine:Wrong",))
 
@@ -210,8 +212,8 @@ PERSONALITY = """
     libc = ctypes.CDLL(None)
     libc.personality(ctypes.c_ulong(0x040_0000))  # READ_IMPLIES_EXEC, as `setarch -X` does
     from aionn.sandbox.confining import confine
-    from aionn.sandbox.facts import Facts
-    found = confine("auto", Facts())
+    from aionn.needs import Needs
+    found = confine("auto", Needs())
     mmap.mmap(-1, 1 << 20).write(b"x")
     print(json.dumps("no made code" in found.holds))
 """
@@ -224,8 +226,8 @@ def test_a_process_whose_readable_memory_is_executable_gives_that_up() -> None:
 WITHIN = """
     import json, os
     from aionn.sandbox.confining import confine
-    from aionn.sandbox.facts import Facts
-    confine("auto", Facts())
+    from aionn.needs import Needs
+    confine("auto", Needs())
     def tried(path, flags):
         try:
             os.close(os.open(path, flags))

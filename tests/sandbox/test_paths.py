@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import aionn
+from aionn.needs import Needs
 from aionn.sandbox import paths
-from aionn.sandbox.facts import Facts
 from aionn.sandbox.landlock import DEVICE, READ, READ_AND_RUN, WRITE
 from aionn.testing import identity_model
 from tests.sandbox.test_confining import ROOT, printed, python
@@ -21,14 +21,14 @@ ENGINE = """
 from aionn.engines.reference import ReferenceEngine
 import helper_of_engine
 class Mine(ReferenceEngine):
-    makes_code = False
+    pass
 """
 DESCRIBE = """
     import json, os, sys
     from aionn.sandbox.confining import SandboxError, confine
-    from aionn.sandbox.facts import Facts
+    from aionn.needs import Needs
     try:
-        print(json.dumps(confine(sys.argv[1], Facts(reads=tuple(sys.argv[2:]))).lacks))
+        print(json.dumps(confine(sys.argv[1], Needs(reads=tuple(sys.argv[2:]))).lacks))
     except SandboxError as error:
         print(json.dumps(str(error)))
 """
@@ -39,14 +39,14 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-def of(facts: Facts = Facts(), writable: tuple[str, ...] = ()) -> dict[str, int]:  # noqa: B008 (frozen)
-    return dict(paths.rules(facts, writable))
+def of(needs: Needs = Needs(), writable: tuple[str, ...] = ()) -> dict[str, int]:  # noqa: B008 (frozen)
+    return dict(paths.rules(needs, writable))
 
 
 def test_each_kind_of_place_has_its_rights(tmp_path: Path) -> None:
     (tmp_path / "a1").touch()
     (tmp_path / "a2").touch()
-    found = of(Facts(reads=(f"{tmp_path}/a*", "/opt/w"), devices=("/dev/zer*",)), (str(tmp_path / "state"),))
+    found = of(Needs(reads=(f"{tmp_path}/a*", "/opt/w"), devices=("/dev/zer*",)), (str(tmp_path / "state"),))
     assert {found[str(tmp_path / name)] for name in ("a1", "a2")} == {READ}
     assert (found["/opt/w"], found["/dev/zero"], found[str(tmp_path / "state")]) == (READ, DEVICE, WRITE)
     assert found["/dev/null"] == WRITE
@@ -92,7 +92,7 @@ def test_a_python_in_a_home_folder_does_not_open_the_home(tmp_path: Path, monkey
     found = of()
     assert str(tmp_path) not in found
     assert found[str(tmp_path / "lib")] == found[os.path.dirname(os.__file__)] == READ_AND_RUN
-    assert paths.too_wide(Facts()) == {}
+    assert paths.too_wide(Needs()) == {}
 
 
 @pytest.mark.parametrize("prefix", ["/usr", "/usr/local"])
@@ -119,8 +119,8 @@ def test_packages_whose_files_are_links_can_be_imported_and_nothing_beside_them(
         link.symlink_to(source)
     code = f"""
         from aionn.sandbox.confining import confine
-        from aionn.sandbox.facts import Facts
-        confine("auto", Facts())
+        from aionn.needs import Needs
+        confine("auto", Needs())
         import linked
         try:
             open({str(tmp_path / "archive" / "beside")!r})

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import aionn
-from tests.sandbox.asking import WORD, ask, evil_model
+from tests.sandbox.asking import NEEDS, WORD, ask, evil_model
 from tests.sandbox.evil_engine import EVIL, EVIL_COMPILER, Answer, Question
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("surroundings")]
@@ -43,7 +43,7 @@ def files_below(folder: Path) -> list[str]:
 
 
 async def answered(model: aionn.Model, device: str, question: Question, sandbox: str, **more: Any) -> Answer:
-    async with aionn.Runtime(sandbox=sandbox, **more) as runtime:
+    async with aionn.Runtime(sandbox=sandbox, engine_needs=NEEDS, **more) as runtime:
         return await ask(await runtime.compile(model, devices=(device,)), question)
 
 
@@ -92,7 +92,7 @@ async def test_no_file_of_the_user_can_be_read_by_a_driver(
     ]
     other = EVIL if device == EVIL_COMPILER else EVIL_COMPILER
     for sandbox in ("auto", "off"):
-        async with aionn.Runtime(sandbox=sandbox) as runtime:
+        async with aionn.Runtime(sandbox=sandbox, engine_needs=NEEDS) as runtime:
             cached: dict[str, Any] = {"cache_dir": cache, "token": model.token}
             sibling = await ask(await runtime.compile(model, devices=(other,), **cached), Question())
             compilation = await runtime.compile(model, devices=(device,), **cached)

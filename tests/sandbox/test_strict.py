@@ -15,9 +15,9 @@ from tests.sandbox.test_confining import ROOT, python
 CONFINED = """
     import ctypes, os, signal, sys, threading
     from aionn.sandbox.confining import confine
-    from aionn.sandbox.facts import Facts
+    from aionn.needs import Needs
     libc = ctypes.CDLL(None)
-    confine("strict", Facts())
+    confine("strict", Needs())
     def denied():
         libc.syscall(ctypes.c_long(int(sys.argv[1])), 0, 0, 0)
 """

@@ -90,11 +90,7 @@ def confined(device: str, confinement: Confinement | None) -> list[Row]:
     found = "; ".join((f"confined: {', '.join(shown) or 'nothing'}", *confinement.lacks))
     if {"files", "system calls"} <= set(confinement.holds):
         return [ok(check, found)]
-    if any("declares none" in lack for lack in confinement.lacks):
-        way_out = "ask the authors of its package to declare what the engine needs, as docs/how-to/own-driver.md says"
-    else:
-        way_out = "see the rows landlock and seccomp"
-    return [warn(check, found, needed, way_out)]
+    return [warn(check, found, needed, "see the rows landlock and seccomp")]
 
 
 def _is_filtered(root: Path) -> bool:

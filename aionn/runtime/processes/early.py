@@ -46,6 +46,8 @@ def spawn_early(names: Sequence[str] | None, settings: Settings) -> dict[str, Sp
     """
     spawned: dict[str, Spawned] = {}
     for name in next(iter(BUILT_IN)).split() if names is None else names:
+        if settings.needs and ":" in name:
+            continue  # needs are kept by the name that `Devices` makes of this one
         with suppress(DeviceUnavailableError):
             spawned[name] = Spawned(name, home_of(name), USUAL, settings)
     return spawned

@@ -18,11 +18,12 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from aionn.caching.export_folder import name_folder, remove_folder
 from aionn.caching.private_folder import user_state_directory
 from aionn.errors import CallerError, DeviceUnavailableError
+from aionn.needs import Needs
 from aionn.runtime.processes.output import Output, output_pipe
 from aionn.runtime.processes.surroundings import driver_environment
 from aionn.tasks import leave_in_child
@@ -54,6 +55,7 @@ class Settings:
         threads: the most engine threads of a driver process. 0 for as many as the CPUs that the process may use.
         sandbox: how much confines a driver (`sandbox.report.LEVELS`, or "strict").
         environment: variables that drivers get beyond those that every driver gets.
+        needs: by the name of a device what its sandbox must allow, in place of what the engine's package states.
     """
 
     state_dir: str = ""
@@ -61,6 +63,7 @@ class Settings:
     threads: int = 0
     sandbox: str = "off"
     environment: Mapping[str, str] = field(default_factory=dict)
+    needs: Mapping[str, Needs] = field(default_factory=dict)
 
 
 def checked_state_dir(state_dir: object) -> str:
@@ -194,6 +197,7 @@ def _spawn(engine: str, name: str, theirs: tuple[int, int, int], schedule: str, 
             [
                 *(sys.executable, "-P", "-m", "aionn.driver", engine, str(_SOCKET_FD), schedule),
                 *(settings.state_dir or os.path.abspath(user_state_directory()), settings.sandbox, exports, str(_COUNTER_FD)),
+                *_as_arguments(settings.needs.get(name)),
             ],
             driver_environment(settings.sandbox, settings.threads, settings.environment),
             file_actions=[
@@ -216,3 +220,11 @@ def _spawn(engine: str, name: str, theirs: tuple[int, int, int], schedule: str, 
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         raise
+
+
+def _as_arguments(needs: Needs | None) -> list[str]:
+    if needs is None:
+        return []
+    import json  # few apps give needs
+
+    return [json.dumps(asdict(needs))]

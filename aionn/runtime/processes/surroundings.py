@@ -10,7 +10,9 @@ import os
 import sys
 from collections.abc import Mapping
 
+from aionn.engines.installed import Homes
 from aionn.errors import CallerError
+from aionn.needs import Needs
 from aionn.sandbox.report import VARIABLE, checked_level
 
 _HUGE_PAGES = "glibc.malloc.hugetlb=1"
@@ -129,6 +131,26 @@ def checked_driver_env(driver_env: object) -> dict[str, str]:
         if name in _SET_BY_AIONN:
             raise CallerError(f"driver_env: aionn sets {name} for its drivers; leave it out")
     return dict(driver_env)
+
+
+def checked_engine_needs(engine_needs: object) -> dict[str, Needs]:
+    """Return `Runtime(engine_needs=)` by the names under which a runtime knows its devices. It is empty for None.
+
+    Raises:
+        CallerError: it is not a mapping from names of devices to `aionn.hal.Needs`, or a device is not installed.
+    """
+    if engine_needs is None:
+        return {}
+    expected = "give a mapping from names of devices to aionn.hal.Needs"
+    if not isinstance(engine_needs, Mapping):
+        raise CallerError(f"engine_needs is {type(engine_needs).__name__}; {expected}")
+    homes = Homes()
+    for name, needs in engine_needs.items():
+        if not isinstance(name, str) or not isinstance(needs, Needs):
+            raise CallerError(f"engine_needs has {name!r}: {type(needs).__name__}; {expected}")
+        if ":" not in name and not homes.home(name):
+            raise CallerError(f"engine_needs names {name!r}, which is not installed; the installed devices are {', '.join(homes.engines)}")
+    return {homes.key(name): needs for name, needs in engine_needs.items()}
 
 
 def _is_encodable(text: str) -> bool:

@@ -1,0 +1,62 @@
+"""What an engine needs beyond what every driver may do. The sandbox allows it, and nothing else.
+
+`aionn.hal` shows it to driver authors. It lies on the ground floor, because a driver reads it before it may import NumPy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from aionn.errors import CallerError
+
+__all__ = ["NAMES", "Needs"]
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What the sandbox of an engine's driver must allow. It stands in `aionn-engine.toml`, or in `Runtime(engine_needs=)`.
+
+    Without it, a driver may do what every driver may do. See docs/how-to/own-driver.md.
+
+    Attributes:
+        reads: absolute paths of files and folders that the engine reads, beyond Python's packages and the system's libraries. "*"
+            matches any part of a name.
+        writes_by_path: whether it writes temporary files by path. Its driver then has a private folder in `TMPDIR`.
+        makes_code: whether it makes machine code at run time. Otherwise no memory is writable and executable.
+        devices: device files that it opens for reading and writing, as in "/dev/nvidia*".
+
+    Raises:
+        CallerError: a path is not absolute, or a value has another type.
+    """
+
+    reads: Sequence[str] = ()
+    writes_by_path: bool = False
+    makes_code: bool = False
+    devices: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("writes_by_path", "makes_code"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise CallerError(f"{name} is {value!r}; it must be true or false")
+        for name in ("reads", "devices"):
+            value = getattr(self, name)
+            if isinstance(value, str) or not isinstance(value, Sequence) or not all(map(_is_path, value)):
+                raise CallerError(f"{name} is {value!r}; it must be a list of absolute paths, as in ['/etc/engine.conf']")
+            object.__setattr__(self, name, tuple(value))
+
+    def __add__(self, other: Needs) -> Needs:
+        """Return what both need."""
+        return Needs(
+            (*self.reads, *other.reads),
+            self.writes_by_path or other.writes_by_path,
+            self.makes_code or other.makes_code,
+            (*self.devices, *other.devices),
+        )
+
+
+NAMES = tuple(field.name for field in fields(Needs))
+
+
+def _is_path(value: object) -> bool:
+    return isinstance(value, str) and value.startswith("/") and "\0" not in value
