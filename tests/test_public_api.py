@@ -103,6 +103,7 @@ HAL_FACE = {
     "MemoryDescription",
     "MemoryKind",
     "Model",
+    "Needs",
     "Operand",
     "OperandType",
     "Operation",

@@ -186,8 +186,8 @@ class Engine(Protocol):
         class method `for_provider(provider: str) -> Engine`. It raises `DeviceUnavailableError` for a provider that does not work.
     runs_on: what the engine computes with, for people. An executable may have the same attribute for its model.
 
-    What the sandbox of a driver must allow is no attribute. It stands in the file `aionn-engine.toml` of the engine's package, or in
-    `Runtime(engine_needs=)`, because a driver reads it before it imports the class (`Needs`). An engine without it needs nothing.
+    Needs of the driver's sandbox stand in the file `aionn-engine.toml` of the engine's package, or in `Runtime(engine_needs=)` (`Needs`). A
+    driver reads them before it imports the class, so an attribute cannot state them. An engine without the file needs nothing.
     """
 
     name: str

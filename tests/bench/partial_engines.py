@@ -1,7 +1,7 @@
 """Engines that run only some nodes, so that a model over two of them is cut. Asked for as "tests.bench.partial_engines:Front".
 
 Even, Odd      compute nothing; the nodes whose names begin with "even" or "odd"
-Front, Back    ONNX Runtime; Back has the nodes that the file named by AIONN_TEST_BENCH_BACK lists, and Front has the others
+Front, Back    ONNX Runtime; Back has the nodes that AIONN_TEST_BENCH_BACK lists, and Front has the others
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 
 from aionn.engines.onnxruntime import OnnxRuntimeEngine
@@ -35,7 +34,7 @@ class Front(OnnxRuntimeEngine):
     own = False
 
     def supported_operations(self, model: Model, options: Mapping[str, OptionValue] = MappingProxyType({})) -> Sequence[bool]:
-        back = set(json.loads(Path(os.environ[BACK]).read_text(encoding="utf-8")))
+        back = set(json.loads(os.environ[BACK]))
         return [(operation.name in back) is self.own for operation in model.operations]
 
 

@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
@@ -122,11 +121,8 @@ async def boundaries(runtime: aionn.Runtime, rounds: int, trips: int) -> None:
 def later_half(model: aionn.Model) -> Iterator[None]:
     """Give the later half of the nodes to Back, in drivers that start in the body."""
     operations = model.operations
-    with tempfile.TemporaryDirectory() as directory:
-        back = Path(directory, "back.json")
-        back.write_text(json.dumps([operation.name for operation in operations[len(operations) // 2 :]]), encoding="utf-8")
-        os.environ[BACK] = str(back)
-        yield
+    os.environ[BACK] = json.dumps([operation.name for operation in operations[len(operations) // 2 :]])
+    yield
 
 
 async def partitioned(runtime: aionn.Runtime, name: str, inputs: Mapping[str, Any], rounds: int, trips: int) -> None:

@@ -65,15 +65,14 @@ def test_a_sandbox_that_is_off_is_a_warning(tmp_path: Path) -> None:
     assert "unset AIONN_SANDBOX" in verdict.rows["sandbox reference"]["way_out"]
 
 
-def test_an_engine_that_declares_nothing_is_a_warning_for_its_authors(tmp_path: Path) -> None:
-    (tmp_path / "free_engine.py").write_text(
-        "from aionn.engines.reference import ReferenceEngine\nclass Free(ReferenceEngine):\n    name = 'free'\n"
+def test_an_engine_that_states_no_needs_is_confined(tmp_path: Path) -> None:
+    (tmp_path / "stranger.py").write_text(
+        "from aionn.engines.reference import ReferenceEngine\nclass Stranger(ReferenceEngine):\n    name = 'stranger'\n"
     )
     clinic = Clinic(tmp_path, {"PYTHONPATH": f"{ROOT}:{tmp_path}", "AIONN_SANDBOX": "auto"})
-    row = clinic.run("--device", "free_engine:Free").rows["sandbox free_engine:Free"]
-    assert row["status"] == "warn"
-    assert "declares none of its needs" in row["found"]
-    assert "ask the authors of its package to declare" in row["way_out"]
+    row = clinic.run("--device", "stranger:Stranger").rows["sandbox stranger:Stranger"]
+    assert row["status"] == "ok"
+    assert row["found"].startswith("confined: files, ")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 import aionn
 from aionn.driver import find_engine
 from aionn.errors import CallerError, CompilationError, DeviceUnavailableError
+from aionn.hal import Needs
 from aionn.testing.models import identity_model, scaled_model
 from tests.driver.handmade_device import VARIABLE
 from tests.leaks import leak_check
@@ -41,9 +42,14 @@ def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return notes
 
 
+def writing(notes: Path) -> Needs:
+    """Let a confined driver write to the notes: they count as a device file."""
+    return Needs(devices=(str(notes),))
+
+
 @pytest.mark.parametrize("name", [BY_CLASS, "doubling"])
 async def test_it_computes_and_streams_from_the_public_face(notes: Path, name: str, tmp_path: Path) -> None:
-    async with leak_check(), aionn.Runtime() as runtime:
+    async with leak_check(), aionn.Runtime(engine_needs={name: writing(notes)}) as runtime:
         model = aionn.Model.from_onnx(identity_model())
         async with await runtime.compile(model, devices=(name,), cache_dir=tmp_path / "cache") as compilation:
             assert compilation.device == name
@@ -70,14 +76,14 @@ async def test_it_computes_and_streams_from_the_public_face(notes: Path, name: s
 
 
 async def test_a_model_that_it_cannot_run_is_refused_by_node(notes: Path) -> None:
-    async with aionn.Runtime() as runtime:
+    async with aionn.Runtime(engine_needs={BY_CLASS: writing(notes)}) as runtime:
         with pytest.raises(CompilationError, match=r"ai\.onnx\.Mul") as caught:
             await runtime.compile(aionn.Model.from_onnx(scaled_model(np.ones(4, np.float32))), devices=(BY_CLASS,))
         assert caught.value.node is not None
 
 
 async def test_its_death_ends_its_calls_and_the_next_use_starts_it_again(notes: Path) -> None:
-    async with aionn.Runtime() as runtime:
+    async with aionn.Runtime(engine_needs={BY_CLASS: writing(notes)}) as runtime:
         compilation = await runtime.compile(aionn.Model.from_onnx(identity_model()), devices=(BY_CLASS,))
         await compilation.compute({"input": X})
         (device,) = [device for device in runtime.devices if device.name == BY_CLASS]

@@ -13,7 +13,7 @@ import pytest
 
 import aionn
 from aionn.driver.streams import StreamHints
-from aionn.hal import ExecutionReport
+from aionn.hal import ExecutionReport, Needs
 from aionn.testing.models import identity_model
 from tests.runtime.hinted_engine import VARIABLE
 
@@ -89,8 +89,8 @@ async def test_a_driver_tells_its_engine_of_an_apps_bursts(tmp_path: Path, monke
                 await anyio.sleep(0.005)
         return found
 
-    async with aionn.Runtime() as runtime:
-        device = "tests.runtime.hinted_engine:HintedEngine"
+    device = "tests.runtime.hinted_engine:HintedEngine"
+    async with aionn.Runtime(engine_needs={device: Needs(devices=(str(notes),))}) as runtime:  # where it may write
         compilation = await runtime.compile(aionn.Model.from_onnx(identity_model()), devices=(device,))
         x = np.ones((1, 16), np.float32)
         async with compilation.burst() as first, compilation.burst() as second:

@@ -44,7 +44,6 @@ class SklearnEngine:
     name = "sklearn"
     version = "1"
     cache_files = CacheFiles(model=1)
-    makes_code = False
 
     def supported_operations(self, model: Model) -> Sequence[bool]:
         return [model.format == FORMAT] * len(model.operations)

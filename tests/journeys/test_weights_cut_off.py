@@ -18,7 +18,7 @@ ENGINE = """
 import os
 from aionn.engines.onnxruntime import OnnxRuntimeEngine
 
-class Spoiler(OnnxRuntimeEngine):
+class Spoiler(OnnxRuntimeEngine):  # no sandbox allows what it does
     name = "spoiler"
 
     def spoil(self, at):
@@ -59,14 +59,14 @@ async def test_a_file_that_is_spoiled_during_a_compilation_changes_nothing(
     monkeypatch.setenv("AIONN_TEST_SPOIL_HOW", how)
     model = in_a_file(spoiler)
     cache: dict[str, Any] = {"cache_dir": spoiler / "cache", "token": model.token} if cached else {}
-    async with aionn.Runtime() as runtime:
+    async with aionn.Runtime(sandbox="off") as runtime:
         compilation = await runtime.compile(model, devices=("spoiling:Spoiler",), **cache)
         outputs = await compilation.compute({"x": X})
         np.testing.assert_allclose(outputs["y"], X @ W, rtol=1e-4, atol=1e-4)
     assert (spoiler / "weights").read_bytes()[:1000] != W.tobytes()[:1000]
     if cached:  # what was stored is what the token names
         monkeypatch.setenv("AIONN_TEST_SPOIL_AT", "never")
-        async with aionn.Runtime() as runtime:
+        async with aionn.Runtime(sandbox="off") as runtime:
             compilation = await runtime.compile(model, devices=("spoiling:Spoiler",), **cache)
             assert [outcome.kind.name for outcome in compilation.outcomes] == ["HIT"]
             outputs = await compilation.compute({"x": X})
@@ -79,7 +79,7 @@ async def test_a_file_that_is_cut_before_it_is_read_is_a_compilation_error_and_t
     monkeypatch.setenv("AIONN_TEST_SPOIL_AT", "judging")
     monkeypatch.setenv("AIONN_TEST_SPOIL_HOW", "cut")
     model = in_a_file(spoiler)
-    async with aionn.Runtime() as runtime:
+    async with aionn.Runtime(sandbox="off") as runtime:
         with pytest.raises(aionn.CompilationError, match="cut off"):
             await runtime.compile(model, devices=("spoiling:Spoiler",))
         before = {device.pid for device in runtime.devices} - {None}

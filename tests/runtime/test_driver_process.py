@@ -19,6 +19,7 @@ import pytest
 
 import aionn
 from aionn.errors import CallerError, CompilationError, DeadlineError, DeviceUnavailableError, DriverDiedError, DriverHungError
+from aionn.hal import Needs
 from aionn.runtime.processes import process as process_module
 from aionn.runtime.processes.devices import Devices
 from aionn.testing import FakeDevice, identity_model
@@ -206,11 +207,12 @@ async def test_a_driver_killed_while_onnx_runtime_writes_its_artifact_leaves_no_
     temporary.mkdir()
     for name, value in (("TMPDIR", temporary), ("AIONN_TEST_KILLED_ENGINE", report), ("PYTHONPATH", Path(__file__).parents[2])):
         monkeypatch.setenv(name, str(value))
-    async with leak_check(), aionn.Runtime() as runtime:
+    report.touch()
+    device = "tests.runtime.killed_engine:KilledWhileItCompiles"
+    needs = {device: Needs(devices=(str(report),))}  # where it may write
+    async with leak_check(), aionn.Runtime(engine_needs=needs) as runtime:
         with pytest.raises(DriverDiedError) as caught:
-            await runtime.compile(
-                model, devices=("tests.runtime.killed_engine:KilledWhileItCompiles",), cache_dir=tmp_path / "cache", token=model.token
-            )
+            await runtime.compile(model, devices=(device,), cache_dir=tmp_path / "cache", token=model.token)
         assert caught.value.exit_code == -signal.SIGKILL
         del caught
     written = [int(line) for line in report.read_text(encoding="ascii").split()]

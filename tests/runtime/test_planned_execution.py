@@ -20,7 +20,7 @@ from aionn.runtime.executing.attempt import Call
 from aionn.runtime.executing.frame_layout import Outputs
 from aionn.testing import FakeDevice
 from tests.leaks import leak_check
-from tests.runtime.partial_engines import LeftFake, RightFake
+from tests.runtime.partial_engines import LeftFake, RightFake, UntimedFake
 from tests.runtime.planned_models import (
     LEFT,
     ORT,
@@ -164,7 +164,7 @@ async def test_the_time_of_a_plan_is_the_sum_of_its_steps_and_unknown_where_one_
             timing = (await compilation.compute({"input": numbers((1, 16))}, measure_timing=True)).timing
             assert timing is not None
             assert 40_000 <= timing.on_device_us <= timing.in_driver_us < 10**7, "both steps that were slow"
-    with FakeDevice(LeftFake), FakeDevice(RightFake):
+    with FakeDevice(LeftFake), FakeDevice(UntimedFake):
         async with compiled(chain(("left", "right")), LEFT, UNTIMED) as (_, compilation):
             timing = (await compilation.compute({"input": numbers((1, 16))}, measure_timing=True)).timing
             assert timing is not None

@@ -6,12 +6,14 @@ import logging
 
 import pytest
 
-import aionn
+import aionn.hal
 from aionn.testing import identity_model
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("surroundings")]
 
-NOTHING_DECLARED = "tests.engines.needy_engines:DeclaresNothing"
+NAME = "reference"
+NEEDS = {NAME: aionn.hal.Needs(makes_code=True)}
+"""Take one of the mechanisms away."""
 MODEL = aionn.Model.from_onnx(identity_model())
 
 
@@ -29,26 +31,27 @@ async def test_what_the_sandbox_lacks_is_logged_once_for_each_device(
 ) -> None:
     monkeypatch.delenv("AIONN_SANDBOX", raising=False)
     caplog.set_level(logging.INFO, "aionn.driver")
-    async with aionn.Runtime(start=()) as runtime:
-        await runtime.compile(MODEL, devices=(NOTHING_DECLARED,))
-        device = named(runtime, NOTHING_DECLARED)
+    async with aionn.Runtime(start=(), engine_needs=NEEDS) as runtime:
+        await runtime.compile(MODEL, devices=(NAME,))
+        device = named(runtime, NAME)
         await device.restart()
-        await runtime.compile(MODEL, devices=(NOTHING_DECLARED,), priority="low")
+        await runtime.compile(MODEL, devices=(NAME,), priority="low")
         assert device.low_priority is not None
         assert device.low_priority.pid is not None
         assert device.sandbox is not None
         (line,) = lines(caplog)
-        assert NOTHING_DECLARED in line
+        assert NAME in line
+        assert device.sandbox.lacks
         assert all(lack in line for lack in device.sandbox.lacks)
         (record,) = [record for record in caplog.records if record.message == line]
-        assert (record.levelno, record.aionn_device) == (logging.INFO, NOTHING_DECLARED)  # type: ignore[attr-defined]
+        assert (record.levelno, record.aionn_device) == (logging.INFO, NAME)  # type: ignore[attr-defined]
 
 
 async def test_nothing_is_logged_where_all_holds_or_the_app_wants_no_sandbox(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "aionn.driver")
-    async with aionn.Runtime(start=(), sandbox="off") as runtime:
-        await runtime.compile(MODEL, devices=(NOTHING_DECLARED,))
-        device = named(runtime, NOTHING_DECLARED)
+    async with aionn.Runtime(start=(), sandbox="off", engine_needs=NEEDS) as runtime:
+        await runtime.compile(MODEL, devices=(NAME,))
+        device = named(runtime, NAME)
         assert device.sandbox == aionn.Confinement("off")
     async with aionn.Runtime(start=(), sandbox="auto") as runtime:
         assert named(runtime, "reference").sandbox is None

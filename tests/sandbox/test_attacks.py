@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 import aionn
+from aionn.cli.checks.sandbox import files, system_calls
 from tests.sandbox import evil_files, evil_kernel, evil_network, evil_processes
 from tests.sandbox.asking import WORD, ask, attacked, targets
 from tests.sandbox.evil_calls import ATTACKS, MADE_CODE, OPTIONAL, PRIVILEGED, Target
@@ -48,12 +49,15 @@ def allowed(device: str) -> set[str]:
     return MADE_CODE if device == EVIL_COMPILER else set()
 
 
+def allowed_to_lack(device: str) -> set[str]:
+    return {"no made code"} if device == EVIL_COMPILER else set()
+
+
 @BOTH
+@pytest.mark.skipif(any(row.status != "ok" for row in (files(), system_calls())), reason="this kernel confines no driver")
 async def test_no_attack_from_inside_a_driver_has_success(device: str, target: Target) -> None:
     async with attacked(device, "auto", target) as (runtime, compilation, aim):
-        lacking = WHOLE - holds(runtime, device) - ({"no made code"} if device == EVIL_COMPILER else set())
-        if lacking:
-            pytest.skip(f"this kernel lacks the sandbox's {', '.join(sorted(lacking))}")
+        assert holds(runtime, device) >= WHOLE - allowed_to_lack(device)
         answer = await ask(compilation, Question(tuple(ATTACKS), aim))
     assert [text.partition(" ")[0] for text in answer.while_compiling] == ["denied", "denied"]
     assert answer.outcomes.keys() == ATTACKS.keys()

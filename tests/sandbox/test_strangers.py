@@ -11,6 +11,7 @@ import pytest
 import aionn
 from aionn.hal import Needs
 from aionn.testing import identity_model
+from aionn.testing.fake_engine import FakeEngine
 from tests.sandbox import strangers
 from tests.sandbox.confinement import assert_confined, serving
 
@@ -41,7 +42,7 @@ def named(engine: type) -> str:
     return f"{engine.__module__}:{engine.__name__}"
 
 
-def needs_of(engine: type, secret: Path) -> tuple[str, Needs]:
+def needs_of(engine: type[FakeEngine], secret: Path) -> tuple[str, Needs]:
     """Return what the error of a driver of this engine recommends, and the same as an app gives it."""
     return {
         strangers.ListsToCompile: (f'reads = ["{secret.parent}"]', Needs(reads=(str(secret.parent),))),
@@ -78,7 +79,7 @@ async def test_an_engine_that_states_nothing_is_confined_as_one_that_needs_nothi
         strangers.MakesCode,
     ],
 )
-async def test_what_is_denied_before_a_model_runs_comes_with_the_need(engine: type, secret: Path) -> None:
+async def test_what_is_denied_before_a_model_runs_comes_with_the_need(engine: type[FakeEngine], secret: Path) -> None:
     words, needs = needs_of(engine, secret)
     async with aionn.Runtime(start=()) as runtime:
         with pytest.raises((aionn.CompilationError, aionn.DeviceUnavailableError)) as caught:
