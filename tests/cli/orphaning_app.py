@@ -1,4 +1,4 @@
-"""An app whose driver outlives it: see `orphaning_engine`. It prints the driver's number, then waits for its own end."""
+"""An app whose driver outlives it, which no sandbox allows: see `orphaning_engine`. It prints the driver's number, then waits for its own end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ENGINE = "tests.cli.orphaning_engine:OrphaningEngine"
 
 
 async def main() -> None:
-    async with aionn.Runtime(start=(), hang_s=None) as runtime:
+    async with aionn.Runtime(start=(), hang_s=None, sandbox="off") as runtime:
         compilation = await runtime.compile(aionn.Model.from_onnx(identity_model()), devices=(ENGINE,))
         print("driver", next(device.pid for device in runtime.devices if device.name == ENGINE), flush=True)
         await compilation.compute({"input": np.zeros((1, 16), np.float32)})
