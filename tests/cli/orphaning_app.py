@@ -1,4 +1,4 @@
-"""An app whose driver outlives it, which no sandbox allows: see `orphaning_engine`. It prints the driver's number, then waits for its own end."""
+"""An app whose driver outlives it, which no sandbox allows (`orphaning_engine`). It prints the driver's number, then waits to be ended."""
 
 from __future__ import annotations
 
