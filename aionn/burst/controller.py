@@ -8,7 +8,7 @@ what the request holds (`settled`).
 Invariants
     `caller` remembers only answers that `decode_result` has accepted.
     `ended_by` is set before `caller.end` wakes anybody.
-    The timer is set for the earliest deadline that `caller` knows, or for an earlier one.
+    The timer is set for the earliest deadline that `caller` knows, for when the oldest request is overdue, or for an earlier moment.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
 
 from aionn import trace
 from aionn.burst.packets import (
@@ -40,6 +41,9 @@ _REMEMBERED = 256
 Settled = Callable[[Result | None], None]
 """Called with the answer to a request, or with None if it was not sent or will never be answered."""
 
+Ask = Callable[[int, Callable[[bool], None]], None]
+"""Asks the driver about the request with an identity. Calls back with whether the driver still has that request to answer."""
+
 Sent = tuple[Result, int] | asyncio.Future[tuple[Result, int] | None] | None
 """What `Caller.send` returns: the answer, a future of it, or None."""
 
@@ -52,10 +56,12 @@ class ExecutionBurstController:
         results: queue of 24-byte datums that the driver writes.
         depth: how many requests may be in flight. Further ones wait for their turn, in order.
         low_power: never stay awake while waiting.
+        patience_s: the driver is asked about a request that is unanswered for longer (`ask`).
         counts: a slot of the statistics page, where requests and their times are counted.
 
     Attributes:
         caller: the native part. A stream's usual frame is sent there directly (`Burst.compute`).
+        ask: asks the driver whether it still has a request to answer. The answer comes by a call. None: the driver is never asked.
         ended_by: why the burst is over, or None while it goes on. Only `end` sets it.
         lost: how many requests were in flight at the end. They are never answered.
     """
@@ -67,6 +73,7 @@ class ExecutionBurstController:
         *,
         depth: int = 8,
         low_power: bool = False,
+        patience_s: float = 0.0,
         counts: BurstSlot | None = None,
     ) -> None:
         self._loop = loop = running_loop()
@@ -77,13 +84,14 @@ class ExecutionBurstController:
         self._timer: asyncio.TimerHandle | None = None
         self.ended_by: BaseException | None = None
         self.lost = 0
+        self.ask: Ask | None = None
         self.caller = caller = Caller(requests, results)
         caller.inline_ns, caller.yield_ns = INLINE_NS, YIELD_NS
         self._may_look = may_stay_awake(low_power=low_power)
         window_ns = APP_WINDOW_NS if self._may_look else 0
         calls = (loop.create_future, loop.call_soon, self._take_unknown, self._cannot_send, self._wake_by, trace.captured_ns.get)
         number = requests.inode  # of this burst, in both processes
-        caller.begin(depth, window_ns, calls, counts, number)
+        caller.begin(depth, window_ns, calls, counts, number, int(patience_s * 1e9))
         self._result_fd = results.reader_fd
         loop.add_reader(self._result_fd, caller.event)
         leave_in_child(self)
@@ -152,20 +160,31 @@ class ExecutionBurstController:
     # ---- deadlines ----------------------------------------------------------------------------------------------------
 
     def _wake_by(self, deadline_ns: int) -> None:
-        """Set the timer for a deadline that is earlier than all others. Most requests are answered long before, so it is not reset then."""
+        """Set the timer for a moment that is earlier than all others. Most requests are answered long before, so it is not reset then."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._loop.call_later(seconds_until(deadline_ns), self._late)
 
     def _late(self) -> None:
         self._timer = None
-        deadline_ns, late = self.caller.late()
+        next_ns, late, (overdue, sent_ns) = self.caller.late()
         for future, sent in late:
             what = "the driver's answer" if sent else "a free place"
             if not future.done():
                 future.set_exception(DeadlineError(f"{what} did not come by the deadline; the driver may still be busy with it"))
-        if deadline_ns:
-            self._wake_by(deadline_ns)
+        if overdue and self.ask is not None and self.ended_by is None:
+            self.ask(overdue, partial(self._found, overdue, sent_ns))
+        if next_ns and self.ended_by is None:
+            self._wake_by(next_ns)
+
+    def _found(self, identity: int, sent_ns: int, known: bool) -> None:
+        """End the burst if the driver does not know a request, whose answer has not come meanwhile either."""
+        if known or self.ended_by is not None:
+            return
+        self.caller.event()
+        if self.caller.unanswered(identity):
+            age_s = (time.monotonic_ns() - sent_ns) / 1e9
+            self.end(PacketError(f"the driver knows nothing of a request that was sent {age_s:.1f} s ago, so shared memory was damaged"))
 
     # ---- answers that `caller` does not know ----------------------------------------------------------------------------
 
@@ -226,7 +245,7 @@ class ExecutionBurstController:
         assert error is not None  # only the end settles a request without an answer
         if not isinstance(error, QueueClosedError | QueueCorruptedError | PacketError):
             return again(error)
-        why = f"the driver has ended this burst and lost the request ({error}); the next use of the burst connects anew"
+        why = f"this burst's connection to the driver has ended, and the request is lost ({error}); the next use of the burst connects anew"
         lost = ExecutionError(why, status=ErrorStatus.DEVICE_UNAVAILABLE)
         lost.__cause__ = again(error)
         return lost

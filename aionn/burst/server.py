@@ -23,6 +23,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -84,11 +85,11 @@ class ExecutionBurstServer:
         self._working = asyncio.Lock()
         self._quiet = asyncio.Event()  # no lane runs a request of this burst
         self._wanted = 0  # how many tasks want `_working`: the burst is not lent meanwhile
-        self._scope = anyio.CancelScope()
+        self._scope: anyio.CancelScope | None = None  # of `serve`
         self._ended = anyio.Event()
-        self._serving = False
-        self._released = False
         self._answered = 0  # by the listener
+        self._taken: deque[bytes] = deque()  # packets that the listener has read and not answered
+        self._needed = 0  # datums of the answer that waits for room, or 0
 
     @property
     def answered(self) -> int:
@@ -141,7 +142,7 @@ class ExecutionBurstServer:
 
     async def serve(self) -> None:
         """Answer requests until the client closes the queues, dies, or `aclose` is called."""
-        self._serving = True
+        self._scope = anyio.CancelScope()
         try:
             with self._scope:
                 await self._listen()
@@ -152,9 +153,8 @@ class ExecutionBurstServer:
             self._release()
 
     def _release(self) -> None:
-        if self._released:
+        if self._ended.is_set():
             return
-        self._released = True
         try:
             self._native.forget()
             self._requests.close()
@@ -165,7 +165,7 @@ class ExecutionBurstServer:
 
     async def aclose(self) -> None:
         """End the listener. A run in flight is waited for at most `CLOSE_S`. Everything else is freed when this returns."""
-        if not self._serving:
+        if self._scope is None:
             self._release()
             return
         try:
@@ -181,6 +181,27 @@ class ExecutionBurstServer:
         async with self._owned():
             self._native.forget()  # packets over other slots are remembered again when they come again
             self._executor.remove_cache_entry(slot)
+
+    def has_request(self, identity: int) -> bool:
+        """Return whether this end still has that request to answer. An app that has waited for long asks so over the control socket.
+
+        Requests in hand are known from private memory, because a bug in an engine may damage the queues. A request that lies in the
+        queue counts, too, and so does every request while an answer has room. Both ends look at their queues again, because the word
+        that would have woken them may be damaged.
+
+        Raises:
+            QueueClosedError, QueueCorruptedError: the queues cannot be used any more.
+        """
+        if self._ended.is_set():
+            return False
+        self._requests.signal()
+        self._results.signal()
+        if self._needed:
+            return self._results.available_to_write() >= self._needed
+        queued = self._requests.peek(self._requests.available_to_read()) or b""
+        # First the queue and then the lanes: a lane may take a request in between.
+        packets = [*self._taken, *split_requests(queued)]
+        return any(is_framed_request(one) and read_identity(one)[0] == identity for one in packets) or self._native.has(identity)
 
     @asynccontextmanager
     async def _owned(self) -> AsyncIterator[None]:
@@ -228,8 +249,9 @@ class ExecutionBurstServer:
                 await self._serve_first(requests.peek(available) or b"")
                 continue
             await self._catch_up()
-            for packet in split_requests(requests.read(available) or b""):  # a broken client may have taken datums back
-                await self._answer(packet)
+            self._taken.extend(split_requests(requests.read(available) or b""))  # a broken client may have taken datums back
+            while self._taken:
+                await self._answer()
                 if time.monotonic_ns() - yielded_ns > YIELD_NS:
                     await asyncio.sleep(0)
                     yielded_ns = time.monotonic_ns()
@@ -254,7 +276,8 @@ class ExecutionBurstServer:
                 if self._requests.read(len(packet) // DATUM_BYTES) is None:
                     return  # a broken client has taken datums back
                 if refusal is None:
-                    await self._answer(packet)
+                    self._taken.append(packet)
+                    await self._answer()
                 else:
                     await self._send(refusal, read_identity(packet)[0], time.monotonic_ns())
             return
@@ -283,16 +306,19 @@ class ExecutionBurstServer:
             lanes.recall(self._native)
         return True
 
-    async def _answer(self, packet: bytes) -> None:
-        began_ns = time.monotonic_ns()
+    async def _answer(self) -> None:
+        """Answer the first packet that the listener has taken."""
+        packet, began_ns = self._taken[0], time.monotonic_ns()
         framed = is_framed_request(packet)
         identity, deadline_ns = read_identity(packet) if framed else (None, None)
         async with self._working:
             # NNAPI's packets are not remembered. A packet without identity must not pass for the body of a framed one.
             result = await self._result_of(packet, packet[:-DATUM_BYTES] if framed else None, deadline_ns)
-        if trace.active:
-            self._trace_execution(result, identity or 0, began_ns)
+        if trace.active:  # lanes record the same natively; `queue` names the burst as their records do
+            of = {"queue": self._requests.inode, "identity": identity or 0, "status": result.status.name}
+            trace.span_at("burst.execute", began_ns, time.monotonic_ns(), **of)
         await self._send(result, identity, began_ns)
+        self._taken.popleft()
 
     async def _result_of(self, packet: bytes, key: bytes | None, deadline_ns: int | None) -> Result:
         try:
@@ -340,11 +366,6 @@ class ExecutionBurstServer:
 
     # ---- answering ----------------------------------------------------------------------------------------------------
 
-    def _trace_execution(self, result: Result, identity: int, began_ns: int) -> None:
-        """Report what lanes record natively. `queue` names the burst as their records do."""
-        queue = self._requests.inode
-        trace.span_at("burst.execute", began_ns, time.monotonic_ns(), queue=queue, identity=identity, status=result.status.name)
-
     async def _send(self, result: Result, identity: int | None, began_ns: int) -> None:
         self._answered += 1
         await self._write(result, identity, time.monotonic_ns() - began_ns)
@@ -358,7 +379,9 @@ class ExecutionBurstServer:
                 packet = self._bodies.of(answer) + result_identity_datum(identity, service_ns)
             if len(packet) <= capacity * DATUM_BYTES:
                 if not self._results.write(packet):
+                    self._needed = len(packet) // DATUM_BYTES
                     await self._results.write_blocking(packet)
+                    self._needed = 0
                 return
         raise CallerError(f"the result queue has room for {capacity} datums, but not even an error fits; make it larger")
 

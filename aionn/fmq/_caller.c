@@ -7,6 +7,7 @@
 #include "caller_object.h"
 
 #define EARLY_NS 1000000 /* a loop's timer may come so much too early */
+#define OVERDUE_LOOK_NS INT64_C(500000000) /* how often to look whether another request has become the oldest */
 
 /* ---- life ---------------------------------------------------------------------------------------------------------- */
 
@@ -59,16 +60,16 @@ static void caller_dealloc(PyObject *object)
     exchange_dealloc(object);
 }
 
-/* begin(depth, window_ns, calls, counts=None, burst=0) */
+/* begin(depth, window_ns, calls, counts=None, burst=0, patience_ns=0) */
 static PyObject *caller_begin(PyObject *object, PyObject *args)
 {
     CallerObject *self = (CallerObject *)object;
     unsigned depth;
-    long long window_ns;
+    long long window_ns, patience_ns = 0;
     unsigned long long burst = 0;
     PyObject *calls[CALLS], *counts = Py_None;
-    if (!PyArg_ParseTuple(args, "IL(OOOOOO)|OK", &depth, &window_ns, &calls[0], &calls[1], &calls[2], &calls[3], &calls[4], &calls[5],
-                          &counts, &burst))
+    if (!PyArg_ParseTuple(args, "IL(OOOOOO)|OKL", &depth, &window_ns, &calls[0], &calls[1], &calls[2], &calls[3], &calls[4], &calls[5],
+                          &counts, &burst, &patience_ns))
         return NULL;
     const struct ring *requests = ring_if_usable(self->exchange.requests), *results = ring_if_usable(self->exchange.results);
     if (self->names[0] || !requests || !results || !ring_can_sleep(requests) || !ring_can_sleep(results)) {
@@ -98,6 +99,7 @@ static PyObject *caller_begin(PyObject *object, PyObject *args)
     self->slot = slot;
     self->burst = burst;
     self->depth = depth;
+    self->patience_ns = patience_ns;
     spin_begin(&self->spin, window_ns);
     for (unsigned i = 0; i < CALLS; i++) {
         Py_INCREF(calls[i]);
@@ -182,6 +184,13 @@ static PyObject *caller_answered(PyObject *object, PyObject *const *args, Py_ssi
     Py_RETURN_TRUE;
 }
 
+/* unanswered(identity) */
+static PyObject *caller_unanswered(PyObject *object, PyObject *number)
+{
+    unsigned long long identity = PyLong_AsUnsignedLongLong(number);
+    return PyErr_Occurred() ? NULL : PyBool_FromLong(flight_find((CallerObject *)object, identity) != NULL);
+}
+
 /* late() */
 static PyObject *caller_late(PyObject *object, PyObject *Py_UNUSED(none))
 {
@@ -191,8 +200,8 @@ static PyObject *caller_late(PyObject *object, PyObject *Py_UNUSED(none))
         self->timer_ns = 0; /* the next request that has a deadline sets the timer again */
         return NULL;
     }
-    if (!self->over)
-        flight_look(self, 0, false); /* an answer that lies in the queue counts */
+    /* An answer that lies in the queue counts, also if its wake was lost. */
+    Py_XDECREF(flight_event(object, NULL));
     int64_t by_ns = ring_now_ns() + EARLY_NS;
     struct request *r = self->first;
     self->timer_ns = 0;
@@ -210,8 +219,22 @@ static PyObject *caller_late(PyObject *object, PyObject *Py_UNUSED(none))
         Py_XDECREF(one);
         r = r->next;
     }
-    PyObject *found = late ? Py_BuildValue("(LN)", self->timer_ns, late) : NULL;
-    return found;
+    struct exchange_stamp overdue = {0, 0};
+    const struct request *oldest = self->in_flight && self->patience_ns ? self->first : NULL;
+    if (oldest) {
+        bool again = oldest->identity == self->asked;
+        long long due_ns = (again ? self->asked_ns : oldest->began_ns) + self->patience_ns;
+        if (due_ns <= by_ns) {
+            overdue = (struct exchange_stamp){oldest->identity, (uint64_t)oldest->began_ns};
+            self->asked = oldest->identity;
+            self->asked_ns = by_ns;
+        }
+        if (due_ns <= by_ns || (again && due_ns > by_ns + OVERDUE_LOOK_NS))
+            due_ns = by_ns + (self->patience_ns < OVERDUE_LOOK_NS ? self->patience_ns : OVERDUE_LOOK_NS);
+        if (!self->timer_ns || due_ns < self->timer_ns)
+            self->timer_ns = due_ns;
+    }
+    return late ? Py_BuildValue("(LN(KK))", self->timer_ns, late, overdue.first, overdue.second) : NULL;
 }
 
 /* idle() */
@@ -250,6 +273,7 @@ static PyMethodDef caller_methods[] = { /* documented in _ring.pyi */
     {"send", FAST(request_send)},
     {"leave", FAST(caller_leave)},
     {"answered", FAST(caller_answered)},
+    {"unanswered", caller_unanswered, METH_O, NULL},
     {"late", caller_late, METH_NOARGS, NULL},
     {"idle", caller_idle, METH_NOARGS, NULL},
     {"event", flight_event, METH_NOARGS, NULL},

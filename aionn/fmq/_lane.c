@@ -105,7 +105,7 @@ static enum taken take(LaneObject *lane, ListenerObject *listener, int *known)
     listener->running++;
     listener->exclusive = table->known[*known].serial;
     lane->number = listener->taken++;
-    lane->stamp = stamp;
+    lane->stamp = listener->held[lane->number % AHEAD].stamp = stamp;
     lane->began_ns = now_ns;
     model_slot_begin(lane->slot, now_ns);
     slot_trace(lane->slot, TRACE_TAKEN, listener->burst, stamp.first, now_ns, stamp.second, 0);

@@ -59,6 +59,19 @@ static PyObject *listener_held(PyObject *object, PyObject *Py_UNUSED(none))
     return answers;
 }
 
+/* has(identity) */
+static PyObject *listener_has(PyObject *object, PyObject *number)
+{
+    const ListenerObject *self = (ListenerObject *)object;
+    unsigned long long identity = PyLong_AsUnsignedLongLong(number);
+    if (PyErr_Occurred())
+        return NULL;
+    for (uint64_t taken = self->answered; taken != self->taken; taken++)
+        if (self->held[taken % AHEAD].stamp.first == identity)
+            Py_RETURN_TRUE;
+    Py_RETURN_FALSE;
+}
+
 /* when_idle(callback) */
 static PyObject *listener_when_idle(PyObject *object, PyObject *callback)
 {
@@ -90,6 +103,7 @@ static PyMethodDef listener_methods[] = { /* documented in _ring.pyi */
     {"find", listener_find, METH_O, NULL},
     {"forget", exchange_forget, METH_NOARGS, NULL},
     {"held", listener_held, METH_NOARGS, NULL},
+    {"has", listener_has, METH_O, NULL},
     {"when_idle", listener_when_idle, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };

@@ -114,9 +114,11 @@ static PyObject *request(CallerObject *self, PyObject *body, PyObject *settled, 
         self->joined = true;
     else if (sends && !self->over)
         flight_watch(self);
-    if (deadline_ns && (!self->timer_ns || deadline_ns < self->timer_ns) && !self->over) {
-        PyObject *number = PyLong_FromLongLong(deadline_ns);
-        self->timer_ns = deadline_ns;
+    long long by_ns = self->patience_ns ? now_ns + self->patience_ns : deadline_ns;
+    by_ns = deadline_ns && deadline_ns < by_ns ? deadline_ns : by_ns;
+    if (by_ns && (!self->timer_ns || by_ns < self->timer_ns) && !self->over) {
+        PyObject *number = PyLong_FromLongLong(by_ns);
+        self->timer_ns = by_ns;
         if (number)
             flight_call_back(self, WAKE_BY, number);
         else

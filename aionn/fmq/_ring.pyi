@@ -106,6 +106,8 @@ class Ring:
 
         Publish this CPU as the reader's. Return after one look if the writer was last seen on the same CPU.
         """
+    def signal(self) -> None:
+        """Make whatever sleeps on `reader_fd` or `writer_fd` look again, in both processes, whatever the shared words say."""
     def wake_flag(self, mask: int, /) -> None: ...
     def take_flag(self, mask: int, /) -> int: ...
     def peek_flag(self) -> int: ...
@@ -163,6 +165,7 @@ class Caller:
         ],
         counts: Buffer | None = None,
         burst: int = 0,
+        patience_ns: int = 0,
         /,
     ) -> None:
         """Set what this end needs before its first request. Without it every method does nothing.
@@ -176,6 +179,7 @@ class Caller:
                 They must not raise.
             counts: a slot of a statistics page (`aionn.pages.BurstSlot`).
             burst: names the burst in trace records.
+            patience_ns: a request that is unanswered for longer is overdue; see `late`. 0: none ever is.
         """
     def remember(self, body: bytes, value: object, /) -> None:
         """Know that answer from now on as `value`, which must not refer back to this object.
@@ -212,8 +216,15 @@ class Caller:
         """
     def answered(self, identity: int, service_ns: int, value: object, /) -> bool:
         """Settle a request with an answer that was not known. Returns False if no such request is in flight."""
-    def late(self) -> tuple[int, list[tuple[Future[Any], bool]]]:
-        """Return the next deadline or 0, and each future whose deadline has passed, with whether its request was sent."""
+    def unanswered(self, identity: int, /) -> bool:
+        """Return whether a request with that identity is in flight."""
+    def late(self) -> tuple[int, list[tuple[Future[Any], bool]], tuple[int, int]]:
+        """Take in the answers that have come. Find the requests that are late, and the oldest one if it is overdue.
+
+        Returns:
+            When to call this again, or 0. Each future whose deadline has passed, with whether its request was sent. The identity of an
+            overdue request and when it was sent, or zeros. A request is reported again after another `patience_ns`.
+        """
     def idle(self) -> Future[None] | None:
         """Return a future that is done when the newest request is settled. Returns None if there is no request."""
     def event(self) -> None:
@@ -264,6 +275,8 @@ class Listener:
         """
     def find(self, body: bytes, /) -> Any:
         """Return the value of a body, or None if it is not known."""
+    def has(self, identity: int, /) -> bool:
+        """Return whether lanes have taken a request with that identity and not written its answer."""
     def forget(self) -> None:
         """Forget all bodies."""
     def held(self) -> list[tuple[bytes, int, int]]:

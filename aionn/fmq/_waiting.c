@@ -73,6 +73,16 @@ static PyObject *ring_spin_until_readable(PyObject *object, PyObject *const *arg
     return ring_usable(self) ? PyBool_FromLong(there) : NULL;
 }
 
+static PyObject *ring_signal_both(PyObject *object, PyObject *Py_UNUSED(none))
+{
+    struct ring *r = ring_usable((RingObject *)object);
+    if (!r)
+        return NULL;
+    ring_signal(r->reader_fd);
+    ring_signal(r->writer_fd);
+    Py_RETURN_NONE;
+}
+
 static struct ring *with_flag(RingObject *self)
 {
     struct ring *r = ring_usable(self);
@@ -157,6 +167,7 @@ PyMethodDef ring_waiting_methods[] = {
     {"clear_reader_event", ring_clear_reader_event, METH_NOARGS, NULL},
     {"clear_writer_event", ring_clear_writer_event, METH_NOARGS, NULL},
     {"spin_until_readable", FAST(ring_spin_until_readable)},
+    {"signal", ring_signal_both, METH_NOARGS, NULL},
     {"wake_flag", ring_wake_flag, METH_O, NULL},
     {"take_flag", ring_take_flag, METH_O, NULL},
     {"peek_flag", ring_peek_flag, METH_NOARGS, NULL},

@@ -9,6 +9,8 @@
  *     scheduled (`looking`), or this end looks right now.
  *     `armed` is true from a successful arming until the event has been seen, because the peer clears the shared word.
  *     An answer is taken only if its body is known and its request is in flight. The general path judges any other.
+ *     While a request is in flight, `late` will be called `patience_ns` after the oldest one was sent, or earlier. All that is needed for
+ *     that lies in this object, because the peer may damage the shared words.
  *     Any call of Python may end the burst. So `over` is asked, and the list is read anew, after each such call. */
 #ifndef AIONN_FMQ_CALLER_OBJECT_H
 #define AIONN_FMQ_CALLER_OBJECT_H
@@ -45,6 +47,8 @@ typedef struct {
     unsigned woken; /* callers that the last look has woken and that have not called since */
     bool armed, looking, joined, over;
     long long looking_until_ns, timer_ns;        /* `timer_ns`: when `late` will be called, or 0 */
+    long long patience_ns, asked_ns;             /* an older request is overdue, or 0; when `late` last found one overdue */
+    unsigned long long asked;                    /* the request that `late` found overdue last */
     long long yield_by_ns, yield_ns, inline_ns;  /* see spin_policy.py */
     long long sleeps, answers_at_once, answers; /* counts */
     long long last_began_ns, last_sleeps;        /* of the request answered last */

@@ -38,8 +38,8 @@
 
 typedef struct LanesObject LanesObject;
 
-struct held { /* an answer */
-    PyObject *body;
+struct held { /* a request that has been taken, and its answer */
+    PyObject *body; /* NULL until the answer is there */
     struct exchange_stamp stamp;
 };
 
@@ -50,7 +50,7 @@ typedef struct {
     uint32_t seat;
     unsigned running;         /* requests that lanes run now */
     uint64_t taken, answered; /* numbers of the next request to be taken, and of the next to be answered */
-    struct held held[AHEAD];  /* by number; answers that cannot be written yet */
+    struct held held[AHEAD];  /* by number; those from `answered` to `taken` are in hand */
     struct spin_policy spin;
     uint64_t burst; /* the number of this burst in traces */
     struct rhythm rhythm;

@@ -133,7 +133,11 @@ class IBurstCallback(Protocol):
 
 
 class IBurstContext(Protocol):
-    """The driver's end of a burst (HAL 1.2: IBurstContext). `aclose` ends the listener and frees all it holds."""
+    """The driver's end of a burst (HAL 1.2: IBurstContext). `aclose` ends the listener and frees all it holds.
+
+    It may have one more method. `has_request(identity: int) -> bool` returns whether the listener still has that request to answer.
+    The app asks for a request that is unanswered for `Runtime(hang_s=)`, and ends the burst if the driver does not know it.
+    """
 
     async def free_memory(self, slot: int) -> None:
         """Forget the memory cached under `slot`. An unknown slot is ignored. When this returns the slot may be reused."""

@@ -10,6 +10,7 @@ Invariants
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -62,7 +63,7 @@ class Execution(NamedTuple):
     Attributes:
         slot: the slot of its model.
         number: how many executions the model had begun with this one. The number distinguishes one execution from the next.
-        since_ns: when the execution began.
+        since_ns: when the execution began, or 0 if the page does not say.
     """
 
     slot: int
@@ -75,7 +76,7 @@ class Activity(NamedTuple):
 
     Attributes:
         state: the first of "executing", "compiling", "loading" and "idle" that applies.
-        since_ns: when the state began. For several executions it is the earliest begin, in "idle" the end of the last execution, or 0.
+        since_ns: when the state began, or 0 if unknown. For several executions it is the earliest begin, in "idle" the end of the last one.
         executing: the executions in progress.
         finished: how many executions the models that are prepared now have finished so far.
         ended_ns: when the last of these executions ended, or 0 if none has.
@@ -112,8 +113,8 @@ def check_header(words: Sequence[int], role: int, slots: int = SLOTS, slot_bytes
             raise LayoutError(f"a statistics page has {what} {found}, but {right} was expected; use the same release on both sides")
 
 
-def activity(words: Sequence[int]) -> Activity:
-    """Read what the driver does from the words of its page."""
+def activity(words: Sequence[int], started_ns: int = 0) -> Activity:
+    """Read what the driver does from the words of its page. A time that is not from `started_ns` to now becomes 0."""
     executing: list[Execution] = []
     finished = ended_ns = 0
     for slot in range(min(words[SLOTS_USED], SLOTS)):
@@ -124,16 +125,18 @@ def activity(words: Sequence[int]) -> Activity:
         ended_ns = max(ended_ns, words[at + ENDED])
         if begun > done:
             executing.append(Execution(slot, begun, words[at + SINCE]))
+    compiling, loading = words[COMPILES_BEGUN] > words[COMPILES_ENDED], words[LOADS_BEGUN] > words[LOADS_ENDED]
+    acts_ns, beat_ns = words[COMPILING_SINCE] if compiling else words[LOADING_SINCE], words[HEARTBEAT]
+    now_ns = time.monotonic_ns()  # after all times were read
+    executing = [one if started_ns <= one.since_ns <= now_ns else one._replace(since_ns=0) for one in executing]
+    ended_ns = ended_ns if started_ns <= ended_ns <= now_ns else 0
+    since_ns = acts_ns if started_ns <= acts_ns <= now_ns else 0
+    state: State = "compiling" if compiling else "loading"
     if executing:
-        state: State = "executing"
-        since_ns = min(execution.since_ns for execution in executing)
-    elif words[COMPILES_BEGUN] > words[COMPILES_ENDED]:
-        state, since_ns = "compiling", words[COMPILING_SINCE]
-    elif words[LOADS_BEGUN] > words[LOADS_ENDED]:
-        state, since_ns = "loading", words[LOADING_SINCE]
-    else:
+        state, since_ns = "executing", min(execution.since_ns for execution in executing)
+    elif not (compiling or loading):
         state, since_ns = "idle", ended_ns
-    return Activity(state, since_ns, tuple(executing), finished, ended_ns, words[HEARTBEAT])
+    return Activity(state, since_ns, tuple(executing), finished, ended_ns, beat_ns)
 
 
 def slot_word(slot: int) -> int:

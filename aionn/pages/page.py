@@ -228,14 +228,18 @@ class PageReader:
         start_time: of the same process; see `start_time_of`.
     """
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, started_ns: int = 0) -> None:
         """Map the page. Takes over `fd`, also when this fails.
+
+        Args:
+            started_ns: when the app started the process. A time on the page that is earlier, or in the future, is wrong.
 
         Raises:
             LayoutError: the descriptor is not a statistics page.
             OSError: the page cannot be mapped.
         """
         self._fd = fd
+        self._started_ns = started_ns
         try:
             self._mapping = map_sealed(fd, layout.PAGE_BYTES)
         except BaseException:
@@ -250,8 +254,8 @@ class PageReader:
         self.pid, self.start_time = self._words[layout.HEADER_PID], self._words[layout.HEADER_START]
 
     def read(self) -> Activity:
-        """Return what the driver does now."""
-        return layout.activity(self._words)
+        """Return what the driver does now. A time that cannot be right is 0."""
+        return layout.activity(self._words, self._started_ns)
 
     def usual_s(self, slot: int, quantile: float, least: int) -> float | None:
         """Return an upper bound in seconds for a quantile of that model's execution times, or None if fewer than `least` ended."""

@@ -33,7 +33,7 @@ from aionn.hal.values import Border
 from aionn.remote.parts import CacheMessage, ControlMessage, ModelMessage, MQMessage, OptionsMessage, PoolMessage
 from aionn.sandbox.report import Confinement
 
-PROTOCOL = 8
+PROTOCOL = 9
 """Grows with every change of a message. Two ends with different numbers refuse each other at once."""
 
 STACKS_SIGNAL = int(signal.SIGRTMIN) + 7
@@ -134,6 +134,13 @@ class FreeMemory(ControlMessage, frozen=True):
 
 class CloseBurst(ControlMessage, frozen=True):
     burst: int
+
+
+class HasRequest(ControlMessage, frozen=True):
+    """Ask whether a burst's listener still has a request to answer. `identity` is that of the request's packet."""
+
+    burst: int
+    identity: int
 
 
 class ReleasePreparedModel(ControlMessage, frozen=True):
@@ -242,6 +249,10 @@ class Configured(ControlMessage, frozen=True):
     burst: int
 
 
+class RequestFound(ControlMessage, frozen=True):
+    known: bool
+
+
 class Allocated(ControlMessage, frozen=True):
     token: int
 
@@ -303,6 +314,7 @@ CallBody = (
     | ConfigureExecutionBurst
     | FreeMemory
     | CloseBurst
+    | HasRequest
     | ReleasePreparedModel
     | Allocate
     | CopyFrom
@@ -312,7 +324,7 @@ CallBody = (
     | GetMemories
     | LogLine
 )
-ReplyBody = Flags | Prepared | Executed | ExecutedValues | ExportedAgain | Configured | Allocated | Memories | Done | Failure
+ReplyBody = Flags | Prepared | Executed | ExecutedValues | ExportedAgain | Configured | RequestFound | Allocated | Memories | Done | Failure
 
 
 class Call(ControlMessage, frozen=True):

@@ -8,7 +8,18 @@ from typing import Protocol
 from aionn.hal.types import IMemory
 from aionn.memory.memory import Memory
 from aionn.remote.connection import Connection
-from aionn.remote.control import CallBody, CloseBurst, CopyFrom, CopyTo, Done, FreeBuffer, FreeMemory
+from aionn.remote.control import (
+    CallBody,
+    CloseBurst,
+    CopyFrom,
+    CopyTo,
+    Done,
+    FreeBuffer,
+    FreeMemory,
+    HasRequest,
+    ReplyBody,
+    RequestFound,
+)
 
 Settled = Callable[[object], None]
 
@@ -43,6 +54,16 @@ class RemoteBurstContext:
     def forget_memory(self, slot: int) -> None:
         """Forget the memory cached under `slot`, without waiting."""
         self._device.post(FreeMemory(self._number, slot))
+
+    def ask(self, identity: int, answered: Callable[[bool], None]) -> None:
+        """Ask whether the driver still has a request to answer, without waiting. Never calls `answered` if the connection ends first."""
+        if self._device.connection.ended_by is None:
+
+            def settled(reply: ReplyBody | None) -> None:
+                if reply is not None:
+                    answered(isinstance(reply, RequestFound) and reply.known)
+
+            self._device.connection.begin(HasRequest(self._number, identity), RequestFound, (), settled)
 
     async def aclose(self) -> None:
         """End the burst. Returns when the driver has freed all it held for the burst, or has gone."""

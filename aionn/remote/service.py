@@ -51,6 +51,7 @@ from aionn.remote.control import (
     FreeBuffer,
     FreeMemory,
     GetSupportedOperations,
+    HasRequest,
     LogLine,
     Prepared,
     PrepareModel,
@@ -58,6 +59,7 @@ from aionn.remote.control import (
     Ready,
     ReleasePreparedModel,
     ReplyBody,
+    RequestFound,
 )
 from aionn.remote.fences import Waits, check_fence, dependency_failed, execute_fenced_by, refusal, settle, since_launch
 from aionn.remote.parts import CacheMessage, ModelMessage, MQMessage, OptionsMessage
@@ -201,6 +203,9 @@ class DeviceService:
             case FreeMemory(burst=number, slot=slot):
                 await _known(self._bursts, number, "burst").free_memory(slot)
                 reply = Done()
+            case HasRequest(burst=number, identity=identity):
+                find = getattr(_known(self._bursts, number, "burst"), "has_request", None)  # a device written by hand may lack it
+                reply = RequestFound(find is None or find(identity))
             case CloseBurst(burst=number):
                 reply = await self._close(self._bursts, number)
             case ReleasePreparedModel(prepared=number):

@@ -395,8 +395,8 @@ def test_one_timer_serves_the_earliest_deadline() -> None:
         later = time.monotonic_ns() + 10**15
         futures = [ends.caller.send(BODY, None, deadline_ns) for deadline_ns in (later, later + 9, 1, later - 9, 0)]
         assert calls.deadlines == [later, 1]
-        assert ends.caller.late() == (later - 9, [(futures[2], False)])
-        assert ends.caller.late() == (later - 9, [])
+        assert ends.caller.late() == (later - 9, [(futures[2], False)], (0, 0))
+        assert ends.caller.late() == (later - 9, [], (0, 0))
         ends.caller.send(BODY, None, later)
         assert calls.deadlines == [later, 1]
         ends.caller.send(BODY, None, later - 10)

@@ -227,7 +227,7 @@ async def test_no_error_of_a_queue_reaches_an_app_when_a_driver_ends_a_burst(fak
                 queue._set_closed()  # the shared word and both eventfds, as the driver's end does it
             if at != "in flight":
                 running = asyncio.ensure_future(burst.compute(INPUTS))
-            with pytest.raises(aionn.ExecutionError, match="the driver has ended this burst") as lost:
+            with pytest.raises(aionn.ExecutionError, match="the request is lost") as lost:
                 await running
             assert lost.value.status is ErrorStatus.DEVICE_UNAVAILABLE
             assert isinstance(lost.value.__cause__, QueueClosedError)

@@ -141,6 +141,22 @@ def test_an_app_that_was_stopped_does_not_count_that_time() -> None:
     assert case.hung_after(10) is not None
 
 
+@pytest.mark.parametrize("since_s", [0, 1, 1800])
+def test_a_verdict_tells_the_time_that_the_watch_has_counted_whatever_the_page_says(since_s: int) -> None:
+    """The page may be damaged, so that a run seems to have begun with the machine, or in the future."""
+    for usual, why in ((None, "has finished nothing and used no CPU for 10.0 s"), (0.001, "executes one request for 1")):
+        case = Case(cpu_decides=usual is None)
+        case.usual = usual
+        case.executing = (Execution(0, 1, since_s * S),)
+        hang = None
+        while hang is None:
+            hang = case.tick()
+        assert hang.why.startswith(why)
+        assert 10 <= hang.waited_s < 12
+        if since_s > 1000:
+            break  # a run that has not begun yet is not slow
+
+
 def test_a_driver_on_an_accelerator_is_judged_by_its_own_history_only() -> None:
     case = Case(cpu_decides=False)
     case.begin()

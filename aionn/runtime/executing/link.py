@@ -40,6 +40,7 @@ class LinkOptions(msgspec.Struct, frozen=True):
         depth: so many requests may be in flight at once.
         queue_capacity: datums per queue.
         low_power: whether the app's end never stays awake while it waits.
+        patience_s: the driver is asked about a request that is unanswered for longer.
         anticipate: whether the driver may run the model shortly before it expects a request.
         name: of the burst, as the app named it, or empty.
     """
@@ -47,6 +48,7 @@ class LinkOptions(msgspec.Struct, frozen=True):
     depth: int
     queue_capacity: int
     low_power: bool
+    patience_s: float
     anticipate: bool = False
     name: str = ""
 
@@ -159,12 +161,15 @@ async def open_queues(
     except BaseException:
         requests.close()
         raise
-    controller = ExecutionBurstController(requests, results, depth=options.depth, low_power=options.low_power, counts=counts)
+    controller = ExecutionBurstController(
+        requests, results, depth=options.depth, low_power=options.low_power, patience_s=options.patience_s, counts=counts
+    )
     try:
         context = await prepared.configure_execution_burst(frames, requests.descriptor(), results.descriptor(), options.anticipate)
     except BaseException:
         controller.end(CallerError("the burst could not be opened"))
         raise
+    controller.ask = context.ask
     for queue in (requests, results):
         queue.forget_descriptor()
     return controller, context

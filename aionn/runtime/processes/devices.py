@@ -164,6 +164,7 @@ class Devices:
         homes: where the installed engines are.
         check_use: raises a `CallerError` where the app may not use the runtime. `Runtime.open` sets it.
         reports: what the runtime shows of itself, or None without a runtime.
+        settings: of all driver processes.
         backend: where a miss asks for an artifact before it compiles, or None.
     """
 
@@ -172,7 +173,7 @@ class Devices:
         self.reports = reports
         self.backend: CompileBackend | None = None
         self.check_use: Callable[[], None] = self.check_open
-        self._settings = settings
+        self.settings = settings
         self.homes = Homes()
         self.by_name: dict[str, Device] = {name: Device(name, self) for name in self.homes.engines}
         self._workers: set[DriverProcess] = set()
@@ -297,7 +298,7 @@ class Devices:
         schedule = WHEN_IDLE if device.low_priority is None else USUAL
         home = self.homes.home(device.name)
         reports = None if self.reports is None else DriverReports(self.reports, device.name, device.low_priority is None)
-        process = device._process = DriverProcess(device.name, self.tasks, schedule, home, self._settings, spawned, reports)
+        process = device._process = DriverProcess(device.name, self.tasks, schedule, home, self.settings, spawned, reports)
         device._starts += 1
         return process
 
@@ -340,7 +341,7 @@ class Devices:
 
     def bounded_threads(self, threads: int) -> int:
         """Return that number of threads, or what `Runtime(threads=)` allows if that is less."""
-        return min(threads, self._settings.threads or threads)
+        return min(threads, self.settings.threads or threads)
 
     def start_worker(self, name: str, threads: int) -> DriverProcess:
         """Start one more driver process of that device at low priority, on `threads` CPUs. The caller must end it.
@@ -352,7 +353,7 @@ class Devices:
         """
         name = self.find(name).name
         self.check_open()
-        process = DriverProcess(name, self.tasks, str(threads), self.homes.home(name), self._settings)
+        process = DriverProcess(name, self.tasks, str(threads), self.homes.home(name), self.settings)
         self._workers = {worker for worker in self._workers if worker.alive} | {process}
         return process
 

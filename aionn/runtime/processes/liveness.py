@@ -9,7 +9,8 @@ A driver hangs if one of these lasts for `hang_s`:
 
 A first execution that computes, a load and a compile do not count as a hang, however long they take. A load or a compile that uses less
 than 1 % of a CPU for COMPILE_STALL_S is reported in the same way, and never killed. The watch counts only time in which the watch
-itself ran. So a stopped app or a suspended machine does not make a driver look hung. Time without CPU does not count either.
+itself ran. So a stopped app or a suspended machine does not make a driver look hung. Time without CPU does not count either. A verdict
+gives the time that the watch has counted, because a bug in the driver's engine may damage the page.
 
 `Judge` and `StallJudge` decide without I/O, from what they are given. `Witness` looks at the process. `stacks_of` asks a driver that hangs
 for its stacks.
@@ -144,8 +145,7 @@ class Judge:
             self._still_s, self._still_cpu_ns = 0.0, seen.cpu_ns
         if not self._cpu_decides or self._still_s < self._hang_s:
             return None
-        waited_s = (now_ns - began_ns) / 1e9
-        return Hang(waited_s, f"has finished nothing and used no CPU for {waited_s:.1f} s of an execution")
+        return Hang(self._still_s, f"has finished nothing and used no CPU for {self._still_s:.1f} s of an execution")
 
     def _too_long(
         self, now_ns: int, counted_s: float, activity: Activity, seen: Evidence | None, usual_s: Callable[[int], float | None]
@@ -163,8 +163,7 @@ class Judge:
             usual = usual_s(execution.slot)
             if usual is not None and age_s > _TIMES_USUAL * usual:
                 self._ages = ages
-                waited_s = (now_ns - execution.since_ns) / 1e9
-                return Hang(waited_s, f"executes one request for {waited_s:.1f} s, where nearly all take at most {usual:.3g} s")
+                return Hang(age_s, f"executes one request for {age_s:.1f} s, where nearly all take at most {usual:.3g} s")
         self._ages = ages
         return None
 
@@ -179,8 +178,7 @@ class Judge:
         self._beatless_s += counted_s
         if self._beatless_s <= self._hang_s + 2 * BEAT_S:
             return None
-        waited_s = (now_ns - activity.heartbeat_ns) / 1e9
-        return Hang(waited_s, f"executes nothing, and its event loop has stood still for {waited_s:.1f} s")
+        return Hang(self._beatless_s, f"executes nothing, and its event loop has stood still for {self._beatless_s:.1f} s")
 
 
 class StallJudge:

@@ -94,7 +94,7 @@ class DriverProcess:
             reports.spawned(spawned.pid)
         self._calls: asyncio.Queue[tuple[int, CallBody, Descriptors] | None] = asyncio.Queue()
         tasks.start_soon(self._answer_calls, name=f"answers to {name}")
-        tasks.start_soon(self._watch, settings.hang_s, name=f"watch over {name}")
+        tasks.start_soon(self._watch, settings, name=f"watch over {name}")
         self.connection = Connection(ours, self._call, self._socket_ended, self._greeted)
 
     @property
@@ -169,7 +169,7 @@ class DriverProcess:
             )
         else:
             try:
-                self._page = PageReader(descriptors.take())
+                self._page = PageReader(descriptors.take(), self.life.started_ns)
             except LayoutError as error:
                 raise ControlError(str(error)) from error
             self._page.trace_until(traced_until_ns())
@@ -202,8 +202,9 @@ class DriverProcess:
                 assert self._remote is not None
                 answering.start_soon(self._remote.answer, *call)
 
-    async def _watch(self, hang_s: float | None) -> None:
+    async def _watch(self, settings: Settings) -> None:
         """Kill the driver if it hangs. With `hang_s` None, only log the hang."""
+        hang_s = settings.hang_s
 
         def hangs(hang: Hang, stack: str) -> None:
             outcome = "hang_s is None, so the driver is not killed" if hang_s is None else "the driver is killed"
@@ -218,7 +219,7 @@ class DriverProcess:
 
         await self._started.wait()
         if self._page is not None and self._remote is not None:
-            judge = Judge(hang_s or DEFAULT_HANG_S, self._remote.type is DeviceType.CPU, time.monotonic_ns(), self._when_idle)
+            judge = Judge(settings.hang_s or DEFAULT_HANG_S, self._remote.type is DeviceType.CPU, time.monotonic_ns(), self._when_idle)
             # A process in between (a wrapper around Python) would not survive a driver's own signal.
             ask = partial(self._child.signal, STACKS_SIGNAL) if self._page.pid == self.pid else None
             await watch(self._page, judge, self._ended, ask, hangs, partial(setattr, self.life, "hang"))

@@ -34,6 +34,7 @@ from aionn.runtime.executing.frames import Frames
 from aionn.runtime.executing.link import Link, LinkOptions
 from aionn.runtime.executing.links import open_link, release
 from aionn.runtime.preparing.renewal import Renewal
+from aionn.runtime.processes.spawning import DEFAULT_HANG_S
 from aionn.runtime.serving.members import Rest
 from aionn.runtime.serving.serving import Serving
 from aionn.runtime.streaming.drops import Drops
@@ -41,6 +42,7 @@ from aionn.tasks import call_soon_from_anywhere
 
 if TYPE_CHECKING:
     from aionn.runtime.executing.links import AnyLink
+    from aionn.runtime.session import Session
 
 _NOT_OPEN = "the burst is not open; use it inside `async with compilation.burst() as burst`"
 
@@ -206,6 +208,10 @@ class BurstConnection:
             link = self.link
             if link is not None and link.alive:
                 return link
+            if link is not None and link.serving.alive:
+                await _ended_at_driver(link, self.session)
+                self.link = None if self.link is link else self.link
+                continue
             with self._compiled.use.hold():
                 serving = await self._renewal.live(deadline_ns)
                 with trace.span("burst.connect", device=serving.device, stage=serving.stage, **trace_of(self)):
@@ -309,7 +315,8 @@ class Connections:
             model = self.renewal.model
             queue_capacity = enough_datums((*model.inputs.values(), *model.outputs.values()))
         low_power = self.renewal.request.options.preference is ExecutionPreference.LOW_POWER
-        options = LinkOptions(depth, queue_capacity, low_power, anticipate, name or "")
+        patience_s = self.renewal.session.devices.settings.hang_s or DEFAULT_HANG_S
+        options = LinkOptions(depth, queue_capacity, low_power, patience_s, anticipate, name or "")
         connection = BurstConnection(
             self.renewal, self.executor(depth + 1, Kind.SINGLE if name is None else Kind.BURST, name or ""), options
         )
@@ -358,3 +365,18 @@ def _disconnect(connection: BurstConnection) -> None:
 async def _close(link: AnyLink) -> None:
     await link.wait_idle()
     await link.aclose(CallerError("this stage has been replaced"))
+
+
+async def _ended_at_driver(link: AnyLink, session: Session) -> None:
+    """Return when the driver has closed its end of a link whose queues are broken. A caller that leaves does not stop that.
+
+    The driver may still run a request that is lost, over a frame that the next request gets.
+    """
+    closed = anyio.Event()
+
+    async def close() -> None:
+        await _close(link)
+        closed.set()
+
+    session.tasks.start_soon(close, name="a broken link")
+    await closed.wait()
