@@ -128,7 +128,7 @@ def activity(words: Sequence[int], started_ns: int = 0) -> Activity:
     compiling, loading = words[COMPILES_BEGUN] > words[COMPILES_ENDED], words[LOADS_BEGUN] > words[LOADS_ENDED]
     acts_ns, beat_ns = words[COMPILING_SINCE] if compiling else words[LOADING_SINCE], words[HEARTBEAT]
     now_ns = time.monotonic_ns()  # after all times were read
-    executing = [one if started_ns <= one.since_ns <= now_ns else one._replace(since_ns=0) for one in executing]
+    executing = [one if started_ns <= one.since_ns <= now_ns else Execution(one.slot, one.number, 0) for one in executing]
     ended_ns = ended_ns if started_ns <= ended_ns <= now_ns else 0
     since_ns = acts_ns if started_ns <= acts_ns <= now_ns else 0
     state: State = "compiling" if compiling else "loading"

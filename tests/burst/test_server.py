@@ -303,6 +303,29 @@ class _NoModel:
         return None
 
 
+@pytest.mark.parametrize("identity", [1, 2])
+async def test_the_listener_runs_no_request_whose_deadline_has_passed(identity: int) -> None:
+    """Also where the executor asks for no deadline, and where the packet is known already."""
+    requests, results = MessageQueue.create(DATUM_BYTES, 64), MessageQueue.create(DATUM_BYTES, 64)
+    prepared, slots = _NoModel(), Slots()
+    slots.add(0)
+    server = ExecutionBurstServer.create(slots, duplicated(requests.descriptor()), duplicated(results.descriptor()), prepared)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(server.serve)
+        client = RawClient(requests, results, slots, server, None)  # type: ignore[arg-type]
+        for known in range(1, identity):
+            assert (await client.answer_to(packet(identity=known))).result.status is ErrorStatus.NONE
+        runs = len(prepared.pools)
+        late = await client.answer_to(packet(identity=identity, deadline_ns=1))
+        assert (late.identity, late.result.status) == (identity, ErrorStatus.MISSED_DEADLINE_TRANSIENT)
+        assert "before the driver began" in late.result.message
+        assert len(prepared.pools) == runs == identity - 1
+        await server.aclose()
+    requests.close()
+    results.close()
+    slots.close()
+
+
 class _ByHand(DefaultBurstExecutorWithCache):
     """An executor with a cache of its own, over the other."""
 

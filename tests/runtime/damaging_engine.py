@@ -28,7 +28,7 @@ NAME = "tests.runtime.damaging_engine:DamagingEngine"
 
 LOSE_NEXT, FREEZE_PAGE, COMPUTE_LONG = -1.0, -2.0, -3.0
 """Wait for the next request and take it out of the queue. Say on the page that a run goes on which began in the future. Use a CPU for
-2.5 seconds, which damages nothing."""
+3.5 seconds, which damages nothing."""
 
 QUEUE_BYTES = layout.grantors_for(24, 1024)[1]
 _QUEUE_WORDS = (
@@ -123,7 +123,7 @@ class DamagingExecutable(FakeExecutable):
         elif order == FREEZE_PAGE:
             freeze_page()
         elif order == COMPUTE_LONG:
-            until = time.monotonic() + 2.5
+            until = time.monotonic() + 3.5
             while time.monotonic() < until:
                 pass
         return report

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 import aionn
 from aionn import trace
 from aionn.errors import CallerError
+from aionn.remote.control import HasRequest, RequestFound
 from aionn.runtime.executing import frames
 from aionn.runtime.executing.arguments import Arguments
 from aionn.runtime.executing.frames import Frames, fill_large
@@ -82,6 +83,39 @@ async def test_a_stream_of_large_inputs_lets_the_loop_run_before_each() -> None:
                 assert outputs["input_out"][0, -1] == outputs["input_out"][0, 0] == value
                 assert turns > before
             app.cancel_scope.cancel()
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("elements", [16, frames.LARGE_BYTES // 4])
+async def test_a_later_frame_of_another_dtype_is_refused_and_never_cast(elements: int) -> None:
+    model = Model.from_onnx(identity_model({"input": (1, elements)}))
+    async with aionn.Runtime() as runtime:
+        compiled = await runtime.compile(model, devices=("reference",))
+        async with compiled.burst() as burst:
+            good = np.full((1, elements), 1.5, np.float32)
+            for _ in range(3):
+                assert (await burst.compute({"input": good}))["input_out"][0, -1] == 1.5
+            assert burst._connection.usual[0] is not None  # the next one may take the short way
+            for dtype in (np.float64, np.float16, np.int32):
+                with pytest.raises(aionn.CallerError, match="float32"):
+                    await burst.compute({"input": good.astype(dtype)})
+            assert burst.statistics()["computed"] == 3
+
+
+@pytest.mark.anyio
+async def test_a_burst_that_is_closed_leaves_nothing_of_it_in_the_driver() -> None:
+    model = Model.from_onnx(identity_model({"input": (4,)}))
+    async with aionn.Runtime() as runtime:
+        compiled = await runtime.compile(model, devices=("reference",))
+        async with compiled.burst() as burst:
+            await burst.compute({"input": np.zeros(4, np.float32)})
+            link = burst._connection.link
+            assert isinstance(link, Link)
+            connection, number = link.prepared.device.connection, link.context._number
+            found, _ = await connection.call(HasRequest(number, 1), RequestFound)  # the driver has the burst
+            assert not found.known
+        with pytest.raises(aionn.CallerError, match="does not exist"):
+            await connection.call(HasRequest(number, 1), RequestFound)
 
 
 @pytest.mark.anyio

@@ -46,6 +46,9 @@ if TYPE_CHECKING:
 
 _NOT_OPEN = "the burst is not open; use it inside `async with compilation.burst() as burst`"
 
+_AFTER_A_VERDICT_S = 0.4
+"""A request is asked for so much later than `hang_s`. The question makes a driver run, and one that hangs is judged by then."""
+
 _NOTHING = (None, None, None)
 
 
@@ -315,7 +318,7 @@ class Connections:
             model = self.renewal.model
             queue_capacity = enough_datums((*model.inputs.values(), *model.outputs.values()))
         low_power = self.renewal.request.options.preference is ExecutionPreference.LOW_POWER
-        patience_s = self.renewal.session.devices.settings.hang_s or DEFAULT_HANG_S
+        patience_s = (self.renewal.session.devices.settings.hang_s or DEFAULT_HANG_S) + _AFTER_A_VERDICT_S
         options = LinkOptions(depth, queue_capacity, low_power, patience_s, anticipate, name or "")
         connection = BurstConnection(
             self.renewal, self.executor(depth + 1, Kind.SINGLE if name is None else Kind.BURST, name or ""), options
