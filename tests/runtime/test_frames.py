@@ -103,19 +103,34 @@ async def test_a_later_frame_of_another_dtype_is_refused_and_never_cast(elements
 
 
 @pytest.mark.anyio
-async def test_a_burst_that_is_closed_leaves_nothing_of_it_in_the_driver() -> None:
+@pytest.mark.parametrize("end", ["the burst is closed", "its link is replaced", "its link is of no use"])
+async def test_a_link_that_ends_leaves_nothing_of_it_in_the_driver(end: str) -> None:
     model = Model.from_onnx(identity_model({"input": (4,)}))
     async with aionn.Runtime() as runtime:
         compiled = await runtime.compile(model, devices=("reference",))
         async with compiled.burst() as burst:
             await burst.compute({"input": np.zeros(4, np.float32)})
-            link = burst._connection.link
+            burst_connection = burst._connection
+            link, serving = burst_connection.link, burst_connection._compiled.serving
             assert isinstance(link, Link)
+            assert serving is not None
+            if end == "its link is of no use":
+                change = await burst_connection.prepare(serving)
+                assert isinstance(change._link, Link)
+                link = change._link
             connection, number = link.prepared.device.connection, link.context._number
             found, _ = await connection.call(HasRequest(number, 1), RequestFound)  # the driver has the burst
             assert not found.known
-        with pytest.raises(aionn.CallerError, match="does not exist"):
-            await connection.call(HasRequest(number, 1), RequestFound)
+            if end == "its link is replaced":
+                change = await burst_connection.prepare(serving)
+                change.commit()
+                await change.retire()
+            elif end == "its link is of no use":
+                await link.aclose(aionn.CallerError("another stage has been swapped in"))
+            else:
+                await burst.aclose()
+            with pytest.raises(aionn.CallerError, match="does not exist"):
+                await connection.call(HasRequest(number, 1), RequestFound)
 
 
 @pytest.mark.anyio
