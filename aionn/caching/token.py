@@ -68,10 +68,9 @@ class KeyParts:
     def __post_init__(self) -> None:
         if len(self.app_token) != CACHE_TOKEN_BYTES:
             raise CallerError(f"cache token of {len(self.app_token)} bytes: a token has {CACHE_TOKEN_BYTES}; take model.token or a SHA-256")
-        if not all(0 <= index < 2**32 for operation in self.operations or () for index in operation):
+        if self.operations and not all(0 <= index < 2**32 for operation in self.operations for index in operation):
             raise CallerError("operations of a cache key: an index does not fit into 32 bits")
-        names = [name for name, _ in self.options]
-        if names != sorted(set(names)):
+        if self.options and (names := [name for name, _ in self.options]) != sorted(set(names)):
             raise CallerError(f"options of a cache key {names}: sort them by name, and give each name once")
 
 
@@ -85,20 +84,25 @@ def _sized(payload: bytes) -> bytes:
 
 def encode_parts(parts: KeyParts) -> bytes:
     """Return the canonical encoding, which is the same on every run and machine."""
-    fields = [_MAGIC, _field(_TOKEN, bytes(parts.app_token))]
+    before, version, after = _encoded_around_version(parts)
+    return _MAGIC + before + version + after
+
+
+def _encoded_around_version(parts: KeyParts) -> tuple[bytes, bytes, bytes]:
+    """Return the fields before the device's version, that field, and the fields behind it."""
+    before = _field(_TOKEN, bytes(parts.app_token))
     if parts.operations is not None:
-        fields.append(_field(_OPERATIONS, b"".join(_OPERATION.pack(*operation) for operation in parts.operations)))
+        before += _field(_OPERATIONS, b"".join([_OPERATION.pack(*operation) for operation in parts.operations]))
     # surrogatepass: a device name read from the file system may hold bytes that are not UTF-8.
-    fields.append(_field(_DEVICE, parts.device.encode("utf-8", "surrogatepass")))
-    fields.append(_field(_VERSION, parts.device_version.encode("utf-8", "surrogatepass")))
-    fields.append(_field(_PREFERENCE, _INT.pack(parts.preference)))
+    before += _field(_DEVICE, parts.device.encode("utf-8", "surrogatepass"))
+    after = _field(_PREFERENCE, _INT.pack(parts.preference))
     if parts.priority is not None:
-        fields.append(_field(_PRIORITY, _INT.pack(parts.priority)))
+        after += _field(_PRIORITY, _INT.pack(parts.priority))
     if parts.options:
-        fields.append(
-            _field(_OPTIONS, b"".join(_sized(name.encode("utf-8", "surrogatepass")) + _sized(value) for name, value in parts.options))
+        after += _field(
+            _OPTIONS, b"".join([_sized(name.encode("utf-8", "surrogatepass")) + _sized(value) for name, value in parts.options])
         )
-    return b"".join(fields)
+    return before, _field(_VERSION, parts.device_version.encode("utf-8", "surrogatepass")), after
 
 
 def _fields(encoded: bytes) -> Iterator[tuple[int, bytes]]:
@@ -166,9 +170,9 @@ class Keys(NamedTuple):
 
 def encoded_keys(parts: KeyParts) -> Keys:
     """Encode the parts once, and return their keys."""
-    encoded = encode_parts(parts)
-    without_version = b"".join(_field(tag, payload) for tag, payload in _fields(encoded) if tag != _VERSION)
-    return Keys(encoded, blake3(encoded).digest(), blake3(_FAMILY_MAGIC + without_version).digest())
+    before, version, after = _encoded_around_version(parts)
+    encoded = _MAGIC + before + version + after
+    return Keys(encoded, blake3(encoded).digest(), blake3(_FAMILY_MAGIC + before + after).digest())
 
 
 def device_token(key: bytes, model_digest: bytes) -> bytes:

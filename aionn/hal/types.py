@@ -158,7 +158,7 @@ class Operand:
     default: Default | None = None
 
     def __post_init__(self) -> None:
-        if self.dimensions is not None and any(d < 0 for d in self.dimensions):
+        if self.dimensions and min(self.dimensions) < 0:
             raise CallerError(f"an operand has the dimensions {self.dimensions}, but none may be negative; write 0 for an open one")
 
     @property

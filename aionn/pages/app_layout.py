@@ -234,10 +234,13 @@ def shown_text(name: str) -> str:
     return _text_in(text(name))
 
 
+_NO_TEXT = bytes(TEXT_BYTES)
+
+
 def description(kind: Kind, number: int, parent: int, since_ns: int, texts: Sequence[str]) -> bytes:
     """Return the words of a slot in front of its counters. `texts` are its name, device, stage, burst and runtime."""
     head = struct.pack("=8Q", kind, number, parent, since_ns, 0, 0, 0, 0)
-    return head + b"".join(text(texts[i] if i < len(texts) else "") for i in range(len(TEXTS)))
+    return head + b"".join([text(shown) if shown else _NO_TEXT for shown in texts]) + _NO_TEXT * (len(TEXTS) - len(texts))
 
 
 def view(page: bytes) -> PageView:

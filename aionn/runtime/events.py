@@ -71,26 +71,27 @@ class Events:
     """Who listens to one runtime.
 
     Attributes:
+        streams: those that live.
         ended: whether the runtime was closed, so that no event follows.
     """
 
     def __init__(self) -> None:
-        self._streams: weakref.WeakSet[EventStream] = weakref.WeakSet()
+        self.streams: weakref.WeakSet[EventStream] = weakref.WeakSet()
         self.ended = False
 
     def add(self, stream: EventStream) -> None:
         """Give a stream all events from now on, as long as the stream lives."""
-        self._streams.add(stream)
+        self.streams.add(stream)
 
     def publish(self, event: Event) -> None:
         """Give an event to all streams."""
-        for stream in list(self._streams):
+        for stream in list(self.streams):
             stream.put(event)
 
     def end(self) -> None:
         """End all streams."""
         self.ended = True
-        for stream in list(self._streams):
+        for stream in list(self.streams):
             stream.wake()
 
 

@@ -89,6 +89,11 @@ class CompilationReports:
         self.low_priority = priority is Priority.LOW
         self._listener = None if named.on_event is None else Listener(named.on_event, named.name)
 
+    @property
+    def heard(self) -> bool:
+        """Whether an event would reach a listener."""
+        return self._listener is not None or bool(self.of_runtime.events.streams)
+
     def publish(self, event: Event) -> None:
         """Give an event to the listeners of the runtime and of the compilation."""
         self.of_runtime.publish(event)
@@ -163,7 +168,8 @@ class Progress:
             else:
                 self._number = next(_numbers)
             self._reports.of_runtime.under_way[self._number] = self
-        self._reports.publish(CompileStarted(compilation=self.named.name, device=self.device))
+        if self._reports.heard:
+            self._reports.publish(CompileStarted(compilation=self.named.name, device=self.device))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
@@ -181,8 +187,9 @@ class Progress:
                 reason = str(error)
             if not self._failure_counted and device and not isinstance(error, CallerError):
                 self._reports.compiled(device, None, took_ns)
-        done = CompileDone(compilation=self.named.name, device=device, outcome=outcome, reason=reason, seconds=took_ns / 1e9)
-        self._reports.publish(done)
+        if self._reports.heard:
+            done = CompileDone(compilation=self.named.name, device=device, outcome=outcome, reason=reason, seconds=took_ns / 1e9)
+            self._reports.publish(done)
         if self._expected is not None:
             self._expected.device = self.device
             self._reports.of_runtime.under_way[self._number] = self._expected
@@ -196,7 +203,8 @@ class Progress:
 
     def enter(self, device: str, step: str, expected_s: float | None = None) -> None:
         """Begin a step on a device; see `step`."""
-        self._end_step(device)
+        if device in self._steps:
+            self._end_step(device)
         now_ns = time.monotonic_ns()
         self._steps[device] = step, now_ns
         if self.step != step or self.device != device:
@@ -204,8 +212,9 @@ class Progress:
         self.device, self.step = device, step
         if self._on_step is not None:
             self._on_step(step)
-        expected_s = self._reports.took_s.get((device, step)) if expected_s is None else expected_s
-        self._reports.publish(CompileStep(compilation=self.named.name, device=device, step=step, expected_s=expected_s))
+        if self._reports.heard:
+            expected_s = self._reports.took_s.get((device, step)) if expected_s is None else expected_s
+            self._reports.publish(CompileStep(compilation=self.named.name, device=device, step=step, expected_s=expected_s))
 
     def says(self, device: str, words: str) -> None:
         """Show the words of a compile backend as the step of a device. They belong to the step that has begun, which goes on."""
@@ -224,9 +233,8 @@ class Progress:
         self.failure, self.step, self.step_ns = why, FAILED, time.monotonic_ns()
 
     def _end_step(self, device: str) -> None:
-        if device in self._steps:
-            step, began_ns = self._steps.pop(device)
-            self._reports.took_s[device, step] = (time.monotonic_ns() - began_ns) / 1e9
+        step, began_ns = self._steps.pop(device)
+        self._reports.took_s[device, step] = (time.monotonic_ns() - began_ns) / 1e9
 
     @contextmanager
     def on(self, device: str) -> Iterator[OneDevice]:
