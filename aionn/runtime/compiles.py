@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -131,36 +132,35 @@ async def compiled(opened: Opened, asked: Asked, most_threads: int, policy: Stag
     Raises: as `Runtime.compile`.
     """
     request = asked.request(opened, most_threads)
+    first = next(iter(opened.devices.installed if request.candidates is None else request.candidates), "")
+    progress = None if asked.mode == "jit" else Progress(request.reports, first, cause="first")
+    about = trace.about(model=request.reports.named.name)
     deadline_ns = request.options.deadline_ns
-    if deadline_ns is None:
-        return await _compiled(opened, asked, request, policy)
-    with anyio.move_on_after(seconds_until(deadline_ns)):
-        return await _compiled(opened, asked, request, policy)
-    raise DeadlineError(f"the model was not prepared within {asked.timeout_s} s; the compile has been cancelled")
-
-
-async def _compiled(opened: Opened, asked: Asked, request: CompileRequest, policy: StagePolicy | None) -> Compilation:
-    session, named = opened.session, request.reports.named
-    if asked.mode == "jit":
-        request = await _completed(opened, asked, request)
-        await read(session.tasks, request.model)  # the first execution is laid out before it is compiled
-        parts = CompilationParts(session, request)
-    else:
-        first = next(iter(opened.devices.installed if request.candidates is None else request.candidates), "")
-        with (
-            Progress(request.reports, first, cause="first") as progress,
-            trace.about(model=named.name),
-            trace.span("compile", preference=request.options.preference.name.lower()),
-        ):
-            request = await _completed(opened, asked, request)
-            if policy is not None:
-                parts = await _staged(session, request, policy, progress)
-            else:
-                found = await prepare_on_best(opened.devices, request)
-                progress.outcomes = found[1]
-                parts = CompilationParts(session, request, found)
-    opened.add(parts)
+    parts: CompilationParts | None = None
+    with progress or nullcontext(), about, trace.span("compile", preference=request.options.preference.name.lower()):
+        # Inside, so that listeners get the deadline as the reason.
+        with nullcontext() if deadline_ns is None else anyio.move_on_after(seconds_until(deadline_ns)):
+            parts = await _parts(opened, asked, request, policy, progress)
+        if parts is None:
+            raise DeadlineError(f"the model was not prepared within {asked.timeout_s} s; the compile has been cancelled")
+        opened.add(parts)
     return Compilation(parts)
+
+
+async def _parts(
+    opened: Opened, asked: Asked, request: CompileRequest, policy: StagePolicy | None, progress: Progress | None
+) -> CompilationParts:
+    """Prepare the model now, or at its first use without a `progress`. Return the parts of its compilation."""
+    session = opened.session
+    request = await _completed(opened, asked, request)
+    if progress is None:
+        await read(session.tasks, request.model)  # the first execution is laid out before it is compiled
+        return CompilationParts(session, request)
+    if policy is not None:
+        return await _staged(session, request, policy, progress)
+    found = await prepare_on_best(opened.devices, request)
+    progress.outcomes = found[1]
+    return CompilationParts(session, request, found)
 
 
 async def _completed(opened: Opened, asked: Asked, request: CompileRequest) -> CompileRequest:
