@@ -18,14 +18,14 @@ from tests.bench import size
 
 # step: calls, files, bytecodes (of Python 3.11)
 MOST: dict[str, tuple[int, int, int]] = {
-    "compile without cache": (483, 61, 9_500),
-    "MISS": (871, 90, 13_900),
-    "HIT": (412, 65, 8_100),
-    "compute, first of a compilation": (490, 55, 12_800),
+    "compile without cache": (440, 57, 8_600),
+    "MISS": (790, 85, 12_700),
+    "HIT": (355, 60, 7_000),
+    "compute, first of a compilation": (520, 55, 12_900),
     "compute, hot": (12, 5, 383),
-    "burst, open": (243, 37, 6_400),
+    "burst, open": (230, 37, 6_200),
     "burst.compute, usual": (6, 3, 253),
-    "swap": (1_800, 99, 38_000),
+    "swap": (1_500, 95, 31_500),
 }
 MOST_CODE_LINES = 41_800
 MOST_FILES = 415
