@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from typing import assert_type
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,11 +23,17 @@ async def camera(count: int) -> AsyncIterator[aionn.Item]:
         yield aionn.Item({"x": np.full((1, 16), number, np.float32)}, tag=number)
 
 
+def pictures() -> Iterator[dict[str, Picture]]:
+    yield {"x": np.zeros((1, 16), np.float32)}
+
+
 async def stream(burst: aionn.Burst) -> list[Picture]:
     found: list[Picture] = []
     async for result in burst.map(camera(3), policy="latest", depth=2, deadline_s=0.5):
+        assert_type(result, aionn.StreamResult)
         print(result.seq, result.age_s, result.stage, result.tag)
         found.append(result.outputs["y"])
+    found += [result.outputs["y"] async for result in burst.map(pictures())]
     return found
 
 
@@ -34,7 +41,20 @@ async def state_of(compilation: aionn.Compilation) -> aionn.DeviceMemory:
     state = await compilation.allocate(inputs=("state",), outputs=("stateN",), shape=(2, 1, 128))
     await state.copy_from(np.zeros((2, 1, 128), np.float32))
     await state.reset()
+    assert_type(state.shape, tuple[int, ...] | None)
+    print((await state.snapshot()).shape)
     return state
+
+
+async def chain(first: aionn.Compilation, second: aionn.Compilation) -> aionn.Outputs:
+    memory = aionn.Memory.allocate(64)
+    begun = first.start({"x": np.ones((1, 16), np.float32)}, outputs={"y": memory})
+    return await second.start({"x": memory}, after=(begun,))
+
+
+def report(health: aionn.Health) -> list[str]:
+    lines = [f"{device.name} {device.pid}: {device.reason}" for device in health.devices if device.state == "hung"]
+    return lines + [f"{compilation.name}: {compilation.seconds:.1f} s" for compilation in health.compilations]
 
 
 async def watch(runtime: aionn.Runtime) -> None:
@@ -65,7 +85,7 @@ async def main(path: str) -> None:
         started = compilation.start({"x": np.ones((1, 16), np.float32)}, timeout_s=1.0)
         print((await started)["y"].dtype, started.done())
         health = runtime.health()
-        print(health.ready, health.state, [str(reason) for reason in health.reasons])
+        print(health.ready, health.state, [str(reason) for reason in health.reasons], report(health))
         for device in runtime.devices:
             print(device.name, device.pid, device.statistics()["starts"])
 
