@@ -107,5 +107,6 @@ def outputs() -> dict[str, Block]:
 
 def the_block(section: str, language: str) -> Block:
     """Return the one block in that language under that heading. Of Python it is the fragment."""
-    (found,) = (block for block in blocks() if (block.section, block.language) == (section, language) and not block.is_program)
+    under = [block for block in blocks() if (block.section, block.language) == (section, language)]
+    (found,) = (block for block in under if (block.is_fragment if language == "python" else not block.is_program))
     return found
