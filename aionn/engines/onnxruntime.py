@@ -44,7 +44,7 @@ import msgspec
 
 from aionn.engines.onnxruntime_artifact import ARTIFACT_FORMAT, WEIGHTS_FILE, WrittenArtifact, without_notes
 from aionn.engines.onnxruntime_errors import compilation_error, without_status
-from aionn.engines.onnxruntime_executable import OnnxRuntimeExecutable
+from aionn.engines.onnxruntime_executable import OnnxRuntimeExecutable, values_refusal
 from aionn.engines.onnxruntime_providers import CPU, Provider, nodes_on, short_names
 from aionn.engines.onnxruntime_weights import InPlace, outside_folder, with_weights_outside
 from aionn.engines.processor import Flushing, instruction_set, run_threads
@@ -219,6 +219,8 @@ class OnnxRuntimeEngine:
         self, session: Any, alive: object, artifact: Callable[[], Artifact] | None, options: CompileOptions
     ) -> OnnxRuntimeExecutable:
         made = OnnxRuntimeExecutable(session, alive, artifact, flush=_flush(options))
+        if refusal := values_refusal(session):
+            raise CompilationError(f"onnxruntime cannot run the model: {refusal}; cast it inside the model", reason=refusal)
         made.runs_on = CPU if self.runs_on == CPU else nodes_on(session, self.runs_on)
         return made
 

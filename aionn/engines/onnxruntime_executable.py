@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aionn.engines.complaints import onnxruntime_failure
-from aionn.engines.elements import PACKED_BITS, PackedRuns, packed_bytes
+from aionn.engines.elements import PACKED_BITS, PackedRuns, pack, packed_bytes
 from aionn.engines.outputs import deliver
 from aionn.engines.processor import Flushing
 from aionn.hal.engine import Artifact, ExecutionReport
@@ -107,10 +107,16 @@ class OnnxRuntimeExecutable:
         return ExecutionReport(made, took_ns)
 
     def run_values(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Run with values that no binding takes: strings, sequences, maps, optionals."""
+        """Run with values that no binding takes: strings, sequences, maps, optionals.
+
+        ONNX Runtime binds dense tensors of numbers only. A run with an absent optional crashes it if its outputs are bound (1.32). So these
+        runs bind nothing. An input of a type that NumPy lacks goes in as a value of ONNX Runtime.
+        """
+        kinds = self._kinds
+        given = {name: _value_of(array, *kinds[name]) if name in kinds else array for name, array in inputs.items()}
         try:
             with self._flushing:
-                return dict(zip(self._outputs, self._session.run(self._outputs, dict(inputs)), strict=True))
+                return dict(zip(self._outputs, self._session.run(self._outputs, given), strict=True))
         except MemoryError:
             raise
         except Exception as error:
@@ -210,6 +216,30 @@ def _forget(executable: weakref.ref[OnnxRuntimeExecutable], key: tuple[object, .
     owner = executable()
     if owner is not None:
         owner._bindings.pop(key, None)
+
+
+def values_refusal(session: Any) -> str:
+    """Return why ONNX Runtime cannot give or take the values of a session, as the end of a sentence. Empty if it can.
+
+    Python gets the outputs of a run with values all at once, as NumPy's arrays.
+    """
+    inputs, outputs = session.get_inputs(), session.get_outputs()
+    if all(port.type.startswith("tensor(") and port.type != "tensor(string)" for port in (*inputs, *outputs)):
+        return ""
+    for side, ports in (("input", inputs), ("output", outputs)):
+        for port in ports:
+            if (side == "output" or port.type not in _KINDS) and any(kind in port.type for kind in _KINDS):
+                return f"{side} {port.name!r} is of type {port.type}, which NumPy lacks, beside strings, sequences, maps or optionals"
+    return ""
+
+
+def _value_of(array: NDArray[Any], number: int, kind: OperandType) -> Any:
+    """Return an array of a type that NumPy lacks as ONNX Runtime's own value."""
+    from onnxruntime import OrtValue  # imported by the engine already
+
+    bits = PACKED_BITS.get(kind)
+    elements = pack(array, bits) if bits else np.ascontiguousarray(array).reshape(array.shape).view(f"u{array.itemsize}")
+    return OrtValue.ortvalue_from_numpy_with_onnx_type(elements, number)
 
 
 def _copied(value: Any, kind: OperandType) -> NDArray[Any]:

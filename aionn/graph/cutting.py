@@ -9,8 +9,9 @@
    if that device can run it, too.
 
 Operations stay together where a tensor between them cannot cross between devices: it is not a dense tensor of a type in `OperandType`, or
-its type is not known. Control flow is one operation, with all that its bodies read. `Constant` nodes belong to no step, and each step that
-reads one has its value. An operation whose results nothing reads is in no step.
+its type is not known. Control flow is one operation, with all that its bodies read. A `Scan` needs the rank of all that it reads, so it
+stays with what makes a tensor of unknown rank. `Constant` nodes belong to no step, and each step that reads one has its value. An operation
+whose results nothing reads is in no step.
 """
 
 from __future__ import annotations
@@ -206,6 +207,9 @@ def _together(flow: Flow, operations: Sequence[int]) -> list[list[int]]:
         for name in flow.reads[index]:
             if name in flow.maker and flow.element_type(name) is None:
                 join(flow.maker[name], index)
+        if flow.needs_ranks(index):
+            for maker in flow.rank_givers(index):
+                join(maker, index)
     _join_circles(flow, operations, root, join)
     units: dict[int, list[int]] = {}
     for index in operations:

@@ -10,6 +10,7 @@ from aionn.errors import CompilationError
 from aionn.graph.checking import TYPES, border
 from aionn.graph.constants import PayloadOf
 from aionn.hal.types import Default
+from aionn.hal.values import joined_texts, split_texts
 
 __all__ = ["MOST_DEFAULT_BYTES", "take_defaults"]
 
@@ -41,7 +42,7 @@ def take_defaults(model: ModelProto, payload_of: PayloadOf) -> dict[str, Default
         and listed[tensor.name].type.tensor_type.elem_type == tensor.data_type
         and border([listed[tensor.name]], "input")[tensor.name].accepts(tuple(tensor.dims))
     ]
-    if sum(prod(tensor.dims) * TYPES[tensor.data_type].element_bytes for tensor in found) > MOST_DEFAULT_BYTES:
+    if sum(_size(tensor) for tensor in found) > MOST_DEFAULT_BYTES:
         return {}
     defaults = {tensor.name: Default(tuple(tensor.dims), _content(tensor, payload_of)) for tensor in found}
     kept = [TensorProto.FromString(tensor.SerializeToString()) for tensor in model.graph.initializer if tensor.name not in defaults]
@@ -50,16 +51,30 @@ def take_defaults(model: ModelProto, payload_of: PayloadOf) -> dict[str, Default
     return defaults
 
 
+def _size(tensor: TensorProto) -> int:
+    size: int = prod(tensor.dims) * TYPES[tensor.data_type].element_bytes + sum(map(len, tensor.string_data))
+    return size
+
+
 def _content(tensor: TensorProto, payload_of: PayloadOf) -> bytes:
-    """Return a tensor's elements as ml_dtypes and NumPy have them, unpacked."""
+    """Return a tensor's elements as `Default.content` has them."""
+    if tensor.data_type == TensorProto.STRING:
+        content = joined_texts(tensor.string_data)
+        try:
+            split_texts(content, tuple(tensor.dims))
+        except ValueError as error:
+            raise CompilationError(
+                f"initializer {tensor.name!r} cannot be read: {error}; export the model again", reason=str(error)
+            ) from error
+        return content
     payload = payload_of(tensor, f"initializer {tensor.name!r}")
     if payload is not None:
         length, fill = payload
-        content = bytearray(length)
-        fill(memoryview(content))
+        filled = bytearray(length)
+        fill(memoryview(filled))
         tensor.ClearField("external_data")
         tensor.ClearField("data_location")
-        tensor.raw_data = bytes(content)
+        tensor.raw_data = bytes(filled)
     try:
         return numpy_helper.to_array(tensor).tobytes()
     except (ValueError, TypeError) as error:

@@ -6,11 +6,11 @@ constants here, like initializers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 
 import onnx
-from onnx import GraphProto, ModelProto, NodeProto, ValueInfoProto
+from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, ValueInfoProto
 from onnx.shape_inference import InferenceError
 
 from aionn.graph.checking import TYPES, nested_graphs
@@ -34,6 +34,10 @@ _PRODUCTS = frozenset({"MatMul", "Gemm", "MatMulInteger", "QLinearMatMul"})
 """Operators that make each output element of one row of their first input."""
 _RECURRENT = frozenset({"LSTM", "GRU", "RNN"})
 """Operators that use all weights in each step of a sequence: input 1 for the step's input, input 2 for the state."""
+
+
+_Functions = Mapping[tuple[str, str], FunctionProto]
+"""The model's own functions, by domain and name."""
 
 
 class Flow:
@@ -64,7 +68,41 @@ class Flow:
         self.makes = [tuple(filter(None, node.output)) for node in graph.node]
         self.maker = {name: index for index, names in enumerate(self.makes) for name in names if name not in self.constant_nodes}
         self._shapes = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
+        self._functions: _Functions = {(function.domain, function.name): function for function in self.whole.functions}
         self._values: dict[str, ValueInfoProto] | None = None
+
+    def _inferred(self) -> dict[str, ValueInfoProto]:
+        """Return what is known of each tensor: what follows from the inputs, else what the file declares. Files do declare wrong shapes."""
+        graph = self.whole.graph
+        known = {value.name: value for value in (*graph.value_info, *graph.output, *graph.input)}
+        bare = onnx.ModelProto()
+        bare.CopyFrom(self.whole)
+        del bare.graph.value_info[:]
+        for value in bare.graph.output:
+            value.ClearField("type")
+        try:
+            inferred = onnx.shape_inference.infer_shapes(bare, data_prop=True).graph
+        except (InferenceError, RuntimeError, ValueError):  # a shape that contradicts itself: then only what the file declares is known
+            return known
+        found = {
+            value.name: value
+            for value in (*inferred.value_info, *inferred.output)
+            if value.name not in self.inputs and value.type.WhichOneof("value") is not None
+        }
+        looped = self._looped(found)
+        known.update((name, value) for name, value in found.items() if name in looped or _says_more(value, known.get(name)))
+        return known
+
+    def _looped(self, inferred: Mapping[str, ValueInfoProto]) -> set[str]:
+        """Return the tensors that follow from a `Loop`, and of which no shape is inferred. A declared shape may not hold for them.
+
+        A `Loop` without an iteration gives outputs of rank 1 in ONNX Runtime (1.32), whatever the rank of a row is.
+        """
+        looped: set[str] = set()
+        for node, reads, makes in zip(self.whole.graph.node, self.reads, self.makes, strict=True):
+            if not looped.isdisjoint(reads) or _has("Loop", node, self._functions):
+                looped.update(name for name in makes if name in inferred and not inferred[name].type.tensor_type.HasField("shape"))
+        return looped
 
     def operations(self, outputs: Iterable[str]) -> list[int]:
         """Return the operations that these outputs need, in order. An operation whose results nothing reads is not among them."""
@@ -80,7 +118,7 @@ class Flow:
     def value(self, name: str) -> ValueInfoProto | None:
         """Return the type and shape of a tensor as far as they are known."""
         if self._values is None:
-            self._values = _inferred(self.whole)
+            self._values = self._inferred()
         return self._values.get(name)
 
     def element_type(self, name: str) -> OperandType | None:
@@ -90,6 +128,28 @@ class Flow:
             return None
         found = TYPES.get(value.type.tensor_type.elem_type)
         return None if found is OperandType.STRING else found  # texts travel in calls that carry values
+
+    def needs_ranks(self, index: int) -> bool:
+        """Return whether an operation has a `Scan` inside, at any depth. ONNX Runtime needs the ranks of all that it makes."""
+        return _has("Scan", self.whole.graph.node[index], self._functions)
+
+    def rank_givers(self, index: int) -> set[int]:
+        """Return the operations without which the ranks of what an operation reads are not known.
+
+        These make tensors of unknown rank. What they read as a shape is made by the others, for an engine may compute it at compile.
+        """
+        givers: set[int] = set()
+        left = [name for name in self.reads[index] if not self._has_rank(name)]
+        while left:
+            maker = self.maker.get(left.pop())
+            if maker is not None and maker not in givers:
+                givers.add(maker)
+                left += [name for name in self.reads[maker] if not self._has_rank(name) or self.element_type(name) is OperandType.INT64]
+        return givers
+
+    def _has_rank(self, name: str) -> bool:
+        value = self.value(name)
+        return name in self._shapes or name in self.constant_nodes or (value is not None and value.type.tensor_type.HasField("shape"))
 
     def work_us(self, index: int) -> float:
         """Estimate how long a CPU needs for an operation, in microseconds: its multiply-adds, its elements, and the nodes inside."""
@@ -120,31 +180,20 @@ class Flow:
         return tuple(axis.dim_value if axis.dim_value > 0 else _OPEN_EXTENT for axis in value.type.tensor_type.shape.dim)
 
 
-def _inferred(whole: ModelProto) -> dict[str, ValueInfoProto]:
-    """Return what is known of each tensor: what follows from the inputs, else what the file declares. Files do declare wrong shapes."""
-    graph = whole.graph
-    known = {value.name: value for value in (*graph.value_info, *graph.output, *graph.input)}
-    bare = onnx.ModelProto()
-    bare.CopyFrom(whole)
-    del bare.graph.value_info[:]
-    for value in bare.graph.output:
-        value.ClearField("type")
-    try:
-        inferred = onnx.shape_inference.infer_shapes(bare, data_prop=True).graph
-    except (InferenceError, RuntimeError, ValueError):  # a shape that contradicts itself: then only what the file declares is known
-        return known
-    inputs = {value.name for value in graph.input}
-    for value in (*inferred.value_info, *inferred.output):
-        if value.name not in inputs and value.type.WhichOneof("value") is not None and _says_more(value, known.get(value.name)):
-            known[value.name] = value
-    return known
-
-
 def _says_more(inferred: ValueInfoProto, declared: ValueInfoProto | None) -> bool:
     """Return whether what was inferred is to be believed. A tensor without a shape is less than a declared one of the same type."""
     if declared is None or inferred.type.WhichOneof("value") != "tensor_type" or declared.type.WhichOneof("value") != "tensor_type":
         return True
     return inferred.type.tensor_type.HasField("shape") or not declared.type.tensor_type.HasField("shape")
+
+
+def _has(operator: str, node: NodeProto, functions: _Functions) -> bool:
+    """Return whether a node is of an operator of ONNX, or has one in its bodies or in the function that it calls."""
+    if node.op_type == operator and node.domain in ("", "ai.onnx"):
+        return True
+    called = functions.get((node.domain, node.op_type))
+    inner = [*(called.node if called is not None else ()), *(it for body in nested_graphs(node) for it in body.node)]
+    return any(_has(operator, it, functions) for it in inner)
 
 
 def _size(graph: GraphProto) -> int:

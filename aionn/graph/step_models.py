@@ -57,8 +57,9 @@ class _Maker:
             Constant(it.name, it.operand, DataLocation(places[it.location.pool_index], it.location.offset, it.location.length))
             for it in constants
         )
-        inputs = [self._value(name) for name in step.inputs]
-        outputs = [self._value(name) for name in step.outputs]
+        border_of_whole = self._flow.whole.graph
+        inputs = [self._value(name, border_of_whole.input) for name in step.inputs]
+        outputs = [self._value(name, (*border_of_whole.input, *border_of_whole.output)) for name in step.outputs]
         return Model(
             graph=self._graph(inputs, outputs, places).SerializeToString(deterministic=True),
             inputs=border(inputs, "input"),
@@ -70,11 +71,13 @@ class _Maker:
             contents=self._contents(constants),
         )
 
-    def _value(self, name: str) -> ValueInfoProto:
-        """The type of a tensor at the border of the step. That of an input or output of the whole model is as the file declares it."""
-        graph = self._flow.whole.graph
-        declared = next((value for value in (*graph.input, *graph.output) if value.name == name), None)
-        found = declared or self._flow.value(name)
+    def _value(self, name: str, declared: Iterable[ValueInfoProto]) -> ValueInfoProto:
+        """Return the type of a tensor at the border of the step.
+
+        An input or output of the whole model is as the file declares it. A step that reads an output of the model gets all that is known
+        of it: a `Scan` needs shapes.
+        """
+        found = next((value for value in declared if value.name == name), None) or self._flow.value(name)
         if found is None:
             raise CompilationError(f"the type of {name!r} is not known, so it cannot cross between devices", reason=f"type of {name!r}")
         return found

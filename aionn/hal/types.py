@@ -133,7 +133,10 @@ _ELEMENT_BYTES |= {OperandType.BFLOAT16: 2, OperandType.STRING: 0}
 
 @dataclass(frozen=True, slots=True)
 class Default:
-    """What an input holds where an app gives nothing for it: a tensor's shape, and its bytes in C order."""
+    """What an input holds where an app gives nothing for it: a tensor's shape, and its content.
+
+    The content is the elements' bytes in C order, as NumPy and ml_dtypes have them. That of texts is as `hal.values.joined_texts` makes it.
+    """
 
     shape: tuple[int, ...]
     content: bytes

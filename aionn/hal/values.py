@@ -8,17 +8,32 @@ have the dtype object and hold `str`. A map's values are numbers or `str` where 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from aionn.errors import CallerError
 from aionn.hal.model import Model
 from aionn.hal.types import Operand, OperandType, Result
 
-__all__ = ["Border", "TypeMessage", "ValueKind", "ValueType", "ValuesResult", "as_messages", "from_messages", "outside_frames"]
+__all__ = [
+    "Border",
+    "TypeMessage",
+    "ValueKind",
+    "ValueType",
+    "ValuesResult",
+    "as_messages",
+    "default_of",
+    "from_messages",
+    "joined_texts",
+    "outside_frames",
+    "split_texts",
+]
 
 MAX_DEPTH = 8
 """A type has at most so many sequences, maps and optionals inside each other."""
@@ -114,6 +129,44 @@ def outside_frames(model: Model) -> str:
         f"{side} {name!r} is of type {operand.word}" for side, all_of in sides for name, operand in all_of.items() if not operand.in_frames
     )
     return next(found, "")
+
+
+_LENGTH = np.dtype("<u4")
+
+
+def joined_texts(texts: Sequence[bytes]) -> bytes:
+    """Return texts of UTF-8 as they travel and lie in defaults: u32 lengths of all of them, then their bytes."""
+    return np.fromiter(map(len, texts), _LENGTH, len(texts)).tobytes() + b"".join(texts)
+
+
+def split_texts(content: bytes | memoryview, shape: tuple[int, ...]) -> NDArray[np.object_]:
+    """Return the texts that `joined_texts` has joined, as an array of that shape.
+
+    Raises:
+        ValueError: the content does not hold so many texts, or a text is not UTF-8.
+    """
+    count = prod(shape)
+    begin = count * _LENGTH.itemsize
+    if begin > len(content):
+        raise ValueError(f"{count} texts cannot lie in {len(content)} bytes")
+    lengths = np.frombuffer(content, _LENGTH, count).tolist() if count else []  # a copy: the peer may still write to the memory
+    if begin + sum(lengths) != len(content):
+        raise ValueError(f"texts of {sum(lengths)} bytes do not fill {len(content) - begin} bytes")
+    texts = np.empty(count, object)
+    for index, length in enumerate(lengths):
+        texts[index] = str(content[begin : begin + length], "utf-8")
+        begin += length
+    return texts.reshape(shape)
+
+
+def default_of(operand: Operand) -> NDArray[Any] | None:
+    """Return what an input holds where an app leaves it out, as an array that may be read only. None: it has no default."""
+    default = operand.default
+    if default is None:
+        return None
+    if operand.type is OperandType.STRING:
+        return split_texts(default.content, default.shape)
+    return np.ndarray(default.shape, operand.type.dtype, default.content)
 
 
 class TypeMessage(msgspec.Struct, frozen=True, array_like=True):

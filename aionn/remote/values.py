@@ -27,14 +27,13 @@ from numpy.typing import NDArray
 
 from aionn.errors import CallerError
 from aionn.hal.types import Operand, OperandType
-from aionn.hal.values import ValueKind, ValueType
+from aionn.hal.values import ValueKind, ValueType, joined_texts, split_texts
 
 MAX_TREE_BYTES = 128 * 2**20
 MAX_TENSORS = 2**20
 """Bounds of one execution's inputs, and of its outputs."""
 
 _ALIGNMENT_BYTES = 64
-_LENGTH = np.dtype("<u4")
 _MAX_RANK = 64
 _MAX_ELEMENTS = 2**48
 """More elements than any machine's memory holds, and few enough for NumPy to count their bytes."""
@@ -170,7 +169,7 @@ def _joined(array: NDArray[Any]) -> bytes:
         if not isinstance(item, str):
             raise _Misfit(f"expected str as every element, got {type(item).__name__} at {index}; decode bytes first")
         parts.append(_utf8(item, f"the text at {index}"))
-    return np.fromiter(map(len, parts), _LENGTH, len(parts)).tobytes() + b"".join(parts)
+    return joined_texts(parts)
 
 
 def _utf8(text: str, what: str) -> bytes:
@@ -265,26 +264,11 @@ class _Decoding:
             )
         self._end = offset + size_bytes
         if strings:
-            return _texts(self._data[offset : self._end], extents)
+            return split_texts(self._data[offset : self._end], extents)
         if offset % operand.type.element_bytes:
             raise _Misfit(f"a tensor begins at byte {offset}, which is not a multiple of {operand.type.element_bytes}")
         array: NDArray[Any] = np.ndarray(extents, operand.type.dtype, self._data, offset if size_bytes else 0)
         return array.copy() if self._owned else array
-
-
-def _texts(place: memoryview, shape: tuple[int, ...]) -> NDArray[Any]:
-    count = prod(shape)
-    begin = count * _LENGTH.itemsize
-    if begin > len(place):
-        raise _Misfit(f"{count} texts cannot lie in {len(place)} bytes")
-    lengths = np.frombuffer(place, _LENGTH, count).tolist()  # a copy: the peer may still write to the memory
-    if begin + sum(lengths) != len(place):
-        raise _Misfit(f"texts of {sum(lengths)} bytes do not fill {len(place) - begin} bytes")
-    texts = np.empty(count, object)
-    for index, length in enumerate(lengths):
-        texts[index] = str(place[begin : begin + length], "utf-8")
-        begin += length
-    return texts.reshape(shape)
 
 
 def _list(node: Any) -> list[Any]:
@@ -316,7 +300,7 @@ def decoded(operands: Mapping[str, Operand], tree: bytes, data: memoryview, what
         decoding = _Decoding(data.toreadonly(), owned)
         for (name, operand), node in zip(operands.items(), nodes, strict=True):
             values[name] = decoding.node(operand, node)
-    except (_Misfit, msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError, TypeError) as error:
+    except (_Misfit, msgspec.DecodeError, ValueError, RecursionError, OverflowError, TypeError) as error:
         at = [name for name in operands if name not in values][:1]
         where = f"{what} {at[0]!r}{error.path}" if isinstance(error, _Misfit) and at else f"the {what}s"
         raise CallerError(f"{where} came in a form that does not fit: {error}") from error

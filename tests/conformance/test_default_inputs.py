@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 import aionn
-from aionn.errors import CallerError
+from aionn.errors import CallerError, CompilationError
 
 pytestmark = [pytest.mark.anyio]
 
@@ -141,3 +141,41 @@ def test_a_default_has_its_type_and_shape_whatever_the_input_leaves_open(raw: bo
     assert operand.default is not None
     assert operand.default.shape == (3,)
     assert operand.default.content == values.view(np.uint8).tobytes()
+
+
+def texts_of(shape: tuple[int, ...]) -> NDArray[np.object_]:
+    texts = np.empty(shape, object)
+    texts[...] = np.array(["é", "ends with a zero\0"], object)[: texts.size].reshape(shape)
+    return texts
+
+
+def joining(default: TensorProto) -> ModelProto:
+    """y = x and text joined, where text is an initializer and an input."""
+    kinds = [helper.make_tensor_value_info(name, TensorProto.STRING, list(default.dims)) for name in ("x", "text", "y")]
+    join = helper.make_node("StringConcat", ["x", "text"], ["y"])
+    graph = helper.make_graph([join], "joining", kinds[:2], kinds[2:], [default])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (2,)])
+async def test_texts_may_be_a_default(shape: tuple[int, ...], tmp_path: Path) -> None:
+    texts = texts_of(shape)
+    default = TensorProto(name="text", data_type=TensorProto.STRING, dims=shape, string_data=[str(text).encode() for text in texts.flat])
+    (tmp_path / "joining.onnx").write_bytes(joining(default).SerializeToString())
+    x, other = np.full(shape, "x", object), np.full(shape, "other", object)
+    async with aionn.Runtime() as runtime:
+        for kind in ("miss", "hit"):
+            model = await runtime.load(tmp_path / "joining.onnx")
+            compilation = await runtime.compile(model, devices=("onnxruntime",), cache_dir=tmp_path / "cache")
+            assert [outcome.kind.value for outcome in compilation.outcomes] == [kind]
+            for given, wanted in (({}, texts), ({"text": other}, other), ({}, texts)):
+                made = (await compilation.compute({"x": x, **given}))["y"]
+                assert (made.shape, made.tolist()) == (shape, np.asarray(x + wanted, object).tolist())
+            await compilation.aclose()
+
+
+@pytest.mark.parametrize(("texts", "why"), [([b"\xff"], "utf-8"), ([b"a", b"b"], "do not fill")])
+def test_texts_that_are_broken_are_refused_by_the_initializers_name(texts: list[bytes], why: str) -> None:
+    default = TensorProto(name="text", data_type=TensorProto.STRING, dims=[1], string_data=texts)
+    with pytest.raises(CompilationError, match=f"initializer 'text' cannot be read: .*{why}"):
+        aionn.Model.from_onnx(joining(default).SerializeToString())

@@ -141,3 +141,36 @@ def test_bits_outside_of_an_element_do_not_reach_its_neighbours(kind: OperandTyp
     packed = pack(stray.view(kind.dtype), bits)
     np.testing.assert_array_equal(packed, pack((stray & (2**bits - 1)).view(kind.dtype), bits))
     np.testing.assert_array_equal(unpack(packed, kind).view(np.uint8) & (2**bits - 1), stray & (2**bits - 1))
+
+
+def beside_a_sequence(kind: OperandType, *, narrow: bool = False) -> aionn.Model:
+    """rows = [x]; wide = few as float32; with `narrow`, again = few."""
+    number = helper.np_dtype_to_tensor_dtype(kind.dtype)
+    nodes = [helper.make_node("SequenceConstruct", ["x"], ["rows"]), helper.make_node("Cast", ["few"], ["wide"], to=TensorProto.FLOAT)]
+    outputs = [helper.make_tensor_sequence_value_info("rows", TensorProto.FLOAT, None), helper.make_tensor_value_info("wide", 1, None)]
+    if narrow:
+        nodes.append(helper.make_node("Identity", ["few"], ["again"]))
+        outputs.append(helper.make_tensor_value_info("again", number, None))
+    inputs = [helper.make_tensor_value_info("few", number, None), helper.make_tensor_value_info("x", TensorProto.FLOAT, [2])]
+    graph = helper.make_graph(nodes, "beside", inputs, outputs)
+    made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 25)], ir_version=13)
+    return aionn.Model.from_onnx(made.SerializeToString())
+
+
+@pytest.mark.parametrize("kind", [*KINDS, OperandType.INT2], ids=lambda kind: kind.value)
+@pytest.mark.parametrize("shape", [(3, 3), (), (0,), (3,)], ids=str)
+async def test_arrays_of_ml_dtypes_go_in_beside_a_sequence(kind: OperandType, shape: tuple[int, ...]) -> None:
+    few = np.asarray(np.resize(np.array([1, 0, 1, 1], np.float32), shape).astype(kind.dtype))
+    x = np.array([1, 2], np.float32)
+    async with aionn.Runtime() as runtime:
+        compilation = await runtime.compile(beside_a_sequence(kind), devices=("onnxruntime",))
+        outputs = await compilation.compute({"few": few, "x": x})
+        np.testing.assert_array_equal(outputs["rows"], [x])
+        np.testing.assert_array_equal(outputs["wide"], few.astype(np.float32), strict=True)
+
+
+async def test_an_output_that_onnxruntime_cannot_return_beside_a_sequence_is_refused_at_compile() -> None:
+    async with aionn.Runtime() as runtime:
+        with pytest.raises(CompilationError, match=r"output 'again' is of type tensor\(bfloat16\), which NumPy lacks") as caught:
+            await runtime.compile(beside_a_sequence(OperandType.BFLOAT16, narrow=True), devices=("onnxruntime",))
+        assert caught.value.reason is not None

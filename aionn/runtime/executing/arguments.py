@@ -17,6 +17,7 @@ from aionn.escapes import escaped
 from aionn.graph import resolve_shapes
 from aionn.hal.model import Model
 from aionn.hal.types import ErrorStatus, Operand, OutputShape, Result
+from aionn.hal.values import default_of
 from aionn.memo import Memo
 from aionn.memory.memory import extents_of
 from aionn.memory.region import PAGE_BYTES
@@ -43,11 +44,7 @@ class Arguments:
         self.names = tuple(model.inputs)
         self._operands = tuple(model.inputs.items())
         self._checks = tuple((name, operand, operand.type.dtype) for name, operand in self._operands)
-        self.defaults = {
-            name: np.frombuffer(operand.default.content, np.uint8).view(operand.type.dtype).reshape(operand.default.shape)
-            for name, operand in self._operands
-            if operand.default is not None
-        }
+        self.defaults = {name: default for name, operand in self._operands if (default := default_of(operand)) is not None}
         self._layouts: Memo[Shapes, FrameLayout] = Memo(_REMEMBERED)
 
     @property
