@@ -5,12 +5,13 @@ Bursts, recurrent streams and device memories hold the `Renewal`, never these pa
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from aionn import trace
-from aionn.errors import AionnError
+from aionn.errors import AionnError, CallerError
 from aionn.hal.values import outside_frames
 from aionn.runtime.executing.arguments import Arguments
 from aionn.runtime.executing.attempt import Attempt, Call, Executor
@@ -26,7 +27,7 @@ from aionn.runtime.serving.serving import Serving
 from aionn.runtime.session import Session
 from aionn.runtime.streaming.connection import BurstConnection, Connections
 from aionn.runtime.streaming.kept_burst import KeptBurst
-from aionn.tasks import bounded_shield, deadline_of, time_left
+from aionn.tasks import bounded_shield
 
 if TYPE_CHECKING:  # most apps make no stages, and start no executions
     from aionn.runtime.executing.starting import Starts
@@ -82,15 +83,8 @@ class CompilationParts:
         return self._starts
 
     async def wait_for_stage(self, staging: Staging, name: str, timeout_s: float | None) -> None:
-        """See `Compilation.wait_for_stage`. A stage is compared with what serves, so a model that was given back is loaded first."""
-        from aionn.runtime.staging.stage import settled
-
-        serving = self.compiled.serving
+        """See `Compilation.wait_for_stage`."""
         with self.compiled.use.hold():
-            if serving is not None and serving.asleep and not settled(staging.stage(name)).is_set():
-                deadline_ns = deadline_of(timeout_s)
-                await self.renewal.live(deadline_ns)
-                timeout_s = time_left(deadline_ns)
             await staging.wait_for(name, timeout_s)
 
     def check_frames(self, what: str) -> None:
@@ -151,7 +145,8 @@ class CompilationParts:
 
         names = tuple(stage.name for stage in stages)
         request = self.renewal.request.without_deadline()
-        target = Target(self.session.devices, self.compiled, request, _trial_runs(self._trials), names)
+        live = partial(_live, weakref.ref(self.renewal))
+        target = Target(self.session.devices, self.compiled, live, request, _trial_runs(self._trials), names)
         self.staging = Staging(target, stages, policy)
         self.session.tasks.start_soon(self.staging.work, name="stages")
 
@@ -169,6 +164,13 @@ class CompilationParts:
 
 def _roles(renewal: Renewal, arguments: Arguments, inputs: Iterable[str], outputs: Iterable[str]) -> Part:
     return part_of(renewal.model, arguments.outputs, inputs, outputs)
+
+
+async def _live(renewal: weakref.ref[Renewal]) -> Serving:
+    found = renewal()
+    if found is None:
+        raise CallerError("the app has dropped this compilation")
+    return await found.live()
 
 
 def _kept_values(bursts: Connections) -> KeptBurst:

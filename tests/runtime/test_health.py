@@ -381,7 +381,7 @@ async def test_an_idle_driver_that_is_stopped_is_stalled_until_it_is_continued(f
         stop(pid)
         try:
             await until(lambda: runtime.health().state == "stalled")
-            assert "executes nothing, and its event loop has stood still" in str(runtime.health())
+            assert "was stopped by a signal, and has not gone on" in str(runtime.health())
         finally:
             os.kill(pid, signal.SIGCONT)
         await until(lambda: runtime.health().state == "serving")

@@ -6,8 +6,9 @@ A driver hangs if one of these lasts for `hang_s`:
                    than 1 % of a CPU. Only for devices that are CPUs: an engine that waits for an accelerator uses none
     too long       one execution takes more than 20 times the 99th percentile of at least 100 executions of its model
     a dead loop    it does nothing, and its event loop does not write its heartbeat
+    stopped        it starts, loads or compiles, and a signal (SIGSTOP) has stopped all of its threads
 
-A first execution that computes, a load and a compile do not count as a hang, however long they take. A load or a compile that uses less
+A first execution that computes, a load and a compile do not count as a hang, however long they run. A load or a compile that uses less
 than 1 % of a CPU for COMPILE_STALL_S is reported in the same way, and never killed. The watch counts only time in which the watch
 itself ran. So a stopped app or a suspended machine does not make a driver look hung. Time without CPU does not count either. A verdict
 gives the time that the watch has counted, because a bug in the driver's engine may damage the page.
@@ -72,10 +73,12 @@ class Evidence(msgspec.Struct, frozen=True):
     Attributes:
         runnable: whether one of its threads runs, is ready to run, or waits for a disk.
         cpu_ns: CPU time that it has used since it began.
+        stopped: whether a signal has stopped all of its threads.
     """
 
     runnable: bool
     cpu_ns: int
+    stopped: bool = False
 
 
 class Judge:
@@ -168,17 +171,20 @@ class Judge:
         return None
 
     def _without_heartbeat(self, now_ns: int, counted_s: float, activity: Activity, evidence: Callable[[], Evidence | None]) -> Hang | None:
-        if activity.state != "idle" or activity.heartbeat_ns != self._heartbeat_ns:
+        if activity.heartbeat_ns != self._heartbeat_ns:
             self._heartbeat_ns, self._beatless_s = activity.heartbeat_ns, 0.0
             return None
         seen = evidence()
-        if seen is None or seen.runnable:
+        if seen is None or seen.runnable or not (seen.stopped or activity.state == "idle"):
             self._beatless_s = 0.0
             return None
         self._beatless_s += counted_s
         if self._beatless_s <= self._hang_s + 2 * BEAT_S:
             return None
-        return Hang(self._beatless_s, f"executes nothing, and its event loop has stood still for {self._beatless_s:.1f} s")
+        waited_s = self._beatless_s
+        if seen.stopped:
+            return Hang(waited_s, f"was stopped by a signal, and has not gone on for {waited_s:.1f} s")
+        return Hang(waited_s, f"executes nothing, and its event loop has stood still for {waited_s:.1f} s")
 
 
 class StallJudge:
@@ -220,15 +226,15 @@ class Witness:
         try:
             if start_time_of(self._pid) != self._start_time:
                 return None
-            runnable = False
+            states = set()
             for thread in os.listdir(f"/proc/{self._pid}/task"):
                 try:
                     with open(f"/proc/{self._pid}/task/{thread}/stat", "rb") as file:
-                        runnable = runnable or file.read().rpartition(b")")[2].split()[0] in (b"R", b"D")
+                        states.add(file.read().rpartition(b")")[2].split()[0])
                 except FileNotFoundError:
                     continue  # this thread has ended meanwhile
             # The kernel's clock of another process's CPU time (clock_getcpuclockid). /proc counts in steps of 10 ms.
-            return Evidence(runnable, time.clock_gettime_ns((~self._pid << 3) | 2))
+            return Evidence(not states.isdisjoint((b"R", b"D")), time.clock_gettime_ns((~self._pid << 3) | 2), states == {b"T"})
         except (OSError, IndexError, ValueError):
             return None
 
@@ -278,6 +284,21 @@ async def watch(
             continue  # it has gone on meanwhile
         hangs(hang, stack)
         reported = doing
+
+
+async def watch_start(pid: int, judge: Judge, started: anyio.Event) -> Hang | None:
+    """Watch a driver that has no page yet. Returns a hang if it is stopped, or None once it has `started` or ended."""
+    try:
+        witness = Witness(pid, start_time_of(pid))
+    except OSError:  # it has ended, or there is no /proc
+        await started.wait()
+        return None
+    starting = Activity("loading", 0, (), 0, 0, 0)
+    while not await _set_within(started, judge.next_look_s):
+        hang = judge.observe(time.monotonic_ns(), starting, witness.look, lambda slot: None)
+        if hang is not None:
+            return hang
+    return None
 
 
 async def _set_within(event: anyio.Event, seconds: float) -> bool:

@@ -31,7 +31,7 @@ from aionn.remote.device import RemoteDevice
 from aionn.remote.failures import error_of
 from aionn.runtime.logs import about
 from aionn.runtime.processes.child import Child
-from aionn.runtime.processes.liveness import Hang, Judge, waiting_cpu_ns, watch
+from aionn.runtime.processes.liveness import Hang, Judge, waiting_cpu_ns, watch, watch_start
 from aionn.runtime.processes.restarts import Life
 from aionn.runtime.processes.spawning import ABORT_S, DEFAULT_HANG_S, GRACE_S, KILL_S, USUAL, WHEN_IDLE, Settings, Spawned
 from aionn.runtime.reports import DriverReports
@@ -217,9 +217,13 @@ class DriverProcess:
             if hang_s is not None:
                 self.kill(DriverHungError(self.name, hang.waited_s, stack))
 
+        patience_s = hang_s or DEFAULT_HANG_S
+        hang = await watch_start(self.pid, Judge(patience_s, False, time.monotonic_ns()), self._started)
+        if hang is not None:
+            hangs(hang, "")
         await self._started.wait()
         if self._page is not None and self._remote is not None:
-            judge = Judge(settings.hang_s or DEFAULT_HANG_S, self._remote.type is DeviceType.CPU, time.monotonic_ns(), self._when_idle)
+            judge = Judge(patience_s, self._remote.type is DeviceType.CPU, time.monotonic_ns(), self._when_idle)
             # A process in between (a wrapper around Python) would not survive a driver's own signal.
             ask = partial(self._child.signal, STACKS_SIGNAL) if self._page.pid == self.pid else None
             await watch(self._page, judge, self._ended, ask, hangs, partial(setattr, self.life, "hang"))

@@ -20,6 +20,9 @@ from aionn.runtime.staging.target import Target
 from aionn.runtime.staging.verdicts import Verdicts
 from aionn.tasks import deadline_of
 
+COMPARISONS = 5
+"""A comparison under which the stage before ends is begun again, up to so many in all."""
+
 SWAP_TRIES = 5
 """A swap that comes at a wrong moment is tried again in another gap, up to so many times."""
 
@@ -82,36 +85,34 @@ class StageMaker:
             self._serves(stage, before)
 
     async def _compare(self, better: Serving) -> tuple[Comparison, Serving]:
-        """Compare a stage with the one that serves. Returns the comparison and the stage that served."""
+        """Compare a stage with the one that serves. Returns the comparison and the stage that served.
+
+        Making a stage is a use of the model. So the stage that serves is prepared again if its driver has died, as before an execution.
+        """
         policy, compiled = self._policy, self._target.compiled
         tolerances = {**TOLERANCES, **policy.tolerances}
         rules = Rules(policy.min_gain, tolerances, policy.run_timeout_s, policy.hold, RUNS, COMPARE_S)
-        while True:
-            before = compiled.serving
-            if before is None or not before.alive:
-                # Nothing serves now. If the app still uses the model, its next execution prepares the model anew.
-                await compiled.use.wait_for(compiled.use.executions + 1)
-                continue
-            samples, made_up = await self._inputs(before)
+        for left in reversed(range(COMPARISONS)):
+            before = await self._target.live()
             try:
-                found = await compare(self._target.run, compiled, before, better, samples, rules, made_up=made_up)
+                samples, made_up = await self._inputs(before)
+                return await compare(self._target.run, compiled, before, better, samples, rules, made_up=made_up), before
             except AionnError:
-                if before.alive and before is compiled.serving:
+                if not left or (before.alive and before is compiled.serving):
                     raise
-                continue
-            return found, before
+        raise AssertionError("the last comparison returns or raises")
 
     async def _inputs(self, before: Serving) -> tuple[Sequence[Inputs], bool]:
-        """Return recent inputs, or made-up ones while nothing has been executed, and whether they are made up."""
+        """Return recent inputs, or made-up ones while there are none, and whether they are made up."""
         samples = self._samples
-        if not samples.kept and not before.use.executions:
+        if not samples.kept:
             for inputs in guessed_inputs(self._target.request.model):
                 try:
                     await self._target.run(before, inputs, deadline_of(self._policy.run_timeout_s))
                 except AionnError:
+                    before.check_alive()
                     continue
                 return [inputs], True
-        if not samples.kept:
             await samples.arrived.wait()
         return list(samples.kept), False
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from aionn.runtime.preparing.request import CompileRequest
 from aionn.runtime.processes.devices import Devices
 from aionn.runtime.serving.compiled_model import CompiledModel
+from aionn.runtime.serving.serving import Serving
 from aionn.runtime.staging.measuring import Run
 
 
@@ -20,6 +22,7 @@ class Target:
     Attributes:
         devices: all devices of the runtime.
         compiled: what serves, and the swap.
+        live: returns what serves, which is prepared again if it does not live. It holds the compilation only while it runs.
         request: what was asked for, without a deadline.
         run: runs inputs on one prepared model.
         stages: names of all stages. A stage whose device cannot run the whole model shares it with their devices.
@@ -27,6 +30,7 @@ class Target:
 
     devices: Devices
     compiled: CompiledModel
+    live: Callable[[], Awaitable[Serving]]
     request: CompileRequest
     run: Run
     stages: tuple[str, ...]
