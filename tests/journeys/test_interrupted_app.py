@@ -60,6 +60,50 @@ def test_an_app_that_is_ended_leaves_no_driver(silero_path: Path, how: signal.Si
     assert shm_names() == shm_before
 
 
+HOLDING_APP = """
+import os, stat, subprocess, sys
+import anyio, numpy as np
+import aionn
+from aionn.testing import identity_model
+
+HOLDER = "import select, sys; poll = select.poll(); [poll.register(int(fd), 0) for fd in sys.argv[1:]]; "
+HOLDER += "print('holding', flush=True); ended = poll.poll(); print('stdin' if ended[0][0] == 0 else 'hung up', flush=True)"
+
+async def main():
+    async with aionn.Runtime(start=()) as runtime:
+        compilation = await runtime.compile(aionn.Model.from_onnx(identity_model()), devices=("reference",))
+        await compilation.compute({"input": np.zeros((1, 16), np.float32)})
+        sockets = [fd for fd in map(int, os.listdir("/proc/self/fd")) if os.path.exists(f"/proc/self/fd/{fd}")]
+        sockets = [fd for fd in sockets if stat.S_ISSOCK(os.fstat(fd).st_mode)]
+        holder = subprocess.Popen([sys.executable, "-c", HOLDER, "0", *map(str, sockets)], pass_fds=sockets)
+        print(holder.pid, flush=True)
+        await anyio.sleep_forever()
+
+aionn.run(main)
+"""
+"""Starts a process that holds the app's end of the control socket, and says when the driver has closed the other end."""
+
+
+def test_a_driver_ends_with_its_app_although_another_process_holds_the_socket_open() -> None:
+    with leak_check():
+        app = subprocess.Popen([sys.executable, "-c", HOLDING_APP], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert app.stdout is not None
+        assert app.stdin is not None
+        try:
+            said = [app.stdout.readline().strip() for _ in range(2)]
+            (holder,) = (int(line) for line in said if line.isdigit())
+            assert b"holding" in said
+            (driver,) = (child.pid for child in psutil.Process(app.pid).children() if "aionn.driver" in child.cmdline())
+            app.kill()
+            assert wait_for_end(app.pid, GONE_WITHIN_S)
+            assert wait_for_end(driver, GONE_WITHIN_S), f"driver {driver} is still there"
+            assert app.stdout.readline() == b"hung up\n", "the socket was open until the driver ended, so the case occurred"
+        finally:
+            app.kill()
+            app.communicate()
+            assert wait_for_end(holder, GONE_WITHIN_S)
+
+
 @pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
 def test_a_second_interrupt_while_the_runtime_closes_is_one_keyboard_interrupt(loop: str) -> None:
     with leak_check():

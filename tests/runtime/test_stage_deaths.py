@@ -30,8 +30,8 @@ from tests.stopping import stop
 
 pytestmark = pytest.mark.anyio
 
-WITHIN_S = 20.0
-"""So long may a stage take that processes of it die or stop."""
+WITHIN_S = 60.0
+"""A wait that is longer never ends. On a machine with a free CPU none takes 20 s; a worker under SCHED_IDLE waits for a busy one."""
 
 
 @pytest.fixture
@@ -219,22 +219,26 @@ class Rounds:
         self._random = moments
         self.happened: Counter[str] = Counter()
         self.ends: Counter[str] = Counter()
+        self.longest_s = 0.0
 
     async def round(self, number: int, fault: str) -> None:
         """Wait for the better stage while the fault happens. The wait ends in time, and the model's answers are right."""
         model = aionn.Model.from_onnx(scaled_model(X * (number + 1)))
         cache = self._cache / str(number) if self._random.random() < 0.7 or fault == "a cache file is cut" else None
         async with await self._runtime.compile(model, mode="staged", stages=STAGES, cache_dir=cache) as compilation:
-            with anyio.fail_after(WITHIN_S):
-                async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(self._strike, fault, self._random.uniform(0.0, 0.5), cache)
-                    try:
-                        await compilation.wait_for_stage(STAGES[1])
-                        self.ends["swapped"] += 1
-                    except aionn.StageRejected as rejected:
-                        assert rejected.reason
-                        self.ends["rejected"] += 1
-                    tasks.cancel_scope.cancel()
+            began_s = anyio.current_time()
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._strike, fault, self._random.uniform(0.0, 0.5), cache)
+                try:
+                    await compilation.wait_for_stage(STAGES[1], timeout_s=WITHIN_S)
+                    self.ends["swapped"] += 1
+                except aionn.StageRejected as rejected:
+                    assert rejected.reason
+                    self.ends["rejected"] += 1
+                except aionn.DeadlineError as late:
+                    raise AssertionError(f"round {number}, {fault}: {compilation.stages}, {self._runtime.health()}") from late
+                tasks.cancel_scope.cancel()
+            self.longest_s = max(self.longest_s, anyio.current_time() - began_s)
             outputs = await compilation.compute({"x": X})
             np.testing.assert_allclose(outputs["y"], X * (number + 1.0))
 
@@ -278,6 +282,6 @@ async def test_a_wait_for_a_stage_ends_whatever_dies_or_stops_at_a_random_moment
         here = Rounds(runtime, tmp_path, random.Random(seed))
         for number in range(rounds):
             await here.round(number, FAULTS[number % len(FAULTS)])
-    print(here.happened, here.ends)
+    print(here.happened, here.ends, f"the longest wait took {here.longest_s:.1f} s")
     assert here.happened.total() >= rounds // 3, here.happened
     assert here.ends["swapped"], here.ends

@@ -12,11 +12,13 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import anyio
 import pytest
@@ -28,6 +30,7 @@ from aionn.runtime.serving import compiled_model
 from aionn.runtime.serving.compiled_model import CompiledModel
 from aionn.runtime.serving.serving import Serving
 from aionn.runtime.staging import making, samples
+from aionn.runtime.staging.measuring import Inputs, Meter
 from aionn.testing import FakeDevice, identity_model
 from tests.leaks import leak_check
 from tests.runtime.staged_streams import SHAPE, rejected, staged, streaming
@@ -67,11 +70,12 @@ class App:
         self._best = best
         self._cache = cache
         self._stored = 0
+        self.ran: Counter[str] = Counter()
         self.last_cache = cache / "1"
         self.model = aionn.Model.from_onnx(identity_model({"x": SHAPE}, outputs=["y"]))
 
-    async def rejection(self, failure: Callable[[], None]) -> str:
-        """Why the better stage was rejected under a stream to which nothing happened."""
+    async def rejection(self, failure: Callable[[], None], runs: int = 0) -> str:
+        """Why the better stage was rejected, after so many runs, under a stream to which nothing happened."""
         self._stored += 1  # a cache of its own: what is stored already is not compiled again
         compilation = await staged(self.runtime, self.model, self._quick, self._best, self._cache / str(self._stored))
         failure()
@@ -81,6 +85,10 @@ class App:
             assert stream.stages == [self._quick.name]
             assert self.runtime._opened.devices.worker_pids == []
         self._best.behave()
+        assert self.ran.pop(self._best.name, 0) >= runs, "it was rejected before the run that was to fail"
+        for device in self.runtime.devices:
+            if device.name == self._best.name and device.pid is not None:
+                await device.restart()  # each failure counts the acts of a new driver
         return reason
 
 
@@ -90,7 +98,14 @@ async def app(quick: FakeDevice, best: FakeDevice, cache: Path, **policy: Any) -
     async with leak_check(), aionn.Runtime() as runtime:
         runtime.stage_policy = dataclasses.replace(runtime.stage_policy, **policy)
         app = App(runtime, quick, best, cache)
-        yield app
+        original = Meter._once
+
+        async def once(self: Meter, serving: Serving, inputs: Inputs) -> Any:
+            app.ran[serving.stage] += 1
+            return await original(self, serving, inputs)
+
+        with patch.object(Meter, "_once", once):
+            yield app
         # Whatever its speed: one run each tells little on a busy machine, and is not what this is about.
         runtime.stage_policy = dataclasses.replace(runtime.stage_policy, timeout_s=60, run_timeout_s=30, min_gain=None)
         compilation = await staged(runtime, app.model, quick, best, app.last_cache)
@@ -119,7 +134,7 @@ async def test_failing_anywhere(quick: FakeDevice, best: FakeDevice, tmp_path: P
     points = [*BEFORE_RUNS, *RUNS]
     async with app(quick, best, tmp_path) as here:
         for act, after in points[1::2] if times == 1 else points * times:  # in the quick run every other point: all are killed at above
-            reason = await here.rejection(partial(best.fail, "no luck today", act, after=after))
+            reason = await here.rejection(partial(best.fail, "no luck today", act, after=after), after + 1 if act == "run" else 0)
             assert "no luck today" in reason, (act, after)
 
 
@@ -161,7 +176,7 @@ async def test_a_stage_that_its_own_driver_compiles_fails_as_harmlessly(quick: F
 async def test_hanging_while_it_runs(quick: FakeDevice, best: FakeDevice, tmp_path: Path, times: int) -> None:
     async with app(quick, best, tmp_path, run_timeout_s=0.3) as here:
         for act, after in RUNS * times:
-            reason = await here.rejection(partial(best.hang, act, after=after))
+            reason = await here.rejection(partial(best.hang, act, after=after), after + 1)
             assert "while comparing: the driver's answer did not come by the deadline" in reason, after
 
 
@@ -183,9 +198,9 @@ async def test_a_held_stream_goes_on_although_the_new_stage_hangs(quick: FakeDev
 async def test_other_outputs_or_slowness_sooner_or_later(quick: FakeDevice, best: FakeDevice, tmp_path: Path, times: int) -> None:
     async with app(quick, best, tmp_path) as here:
         for after in (0, 2) if times == 1 else (0, 1, 2) * times:
-            reason = await here.rejection(partial(best.tell, outputs_offset=0.5, after={"run": after}))
+            reason = await here.rejection(partial(best.tell, outputs_offset=0.5, after={"run": after}), after + 1)
             assert reason.startswith("output 'y': 16 of 16 elements are off by up to 0.5"), after
-            reason = await here.rejection(partial(best.delay, 0.3, after=after))
+            reason = await here.rejection(partial(best.delay, 0.3, after=after), after + 1)
             assert reason.startswith("it is not faster by 10%"), after
         here.last_cache = tmp_path / "fresh"  # the others remember what was found
 
