@@ -118,8 +118,8 @@ class Compilation(AsyncOnly):
     async def wait_for_stage(self, name: str, timeout_s: float | None = None) -> None:
         """Return when that stage serves, has served, or is not needed because a better one is stored.
 
-        The stage is made at once, whatever the policy says about use. It is compared on inputs of the app's executions. If there are none
-        yet, it is compared on made-up inputs. A model that cannot run these is compared after its next execution. To compare, the model is
+        The stage is made at once, whatever the policy says about use. It is compared on inputs of the app's executions. Before the first
+        one, it is compared on made-up inputs. A model that cannot run these is compared after its next execution. To compare, the model is
         prepared again if its driver has died, as for an execution.
 
         Raises:

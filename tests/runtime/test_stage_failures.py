@@ -76,6 +76,9 @@ class App:
 
     async def rejection(self, failure: Callable[[], None], runs: int = 0) -> str:
         """Why the better stage was rejected, after so many runs, under a stream to which nothing happened."""
+        for device in self.runtime.devices:
+            if device.name == self._best.name and device.pid is not None:
+                await device.restart()  # each failure counts the acts of a new driver
         self._stored += 1  # a cache of its own: what is stored already is not compiled again
         compilation = await staged(self.runtime, self.model, self._quick, self._best, self._cache / str(self._stored))
         failure()
@@ -86,9 +89,6 @@ class App:
             assert self.runtime._opened.devices.worker_pids == []
         self._best.behave()
         assert self.ran.pop(self._best.name, 0) >= runs, "it was rejected before the run that was to fail"
-        for device in self.runtime.devices:
-            if device.name == self._best.name and device.pid is not None:
-                await device.restart()  # each failure counts the acts of a new driver
         return reason
 
 

@@ -103,7 +103,7 @@ class StageMaker:
         raise AssertionError("the last comparison returns or raises")
 
     async def _inputs(self, before: Serving) -> tuple[Sequence[Inputs], bool]:
-        """Return recent inputs, or made-up ones while there are none, and whether they are made up."""
+        """Return recent inputs and False, or made-up inputs and True before the first recent ones are kept."""
         samples = self._samples
         if not samples.kept:
             for inputs in guessed_inputs(self._target.request.model):
