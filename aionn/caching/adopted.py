@@ -17,7 +17,7 @@ from aionn.hal.types import KEYRING_NEEDED
 if TYPE_CHECKING:
     from aionn.hal.trust import Keyring
 
-__all__ = ["believed", "has_table", "note_adopted", "prepare_table"]
+__all__ = ["believed", "note_adopted", "prepare_table"]
 
 _KEPT = 4
 """So many adopted artifacts are remembered per token."""
@@ -30,11 +30,6 @@ def prepare_table(database: sqlite3.Connection) -> None:
         "key_id BLOB NOT NULL, UNIQUE (token, digests, key_id))"
     )
     database.execute("SELECT number, token, digests, key_id FROM adopted LIMIT 1")
-
-
-def has_table(database: sqlite3.Connection) -> bool:
-    """Return whether the table is there. A database that was damaged, and cannot be written to, has none."""
-    return bool(query(database, "SELECT name FROM sqlite_master WHERE name = 'adopted'"))
 
 
 def note_adopted(database: sqlite3.Connection, token: bytes, digests: bytes, key_id: bytes) -> None:

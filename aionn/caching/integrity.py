@@ -29,7 +29,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from aionn import trace
-from aionn.caching.adopted import believed, has_table, note_adopted, prepare_table
+from aionn.caching.adopted import believed, note_adopted, prepare_table
 from aionn.caching.artifact_files import Purpose, check_descriptors, digests_of_files, read_private, record_of, sole_writer, write_whole
 from aionn.caching.outcomes import MissReason, Refusal, refusal_of_os_error
 from aionn.caching.private_folder import UnsafeStateError
@@ -105,7 +105,6 @@ class IntegrityStore:
         self._lock = threading.Lock()
         self._database: sqlite3.Connection | None = None
         self._read_only = False  # the records are believed, and no record can be added
-        self._has_adopted = True  # a damaged database that is read-only has no such table
         self._used: dict[bytes, None] = {}  # tokens loaded since `note_uses`, the latest last
         try:
             self._path = device_database(private_state(state_directory), "integrity", device, version)
@@ -131,10 +130,7 @@ class IntegrityStore:
 
     def _opened_for_reading(self) -> sqlite3.Connection:
         self._read_only = True
-        return read_database(self._path, self._look)
-
-    def _look(self, database: sqlite3.Connection) -> None:
-        self._has_adopted = has_table(database)
+        return read_database(self._path)
 
     def _prepare(self, database: sqlite3.Connection) -> None:
         database.execute("CREATE TABLE IF NOT EXISTS tokens (token BLOB PRIMARY KEY, used INTEGER NOT NULL) WITHOUT ROWID")
@@ -358,7 +354,7 @@ class IntegrityStore:
                 return self.unavailable or Refusal(MissReason.IO_ERROR, "integrity store is closed")
             rows = query(self._database, "SELECT digests FROM records WHERE token = ? ORDER BY number DESC", (token,))
             recorded = {digests: b"" for (digests,) in rows if isinstance(digests, bytes)}  # SQLite keeps any type in any column
-            adopted = believed(self._database, token, self.known_as, keyring) if self._has_adopted else {}
+            adopted = believed(self._database, token, self.known_as, keyring)
             if isinstance(adopted, dict):
                 recorded = adopted | recorded
             elif not recorded or adopted.detail == KEYRING_NEEDED:

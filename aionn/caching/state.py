@@ -216,14 +216,11 @@ def open_database(
             return connection
 
 
-def read_database(path: Path, look: Callable[[sqlite3.Connection], None] | None = None) -> sqlite3.Connection:
+def read_database(path: Path) -> sqlite3.Connection:
     """Open a database that cannot be written to, as its last user left it.
 
-    Args:
-        look: reads from it before this returns. If it raises, the database is closed.
-
     Raises:
-        OSError, sqlite3.Error: it is not there, or cannot be read.
+        OSError, sqlite3.Error: it is not there, or cannot be read. The database is closed then.
     """
     _refuse_unsafe(path)
     path.stat()
@@ -233,8 +230,6 @@ def read_database(path: Path, look: Callable[[sqlite3.Connection], None] | None 
     try:
         connection.execute(_UNTRUSTED)
         query(connection, "SELECT name FROM sqlite_master")
-        if look is not None:
-            look(connection)
     except BaseException:
         connection.close()
         raise

@@ -6,13 +6,14 @@ Their model runs on the fake device that the test steers. AIONN_TEST_CACHE names
 from __future__ import annotations
 
 import os
+from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 import numpy as np
 from fastapi import Body, Depends, FastAPI
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket
 
@@ -64,6 +65,15 @@ def documented_app(retry: int, handled: bool) -> FastAPI:
         await websocket.accept()
         while True:
             await websocket.send_json(await answer(burst, await websocket.receive_json()))
+
+    @app.get("/numbers")
+    async def numbers(burst: Annotated[aionn.Burst, Depends(aionn.asgi.burst("detector"))]) -> StreamingResponse:
+        async def lines() -> AsyncIterator[str]:
+            for number in range(100):
+                outputs = await burst.compute({"input": np.full((1, 16), number, np.float32)}, retry=retry)
+                yield f"{outputs['input_out'][0, 0]:.0f}\n"
+
+        return StreamingResponse(lines())
 
     @app.get("/died")
     async def died(burst: Annotated[aionn.Burst, Depends(aionn.asgi.burst("detector"))]) -> int:

@@ -111,3 +111,34 @@ def test_a_websocket_is_closed_with_the_code_for_later(fake: FakeDevice) -> None
                 stream.recv()
         assert closed.value.rcvd is not None
         assert closed.value.rcvd.code == 1013
+
+
+def test_a_response_that_has_begun_is_cut_and_the_app_goes_on(fake: FakeDevice) -> None:
+    """Its status was sent before the driver died, so the client can see the failure only by the end of the connection."""
+    fake.delay(0.05)
+    with served("handled_app") as app:
+        app.until_ready()
+        with app.http.stream("GET", "/numbers") as response:
+            assert response.status_code == 200
+            lines = response.iter_lines()
+            assert next(lines) == "0"
+            os.kill(app.drivers()[0], signal.SIGKILL)
+            with pytest.raises(httpx.RemoteProtocolError, match="incomplete chunked read"):
+                list(lines)
+        assert app.detect(1).status_code == 200
+        _, _, errors = app.end()
+    assert "DriverDiedError" in errors
+
+
+def test_with_a_retry_a_response_that_has_begun_is_whole(fake: FakeDevice) -> None:
+    fake.delay(0.02)
+    with served("retrying_app") as app:
+        app.until_ready()
+        with app.http.stream("GET", "/numbers") as response:
+            lines = response.iter_lines()
+            assert next(lines) == "0"
+            os.kill(app.drivers()[0], signal.SIGKILL)
+            assert list(lines) == [str(number) for number in range(1, 100)]
+        assert app.http.get("/died").json() == 1
+        _, _, errors = app.end()
+    assert "Traceback" not in errors

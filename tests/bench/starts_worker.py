@@ -86,19 +86,16 @@ def openvino_alone(given: Given) -> None:
 
 
 def runtime_of(given: Given) -> Any:
-    """Return a runtime that starts the driver at once, where this release can."""
+    """Return a runtime that starts the driver at once."""
     import aionn
 
     return aionn.Runtime(start=(given["device"],), state_dir=given["state_dir"])
 
 
 async def loaded(given: Given, runtime: Any) -> Any:
-    load = None if given["from_onnx"] else getattr(runtime, "load", None)
-    if load is not None:
-        return await load(given["model"])
     import aionn
 
-    return aionn.Model.from_onnx(given["model"])
+    return aionn.Model.from_onnx(given["model"]) if given["from_onnx"] else await runtime.load(given["model"])
 
 
 async def compiled_with(given: Given, runtime: Any, model: Any, cache_dir: str | None) -> Any:

@@ -802,12 +802,12 @@ def test_records_that_cannot_be_read_leave_no_database_open(start: Start, cache:
     """The look at the tables fails after the database was opened."""
     opened: list[sqlite3.Connection] = []
 
-    def fail(database: sqlite3.Connection) -> bool:
+    def fail(database: sqlite3.Connection, statement: str) -> list[tuple[str]]:
         opened.append(database)
         raise sqlite3.OperationalError("disk I/O error")
 
     assert start().save(cache.handles(), artifact()) is None
-    monkeypatch.setattr(integrity, "has_table", fail)
+    monkeypatch.setattr("aionn.caching.state.query", fail)
     refused(start(confined=False).load(cache.handles()), MissReason.IO_ERROR)
     (database,) = opened
     with pytest.raises(sqlite3.ProgrammingError, match="closed"):

@@ -392,7 +392,7 @@ def test_read_only_records_are_believed_and_revoked_as_others(
     with sqlite3.connect(path) as database:  # as damage has left it
         database.execute("DROP TABLE adopted")
     database.close()
-    with Driver(driver.state) as again, pytest.raises(CompilationError, match="no_integrity_record"):
+    with Driver(driver.state) as again, pytest.raises(CompilationError, match="no such table: adopted"):
         again.load(made.statement, made.paths, keys)
 
 

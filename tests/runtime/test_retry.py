@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator
+from types import MappingProxyType
 from typing import Any
 
 import anyio
@@ -93,6 +94,8 @@ async def test_a_call_with_device_memory_has_no_retry(compilation: aionn.Compila
         for call in (compilation.compute, burst.compute):
             with pytest.raises(aionn.CallerError, match="retry with device memory; its contents end with the driver"):
                 await call({"input": state}, retry=1)
+            with pytest.raises(aionn.CallerError, match="retry with device memory"):
+                await call(MappingProxyType({"input": state}), retry=1)
             with pytest.raises(aionn.CallerError, match="retry with device memory"):
                 await call(X, outputs={"input_out": state}, retry=1)
             with pytest.raises(aionn.CallerError, match="compute: retry=-1; give a whole number, at least 0"):

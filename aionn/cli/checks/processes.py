@@ -114,7 +114,7 @@ def releases() -> Row:
     if not others:
         count = len(headers)
         return ok("releases", f"{RELEASE} here, and in {count} running process{'es' * (count != 1)}")
-    listed = ", ".join(f"{header.release or 'an older one'} in {header.role} {header.pid}" for header in others)
+    listed = ", ".join(f"{header.release or 'another one'} in {header.role} {header.pid}" for header in others)
     way_out = "restart these apps, so that they run the release that is installed now"
     return warn("releases", f"{RELEASE} here, {listed}", "one release, or top, metrics and traces do not see these apps", way_out)
 

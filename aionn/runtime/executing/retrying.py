@@ -72,5 +72,5 @@ async def retried(
 
 def _refuse_device_memory(*arguments: Any) -> None:
     for values in arguments:
-        if type(values) is dict and any(isinstance(value, DeviceMemory) for value in values.values()):
+        if isinstance(values, Mapping) and any(isinstance(value, DeviceMemory) for value in values.values()):
             raise CallerError("compute: retry with device memory; its contents end with the driver, so leave retry out")
