@@ -165,7 +165,7 @@ async def walked(walk: Walk) -> None:
 def main(argv: Sequence[str]) -> None:
     """Print what each step runs through. `--show STEP` lists its files, too."""
     walk = Walk()
-    reports.BEAT_S = 3600.0
+    vars(reports)["BEAT_S"] = 3600.0
     walk.watch_threads()  # before aionn starts its threads
     asyncio.run(walked(walk))
     if "--json" in argv:
