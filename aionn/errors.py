@@ -10,7 +10,7 @@ A cache miss, a refused artifact and a failed save are values (`CacheOutcome`) a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
 __all__ = [
@@ -73,6 +73,23 @@ def again(error: E) -> E:
 
 class CallerError(AionnError, ValueError):
     """The call is wrong: a shape, dtype, name, ended lease, wrong loop or bad argument. Nothing was done."""
+
+
+class UnknownNameError(CallerError, KeyError):
+    """A mapping of aionn has no such name. It is a `KeyError` too, so that `in` and `get` work as those of a dict."""
+
+    __str__ = Exception.__str__  # that of KeyError would put the sentence in quotes
+
+
+def refuse_coroutine(value: object, what: str) -> None:
+    """Raise if `value` is a coroutine: a call of an async function whose `await` was forgotten. `what` is its place in the sentence.
+
+    Raises:
+        CallerError: it is one, and it has been closed, or Python would warn that it was never awaited.
+    """
+    if isinstance(value, Coroutine):
+        value.close()
+        raise CallerError(f"{what} is a coroutine; write `await` before the call that makes it")
 
 
 class CompilationError(AionnError):

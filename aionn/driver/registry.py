@@ -16,7 +16,7 @@ from typing import Any
 from aionn.driver import by_hand
 from aionn.driver.bugs import report_bug
 from aionn.driver.denied import way_out
-from aionn.engines.installed import BUILT_IN, installed_engines
+from aionn.engines.installed import BUILT_IN, installed_engines, meant
 from aionn.engines.needs import FILE
 from aionn.errors import CallerError, DeviceUnavailableError, text_of
 from aionn.hal.engine import Engine
@@ -57,9 +57,8 @@ def find(name: str, home: str = "") -> Engine | IDevice:
     except PermissionError as error:
         raise DeviceUnavailableError(name, f"device {name!r} cannot be loaded ({error}){way_out(error)}") from error
     except (ImportError, AttributeError, ValueError) as error:
-        raise DeviceUnavailableError(
-            name, f"device {name!r} cannot be loaded ({error}); install its package, or add its directory to PYTHONPATH"
-        ) from error
+        found = f"device {name!r} cannot be loaded ({error}); install its package, or add its directory to PYTHONPATH"
+        raise DeviceUnavailableError(name, found + meant(module, BUILT_IN)) from error  # no look at what is installed: it is confined
     try:
         engine = _made(name, factory, provider)
     except DeviceUnavailableError:

@@ -55,24 +55,26 @@ _PROVIDERS = {
     "tensorrt": ("onnxruntime:tensorrt", "onnxruntime-gpu"),
     "gpu": ("openvino:GPU", "openvino"),
     "npu": ("openvino:NPU", "openvino"),
-    "onnx": ("onnxruntime", "onnxruntime"),
-    "tflite": ("litert", "litert"),
 }
-"""Words for hardware or a format: the device that is meant, and the extra of aionn that brings it."""
+"""Words for hardware: the device that is meant, and the extra of aionn that it needs."""
+
+
+def meant(name: str, installed: Iterable[str]) -> str:
+    """Return a sentence with the device that `name` probably means, to stand behind another. It is empty if none is near."""
+    word = name.lower()
+    if word in _PROVIDERS:
+        device, extra = _PROVIDERS[word]
+        return f". {device!r} may be meant; it needs pip install 'aionn[{extra}]'"
+    from difflib import get_close_matches  # only for errors
+
+    close = get_close_matches(word, list(installed), 1, 0.5)
+    return f". Did you mean {close[0]!r}?" if close else ""
 
 
 def not_installed(name: str, installed: Iterable[str]) -> str:
     """Return the sentence for a device that is not installed, with the name or the extra that is probably meant."""
     known = list(installed)
-    found = f"device {name!r} is not installed; the installed devices are {', '.join(known) or 'none'}"
-    meant = _PROVIDERS.get(name.lower())
-    if meant is not None:
-        device, extra = meant
-        return f"{found}. {device!r} is a device that may be meant; pip install 'aionn[{extra}]' brings it"
-    from difflib import get_close_matches  # only for errors
-
-    close = get_close_matches(name.lower(), known, 1)
-    return f"{found}. Did you mean {close[0]!r}?" if close else found
+    return f"device {name!r} is not installed; the installed devices are {', '.join(known) or 'none'}{meant(name, known)}"
 
 
 def installed_engines() -> dict[str, EntryPoint]:

@@ -211,13 +211,15 @@ def changed(what: str) -> CallerError:
     return CallerError(f"{what} has changed since it was loaded; load the model again")
 
 
+_BLANKS = b"\xef\xbb\xbf \t\r\n"
+"""What may stand before the text of a page."""
+
 _LOOKS_LIKE: tuple[tuple[int, bytes, str], ...] = (
     (0, b"version https://git-lfs", "a Git LFS pointer, in place of the file; run `git lfs pull`"),
-    (1, b"\0\0\0TFL3", "a TensorFlow Lite model; use aionn.Model.from_bytes with the engine for LiteRT, or convert it to ONNX"),
+    (1, b"\0\0\0TFL3", "a TensorFlow Lite model; use aionn.Model.from_bytes with an engine for LiteRT, or convert it to ONNX"),
     (0, b"PK\x03\x04", "a ZIP archive, as PyTorch and Keras save models; export the model to ONNX, or unpack the archive"),
     (0, b"\x89HDF\r\n\x1a\n", "an HDF5 file, as Keras saves models; export the model to ONNX"),
     (0, b"\x1f\x8b", "a gzip archive; unpack it"),
-    (0, b"<", "a page of HTML or XML, as a failed download leaves it; download the file itself"),
 )
 """Where in a file the bytes stand that another format begins with, and what to say of it. No ModelProto begins so."""
 
@@ -228,9 +230,11 @@ def check_format(head: bytes, where: str) -> None:
     Raises:
         CallerError: it looks like another format.
     """
-    for offset, magic, what in _LOOKS_LIKE:
-        if head[offset : offset + len(magic)] == magic:
-            raise CallerError(f"{where}: this is not an ONNX model. It looks like {what}")
+    found = [what for offset, magic, what in _LOOKS_LIKE if head.startswith(magic, offset)]
+    if head.lstrip(_BLANKS).startswith(b"<"):
+        found.append("a page of HTML or XML, as a failed download leaves it; download the file itself")
+    if found:
+        raise CallerError(f"{where}: this is not an ONNX model. It looks like {found[0]}")
 
 
 def open_model(source: str | os.PathLike[str]) -> tuple[OpenFile, tuple[Path, ...]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ import anyio
 import msgspec
 
 from aionn import trace
-from aionn.errors import CallerError, DeadlineError
+from aionn.errors import CallerError, DeadlineError, refuse_coroutine
 from aionn.events import Event
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model
@@ -103,10 +103,8 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
         model: Any = self.model
         token: Any = self.token
         mode, stages, cache_dir = self.mode, self.stages, self.cache_dir
-        if isinstance(model, Coroutine):
-            model.close()  # or Python would warn that it was never awaited
-            raise CallerError("compile takes an aionn.Model, not a coroutine; write `await` before the call that makes the model")
         if not isinstance(model, Model):
+            refuse_coroutine(model, "the model to compile")
             raise CallerError(f"compile takes an aionn.Model, not {type(model).__name__}; open one with await aionn.Model.load(path)")
         if mode not in ("eager", "jit", "staged"):
             raise CallerError(f"mode {mode!r}: it is one of 'eager', 'jit', 'staged'")

@@ -13,6 +13,7 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn
 
 import anyio
 
@@ -44,6 +45,11 @@ class EventStream:
 
     def __aiter__(self) -> EventStream:
         return self
+
+    if not TYPE_CHECKING:  # a type checker reports a plain `for` by itself
+
+        def __iter__(self) -> NoReturn:
+            raise CallerError("events come one after the other; write `async for event in runtime.events()`, not a plain `for`")
 
     async def __anext__(self) -> Event:
         while not self._waiting:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, TypeVar
 import anyio
 import anyio.to_thread
 
-from aionn.errors import CallerError, ExecutionError
+from aionn.errors import CallerError, ExecutionError, refuse_coroutine
 from aionn.file_ranges import until
 from aionn.graph.digest import Digested, check_files, digest_file
 from aionn.graph.files import Beside, Home, OpenFile, changed, open_model
@@ -83,7 +83,9 @@ class Model(hal_model.Model):
         Raises:
             CallerError: `path` is not a readable file with at least one byte.
         """
-        if not isinstance(path, str | os.PathLike):
+        given: object = path
+        if not isinstance(given, str | os.PathLike):
+            refuse_coroutine(given, "the path of the model")
             raise CallerError(f"model of type {type(path).__name__}: load takes the path of an ONNX file (.onnx)")
         file, directories = await _in_thread(lambda: open_model(path))
         return model_of_files(file, Beside(file.where, directories, {}), cls)

@@ -6,13 +6,13 @@ layout of a frame for one set of input shapes is worked out once (`FrameLayout`)
 
 from __future__ import annotations
 
-from collections.abc import Container, Coroutine, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from math import prod
 from typing import Any
 
 import numpy as np
 
-from aionn.errors import AionnError, CallerError, DeadlineError, ExecutionError, OutputInsufficientSizeError
+from aionn.errors import AionnError, CallerError, DeadlineError, ExecutionError, OutputInsufficientSizeError, refuse_coroutine
 from aionn.escapes import escaped
 from aionn.graph import resolve_shapes
 from aionn.hal.model import Model
@@ -62,20 +62,25 @@ class Arguments:
         """Check names, dtypes and shapes. Returns the shapes, in the model's order. `placed`: shapes of inputs that are not arrays.
 
         Raises:
-            CallerError: what does not fit, what would, and nothing is done.
+            CallerError: all that does not fit, what would, and nothing is done.
         """
-        if len(inputs) != len(self.names):
-            self._refuse_names(inputs)
         shapes, wrong = [], []
+        named, cause = len(inputs) == len(self.names), None
         for name, operand, dtype in self._checks:
             array = inputs.get(name)
             if type(array) is not np.ndarray:
                 if placed is not None and name in placed:
                     shapes.append(placed[name])
                     continue
-                if array is None:
-                    self._refuse_names(inputs)
-                array = as_array(name, array)
+                if array is None and name not in inputs:
+                    named = False
+                    continue
+                try:
+                    array = as_array(name, array)
+                except CallerError as error:
+                    wrong.append(str(error))
+                    cause = cause or error.__cause__
+                    continue
             shape = array.shape
             if array.dtype != dtype:
                 package = "np" if operand.type.in_numpy else "ml_dtypes"
@@ -86,8 +91,10 @@ class Arguments:
             if shape != operand.dimensions and not operand.accepts(shape):
                 wrong.append(_misfit(name, operand, shape))
             shapes.append(shape)
+        if not named:
+            wrong.insert(0, self._wrong_names(inputs))
         if wrong:
-            raise CallerError(". Also, ".join(wrong))
+            raise CallerError(". Also, ".join(wrong)) from cause
         return tuple(shapes)
 
     def check_shapes(self, shapes: Mapping[str, Sequence[int]]) -> Shapes:
@@ -97,31 +104,31 @@ class Arguments:
         unknown = shapes.keys() - set(self.names)
         if unknown:
             raise CallerError(f"shapes name {sorted(unknown)}, which the model does not have; its inputs are {list(self.names)}")
-        chosen = []
+        chosen, wrong = [], []
         for name, operand in self._operands:
             if name in self.defaults and name not in shapes:
                 chosen.append(self.defaults[name].shape)
                 continue
             shape = extents_of(shapes.get(name, operand.dimensions or ()))
             if name not in shapes and (operand.dimensions is None or 0 in operand.dimensions):
-                raise CallerError(
+                wrong.append(
                     f"input {name!r} has open dimensions {operand.dimensions}: say its shape, as in frame(shapes={{{name!r}: (...)}})"
                 )
-            if not operand.accepts(shape):
-                raise CallerError(_misfit(name, operand, shape))
+            elif not operand.accepts(shape):
+                wrong.append(_misfit(name, operand, shape))
             chosen.append(shape)
+        if wrong:
+            raise CallerError(". Also, ".join(wrong))
         return tuple(chosen)
 
-    def _refuse_names(self, inputs: Mapping[str, Any]) -> None:
+    def _wrong_names(self, inputs: Mapping[str, Any]) -> str:
         given, wanted = set(inputs), set(self.names)
         problems = []
         if missing := sorted(wanted - given - self.defaults.keys()):
             problems.append(f"without {missing}")
         if unknown := sorted(map(str, given - wanted)):
             problems.append(f"with {unknown}, which the model does not have")
-        if problems:
-            raise CallerError(f"inputs {' and '.join(problems)}; the model's inputs are {list(self.names)}")
-        raise CallerError(f"an input is None; the model's inputs are {list(self.names)}")
+        return f"inputs {' and '.join(problems)}; the model's inputs are {list(self.names)}"
 
     def layout(self, input_shapes: Shapes) -> FrameLayout:
         """Return how a frame with these inputs is laid out."""
@@ -195,9 +202,7 @@ def check_mapping(inputs: Any) -> None:
         CallerError: they are not a mapping.
     """
     if not isinstance(inputs, Mapping):
-        if isinstance(inputs, Coroutine):
-            inputs.close()  # or Python would warn that it was never awaited
-            raise CallerError("expected inputs as a mapping, got a coroutine; write `await` before the call that makes the inputs")
+        refuse_coroutine(inputs, "what was passed for the inputs")
         raise CallerError(
             f"expected inputs as a mapping, got {type(inputs).__name__}; pass one array per input by name, as in {{'input': x}}"
         )

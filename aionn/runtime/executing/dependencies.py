@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from aionn.errors import CallerError, ExecutionError
+from aionn.errors import CallerError, ExecutionError, refuse_coroutine
 from aionn.hal.types import Dependency, ErrorStatus, Result
 from aionn.memory.hardware_buffer import HardwareBuffer
 from aionn.memory.limits import NO_DESCRIPTOR_LEFT, allocation_error
@@ -65,6 +65,7 @@ class Dependencies:
         """
         self._found: list[After] = []
         if isinstance(after, Event | int | str | bytes) or not isinstance(after, Iterable):
+            refuse_coroutine(after, "what was passed for after")
             raise CallerError(f"after: expected a tuple of events and descriptors, got {type(after).__name__}; write after=(event,)")
         try:
             for value in after:
@@ -95,6 +96,7 @@ def _dependency(value: Any) -> After:
         except (OSError, ValueError) as error:
             raise CallerError(f"after: {type(value).__name__} has no open descriptor ({error}); give an open one") from None
     if not isinstance(number, int):
+        refuse_coroutine(value, "a dependency in after")
         raise CallerError(f"after: expected an aionn.Event or a descriptor, got {type(value).__name__}")
     try:
         check_pollable(number)

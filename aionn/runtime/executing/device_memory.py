@@ -25,13 +25,13 @@ from aionn.runtime.executing.device_buffers import BufferPair
 from aionn.runtime.executing.device_state import DeviceState, Holding
 from aionn.runtime.executing.frame_layout import as_array
 from aionn.runtime.preparing.renewal import Renewal
-from aionn.tasks import deadline_of, ending_by
+from aionn.tasks import AsyncOnly, deadline_of, ending_by
 
 CLOSE_S = 2.0
 """The driver is given this long to finish what uses a memory that is closed, and to free it. It frees it later all the same."""
 
 
-class DeviceMemory:
+class DeviceMemory(AsyncOnly):
     """A tensor in the driver. Made by `Compilation.allocate` or `Runtime.allocate`; freed by `aclose`, with the runtime, or when collected.
 
     It may be used as the inputs and outputs it was allocated for: as a value of `inputs`, or of `outputs=`, of `compute`.

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from aionn.errors import CallerError, ExecutionError
+from aionn.errors import CallerError, ExecutionError, UnknownNameError, refuse_coroutine
 from aionn.hal.model import Model
 from aionn.hal.types import DataLocation, ErrorStatus, Operand, OutputShape, Request, RequestArgument, Timing
 from aionn.memory.pool import Frame, Layout
@@ -41,6 +41,7 @@ def as_array(name: str, value: Any) -> NDArray[Any]:
         why = " ".join(str(error).split()).rstrip(".")
         raise CallerError(f"input {name!r}: this {kind} cannot be read as an array ({why}); pass a NumPy array of it") from error
     if not hasattr(value, "__dlpack__") or not hasattr(value, "__dlpack_device__"):
+        refuse_coroutine(value, f"input {name!r}")
         raise CallerError(f"input {name!r}: expected a NumPy array, got {kind}; pass np.asarray(value, dtype=...)")
     try:
         device = int(value.__dlpack_device__()[0])
@@ -74,7 +75,7 @@ class Outputs(dict[str, NDArray[Any]]):
         self.stage = device
 
     def __missing__(self, name: object) -> NoReturn:
-        raise KeyError(f"the model has no output {name!r} here; the outputs are {list(self)}")
+        raise UnknownNameError(f"the model has no output {name!r} here; the outputs are {list(self)}")
 
 
 class FrameLayout:

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aionn.burst import PoolReference
-from aionn.errors import CallerError, DeviceMemoryLostError, DriverDiedError
+from aionn.errors import CallerError, DeviceMemoryLostError, DriverDiedError, refuse_coroutine
 from aionn.hal.model import Model
 from aionn.hal.types import DataLocation, ErrorStatus, Operand, Request, RequestArgument, Result
 from aionn.memory.domain import full_shape
@@ -270,6 +270,7 @@ def _place_outputs(
                 raise CallerError(f"output {name!r}: the memory is mapped for reading only; give memory that may be written")
             placement.outputs[index] = Place(part.pool, part.offset_bytes, part.size_bytes, shape, part.view())
         else:
+            refuse_coroutine(value, f"output {name!r}")
             raise CallerError(f"output {name!r}: a driver cannot write into a {type(value).__name__}; give a Memory or a DeviceMemory")
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aionn.errors import CallerError
+from aionn.errors import CallerError, UnknownNameError, refuse_coroutine
 from aionn.memory import pool as memory_pool
 from aionn.runtime.executing.frame_layout import FrameLayout, Shapes, as_array
 from aionn.runtime.executing.placement import is_placed
@@ -66,6 +66,7 @@ class Frame(AsyncOnly, Mapping[str, NDArray[Any]]):
 
     `frame["input"]` is a writable view with the input's dtype and shape; `burst.compute(frame)` sends it as it is. After
     the `async with` block, and after a stream's source has yielded it, it is another request's: using it then is a `CallerError`.
+    Views of it that the app has kept are read-only then.
     It holds zeros, or what a request before has left there: write all of each input. An input with a default holds that.
 
     Attributes:
@@ -154,7 +155,7 @@ class Frame(AsyncOnly, Mapping[str, NDArray[Any]]):
         self._leased()
         array = views.get(name)
         if array is None:
-            raise CallerError(f"the model has no input {name!r}; its inputs are {list(self)}")
+            raise UnknownNameError(f"the model has no input {name!r}; its inputs are {list(self)}")
         return array
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -165,6 +166,7 @@ class Frame(AsyncOnly, Mapping[str, NDArray[Any]]):
             return
         array = as_array(name, value) if hasattr(value, "__dlpack_device__") else np.asarray(value)
         if array.dtype != place.dtype or array.shape != place.shape:
+            refuse_coroutine(value, f"input {name!r}")
             raise CallerError(f"input {name!r}: {array.dtype} {array.shape} does not fit the frame's {place.dtype} {place.shape}")
         self._placed.pop(name, None)
         np.copyto(place, array)

@@ -32,7 +32,7 @@ from aionn.runtime.streaming import stream
 from aionn.runtime.streaming.burst import Burst
 from aionn.runtime.streaming.connection import BurstConnection
 from aionn.runtime.streaming.kept_state import Arrays, KeptState
-from aionn.tasks import deadline_of, ending_by
+from aionn.tasks import AsyncOnly, deadline_of, ending_by
 
 logger = logging.getLogger("aionn.runtime")
 
@@ -73,7 +73,7 @@ class _Saving:
         self.scope = anyio.CancelScope()
 
 
-class RecurrentStream:
+class RecurrentStream(AsyncOnly):
     """A stream whose recurrent state stays in the driver and survives the driver's end. Made by `Compilation.recurrent()`.
 
     Examples:

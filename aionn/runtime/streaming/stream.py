@@ -33,7 +33,7 @@ import anyio.lowlevel
 import msgspec
 
 from aionn import trace
-from aionn.errors import CallerError, DeadlineError, ExecutionError
+from aionn.errors import CallerError, DeadlineError, ExecutionError, refuse_coroutine
 from aionn.hal.types import ErrorStatus
 from aionn.runtime.executing.frame_layout import Outputs
 from aionn.runtime.streaming.connection import BurstConnection
@@ -123,6 +123,7 @@ class Stream:
         depth = checked_count("depth", depth, 1)
         deadline_s = checked_seconds("deadline_s", deadline_s)
         if not hasattr(frames, "__aiter__") and not hasattr(frames, "__iter__"):
+            refuse_coroutine(frames, "what was passed for the frames")
             raise CallerError(f"frames: expected an iterable or async iterable of inputs by name, got {type(frames).__name__}")
         self._compute_frame = compute
         self._connection = connection
