@@ -113,12 +113,28 @@ async def test_nothing_pinned_is_evicted(directory: Path) -> None:
 
 async def test_what_is_larger_than_the_whole_budget_is_not_stored(directory: Path) -> None:
     async with CacheStore(directory, max_bytes=20_000) as store:
+        await stored(store, wanted(1))
         async with await miss(store, wanted()) as publisher:
             fill(publisher.handles, CONTENT)
             refusal = await publisher.publish()
-        assert isinstance(refusal, Refusal)
-        assert refusal.reason is MissReason.TOO_LARGE
-        assert await there(store) == []
+        assert refusal == Refusal(MissReason.TOO_LARGE, f"{ENTRY_BYTES} bytes, the whole cache may have 20000")
+        assert await there(store) == [1]
+        async with await store.open(wanted()) as found:
+            assert isinstance(found, Miss)
+    assert os.listdir(directory / "entries") == [wanted(1).key.hex()]
+
+
+@pytest.mark.parametrize("too_many", [0, 1])
+async def test_an_entry_may_fill_the_whole_budget_and_not_a_byte_more(too_many: int, directory: Path) -> None:
+    """Its manifest counts, too. An entry beyond the budget would evict all others, and the cache would still be too large."""
+    async with CacheStore(directory, max_bytes=ENTRY_BYTES - too_many) as store:
+        await stored(store, wanted(1))
+        async with await miss(store, wanted()) as publisher:
+            fill(publisher.handles, CONTENT)
+            refusal = await publisher.publish()
+        assert await there(store) == [too_many]
+        assert store.usage.held_bytes <= ENTRY_BYTES - too_many
+    assert (refusal and refusal.reason) is (MissReason.TOO_LARGE if too_many else None)
 
 
 async def test_an_evicted_entry_is_a_miss_and_comes_back(directory: Path) -> None:

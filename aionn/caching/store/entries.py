@@ -19,6 +19,7 @@ from aionn.caching.outcomes import CacheOutcome, MissReason, Refusal
 from aionn.caching.store.directory import CacheDirectory
 from aionn.caching.store.files import Staged, close_all, refusal_of
 from aionn.caching.store.housekeeping import Housekeeping
+from aionn.caching.store.index import MANIFEST_BYTES
 from aionn.caching.store.locks import CompileRight, EntryHold, wait_to_hold
 from aionn.caching.store.threads import run_in_thread
 from aionn.caching.store.writing import seal
@@ -206,7 +207,7 @@ class Publisher(_Owned):
         files = () if declined is not None else await run_in_thread(seal, directory, key, self._staged)
         if declined is None and not any(file.length for file in files):
             declined, files = "the device left the cache files empty", ()
-        size_bytes = sum(file.length for file in files)
+        size_bytes = sum(file.length for file in files) + MANIFEST_BYTES
         if self._house.max_bytes is not None and size_bytes > self._house.max_bytes:
             return Refusal(MissReason.TOO_LARGE, f"{size_bytes} bytes, the whole cache may have {self._house.max_bytes}")
         models = self.wanted.files.model
