@@ -28,12 +28,15 @@ __all__ = [
     "device_folder",
     "free_folder",
     "hold",
+    "missing_home",
     "private_directory",
     "user_state_directory",
 ]
 
 _TRIES, _PAUSE_S = 100, 0.01
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+_IN_HOME = ".local/state/aionn"
 
 _LONGEST_NAME = 200  # a file name has at most 255 bytes
 
@@ -46,8 +49,16 @@ def user_state_directory() -> str:
     """Return the path of this user's state directory of aionn, as the XDG Base Directory Specification says. It need not exist."""
     home = os.environ.get("XDG_STATE_HOME", "").strip()
     if not os.path.isabs(home):  # which the specification says to ignore
-        home = os.path.expanduser("~/.local/state")
+        return os.path.join(os.path.expanduser("~"), _IN_HOME)
     return os.path.join(home, "aionn")
+
+
+def missing_home(state_directory: str | os.PathLike[str]) -> str:
+    """Return why the user's state directory cannot be made, or an empty text. Services name a home that does not exist, and mean none."""
+    path = Path(state_directory)
+    if str(path).endswith(f"/{_IN_HOME}") and not os.path.isdir(home := path.parents[2]):
+        return f"there is no home directory {home}; set XDG_STATE_HOME, or give Runtime(state_dir=)"
+    return ""
 
 
 def device_folder(state_directory: str | os.PathLike[str], device: str) -> Path:
@@ -153,6 +164,8 @@ def private_directory(directory: str | os.PathLike[str]) -> Path:
         OSError: it cannot be made.
     """
     path = Path(directory)
+    if homeless := missing_home(path):
+        raise FileNotFoundError(errno.ENOENT, homeless, os.fspath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)

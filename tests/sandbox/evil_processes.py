@@ -74,7 +74,7 @@ def shell(target: Target) -> None:
 @attack
 def execute(target: Target) -> None:
     """Of a program that is not there: the kernel looks for it."""
-    call("execve", b"/nonexistent", None, None, reaches=(errno.ENOENT,))
+    call("execve", b"/no-such-file-of-aionn", None, None, reaches=(errno.ENOENT,))
 
 
 @attack
