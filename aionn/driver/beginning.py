@@ -13,10 +13,11 @@ import signal
 import socket
 import stat
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import NamedTuple
 
-from aionn.caching.private_folder import RecordsFolder
+from aionn.caching.private_folder import RecordsFolder, user_state_directory
 from aionn.driver.schedule import is_schedule, schedule_of
 from aionn.engines.installed import home_of
 from aionn.engines.needs import is_test_double, needs_of
@@ -33,6 +34,9 @@ GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 The app handles them and may still finish its work. Its drivers end with it.
 """
+
+_MOST_FILES = 1 << 16
+"""So many descriptors are looked at without /proc. A limit may allow a thousand million."""
 
 PATIENCE_S = 5.0
 """How long a thread may wait that prints while the app does not read. Then the oldest output is dropped, and the app says how much.
@@ -68,13 +72,16 @@ def close_inherited(keep: tuple[int, ...]) -> None:
 
     Descriptors that this process has opened itself are close-on-exec, so they stay open.
     """
-    for entry in os.listdir("/proc/self/fd"):
-        fd = int(entry)
+    try:
+        found: Iterable[int] = [int(entry) for entry in os.listdir("/proc/self/fd")]
+    except OSError:  # no /proc: whatever may be open by its number
+        found = range(3, min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], _MOST_FILES))
+    for fd in found:
         try:
             if fd > 2 and fd not in keep and os.get_inheritable(fd):
                 os.close(fd)
         except OSError:
-            continue  # the descriptor of the listing itself
+            continue  # the descriptor of the listing itself, or a number that is not in use
 
 
 def keep_bytecode() -> None:
@@ -180,7 +187,7 @@ def begin(arguments: list[str]) -> Begun | int:
     sock.set_inheritable(False)
     for counter in counters:
         os.set_inheritable(counter, False)
-    state = arguments[3] if len(arguments) > 3 else os.path.expanduser("~/.local/state/aionn")
+    state = arguments[3] if len(arguments) > 3 else user_state_directory()
     level, exports = (*arguments[4:6], *("off", "")[len(arguments[4:6]) :])
     records = RecordsFolder(state, name)
     refusal, confinement, held, writable, pipe = "", Confinement(), list[int](), list[str](), own_pipe() if counters else None

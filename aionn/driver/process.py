@@ -12,6 +12,7 @@ import asyncio
 import faulthandler
 import gc
 import logging
+import resource
 from typing import Any
 
 import anyio
@@ -26,7 +27,9 @@ from aionn.driver.log_lines import LogLines
 from aionn.driver.registry import find
 from aionn.errors import AionnError, DeviceUnavailableError
 from aionn.hal.interfaces import IDevice
+from aionn.memory.limits import NO_DESCRIPTOR_LEFT, allocation_error
 from aionn.pages import BEAT_S, DriverPage
+from aionn.pages.layout import PAGE_BYTES
 from aionn.remote.control import STACKS_SIGNAL, Refused, encode
 from aionn.remote.failures import failure_of
 from aionn.remote.service import DeviceService
@@ -41,16 +44,34 @@ def _beat(page: DriverPage) -> None:
     asyncio.get_running_loop().call_later(BEAT_S, _beat, page)
 
 
+def _page(name: str) -> DriverPage:
+    """Make this process's page.
+
+    Raises:
+        MemoryAllocationError: the system has no memory or no descriptor for it, or a limit of this process forbids it.
+    """
+    try:
+        return DriverPage()
+    except OSError as error:
+        raise allocation_error(PAGE_BYTES, error, f"device {name!r} cannot start: ") from error
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, OSError) and error.errno in NO_DESCRIPTOR_LEFT:
+        return f"it has no descriptor left (RLIMIT_NOFILE is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}); raise the limit"
+    return str(error)
+
+
 async def serve(begun: Begun) -> None:
     """Serve one client with the engine that it has asked for, until the client is gone."""
     name, sock = begun.name, begun.sock
     try:
         if begun.refusal:
             raise DeviceUnavailableError(name, begun.refusal)
-        page = DriverPage()
+        page = _page(name)
         made = await anyio.to_thread.run_sync(find, name, begun.home)
     except Exception as error:  # the app gets every reason that keeps the engine from loading
-        refusal = error if isinstance(error, AionnError) else DeviceUnavailableError(name, f"device {name!r} cannot start: {error}")
+        refusal = error if isinstance(error, AionnError) else DeviceUnavailableError(name, f"device {name!r} cannot start: {_why(error)}")
         sock.setblocking(True)
         try:
             sock.sendall(encode(Refused(failure_of(refusal)), 0))

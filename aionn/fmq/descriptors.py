@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import select
 
 from aionn.errors import CallerError
 from aionn.memory import limits
@@ -35,13 +37,34 @@ def check_eventfd(fd: int) -> None:
         CallerError: the descriptor is something else, or not open.
     """
     try:
-        kind = os.readlink(f"/proc/self/fd/{fd}")
+        right = is_eventfd(fd)
     except OSError as error:
         raise CallerError(f"queue descriptor: eventfd {fd} is not open; send an open one") from error
-    if kind != "anon_inode:[eventfd]":
+    if not right:
         raise CallerError("queue descriptor: its last two descriptors must be eventfds, after the memory; one of them is something else")
     os.set_inheritable(fd, False)
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_NONBLOCK)
+
+
+def is_eventfd(fd: int) -> bool:
+    """Return whether a descriptor is an eventfd.
+
+    Without /proc, an eventfd is known by what it does: it refuses a read of less than 8 bytes, and it can be written to. A pipe, a socket
+    and a file return nothing for a read of nothing, and timers and signals cannot be written to.
+
+    Raises:
+        OSError: it is not open.
+    """
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}") == "anon_inode:[eventfd]"
+    except OSError:
+        os.fstat(fd)
+    try:
+        os.read(fd, 0)
+    except OSError as error:
+        (looking := select.poll()).register(fd, select.POLLOUT)
+        return error.errno == errno.EINVAL and looking.poll(0) == [(fd, select.POLLOUT)]
+    return False
 
 
 def release(regions: list[Region], fds: list[int]) -> None:

@@ -118,12 +118,12 @@ def _available(limit: Limit) -> int:
     return limit.available_bytes
 
 
-def allocation_error(needed_bytes: int, error: OSError, root: Path = _ROOT) -> MemoryAllocationError:
-    """Return the error for a caller whose memory the kernel refused."""
+def allocation_error(needed_bytes: int, error: OSError, what: str = "", root: Path = _ROOT) -> MemoryAllocationError:
+    """Return the error for a caller whose memory the kernel refused. `what` begins its sentence."""
     if error.errno in NO_DESCRIPTOR_LEFT:
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return MemoryAllocationError(
-            f"{needed_bytes} bytes of shared memory need a descriptor, and none is left (RLIMIT_NOFILE is {files}); "
+            f"{what}{needed_bytes} bytes of shared memory need a descriptor, and none is left (RLIMIT_NOFILE is {files}); "
             "close files or raise the limit",
             needed_bytes=needed_bytes,
             available_bytes=None,
@@ -131,7 +131,7 @@ def allocation_error(needed_bytes: int, error: OSError, root: Path = _ROOT) -> M
     limit = tightest(root)
     have = "" if limit is None else f"; {limit.name} leaves {limit.available_bytes}"
     return MemoryAllocationError(
-        f"{needed_bytes} bytes of shared memory could not be reserved: {error.strerror}{have}; ask for less or raise the limit",
+        f"{what}{needed_bytes} bytes of shared memory could not be reserved: {error.strerror}{have}; ask for less or raise the limit",
         needed_bytes=needed_bytes,
         available_bytes=None if limit is None else limit.available_bytes,
     )

@@ -25,7 +25,7 @@ import time
 from aionn.pages import app_layout, layout
 from aionn.pages._page import BurstSlot, Trace, leave_page
 from aionn.pages.app_layout import Kind
-from aionn.pages.page import make_page, start_time_of, time_namespace_of
+from aionn.pages.page import make_page, own_start_time, time_namespace_of
 from aionn.pages.trace_records import NAMED, notes_of
 from aionn.tasks import leave_in_child
 from aionn.trace.events import Counter, Span
@@ -40,7 +40,7 @@ class AppPage:
     """The page of this process, an app.
 
     Attributes:
-        fd: its descriptor, or -1 if the system gave no memory, no descriptor or no /proc for it.
+        fd: its descriptor, or -1 if the system gave no memory or no descriptor for it.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class AppPage:
         self._trace: Trace | None = None
         self._other: BurstSlot | None = None
         try:
-            started, time_namespace = start_time_of(self._pid), time_namespace_of(self._pid)
+            started, time_namespace = own_start_time(), time_namespace_of("self")
             words = layout.header(layout.ROLE_APP, self._pid, started, app_layout.SLOTS, app_layout.SLOT_BYTES)
             self.fd, self._mapping = make_page(words)
         except OSError:

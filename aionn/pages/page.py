@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Literal
 
 from aionn._mapping import Mapping
 from aionn.escapes import escaped
@@ -33,6 +34,7 @@ __all__ = [
     "make_page",
     "map_path",
     "map_sealed",
+    "own_start_time",
     "private_slot",
     "start_time_of",
     "time_namespace_of",
@@ -52,12 +54,27 @@ def start_time_of(pid: int) -> int:
     Raises:
         OSError: the process does not exist, or /proc does not show it.
     """
-    with open(f"/proc/{pid}/stat", "rb") as file:
+    return _started(str(pid))
+
+
+def _started(process: str) -> int:
+    with open(f"/proc/{process}/stat", "rb") as file:
         return int(file.read().rpartition(b")")[2].split()[19])
 
 
-def time_namespace_of(pid: int) -> int:
-    """Return the inode number of a process's time namespace, or 0 if the kernel has none."""
+def own_start_time() -> int:
+    """Return when this process started, as `start_time_of`, or 0 without /proc: then no other process finds this one either.
+
+    The /proc of another pid namespace has another number for this process. So its link `self` is read.
+    """
+    try:
+        return _started("self")
+    except OSError:
+        return 0
+
+
+def time_namespace_of(pid: int | Literal["self"]) -> int:
+    """Return the inode number of a process's time namespace, or 0 if the kernel or /proc has none."""
     try:
         return os.stat(f"/proc/{pid}/ns/time").st_ino
     except FileNotFoundError:
@@ -134,15 +151,14 @@ class DriverPage:
         Raises:
             OSError: the system has no memory or no descriptor for the page.
         """
-        pid = os.getpid()
-        self.fd, self._mapping = make_page(layout.header(layout.ROLE_DRIVER, pid, start_time_of(pid)))
+        self.fd, self._mapping = make_page(layout.header(layout.ROLE_DRIVER, os.getpid(), own_start_time()))
         self._words = memoryview(self._mapping).cast("Q")
         self._events = Trace(self._mapping)
         self._busy = threading.Lock()
         self._free = list(range(layout.SLOTS - 1, -1, -1))
         self._taken: dict[Slot, tuple[int, Trace]] = {}
         self._traces: list[Trace] = []
-        self._words[layout.TIME_NAMESPACE] = time_namespace_of(pid)
+        self._words[layout.TIME_NAMESPACE] = time_namespace_of("self")
         self.beat()
 
     def write_event(self, event: Span | Counter) -> None:

@@ -20,6 +20,7 @@ from contextlib import suppress
 
 from aionn.burst import result_of
 from aionn.errors import AionnError, CallerError, DeadlineError, DriverDiedError, DriverHungError, ExecutionError
+from aionn.fmq.descriptors import is_eventfd
 from aionn.hal.interfaces import IBuffer, IPreparedModel
 from aionn.hal.types import NO_TIMING, UNKNOWN_TIME_US, Dependency, ErrorStatus, FencedResult, IMemory, Request, Result, Timing
 
@@ -66,10 +67,10 @@ def check_fence(fd: int) -> None:
         CallerError: it is not an eventfd.
     """
     try:
-        target = os.readlink(f"/proc/self/fd/{fd}")
+        right = is_eventfd(fd)
     except OSError:
-        target = ""
-    if target != "anon_inode:[eventfd]":
+        right = False
+    if not right:
         raise CallerError(f"descriptor {fd} is not an eventfd; give a fence that an event has made")
 
 

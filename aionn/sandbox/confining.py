@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 from collections.abc import Callable
@@ -18,6 +19,7 @@ __all__ = ["LEAST_ABI", "SandboxError", "confine"]
 LEAST_ABI = 3
 """What level "require" asks for. Older versions of Landlock do not see that a file is cut, which only the filter denies then."""
 
+_CLONE_THREAD = 0x10000
 _SCOPED_ABI = 6
 """From this version on, Landlock denies signals to other processes."""
 
@@ -65,16 +67,28 @@ def confine(level: str, needs: Needs | None, writable: tuple[str, ...] = ()) -> 
 def _check_threads() -> None:
     """Refuse to go on with more than one thread."""
     try:
-        threads = len(os.listdir("/proc/self/task"))
+        threads = str(len(os.listdir("/proc/self/task")))
     except OSError as error:
-        raise SandboxError(
-            f"its threads cannot be counted before it is confined ({error}); mount /proc, or choose sandbox='off'"
-        ) from error
-    if threads != 1:
+        threads = _threads_by_kernel(error)
+    if threads != "1":
         raise SandboxError(
             f"it has {threads} threads before it is confined, and each would keep its rights; remove what starts a thread when Python "
             "starts (sitecustomize, .pth files), or choose sandbox='off'"
         )
+
+
+def _threads_by_kernel(unread: OSError) -> str:
+    """Return "1" or "several", without /proc. The kernel refuses a process of several threads to leave its thread group.
+
+    Raises:
+        SandboxError: a filter of system calls forbids the question.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_CLONE_THREAD) == 0:
+        return "1"
+    if ctypes.get_errno() == errno.EINVAL:
+        return "several"
+    raise SandboxError(f"its threads cannot be counted before it is confined ({unread}); mount /proc, or choose sandbox='off'") from unread
 
 
 class _Report:

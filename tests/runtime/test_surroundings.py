@@ -1,9 +1,10 @@
-"""The environment of drivers: what a confined one gets, what an app adds, and what never passes."""
+"""The environment of drivers: what a confined one gets, what an app adds, and what never passes. And the surroundings of apps."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import site
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from aionn.errors import CallerError
 from aionn.runtime.processes.surroundings import APP_PID, checked_driver_env, driver_environment
 from aionn.testing import identity_model
 from tests.leaks import leak_check
+from tests.runtime.odd_surroundings import SURROUNDINGS
 from tests.runtime.printing_engine import NAME, Act
 
 SECRETS = {
@@ -140,3 +142,48 @@ async def test_a_real_driver_sees_no_secret_of_its_app(monkeypatch: pytest.Monke
     assert (found["MY_ENGINE"], found["LANG"], found["HOME"], found[APP_PID]) == ("on", "C.UTF-8", "/nonexistent", str(os.getpid()))
     own = {APP_PID, "PYTHONUNBUFFERED", "UV_USE_IO_URING", "OPENBLAS_THREAD_TIMEOUT", "GLIBC_TUNABLES", "HOME", "MY_ENGINE", "LC_CTYPE"}
     assert set(found) - own <= set(os.environ)
+
+
+ROOT = Path(__file__).parents[2]
+UNKEPT = {
+    "a_home_that_does_not_exist": ("io_error", "there is no home directory {}/no/home; set XDG_STATE_HOME, or give Runtime(state_dir=)"),
+    "a_home_that_is_a_file": ("io_error", "there is no home directory {}/home; set XDG_STATE_HOME, or give Runtime(state_dir=)"),
+    "a_cache_of_another_account": ("unsafe", "belongs to user 12345, not to this one"),
+    "a_cache_that_others_may_write_to": ("unsafe", "others may write to it; chmod go-w"),
+    "a_cache_that_is_a_file": ("unsafe", "is a symlink, or not a directory"),
+    "a_read_only_cache": ("no_permission", "Read-only file system"),
+    "a_full_cache": ("no_space", "No space left on device"),
+    "a_full_state_directory": ("no_space", "is full"),
+    "no_proc": ("io_error", "opening cache file 0 again for the driver: it needs /proc; mount a proc file system there"),
+}
+"""The model runs, and the cache cannot keep it: the reason, and what the outcome and `health()` say."""
+
+REFUSED = {
+    "twenty_four_descriptors": "MemoryAllocationError: {} (RLIMIT_NOFILE is 24); close files or raise the limit",
+    "twenty_four_descriptors_and_never_more": "DeviceUnavailableError: device 'onnxruntime' cannot start: {} (RLIMIT_NOFILE is 24); {}",
+    "files_of_1_mib": "MemoryAllocationError: device 'onnxruntime' cannot start: 2097152 bytes of shared memory could not be reserved: "
+    "File too large; RLIMIT_FSIZE of the process leaves 1048576; ask for less or raise the limit",
+}
+"""Nothing runs. The sentence names the limit."""
+
+
+@pytest.mark.parametrize("name", SURROUNDINGS)
+def test_an_app_works_in_odd_surroundings_or_says_what_to_do(name: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.runtime.odd_surroundings", name, str(tmp_path)]
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}  # one thread may enter a user namespace
+    ran = subprocess.run(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=100)
+    if ran.returncode == 77:
+        pytest.skip(f"the system does not allow it: {ran.stderr}")
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads((tmp_path / "result.json").read_bytes())
+    assert found["entered"]
+    assert not (tmp_path / "no").exists(), "a home is never made"
+    if name in REFUSED:
+        expected = ".+".join(map(re.escape, REFUSED[name].split("{}")))
+        assert re.fullmatch(expected, found["error"]), found
+        return
+    assert "error" not in found, found
+    reason, words = UNKEPT.get(name, (None, "None"))
+    assert (found["reason"], words.format(tmp_path) in found["words"]) == (reason, True), found
+    assert (words.format(tmp_path) in found["health"]) == (reason is not None), found
+    assert found["outcomes"] == ["miss", "miss" if reason or found["removed"] else "hit"]

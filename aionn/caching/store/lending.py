@@ -54,4 +54,7 @@ def reopen(fd: int) -> int:
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         return os.dup(fd)
     access = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE
-    return os.open(f"/proc/self/fd/{fd}", access | os.O_CLOEXEC)
+    try:
+        return os.open(f"/proc/self/fd/{fd}", access | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise OSError(error.errno, "it needs /proc; mount a proc file system there") from error
