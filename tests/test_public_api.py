@@ -213,6 +213,7 @@ def test_a_runtime_compiles_with_these_options() -> None:
         "*on_event": None,
         "*required": True,
         "*cache_dir": None,
+        "*cache_required": False,
         "*token": None,
         "*mode": "eager",
         "*stages": None,

@@ -128,3 +128,9 @@ class CacheOutcome:
     def __post_init__(self) -> None:
         if (self.kind is CacheOutcomeKind.MISS) is (self.reason is None):
             raise CallerError(f"outcome {self.kind.name} with reason {self.reason}; a MISS needs a reason, any other kind needs None")
+
+    @property
+    def not_kept(self) -> Refusal | None:
+        """Why the cache does not keep the compilation, so that the next start compiles it again. None if another process was quicker."""
+        failure = self.save_failure
+        return None if failure is None or failure.reason in (MissReason.BUSY, MissReason.SUPERSEDED) else failure

@@ -13,7 +13,6 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from aionn.caching.outcomes import MissReason
 from aionn.pages.app_layout import ANSWERED, DROPPED
 from aionn.runtime.health import CompilationHealth, Health, HealthPolicy, State
 from aionn.runtime.parts import CompilationParts
@@ -33,9 +32,6 @@ _DROP_BEATS = 20
 
 _LEAST_FRAMES = 10
 """So many frames say something about the share of those that were dropped."""
-
-_USUAL = (MissReason.BUSY, MissReason.SUPERSEDED)
-"""Why an artifact is not stored although the cache is fine: another process was quicker."""
 
 _QUICK = (STARTING, READING, LOOKING, ASKING, LOADING, FAILED)
 """Steps in which a preparation waits for no compile."""
@@ -120,7 +116,7 @@ class HealthWatch:
         wrong = [str(one) for one in compilations if one.state in ("ended", "failed")]
         wrong += [str(one) for preparation, one in shown if preparation.cause == "death"]
         wrong += [reason for renewal in alive for reason in _refusals(renewal)]
-        wrong += [reason for parts in self._stagings.valuerefs() for reason in _rejections(parts())]
+        wrong += [reason for parts in self._stagings.valuerefs() for reason in _wrong_stages(parts())]
         rate = self._drops.rate
         if self._most_dropped is not None and rate > self._most_dropped:
             wrong.append(f"streams have dropped {rate:.1%} of their frames within 10 s, more than {self._most_dropped:.1%}")
@@ -184,15 +180,17 @@ def _at_rest(renewal: Renewal) -> CompilationHealth:
 
 
 def _refusals(renewal: Renewal) -> Iterator[str]:
-    for outcome in renewal.outcomes:
-        failure = outcome.save_failure
-        if failure is not None and failure.reason not in _USUAL:
+    for failure in dict.fromkeys(outcome.not_kept for outcome in renewal.outcomes):  # often one for all steps of a plan
+        if failure is not None:
             yield f"the cache does not keep compilation {renewal.named.name!r} ({failure})"
 
 
-def _rejections(parts: CompilationParts | None) -> Iterator[str]:
+def _wrong_stages(parts: CompilationParts | None) -> Iterator[str]:
     if parts is None or parts.staging is None or parts.compiled.closed:
         return
     for stage in parts.staging.stages:
+        named = f"stage {stage.name!r} of compilation {parts.renewal.named.name!r}"
         if stage.state == "rejected":
-            yield f"stage {stage.name!r} of compilation {parts.renewal.named.name!r} was rejected ({stage.reason})"
+            yield f"{named} was rejected ({stage.reason})"
+        elif stage.not_kept is not None:
+            yield f"the cache does not keep {named} ({stage.not_kept})"

@@ -25,6 +25,7 @@ from aionn.runtime.parts import CompilationParts
 from aionn.runtime.preparing.in_time import digested, read
 from aionn.runtime.preparing.options import with_options
 from aionn.runtime.preparing.plan import checked_names, checked_stages, prepare_on_best
+from aionn.runtime.preparing.preparation import check_kept
 from aionn.runtime.preparing.request import CompileRequest
 from aionn.runtime.progress import READING, CompilationReports, Named, Progress, step
 from aionn.runtime.session import Session
@@ -47,6 +48,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     threads: int | None
     instances: int
     cache_dir: str | Path | None
+    cache_required: bool
     token: bytes | None
     mode: str
     stages: Sequence[str] | None
@@ -120,6 +122,8 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
             raise CallerError(f"cache_dir of type {type(cache_dir).__name__}: give a path, or None for no caching")
         if cache_dir is not None and not os.fspath(cache_dir):
             raise CallerError("cache_dir is an empty path; give a directory, or None for no caching")
+        if cache_dir is None and self.cache_required:
+            raise CallerError("cache_required=True without cache_dir; give the folder where the compilation is kept")
         if mode == "staged" and self.devices is not None:
             raise CallerError(f"devices={self.devices!r} with mode='staged': the stages name the devices; leave devices out")
 
@@ -156,7 +160,7 @@ async def _parts(
         return CompilationParts(session, request)
     if policy is not None:
         return await _staged(session, request, policy, progress)
-    found = await prepare_on_best(opened.devices, request)
+    found = check_kept(request, await prepare_on_best(opened.devices, request))
     progress.outcomes = found[1]
     return CompilationParts(session, request, found)
 
@@ -168,11 +172,15 @@ async def _completed(opened: Opened, asked: Asked, request: CompileRequest) -> C
         options = await with_options(opened.devices, request.options, asked.options, request.candidates)
         request = msgspec.structs.replace(request, options=options)
     if asked.cache_dir is not None:
+        cache = opened.cache(asked.cache_dir, token or b"", bool(asked.cache_required))
+        request = msgspec.structs.replace(request, cache=cache)
+        if cache.required and (fault := await cache.store.fault()) is not None:
+            raise CallerError(request.unkept(fault))
         if token is None:
             if not model.known_token:
                 step(next(iter(request.candidates or opened.devices.installed), ""), READING)
             token = await digested(opened.session.tasks, model)
-        request = msgspec.structs.replace(request, cache=opened.cache(asked.cache_dir, token))
+        request = msgspec.structs.replace(request, cache=msgspec.structs.replace(cache, token=token))
     return request
 
 
@@ -182,7 +190,7 @@ async def _staged(session: Session, request: CompileRequest, policy: StagePolicy
 
     await digested(session.tasks, request.model)  # what the comparisons of stages are kept under
     stages = stages_of(request.candidates or (), request.reports)
-    found = await prepare_first(session.devices, stages, request, policy)
+    found = check_kept(request, await prepare_first(session.devices, stages, request, policy))
     progress.outcomes = found[1]
     if outside_frames(request.model):
         from aionn.runtime.executing.values import staged_refusal

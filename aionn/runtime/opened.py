@@ -79,13 +79,13 @@ class Opened:
         self.compilations.add(parts)
         self.health.watch(parts)
 
-    def cache(self, cache_dir: str | Path, token: bytes) -> CacheChoice:
+    def cache(self, cache_dir: str | Path, token: bytes, required: bool = False) -> CacheChoice:
         """Return where a compilation is kept."""
         path = os.path.abspath(cache_dir)
         store = self._stores.get(path)
         if store is None:
             store = self._stores[path] = CacheStore(path)
-        return CacheChoice(store, token)
+        return CacheChoice(store, token, required=required)
 
     def _show_caches(self) -> None:
         for path, store in self._stores.items():

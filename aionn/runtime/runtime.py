@@ -221,6 +221,7 @@ class Runtime(AsyncOnly):
         threads: int | None = None,
         instances: int = 1,
         cache_dir: str | Path | None = None,
+        cache_required: bool = False,
         token: bytes | None = None,
         mode: Mode = "eager",
         stages: Sequence[str] | None = None,
@@ -248,6 +249,9 @@ class Runtime(AsyncOnly):
             instances: how many runs may go on beside each other, over one copy of the weights. Many callers gain from several
                 instances with one thread each; a single caller gains from several threads.
             cache_dir: folder where compilations are kept, made if it is missing, or None for no caching.
+            cache_required: raise `CallerError` if `cache_dir` cannot keep the compilation, instead of compiling at each start. In mode
+                "jit" the first execution raises what is seen only then, and in mode "staged" a better stage is rejected. Later, as after
+                a driver's death, the cache is not required. A device that never caches raises nothing.
             token: 32 bytes, unique to the model within the app, only with `cache_dir`. None: the model's own token, for which a loaded
                 model is digested first. With another token, it is digested only before something is stored.
             mode: "eager" compiles now. "jit" compiles at the first execution, once for all callers; `timeout_s` does not count then.
@@ -270,7 +274,7 @@ class Runtime(AsyncOnly):
 
         Raises:
             CallerError: an argument is wrong, or `threads` times `instances` is more than `Runtime(threads=)`; or the file of a loaded
-                model is broken, or was written to since.
+                model is broken, or was written to since; or the cache cannot be used although it is required.
             DeviceUnavailableError: a device asked for by name is not there.
             CompilationError: the model cannot be prepared; `.node` and `.reason` where known.
             DeadlineError: it took longer than `timeout_s`.
@@ -286,6 +290,7 @@ class Runtime(AsyncOnly):
             threads=threads,
             instances=instances,
             cache_dir=cache_dir,
+            cache_required=cache_required,
             token=token,
             mode=mode,
             stages=stages,

@@ -75,6 +75,52 @@ def test_a_quota_of_one_cpu_fails_alone(clinic: Clinic) -> None:
         assert clinic.run(*QUICK, prefix=cgroup.enter).failed == []
 
 
+def test_files_of_half_a_mb_fail_alone_and_name_the_way_out(clinic: Clinic) -> None:
+    verdict = clinic.run(prefix=with_limit("-S -f", 1024))
+    assert verdict.failed == ["memory"]
+    assert "RLIMIT_FSIZE of the process leaves 524.3 kB" in verdict.rows["memory"]["found"]
+    assert "ulimit -f unlimited" in verdict.rows["memory"]["way_out"]
+    assert "because of memory" in verdict.rows["engines"]["found"]
+
+
+ENTER = """
+import os, sys
+from pathlib import Path
+from tests.caching.required_cache import FAULTS
+from tests.caching.unprivileged import NotPossibleError
+(place := Path(sys.argv[2])).mkdir()
+try:
+    FAULTS[sys.argv[1]](place / "cache")
+except NotPossibleError as error:
+    sys.exit(f"not possible: {error}")
+os.execvp(sys.argv[3], sys.argv[3:])
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "found"),
+    [
+        ("read_only", "fail", "is read-only: it holds no entry and can get none, so every start compiles again"),
+        ("read_only_with_the_model", "warn", "is read-only: it is used, and nothing new is stored"),
+        ("full", "fail", "No space left on device: nothing new is stored, so every start compiles again"),
+    ],
+)
+def test_a_cache_that_cannot_keep_anything_fails_its_row(fault: str, status: str, found: str, clinic: Clinic, tmp_path: Path) -> None:
+    prefix = (sys.executable, "-c", ENTER, fault, str(tmp_path / "home"))
+    tried = subprocess.run([*prefix[:-1], str(tmp_path / "trial"), "true"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if tried.returncode and "not possible" in tried.stderr:
+        pytest.skip(f"the system does not allow it: {tried.stderr}")
+    verdict = clinic.run(*QUICK, "--cache-dir", str(tmp_path / "home" / "cache"), prefix=prefix)
+    row = verdict.rows["cache directory"]
+    assert (row["status"], found in row["found"]) == (status, True), row
+    assert "give another cache_dir" in row["way_out"]
+
+
+def test_a_cache_that_cannot_be_made_fails_its_row(clinic: Clinic) -> None:
+    row = clinic.run(*QUICK, "--cache-dir", "/proc/nowhere/cache").rows["cache directory"]
+    assert (row["status"], "is not there, and" in row["found"]) == ("fail", True), row
+
+
 def test_64_open_files_fail_alone(clinic: Clinic) -> None:
     verdict = clinic.run(prefix=with_limit("-n", 64))
     assert verdict.failed == ["open files"]

@@ -39,6 +39,7 @@ class CacheStore:
 
     Attributes:
         plans: how models were cut over several devices.
+        max_bytes: the budget of all entries, or None. It stays as it was made.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class CacheStore:
             raise CallerError("the cache directory is an empty path; give a directory, or None for no caching")
         if max_bytes is not None and max_bytes < 0:
             raise CallerError(f"the cache budget is {max_bytes} bytes; give at least 0, or None for no budget")
-        self.wait_s = wait_s
+        self.wait_s, self.max_bytes = wait_s, max_bytes
         self._house = Housekeeping(path, max_bytes, old_versions_kept_s)
         self._background = BackgroundWork()
         self.plans = Plans(self._background, self._with_index)
@@ -95,11 +96,6 @@ class CacheStore:
         return self._house.path
 
     @property
-    def max_bytes(self) -> int | None:
-        """The budget of all entries, or None."""
-        return self._house.max_bytes
-
-    @property
     def usage(self) -> CacheUsage:
         """What the directory holds, as this process has seen it last. It is read without touching the disk."""
         return self._house.usage
@@ -107,6 +103,10 @@ class CacheStore:
     def warn(self, refusal: Refusal) -> None:
         """Log why the cache was not used. Each reason is logged once per store."""
         self._house.warn(refusal)
+
+    async def fault(self) -> Refusal | None:
+        """Return why the cache is of no use: it holds no entry, and none can be stored. None if it may be of use."""
+        return await self._background.ask(self._house.fault)
 
     # --- opening an entry --------------------------------------------------------------------------------------------
 

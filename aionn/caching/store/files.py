@@ -28,12 +28,14 @@ __all__ = [
     "is_shortage",
     "open_subdirectory",
     "refusal_of",
+    "refusal_to_store",
     "remove_tree",
     "stored_file",
 ]
 
 DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _COPY_BYTES = 4 << 20  # on kernels that do not preempt, a longer system call would keep a CPU from others
+_TRIAL_BYTES = 64 << 10
 _CHUNK_BYTES = 1 << 20  # stays in a core's cache between being read and being digested
 
 
@@ -64,6 +66,19 @@ def refusal_of(error: OSError, doing: str) -> Refusal:
     if isinstance(error, UnsafeFileError):
         return Refusal(MissReason.UNSAFE, f"{doing}: {error}")
     return refusal_of_os_error(error, doing)
+
+
+def refusal_to_store(path: str) -> Refusal | None:
+    """Bring a small file without a name to a directory's disk. Returns why that is not possible, or None."""
+    import tempfile  # few apps and commands ask
+
+    try:
+        with tempfile.TemporaryFile(dir=path, buffering=0) as file:
+            file.write(bytes(_TRIAL_BYTES))
+            os.fsync(file.fileno())
+    except OSError as error:
+        return refusal_of(error, f"a new file in {path}")
+    return None
 
 
 def is_shortage(error: OSError) -> bool:

@@ -19,7 +19,7 @@ from aionn import trace
 from aionn.caching.manifest import Manifest
 from aionn.caching.outcomes import MissReason, Refusal
 from aionn.caching.store.directory import CacheDirectory
-from aionn.caching.store.files import is_shortage, refusal_of
+from aionn.caching.store.files import is_shortage, refusal_of, refusal_to_store
 from aionn.caching.store.index import Index
 from aionn.caching.store.locks import sole_holder
 from aionn.caching.store.writing import clean, discard, empty_trash, switch
@@ -88,6 +88,17 @@ class Housekeeping:
             with suppress(OSError), directory, self.indexed():
                 self._tidy(directory)
         return directory
+
+    def fault(self) -> Refusal | None:
+        """See `CacheStore.fault`. Blocking."""
+        directory = self.current()
+        if isinstance(directory, Refusal):
+            return directory
+        refusal = refusal_to_store(self.path) if directory.writable else directory.not_writable
+        try:
+            return None if refusal is None or directory.all_keys() else refusal
+        except OSError as error:
+            return refusal_of(error, f"cache directory {self.path}")
 
     def _tidy(self, directory: CacheDirectory) -> None:
         empty_trash(directory)

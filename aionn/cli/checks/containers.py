@@ -52,4 +52,6 @@ def memory(root: Path = ROOT) -> Row:
         return ok("memory", found)
     needed = f"{size(GOOD_BYTES)}: an app and a driver take {size(LEAST_BYTES)}, and weights and frames come on top"
     judge = fail if limit.available_bytes < LEAST_BYTES else warn
-    return judge("memory", found, needed, "raise that limit (docker run --memory=1g; MemoryMax=1G of systemd), or free memory")
+    return judge(
+        "memory", found, needed, "raise that limit (docker run --memory=1g; MemoryMax=1G of systemd; ulimit -f unlimited), or free memory"
+    )

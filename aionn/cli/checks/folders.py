@@ -1,4 +1,4 @@
-"""The folders that aionn writes to: the state directory of drivers, and caches. Looking changes nothing in them."""
+"""The folders that aionn writes to: the state directory of drivers, and caches. Looking leaves nothing in them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from pathlib import Path
 from shlex import quote
 
 from aionn.caching.export_folder import left_folders
+from aionn.caching.private_folder import missing_home
 from aionn.caching.state import query, read_database, state_path
-from aionn.caching.store.files import UnsafeFileError, check_owner, is_hex
+from aionn.caching.store.files import UnsafeFileError, check_owner, is_hex, refusal_to_store
 from aionn.cgroups import text_of
 from aionn.cli.checks.leavings import cache_leavings, records_folders, state_leavings
 from aionn.cli.checks.row import ROOT, Row, fail, ok, warn
@@ -40,7 +41,8 @@ def state_directory(directory: str | None = None, root: Path = ROOT) -> list[Row
     try:
         status = path.lstat()
     except FileNotFoundError:
-        return [_missing(check, path, needed, another)]
+        homeless = missing_home(path)
+        return [fail(check, homeless, needed, another) if homeless else _missing(check, path, needed, another)]
     except OSError as error:
         return [fail(check, f"{path}: {error.strerror}", needed, another)]
     if not stat.S_ISDIR(status.st_mode):
@@ -80,7 +82,9 @@ def cache_directory(directory: str, root: Path = ROOT) -> list[Row]:
         for part in (path, *(path / name for name in ("entries", "locks", "trash") if (path / name).exists())):
             check_owner(part.lstat(), str(part))
     except FileNotFoundError:
-        return [_missing(check, path, needed, way_out)]
+        missing = _missing(check, path, needed, way_out)
+        refusal = refusal_to_store(str(_parent(path))) if missing.status == "ok" else None
+        return [missing if refusal is None else fail(check, f"{path} is not there, and cannot be made: {refusal}", needed, way_out)]
     except UnsafeFileError as error:
         return [fail(check, str(error), needed, way_out)]
     except OSError as error:
@@ -88,8 +92,17 @@ def cache_directory(directory: str, root: Path = ROOT) -> list[Row]:
     if not os.access(path, os.R_OK | os.X_OK, effective_ids=True):
         return [fail(check, f"{path} cannot be read", needed, f"chmod u+rwx {path}")]
     if not os.access(path, os.W_OK, effective_ids=True):
-        return [warn(check, f"{path} is read-only: it is used, and nothing new is stored", "a folder that can be written to", way_out)]
-    rows = [_databases(check, path, [index] if (index := path / "index.sqlite").exists() else [], f", {_entries(path)}")]
+        found, judge = "it is used, and nothing new is stored", warn
+        if not _count(path):
+            found, judge = "it holds no entry and can get none, so every start compiles again", fail
+        return [judge(check, f"{path} is read-only: {found}", "a folder that can be written to", way_out)]
+    if (refusal := refusal_to_store(str(path))) is not None:
+        words = f"{refusal}: nothing new is stored, so every start compiles again"
+        return [
+            fail(check, words, "a folder that can be written to", f"free space or raise the limit, or {way_out}"),
+            *_place("cache", path, root),
+        ]
+    rows = [_databases(check, path, [index] if (index := path / "index.sqlite").exists() else [], f", {entries(_count(path))}")]
     rows += _place("cache", path, root)
     if left := cache_leavings(path):
         what = f"{left} leavings of processes that died while they wrote"
@@ -99,16 +112,19 @@ def cache_directory(directory: str, root: Path = ROOT) -> list[Row]:
 
 def _missing(check: str, path: Path, needed: str, way_out: str) -> Row:
     """Return the row of a folder that is not there yet. It is made at its first use, if its parent allows that."""
-    parent = next(parent for parent in path.absolute().parents if parent.exists())
+    parent = _parent(path)
     if os.access(parent, os.W_OK | os.X_OK, effective_ids=True):
         return ok(check, f"{path} is not there; it is made at its first use")
     return fail(check, f"{path} is not there, and {parent} cannot be written to", needed, way_out)
 
 
-def _entries(path: Path) -> str:
+def _parent(path: Path) -> Path:
+    return next(parent for parent in path.absolute().parents if parent.exists())
+
+
+def _count(path: Path) -> int:
     folder = path / "entries"
-    count = sum(is_hex(name, 64) for name in os.listdir(folder)) if folder.is_dir() else 0
-    return entries(count)
+    return sum(is_hex(name, 64) for name in os.listdir(folder)) if folder.is_dir() else 0
 
 
 def _databases(check: str, path: Path, databases: list[Path], more: str = "") -> Row:

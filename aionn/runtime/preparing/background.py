@@ -99,10 +99,12 @@ class Made:
     Attributes:
         prepared: in the driver that will serve it.
         by: where it came from: "cache", "backend", "worker" or "driver". For a plan of several steps, the last of these that a step has.
+        not_kept: why the cache does not keep it, as `CacheOutcome.not_kept`.
     """
 
     prepared: Prepared
     by: str
+    not_kept: Refusal | None
 
 
 _WAYS = ("cache", "backend", "worker", "driver")
@@ -139,7 +141,8 @@ async def make(devices: Devices, names: Sequence[str], request: CompileRequest, 
         prepared, outcomes = await prepare_on(devices, names, request, one)
         if (progress := watched()) is not None:
             progress.outcomes = outcomes
-        return Made(prepared, max(ways, key=_WAYS.index))
+        not_kept = next((outcome.not_kept for outcome in outcomes if outcome.not_kept is not None), None)
+        return Made(prepared, max(ways, key=_WAYS.index), not_kept)
     raise DeadlineError(
         f"device {names[0]!r} did not make the stage within {effort.timeout_s} s; the process that still compiled it was killed"
     )
@@ -326,5 +329,7 @@ class _Making:
     def _not_kept(self, missed: Missed, failure: Refusal | None) -> None:
         """Report why the cache does not have an artifact, if it does not."""
         if failure is not None and missed.store is not None:
+            if self._first_miss is not None:
+                self._first_miss = dataclasses.replace(self._first_miss, save_failure=failure)
             missed.store.warn(failure)
             refused(missed.store.path, self._name, failure)

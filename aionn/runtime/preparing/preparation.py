@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from aionn import trace
 from aionn.caching import CacheOutcome, CacheOutcomeKind, Refusal
 from aionn.caching.store import Declined, Hit
-from aionn.errors import AionnError
+from aionn.errors import AionnError, CallerError
 from aionn.remote.device import RemoteDevice, RemotePreparedModel
 from aionn.runtime.preparing.compile_acts import (
     Missed,
@@ -134,3 +134,16 @@ async def _missed(missed: Missed) -> tuple[RemotePreparedModel, CacheOutcome]:
             if missed.remote.version != missed.wanted.device_version:
                 return await compile_model(devices.tasks, missed.remote, request.model, request.options), miss.outcome
     return await compile_and_publish(missed)
+
+
+def check_kept(request: CompileRequest, found: Found) -> Found:
+    """Return what was prepared first. Releases it if the app requires a cache that does not keep it.
+
+    Raises:
+        CallerError: the cache cannot be used as the app requires.
+    """
+    for outcome in found[1]:
+        if outcome.not_kept is not None and (unkept := request.unkept(outcome.not_kept)):
+            found[0].release()
+            raise CallerError(unkept)
+    return found

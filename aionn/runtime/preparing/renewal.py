@@ -39,7 +39,7 @@ from aionn.hal.model import Model
 from aionn.remote.device import RemotePreparedModel
 from aionn.runtime.preparing.idling import Idling
 from aionn.runtime.preparing.plan import prepare_on_best
-from aionn.runtime.preparing.preparation import Found
+from aionn.runtime.preparing.preparation import Found, check_kept
 from aionn.runtime.preparing.request import CompileRequest
 from aionn.runtime.progress import Cause, Progress
 from aionn.runtime.serving.compiled_model import CompiledModel
@@ -205,7 +205,7 @@ class Renewal:
         """Prepare the model. Returns also the name of the stage, or None where it is named after its device."""
         serving, devices, request = self.compiled.serving, self.session.devices, self.request.without_deadline(self.disproved())
         if serving is None:
-            return None, await prepare_on_best(devices, request)
+            return None, check_kept(request, await prepare_on_best(devices, request))
         from aionn.runtime.preparing.partition import prepare_again, prepare_on
 
         if self.compiled.devices_for is None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from aionn.caching.outcomes import Refusal
 from aionn.caching.store import CacheStore
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model
@@ -19,11 +20,13 @@ class CacheChoice(msgspec.Struct, frozen=True):
     Attributes:
         token: the app's, 32 bytes.
         operations: indices of the operations, for one step of a plan. None for a whole model.
+        required: whether the first preparation fails if the cache cannot keep the compilation.
     """
 
     store: CacheStore
     token: bytes
     operations: tuple[int, ...] | None = None
+    required: bool = False
 
 
 class CompileRequest(msgspec.Struct, frozen=True):
@@ -54,3 +57,10 @@ class CompileRequest(msgspec.Struct, frozen=True):
     def without_deadline(self, open_outputs: tuple[str, ...] = ()) -> CompileRequest:
         """Return the same for work that no caller waits for. `open_outputs`: as in `PrepareOptions`."""
         return msgspec.structs.replace(self, options=dataclasses.replace(self.options, deadline_ns=None, open_outputs=open_outputs))
+
+    def unkept(self, refusal: Refusal) -> str:
+        """Return the sentence for an app that requires the cache, which does not keep the compilation. Returns an empty text for others."""
+        if self.cache is None or not self.cache.required:
+            return ""
+        kept = f"cache_required: cache {self.cache.store.path} cannot keep compilation {self.reports.named.name!r} ({refusal})"
+        return f"{kept}; mend that, give another cache_dir, or leave cache_required out"

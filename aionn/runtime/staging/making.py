@@ -62,11 +62,13 @@ class StageMaker:
         effort = background.Effort(policy.threads, policy.timeout_s, policy.backend, partial(compiles_here, stage))
         with Progress(target.request.reports, stage.name, partial(enter_step, stage)):
             made = await background.make(target.devices, stage_devices(stage.name, target.stages), target.request, effort)
-        stage.made_by = made.by
+        stage.made_by, stage.not_kept = made.by, made.not_kept
         made.prepared.remember(target.request.model)
         better = Serving(made.prepared, target.request.model, target.compiled.use, stage.name)
         swapped = False
         try:
+            if made.not_kept is not None and (unkept := target.request.unkept(made.not_kept)):
+                raise StageRejected(stage.name, unkept)
             enter_state(stage, "comparing")
             stage.comparison, base = await self._compare(better)
             if stage.comparison.refused:

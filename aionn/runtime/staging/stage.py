@@ -21,6 +21,7 @@ from aionn.tasks import checked_count
 
 if TYPE_CHECKING:
     from aionn.caching.offers import CompileBackend
+    from aionn.caching.outcomes import Refusal
 
 State = Literal["waiting", "compiling", "loading", "comparing", "serving", "replaced", "rejected", "skipped"]
 _STEPS: Mapping[str, float] = {"waiting": 0.0, "compiling": 0.1, "loading": 0.7, "comparing": 0.8}
@@ -112,6 +113,7 @@ class Stage:
         local_reason: why it was compiled on this machine although a backend could be asked. Empty otherwise.
         times_s: the seconds spent in each state that the stage has left.
         comparison: what the comparison with the stage before found, or None.
+        not_kept: why the cache does not keep it, so that the next start makes it again. None if there is nothing to keep, too.
     """
 
     name: str
@@ -122,6 +124,7 @@ class Stage:
     local_reason: str = ""
     times_s: dict[str, float] = field(default_factory=dict)
     comparison: Comparison | None = None
+    not_kept: Refusal | None = None
     _entered: Callable[[str, str, str], None] | None = field(default=None, repr=False, compare=False)
     _since_ns: int = field(default_factory=time.monotonic_ns, repr=False)
     _settled: anyio.Event = field(default_factory=anyio.Event, repr=False)
