@@ -14,6 +14,8 @@ from contextlib import suppress
 
 import numpy as np
 
+from aionn.engines.installed import home_of
+from aionn.engines.needs import needs_of
 from aionn.errors import CompilationError
 from aionn.hal.engine import Artifact, CancelFlag, CompileOptions, Executable
 from aionn.hal.types import CacheFiles, DeviceType, Operand, OperandType
@@ -196,9 +198,10 @@ async def _loaded(name: str, artifacts: Mapping[str, Artifact]) -> list[str]:
 
     border = {"y": Operand(OperandType.FLOAT32, (1,))}
     loaded = []
-    async with aionn.Runtime(start=()) as runtime:
+    home = home_of(name) or name  # a confined driver does not look for installed engines
+    async with aionn.Runtime(start=(), engine_needs={LOADER: needs_of(home, "")}) as runtime:
         for what, artifact in artifacts.items():
-            model = aionn.Model.from_bytes(packed(name, artifact), inputs=border, outputs=border, format=FORMAT)
+            model = aionn.Model.from_bytes(packed(home, artifact), inputs=border, outputs=border, format=FORMAT)
             try:
                 await runtime.compile(model, devices=(LOADER,))
                 loaded.append(what)
