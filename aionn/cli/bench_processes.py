@@ -16,6 +16,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+import anyio
+
 from aionn.cli.printing import NotDoneError
 
 __all__ = ["Echo", "first_answer_ns", "worker"]
@@ -61,8 +63,12 @@ class Echo:
             NotDoneError: the worker has ended.
         """
         with suppress(ConnectionError):
-            await self._loop.sock_sendall(self._sock, _HEAD.pack(content.nbytes))
-            await self._loop.sock_sendall(self._sock, content)
+            for left in (memoryview(_HEAD.pack(content.nbytes)), content):
+                while len(left):  # uvloop's own sock_sendall logs an InvalidStateError when Ctrl-C cancels it
+                    try:
+                        left = left[self._sock.send(left) :]
+                    except BlockingIOError:
+                        await anyio.wait_writable(self._sock)
             room = into
             while received := await self._loop.sock_recv_into(self._sock, room):
                 room = room[received:]

@@ -267,7 +267,8 @@ class Compilation(AsyncOnly):
                 `aionn.hal.ValueType`: a list for a sequence, a dict for a map, None for an absent optional.
             outputs: where outputs are to be written instead, by name, as for `Burst.compute`.
             measure_timing: fill `.timing` of the result.
-            timeout_s, retry: as for `Burst.compute`.
+            timeout_s: as for `Burst.compute`.
+            retry: as for `Burst.compute`.
 
         Returns:
             One array per output, by name, owned by the caller; or a list, a dict or None, as for inputs.

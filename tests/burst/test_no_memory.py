@@ -18,7 +18,7 @@ from tests.burst.test_exchange import BODY, RESULTS, Calls, Ends, exchange
 from tests.fmq.test_native_objects import in_child
 
 testcapi: Any = pytest.importorskip("_testcapi")
-pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+pytestmark = [pytest.mark.own_process, pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")]
 
 ALLOCATIONS = 40
 """More than any of these calls makes."""

@@ -286,6 +286,7 @@ def test_an_answer_that_is_not_bytes_is_refused_and_may_come_again() -> None:
         lanes.stop()
 
 
+@pytest.mark.own_process
 def test_lanes_refuse_what_is_not_theirs() -> None:
     def use() -> int:
         lanes, calls = Lanes(), 0
