@@ -60,6 +60,7 @@ FORMATS: dict[str, tuple[Any, str]] = {
     "tflite": (bytes((28, 0, 0, 0)) + b"TFL3" + bytes(64), "a TensorFlow Lite model.*from_bytes"),
     "another tflite": (b" \0\0\0TFL3" + bytes(64), "a TensorFlow Lite model"),
     "zip": (a_zip, "a ZIP archive.*export the model to ONNX"),
+    "onnx text": (b'<ir_version: 10, opset_import: ["" : 21]> f (float[n] x) => (float[n] y) { y = Add(x, x) }', "ONNX's text syntax"),
     "gzip": (gzip.compress(b"a model"), "a gzip archive"),
     "hdf5": (b"\x89HDF\r\n\x1a\n" + bytes(64), "an HDF5 file"),
 }

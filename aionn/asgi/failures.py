@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.requests import HTTPConnection
 from starlette.responses import JSONResponse, Response
-from starlette.websockets import WebSocket
+from starlette.websockets import WebSocket, WebSocketState
 
 from aionn.errors import DeadlineError, DeviceUnavailableError, DriverDiedError, DriverHungError, MemoryAllocationError
 
@@ -27,7 +27,8 @@ async def _unavailable(connection: HTTPConnection, error: Exception) -> Response
     """Answer 503, or close a WebSocket. The sentence of the error goes to the log, and its class to the client."""
     logger.warning("%s %s was answered with 503: %s", connection.scope["type"], connection.url.path, error)
     if isinstance(connection, WebSocket):
-        await connection.close(TRY_AGAIN_LATER, "the model does not serve now; try again later")
+        if connection.application_state is not WebSocketState.DISCONNECTED:
+            await connection.close(TRY_AGAIN_LATER, "the model does not serve now; try again later")
         return None
     body = {"detail": f"the model does not serve now ({type(error).__name__}); try again later"}
     return JSONResponse(body, 503, {"Retry-After": str(RETRY_AFTER_S), "Cache-Control": "no-store"})

@@ -38,6 +38,8 @@ def needs_of(place: str, provider: str) -> Needs:
         CallerError: the file cannot be read, or does not state needs. The text says where and why.
     """
     for path, loader in _files(place.partition(":")[0]):
+        if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+            raise CallerError(f"{path} is not a file; put a TOML file in its place")  # to open a pipe might wait without end
         try:
             content = loader.get_data(path) if hasattr(loader, "get_data") else _content(path)
         except OSError as error:

@@ -220,6 +220,7 @@ _LOOKS_LIKE: tuple[tuple[int, bytes, str], ...] = (
     (0, b"PK\x03\x04", "a ZIP archive, as PyTorch and Keras save models; export the model to ONNX, or unpack the archive"),
     (0, b"\x89HDF\r\n\x1a\n", "an HDF5 file, as Keras saves models; export the model to ONNX"),
     (0, b"\x1f\x8b", "a gzip archive; unpack it"),
+    (0, b"<ir_version", "ONNX's text syntax; give onnx.parser.parse_model(text).SerializeToString()"),
 )
 """Where in a file the bytes stand that another format begins with, and what to say of it. No ModelProto begins so."""
 

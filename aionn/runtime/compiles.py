@@ -27,7 +27,7 @@ from aionn.runtime.preparing.options import with_options
 from aionn.runtime.preparing.plan import checked_names, checked_stages, prepare_on_best
 from aionn.runtime.preparing.preparation import check_kept
 from aionn.runtime.preparing.request import CompileRequest
-from aionn.runtime.progress import READING, CompilationReports, Named, Progress, step
+from aionn.runtime.progress import READING, CompilationReports, Named, Progress, step, unwatched
 from aionn.runtime.session import Session
 from aionn.tasks import checked_count, checked_name, checked_seconds, deadline_of, seconds_until
 
@@ -139,7 +139,7 @@ async def compiled(opened: Opened, asked: Asked, most_threads: int, policy: Stag
     about = trace.about(model=request.reports.named.name)
     deadline_ns = request.options.deadline_ns
     parts: CompilationParts | None = None
-    with progress or nullcontext(), about, trace.span("compile", preference=request.options.preference.name.lower()):
+    with progress or unwatched(), about, trace.span("compile", preference=request.options.preference.name.lower()):
         # Inside, so that listeners get the deadline as the reason.
         with nullcontext() if deadline_ns is None else anyio.move_on_after(seconds_until(deadline_ns)):
             parts = await _parts(opened, asked, request, policy, progress)

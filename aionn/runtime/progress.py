@@ -300,6 +300,16 @@ def step(device: str, what: str, expected_s: float | None = None) -> None:
         progress.enter(device, what, expected_s)
 
 
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Show nothing of the body, not even as a part of the preparation that it was started in."""
+    before = _watching.set(None)
+    try:
+        yield
+    finally:
+        _watching.reset(before)
+
+
 def watched() -> Progress | None:
     """Return the preparation that this code is a part of, for what is said in another context. None if nothing shows it."""
     return _watching.get()

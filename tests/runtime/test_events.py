@@ -361,3 +361,24 @@ async def test_a_cache_that_cannot_be_written_is_reported(fake: FakeDevice, mode
         await runtime.compile(model, devices=(fake.name,), cache_dir=tmp_path, on_event=own.append)
     (refused,) = (event for event in own if isinstance(event, CacheRefused))
     assert refused.reason == "too_large"
+
+
+async def test_a_jit_compile_that_a_listener_starts_is_no_step_of_the_other(fake: FakeDevice, model: aionn.Model, tmp_path: Path) -> None:
+    path = tmp_path / "other.onnx"
+    path.write_bytes(identity_model({"z": (1, 3)}))
+    own: list[Event] = []
+    inner: list[asyncio.Task[aionn.Compilation]] = []
+    fake.delay(0.3, "compile")
+    async with aionn.Runtime() as runtime:
+        other = await runtime.load(path)
+
+        def heard(event: Event) -> None:
+            own.append(event)
+            if isinstance(event, CompileStep) and event.step == "compiling" and not inner:
+                work = runtime.compile(other, devices=(fake.name,), mode="jit", cache_dir=tmp_path / "cache")
+                inner.append(asyncio.ensure_future(work))
+
+        await runtime.compile(model, devices=(fake.name,), on_event=heard)
+        await inner[0]
+        assert [event.step for event in own if isinstance(event, CompileStep)][-1] == "compiling"
+        fake.behave()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import zipfile
 from collections.abc import Callable
@@ -163,3 +164,11 @@ def test_needs_are_checked_where_they_are_made() -> None:
     with pytest.raises(aionn.CallerError, match=r"reads is '/a'; it must be a list of absolute paths"):
         Needs(reads="/a")
     assert Needs(reads=["/a"]) == Needs(reads=("/a",))
+
+
+def test_a_pipe_in_place_of_the_file_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "piped_engine.py").write_text("", encoding="utf-8")
+    os.mkfifo(tmp_path / "piped_engine.aionn-engine.toml")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(aionn.CallerError, match=r"piped_engine\.aionn-engine\.toml is not a file; put a TOML file in its place"):
+        needs_of("piped_engine:Engine", "")

@@ -19,14 +19,17 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
 
 from aionn.caching.export_folder import name_folder, remove_folder
 from aionn.caching.private_folder import user_state_directory
 from aionn.errors import CallerError, DeviceUnavailableError
-from aionn.needs import Needs
 from aionn.runtime.processes.output import Output, output_pipe
 from aionn.runtime.processes.surroundings import driver_environment
 from aionn.tasks import leave_in_child
+
+if TYPE_CHECKING:
+    from aionn.needs import Needs
 
 DEFAULT_HANG_S = 10.0
 

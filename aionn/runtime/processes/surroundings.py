@@ -9,11 +9,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from aionn.engines.installed import Homes
 from aionn.errors import CallerError
-from aionn.needs import Needs
 from aionn.sandbox.report import VARIABLE, checked_level
+
+if TYPE_CHECKING:
+    from aionn.needs import Needs
 
 _HUGE_PAGES = "glibc.malloc.hugetlb=1"
 """Makes the C library ask for huge pages for large blocks. Engines lay weights out in such blocks, and fresh small pages take them half of
@@ -141,6 +144,8 @@ def checked_engine_needs(engine_needs: object) -> dict[str, Needs]:
     """
     if engine_needs is None:
         return {}
+    from aionn.needs import Needs  # few apps give needs
+
     expected = "give a mapping from names of devices to aionn.hal.Needs"
     if not isinstance(engine_needs, Mapping):
         raise CallerError(f"engine_needs is {type(engine_needs).__name__}; {expected}")
