@@ -165,7 +165,7 @@ def test_a_heartbeat_says_when_its_loop_was_last_alive(page: AppPage, found: Fou
     assert {slot.name: slot.beat_ns for slot in look(found).slots}["other"] >= beats["one"]
 
 
-@pytest.mark.parametrize("lacking", ["os.memfd_create", "aionn.pages.app_page.start_time_of", "aionn.pages.app_page.time_namespace_of"])
+@pytest.mark.parametrize("lacking", ["os.memfd_create", "aionn.pages.app_page.own_start_time", "aionn.pages.app_page.time_namespace_of"])
 def test_without_memory_or_proc_everything_is_counted_and_nothing_raises(lacking: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object) -> int:
         raise OSError(12, "no memory")
