@@ -266,8 +266,7 @@ async def classify(cache_dir: Path, frames: int) -> dict[str, Any]:
                 answer = await burst.compute({"features": features})
                 worst = max(worst, float(np.abs(answer["scores"] - expected(features)).max()))
         # Both stages of so small a model are equally fast, so the outputs alone decide.
-        runtime.stage_policy = aionn.StagePolicy(min_gain=None)
-        staged = await runtime.compile(model, mode="staged", stages=(QUICK, BEST))
+        staged = await runtime.compile(model, mode="staged", stages=(QUICK, BEST), stage_policy=aionn.StagePolicy(min_gain=None))
         first = (await staged.compute({"features": asked[0]})).device
         await staged.wait_for_stage(BEST)
         last = await staged.compute({"features": asked[0]})

@@ -217,6 +217,7 @@ def test_a_runtime_compiles_with_these_options() -> None:
         "*token": None,
         "*mode": "eager",
         "*stages": None,
+        "*stage_policy": None,
         "*options": None,
         "*idle_s": None,
         "*timeout_s": None,

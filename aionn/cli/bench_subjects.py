@@ -178,12 +178,12 @@ async def measure_stages(path: Path, inputs: Arrays, seconds: float) -> list[Mea
     """Measure how long a better stage takes to serve, and the longest answer meanwhile. Nothing is cached."""
     stages = two_stages()
     longest: list[int] = []
+    policy = aionn.StagePolicy(min_gain=None)  # swap in any case: the swap is measured, not the model
     async with aionn.Runtime(start=()) as runtime:
-        runtime.stage_policy = aionn.StagePolicy(min_gain=None)  # swap in any case: the swap is measured, not the model
 
         async def swapped(_: float) -> Sequence[int]:
             model = await runtime.load(path)
-            compilation = await runtime.compile(model, mode="staged", stages=stages)
+            compilation = await runtime.compile(model, mode="staged", stages=stages, stage_policy=policy)
             async with compilation.burst() as burst:
                 await burst.compute(inputs)
                 began_ns = time.perf_counter_ns()

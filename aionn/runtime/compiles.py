@@ -52,6 +52,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     token: bytes | None
     mode: str
     stages: Sequence[str] | None
+    stage_policy: StagePolicy | None
     options: Mapping[str, Mapping[str, object]] | None
     idle_s: float | None
     timeout_s: float | None
@@ -104,6 +105,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     def _check_modes(self) -> None:
         model: Any = self.model
         token: Any = self.token
+        policy: Any = self.stage_policy
         mode, stages, cache_dir = self.mode, self.stages, self.cache_dir
         if not isinstance(model, Model):
             refuse_coroutine(model, "the model to compile")
@@ -112,6 +114,13 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
             raise CallerError(f"mode {mode!r}: it is one of 'eager', 'jit', 'staged'")
         if (stages is not None) != (mode == "staged"):
             raise CallerError(f"stages={stages!r} with mode={mode!r}: give stages with mode='staged', and with no other mode")
+        if policy is not None:
+            from aionn.runtime.staging.stage import StagePolicy
+
+            if mode != "staged":
+                raise CallerError(f"stage_policy with mode={mode!r}: only mode='staged' makes stages; leave stage_policy out")
+            if not isinstance(policy, StagePolicy):
+                raise CallerError(f"stage_policy of type {type(policy).__name__}: give an aionn.StagePolicy, or None for its defaults")
         if cache_dir is None and token is not None:
             raise CallerError("a token without cache_dir has no use; give both, or neither for no caching")
         if token is not None and not isinstance(token, bytes):
@@ -128,8 +137,8 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
             raise CallerError(f"devices={self.devices!r} with mode='staged': the stages name the devices; leave devices out")
 
 
-async def compiled(opened: Opened, asked: Asked, most_threads: int, policy: StagePolicy | None) -> Compilation:
-    """Make the compilation. `policy`: of the stages, for mode "staged" alone.
+async def compiled(opened: Opened, asked: Asked, most_threads: int) -> Compilation:
+    """Make the compilation.
 
     Raises: as `Runtime.compile`.
     """
@@ -142,24 +151,22 @@ async def compiled(opened: Opened, asked: Asked, most_threads: int, policy: Stag
     with progress or unwatched(), about, trace.span("compile", preference=request.options.preference.name.lower()):
         # Inside, so that listeners get the deadline as the reason.
         with nullcontext() if deadline_ns is None else anyio.move_on_after(seconds_until(deadline_ns)):
-            parts = await _parts(opened, asked, request, policy, progress)
+            parts = await _parts(opened, asked, request, progress)
         if parts is None:
             raise DeadlineError(f"the model was not prepared within {asked.timeout_s} s; the compile has been cancelled")
         opened.add(parts)
     return Compilation(parts)
 
 
-async def _parts(
-    opened: Opened, asked: Asked, request: CompileRequest, policy: StagePolicy | None, progress: Progress | None
-) -> CompilationParts:
+async def _parts(opened: Opened, asked: Asked, request: CompileRequest, progress: Progress | None) -> CompilationParts:
     """Prepare the model now, or at its first use without a `progress`. Return the parts of its compilation."""
     session = opened.session
     request = await _completed(opened, asked, request)
     if progress is None:
         await read(session.tasks, request.model)  # the first execution is laid out before it is compiled
         return CompilationParts(session, request)
-    if policy is not None:
-        return await _staged(session, request, policy, progress)
+    if asked.mode == "staged":
+        return await _staged(session, request, asked.stage_policy, progress)
     found = check_kept(request, await prepare_on_best(opened.devices, request))
     progress.outcomes = found[1]
     return CompilationParts(session, request, found)
@@ -184,12 +191,13 @@ async def _completed(opened: Opened, asked: Asked, request: CompileRequest) -> C
     return request
 
 
-async def _staged(session: Session, request: CompileRequest, policy: StagePolicy, progress: Progress) -> CompilationParts:
+async def _staged(session: Session, request: CompileRequest, policy: StagePolicy | None, progress: Progress) -> CompilationParts:
     """Prepare the stage that serves from the start, and make better ones. Return the parts of its compilation."""
     from aionn.runtime.staging.first import prepare_first, stages_of
+    from aionn.runtime.staging.stage import StagePolicy
 
     await digested(session.tasks, request.model)  # what the comparisons of stages are kept under
-    stages = stages_of(request.candidates or (), request.reports)
+    policy, stages = policy or StagePolicy(), stages_of(request.candidates or (), request.reports)
     found = check_kept(request, await prepare_first(session.devices, stages, request, policy))
     progress.outcomes = found[1]
     if outside_frames(request.model):

@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from aionn.errors import CallerError
@@ -84,8 +83,6 @@ class Runtime(AsyncOnly):
 
     Attributes:
         name: by which `aionn top`, metrics and traces know the runtime. It does not change.
-        stage_policy: a `StagePolicy`. It says when better stages are made, and what they must show, for later calls of `compile` with
-            mode "staged". Example: `runtime.stage_policy = aionn.StagePolicy(executions=100, min_gain=0.2)`.
 
     Examples:
         >>> async with aionn.Runtime() as runtime:
@@ -121,13 +118,6 @@ class Runtime(AsyncOnly):
         self._settings = Settings(checked_state_dir(state_dir), checked_seconds("hang_s", hang_s), most, *confined)
         self._start = checked_start(start)
         self._owned: Opened | None = None
-
-    @cached_property
-    def stage_policy(self) -> StagePolicy:
-        """When better stages are made. Assign another one to change it."""
-        from aionn.runtime.staging.stage import StagePolicy
-
-        return StagePolicy()
 
     async def __aenter__(self) -> Runtime:
         await self.open()
@@ -225,6 +215,7 @@ class Runtime(AsyncOnly):
         token: bytes | None = None,
         mode: Mode = "eager",
         stages: Sequence[str] | None = None,
+        stage_policy: StagePolicy | None = None,
         options: Mapping[str, Mapping[str, object]] | None = None,
         idle_s: float | None = None,
         timeout_s: float | None = None,
@@ -258,6 +249,8 @@ class Runtime(AsyncOnly):
                 "staged" serves from the best of `stages` that is stored, else from the first one. It makes the better ones in the
                 background, as `stage_policy` says.
             stages: devices from quick to best, only with mode "staged", and in place of `devices`.
+            stage_policy: when better stages are made, and what they must show before they serve. Only with mode "staged". None: the
+                defaults of `aionn.StagePolicy`.
             options: options of engines, by the name of the device: `{"onnxruntime:cuda": {"device_id": 1}}`. Each is a text, a number,
                 True or False, or the path of a file. They are part of the cache key, files by their content. See docs/how-to/providers.md.
             idle_s: give the driver's memory back after so many seconds without use, or up to a quarter more. A driver process that holds
@@ -294,6 +287,7 @@ class Runtime(AsyncOnly):
             token=token,
             mode=mode,
             stages=stages,
+            stage_policy=stage_policy,
             options=options,
             idle_s=idle_s,
             timeout_s=timeout_s,
@@ -301,7 +295,7 @@ class Runtime(AsyncOnly):
             required=required,
             on_event=on_event,
         )
-        return await compiled(self._opened.check(), asked, self._settings.threads, self.stage_policy if mode == "staged" else None)
+        return await compiled(self._opened.check(), asked, self._settings.threads)
 
     def health(self) -> Health:
         """Return whether the runtime can do the app's work now. It waits for nothing, and any thread may call it, at any time.

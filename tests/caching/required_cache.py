@@ -120,10 +120,9 @@ async def heard(cache: Path, mode: str, required: bool, devices: tuple[str, ...]
     if mode == "jit":
         options["mode"] = "jit"
     if mode == "staged":
-        options = {"mode": "staged", "stages": ("reference", DEVICE)}
+        options = {"mode": "staged", "stages": ("reference", DEVICE), "stage_policy": aionn.StagePolicy(min_gain=None)}
     x = {"x": np.ones((1, 64 if mode == "plan" else 16), np.float32)}
     async with aionn.Runtime(state_dir=cache.parent / "state", start=()) as runtime:
-        runtime.stage_policy = aionn.StagePolicy(min_gain=None)
         try:
             compilation = await runtime.compile(model, cache_dir=cache, cache_required=required, name="door", **options)
         except aionn.CallerError as error:

@@ -108,8 +108,9 @@ async def test_a_stage_takes_what_the_backend_offers_and_no_worker_is_started(
     backend, ours = offering(pushed), whose == "the policy's"
     cache = tmp_path / "cache" if cached else None
     async with leak_check(), aionn.Runtime() as runtime:
-        runtime.stage_policy = dataclasses.replace(asking(backend), backend=backend if ours else None)
-        compilation = await staged(runtime, model, quick, best, cache)
+        compilation = await staged(
+            runtime, model, quick, best, cache, stage_policy=dataclasses.replace(asking(backend), backend=backend if ours else None)
+        )
         best.fail("this machine must not compile", "compile")
         if not ours:
             fleet.use_backend(runtime, backend)
@@ -127,8 +128,7 @@ async def test_a_stage_takes_what_the_backend_offers_and_no_worker_is_started(
     assert warnings(caplog) == []
     if cache is not None:  # published: the next start has it, and asks no backend
         async with aionn.Runtime() as runtime:
-            runtime.stage_policy = ALWAYS
-            compilation = await staged(runtime, model, quick, best, cache)
+            compilation = await staged(runtime, model, quick, best, cache, stage_policy=ALWAYS)
             assert [stage.state for stage in compilation.stages] == ["skipped", "serving"]
 
 
@@ -137,9 +137,10 @@ async def test_a_real_model_compiled_elsewhere_takes_over(tmp_path: Path, key: B
     model = aionn.Model.from_onnx(silero_path)
     pushed = await build(tmp_path / "builder", model, key, "openvino")
     async with leak_check(), aionn.Runtime() as runtime:
-        runtime.stage_policy = asking(offering(pushed))
         stages = ("onnxruntime", "openvino")
-        compilation = await runtime.compile(model, mode="staged", stages=stages, cache_dir=tmp_path / "cache")
+        compilation = await runtime.compile(
+            model, mode="staged", stages=stages, cache_dir=tmp_path / "cache", stage_policy=asking(offering(pushed))
+        )
         inputs = {name: some_input(operand) for name, operand in model.inputs.items()}
         assert (await compilation.compute(inputs)).stage == "onnxruntime"
         await compilation.wait_for_stage("openvino", timeout_s=100)
@@ -175,8 +176,9 @@ async def test_the_words_of_a_backend_are_the_step_of_its_stage(
 
     backend = Backend(answer)
     async with leak_check(), aionn.Runtime() as runtime:
-        runtime.stage_policy = asking(backend)
-        compilation = await runtime.compile(model, mode="staged", stages=(quick.name, best.name), on_event=seen.append)
+        compilation = await runtime.compile(
+            model, mode="staged", stages=(quick.name, best.name), on_event=seen.append, stage_policy=asking(backend)
+        )
         await reported.wait()
         words = ("compiling (attempt 2)" + "!" * 500)[:200]
         assert (compilation.stages[1].state, compilation.stages[1].step) == ("compiling", words)
@@ -240,8 +242,7 @@ async def test_without_an_offer_the_worker_compiles_and_the_stream_does_not_noti
     if answer is _hangs:
         backend.wait_s = 0.05
     async with leak_check(), aionn.Runtime() as runtime:
-        runtime.stage_policy = asking(backend)
-        compilation = await staged(runtime, model, quick, best, tmp_path / "cache" if cached else None)
+        compilation = await staged(runtime, model, quick, best, tmp_path / "cache" if cached else None, stage_policy=asking(backend))
         async with streaming(compilation) as stream:
             await compilation.wait_for_stage(best.name, timeout_s=60)
             await stream.goes_on()
@@ -264,8 +265,7 @@ async def test_a_backend_that_is_stopped_in_the_middle_costs_the_stage_only_time
         raise ConnectionError("the farm was stopped")
 
     async with leak_check(), aionn.Runtime() as runtime:
-        runtime.stage_policy = asking(Backend(answer))
-        compilation = await staged(runtime, model, quick, best)
+        compilation = await staged(runtime, model, quick, best, stage_policy=asking(Backend(answer)))
         async with streaming(compilation) as stream:
             await asked.wait()
             await stream.goes_on()
@@ -290,8 +290,7 @@ async def test_a_backend_may_take_half_of_the_time_of_a_stage(
 
     monkeypatch.setattr(background, "offered_instead", offered_instead)
     async with leak_check(), aionn.Runtime() as runtime:
-        runtime.stage_policy = asking(Backend(_hangs), timeout_s=100.0)
-        compilation = await staged(runtime, model, quick, best)
+        compilation = await staged(runtime, model, quick, best, stage_policy=asking(Backend(_hangs), timeout_s=100.0))
         async with streaming(compilation):
             await compilation.wait_for_stage(best.name, timeout_s=60)
         assert compilation.stages[1].made_by == "worker"
@@ -353,9 +352,10 @@ async def test_a_refused_offer_is_compiled_by_the_worker(
 
     seen: list[Any] = []
     async with leak_check(), aionn.Runtime() as runtime:
-        runtime.stage_policy = asking(Backend(answer))
         stages = (quick.name, best.name)
-        compilation = await runtime.compile(model, mode="staged", stages=stages, cache_dir=tmp_path / "cache", on_event=seen.append)
+        compilation = await runtime.compile(
+            model, mode="staged", stages=stages, cache_dir=tmp_path / "cache", on_event=seen.append, stage_policy=asking(Backend(answer))
+        )
         async with streaming(compilation) as stream:
             await compilation.wait_for_stage(best.name, timeout_s=60)
             await stream.goes_on()
@@ -375,8 +375,7 @@ async def test_without_a_trusted_builder_no_backend_is_asked(
 ) -> None:
     backend = Backend(_nothing)
     async with leak_check(), aionn.Runtime() as runtime:
-        runtime.stage_policy = asking(backend)
-        compilation = await staged(runtime, model, quick, best)
+        compilation = await staged(runtime, model, quick, best, stage_policy=asking(backend))
         async with streaming(compilation):
             await compilation.wait_for_stage(best.name, timeout_s=60)
         assert compilation.stages[1].local_reason.startswith("untrusted_builder")
@@ -388,8 +387,7 @@ async def test_a_driver_that_dies_over_an_offer_is_replaced_and_the_worker_compi
     tmp_path: Path, model: aionn.Model, quick: FakeDevice, best: FakeDevice, pushed: Pushed, workers: list[str]
 ) -> None:
     async with leak_check(), aionn.Runtime() as runtime:
-        runtime.stage_policy = asking(offering(pushed))
-        compilation = await staged(runtime, model, quick, best, tmp_path / "cache")
+        compilation = await staged(runtime, model, quick, best, tmp_path / "cache", stage_policy=asking(offering(pushed)))
         best.crash("load")
         async with streaming(compilation) as stream:
             await best.heard("load")
@@ -422,8 +420,7 @@ async def test_an_end_while_the_backend_is_asked_cancels_it_and_closes_what_it_o
 
     async with leak_check():
         async with aionn.Runtime() as runtime:
-            runtime.stage_policy = asking(Backend(stubborn))
-            compilation = await staged(runtime, model, quick, best)
+            compilation = await staged(runtime, model, quick, best, stage_policy=asking(Backend(stubborn)))
             await compilation.compute({"x": some_input(model.inputs["x"])})
             await asked.wait()
             if end == "the compilation is closed":
@@ -435,9 +432,8 @@ async def test_an_end_while_the_backend_is_asked_cancels_it_and_closes_what_it_o
 
 async def test_an_end_while_the_worker_compiles_kills_it(model: aionn.Model, quick: FakeDevice, best: FakeDevice, key: BuilderKey) -> None:
     async with leak_check(), aionn.Runtime() as runtime:
-        runtime.stage_policy = asking(Backend(_nothing))
         best.hang("compile")
-        compilation = await staged(runtime, model, quick, best)
+        compilation = await staged(runtime, model, quick, best, stage_policy=asking(Backend(_nothing)))
         worker = await best.heard("compile")
         assert runtime._opened.devices.worker_pids == [worker]
         assert compilation.stages[1].local_reason
@@ -457,14 +453,12 @@ async def test_the_workers_files_are_published_without_a_copy(
 
     monkeypatch.setattr(adopting, "copy_into", copy_into)
     async with leak_check(), aionn.Runtime() as runtime:
-        runtime.stage_policy = ALWAYS
-        compilation = await staged(runtime, model, quick, best, tmp_path / "cache")
+        compilation = await staged(runtime, model, quick, best, tmp_path / "cache", stage_policy=ALWAYS)
         await compilation.compute({"x": some_input(model.inputs["x"])})
         await compilation.wait_for_stage(best.name, timeout_s=60)
         assert (compilation.stages[1].made_by, compilation.stages[1].local_reason) == ("worker", "")
     async with aionn.Runtime() as runtime:
-        runtime.stage_policy = ALWAYS
-        compilation = await staged(runtime, model, quick, best, tmp_path / "cache")
+        compilation = await staged(runtime, model, quick, best, tmp_path / "cache", stage_policy=ALWAYS)
         assert compilation.stages[1].made_by == "cache"
 
 
@@ -476,8 +470,7 @@ async def test_an_artifact_that_cannot_be_published_is_compiled_once_and_serves(
         return Refusal(aionn.MissReason.NO_SPACE, "the disk is full")
 
     async with leak_check(), aionn.Runtime() as runtime:
-        runtime.stage_policy = ALWAYS
-        compilation = await staged(runtime, model, quick, best, tmp_path / "cache")
+        compilation = await staged(runtime, model, quick, best, tmp_path / "cache", stage_policy=ALWAYS)
         monkeypatch.setattr(Publisher, "publish", publish)
         await compilation.compute({"x": some_input(model.inputs["x"])})
         await compilation.wait_for_stage(best.name, timeout_s=60)

@@ -101,8 +101,8 @@ async def test_a_worker_in_the_background_is_confined() -> None:
     """It has the highest niceness, one schedule for batches, and few CPUs: all of that is set before it is confined."""
     model = aionn.Model.from_onnx(identity_model({"x": SHAPE}, outputs=["y"]))
     async with confined_runtime(hang_s=None) as runtime:
-        runtime.stage_policy = aionn.StagePolicy(min_gain=None)  # which of the two is quicker does not matter here
-        compilation = await runtime.compile(model, mode="staged", stages=("onnxruntime", HALTING))
+        policy = aionn.StagePolicy(min_gain=None)  # which of the two is quicker does not matter here
+        compilation = await runtime.compile(model, mode="staged", stages=("onnxruntime", HALTING), stage_policy=policy)
         with anyio.fail_after(300):
             while (pid := stopped()) is None:  # a better stage is made once the first one is used
                 await compilation.compute(FRAME)

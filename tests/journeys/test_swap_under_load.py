@@ -60,11 +60,11 @@ async def stream(side: int, min_gain: float | None, seconds: float | None = None
     pictures = [random.random((1, 3, side, side)).astype(np.float32) for _ in range(4)]
     seen = Seen()
     async with leak_check(grace_s=10), aionn.Runtime() as runtime:
-        runtime.stage_policy = dataclasses.replace(runtime.stage_policy, min_gain=min_gain)
         alone = await runtime.compile(model, devices=("onnxruntime",))
         expected = [next(iter((await alone.compute({"x": picture})).values())) for picture in pictures]
         await alone.aclose()
-        compilation = await runtime.compile(model, mode="staged", stages=("onnxruntime", "openvino"))
+        policy = aionn.StagePolicy(min_gain=min_gain)
+        compilation = await runtime.compile(model, mode="staged", stages=("onnxruntime", "openvino"), stage_policy=policy)
         async with compilation.burst() as burst:
 
             def going_on(sent: int) -> bool:
@@ -100,7 +100,7 @@ async def test_every_frame_is_answered_once_and_in_order_while_the_stage_changes
 @pytest.mark.soak
 @pytest.mark.timeout(180)
 @pytest.mark.usefixtures("workers_in_the_background")
-@pytest.mark.parametrize("min_gain", [aionn.Runtime().stage_policy.min_gain, None])
+@pytest.mark.parametrize("min_gain", [aionn.StagePolicy().min_gain, None])
 async def test_a_minute_at_30_fps_keeps_its_frame_times_around_the_verdict(min_gain: float | None) -> None:
     # The policy as it is: whether OpenVINO is faster by a tenth is the machine's to say. That no caller notices is ours. Without a
     # wanted gain it is swapped in on any machine.

@@ -21,9 +21,10 @@ from aionn.testing.models import identity_model
 
 async def main(folder: Path, *stages: str) -> None:
     async with aionn.Runtime(state_dir=folder / "state", start=()) as runtime:
-        runtime.stage_policy = aionn.StagePolicy(executions=1, min_gain=None, backend=Farm(folder / "store"))
         model = aionn.Model.from_onnx(identity_model())
-        compilation = await runtime.compile(model, mode="staged", stages=stages, cache_dir=folder / "cache", timeout_s=60)
+        policy = aionn.StagePolicy(executions=1, min_gain=None, backend=Farm(folder / "store"))
+        kept = folder / "cache"
+        compilation = await runtime.compile(model, mode="staged", stages=stages, stage_policy=policy, cache_dir=kept, timeout_s=60)
         ((name, operand),) = model.inputs.items()
         decided = anyio.Event()
 

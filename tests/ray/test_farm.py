@@ -172,8 +172,9 @@ async def test_a_stage_is_made_by_the_farm_while_the_first_one_serves(
     model = aionn.Model.from_onnx(identity_model())
     frame = np.ones((1, 16), np.float32)
     async with aionn.Runtime(state_dir=tmp_path / "state") as runtime:
-        runtime.stage_policy = aionn.StagePolicy(executions=1, min_gain=None, backend=farm_of(store, fake))
-        compilation = await runtime.compile(model, mode="staged", stages=(best.name, fake.name), cache_dir=tmp_path / "cache")
+        policy = aionn.StagePolicy(executions=1, min_gain=None, backend=farm_of(store, fake))
+        stages, kept = (best.name, fake.name), tmp_path / "cache"
+        compilation = await runtime.compile(model, mode="staged", stages=stages, stage_policy=policy, cache_dir=kept)
         made = asyncio.create_task(compilation.wait_for_stage(fake.name))
         with anyio.fail_after(100):
             farm_driver(await fake.heard("compile"))

@@ -67,10 +67,15 @@ async def streaming(compilation: aionn.Compilation) -> AsyncIterator[Stream]:
 
 
 async def staged(
-    runtime: aionn.Runtime, model: aionn.Model, quick: FakeDevice, best: FakeDevice, cache: Path | None = None
+    runtime: aionn.Runtime,
+    model: aionn.Model,
+    quick: FakeDevice,
+    best: FakeDevice,
+    cache: Path | None = None,
+    stage_policy: aionn.StagePolicy | None = None,
 ) -> aionn.Compilation:
-    token = None if cache is None else model.token
-    return await runtime.compile(model, mode="staged", stages=(quick.name, best.name), cache_dir=cache, token=token)
+    token, stages = None if cache is None else model.token, (quick.name, best.name)
+    return await runtime.compile(model, mode="staged", stages=stages, stage_policy=stage_policy, cache_dir=cache, token=token)
 
 
 async def rejected(compilation: aionn.Compilation, device: FakeDevice) -> str:

@@ -6,7 +6,6 @@ Each writer of an artifact stores bytes that no other writer does, and each load
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 from typing import Any
@@ -70,11 +69,17 @@ async def main(mode: str, cache_dir: str) -> None:
     model = aionn.Model.from_onnx(MODEL)
     while True:
         async with aionn.Runtime() as runtime:
-            runtime.stage_policy = dataclasses.replace(runtime.stage_policy, min_gain=None)
             if mode == "jit":
                 compilation = await runtime.compile(model, devices=(BEST,), mode="jit", cache_dir=cache_dir, token=model.token)
             else:
-                compilation = await runtime.compile(model, mode="staged", stages=(QUICK, BEST), cache_dir=cache_dir, token=model.token)
+                compilation = await runtime.compile(
+                    model,
+                    mode="staged",
+                    stages=(QUICK, BEST),
+                    cache_dir=cache_dir,
+                    token=model.token,
+                    stage_policy=aionn.StagePolicy(min_gain=None),
+                )
             for number in range(20):
                 outputs = await compilation.compute({"x": np.full((1, 16), number, np.float32)})
                 if not (outputs["y"] == number).all():

@@ -142,8 +142,13 @@ async def test_executions_with_values_count_their_ends() -> None:
 async def test_a_swap_leaves_the_counts_with_the_stage_before() -> None:
     model = aionn.Model.from_onnx(identity_model())
     async with aionn.Runtime(start=()) as runtime:
-        runtime.stage_policy = aionn.StagePolicy(executions=10**6, min_gain=None)
-        compilation = await runtime.compile(model, mode="staged", stages=("reference", "onnxruntime"), name="vad")
+        compilation = await runtime.compile(
+            model,
+            mode="staged",
+            stages=("reference", "onnxruntime"),
+            name="vad",
+            stage_policy=aionn.StagePolicy(executions=10**6, min_gain=None),
+        )
         async with compilation.burst(name="door") as burst:
             for number in range(5):
                 await burst.compute(frame(number))

@@ -307,8 +307,14 @@ async def test_a_hang_and_a_restart_each_have_their_cause(fake: FakeDevice, mode
 async def test_stages_change_in_order(quick: FakeDevice, best: FakeDevice, model: aionn.Model) -> None:
     own: list[Event] = []
     async with aionn.Runtime() as runtime:
-        runtime.stage_policy = aionn.StagePolicy(min_gain=None)
-        compilation = await runtime.compile(model, mode="staged", stages=(quick.name, best.name), name="door", on_event=own.append)
+        compilation = await runtime.compile(
+            model,
+            mode="staged",
+            stages=(quick.name, best.name),
+            name="door",
+            on_event=own.append,
+            stage_policy=aionn.StagePolicy(min_gain=None),
+        )
         await compilation.wait_for_stage(best.name, timeout_s=60)
     changes = [(event.stage, event.state) for event in own if isinstance(event, StageChanged)]
     assert [state for stage, state in changes if stage == quick.name] == ["waiting", "serving", "replaced"]

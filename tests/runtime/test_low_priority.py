@@ -198,9 +198,15 @@ async def test_stages_and_swaps_of_a_low_compilation_stay_in_low_processes(monke
     monkeypatch.setattr(making, "RUNS", 3)
     with FakeDevice(AskedEngine) as quick, FakeDevice(SecondAskedEngine) as best:
         async with leak_check(), aionn.Runtime() as runtime:
-            runtime.stage_policy = aionn.StagePolicy(executions=1, min_gain=None)
             cached: dict[str, Any] = {"cache_dir": tmp_path / "cache", "token": MODEL.token}
-            compilation = await runtime.compile(MODEL, mode="staged", stages=(quick.name, best.name), priority="low", **cached)
+            compilation = await runtime.compile(
+                MODEL,
+                mode="staged",
+                stages=(quick.name, best.name),
+                priority="low",
+                **cached,
+                stage_policy=aionn.StagePolicy(executions=1, min_gain=None),
+            )
             state = await compilation.allocate(inputs=("x",))
             await state.copy_from(FRAME["x"])
             await compilation.compute({"x": state})

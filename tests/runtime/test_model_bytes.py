@@ -163,8 +163,9 @@ async def test_it_runs_in_bursts_and_is_swapped(fake: FakeDevice) -> None:
 async def test_it_is_compiled_later_and_in_stages(mode: Any, quick: FakeDevice, best: FakeDevice, tmp_path: Path) -> None:
     names = (quick.name, best.name)
     async with aionn.Runtime() as runtime:
-        runtime.stage_policy = aionn.StagePolicy(min_gain=None)
-        which: dict[str, Any] = {"stages": names} if mode == "staged" else {"devices": names[:1]}
+        which: dict[str, Any] = {"devices": names[:1]}
+        if mode == "staged":
+            which = {"stages": names, "stage_policy": aionn.StagePolicy(min_gain=None)}
         compilation = await runtime.compile(opaque(), mode=mode, cache_dir=tmp_path, **which)
         answer = await compilation.compute({"x": frame(2)})
         np.testing.assert_array_equal(answer["y"], frame(2))

@@ -206,9 +206,15 @@ async def test_a_model_that_is_prepared_again_keeps_its_options() -> None:
 async def test_a_stage_made_by_a_worker_has_the_options_of_its_device(cached: bool, tmp_path: Path) -> None:
     options = {FIRST: {"level": 1}, SECOND: {"level": 2, "fast": True}}
     async with aionn.Runtime(start=()) as runtime:
-        runtime.stage_policy = aionn.StagePolicy(executions=1, min_gain=None, tolerances={"float32": aionn.Tolerance(1e9, 1e9)})
         cache = tmp_path / "cache" if cached else None
-        compilation = await runtime.compile(MODEL, mode="staged", stages=(FIRST, SECOND), options=options, cache_dir=cache)
+        compilation = await runtime.compile(
+            MODEL,
+            mode="staged",
+            stages=(FIRST, SECOND),
+            options=options,
+            cache_dir=cache,
+            stage_policy=aionn.StagePolicy(executions=1, min_gain=None, tolerances={"float32": aionn.Tolerance(1e9, 1e9)}),
+        )
         assert await reached(compilation) == [1, 0, 0, 0, -1]
         await compilation.wait_for_stage(SECOND, timeout_s=60)
         assert compilation.device == SECOND

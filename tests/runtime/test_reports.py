@@ -132,9 +132,10 @@ async def test_a_driver_that_dies_at_its_start_is_a_failed_compilation(fake: Fak
 
 async def test_stages_have_their_states_and_swaps(quick: FakeDevice, best: FakeDevice, model: aionn.Model) -> None:
     async with aionn.Runtime(name="shop") as runtime:
-        runtime.stage_policy = aionn.StagePolicy(min_gain=None)
         with page() as found:
-            compilation = await runtime.compile(model, mode="staged", stages=(quick.name, best.name), name="door")
+            compilation = await runtime.compile(
+                model, mode="staged", stages=(quick.name, best.name), name="door", stage_policy=aionn.StagePolicy(min_gain=None)
+            )
             await compilation.wait_for_stage(best.name, timeout_s=60)
             stages = {slot.stage: slot for slot in slots(found, Kind.STAGE)}
             devices = {slot.name: slot for slot in slots(found, Kind.DEVICE)}

@@ -6,7 +6,6 @@ The fake devices give the exact moments. The last test has ONNX Runtime and the 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import random
 import signal
@@ -68,8 +67,7 @@ async def test_a_better_stage_comes_although_the_first_ones_driver_has_died(
     quick: FakeDevice, best: FakeDevice, model: aionn.Model, moment: str
 ) -> None:
     async with leak_check(), aionn.Runtime() as runtime:
-        runtime.stage_policy = dataclasses.replace(runtime.stage_policy, min_gain=None)
-        compilation = await staged(runtime, model, quick, best)
+        compilation = await staged(runtime, model, quick, best, stage_policy=aionn.StagePolicy(min_gain=None))
         act = {"while the worker compiles": "compile", "while the better stage is loaded": "load"}.get(moment, "")
         if act:
             best.hang(act)
@@ -92,8 +90,7 @@ async def test_a_better_stage_comes_although_the_first_ones_driver_dies_under_th
     quick: FakeDevice, best: FakeDevice, model: aionn.Model
 ) -> None:
     async with leak_check(), aionn.Runtime() as runtime:
-        runtime.stage_policy = dataclasses.replace(runtime.stage_policy, min_gain=None)
-        compilation = await staged(runtime, model, quick, best)
+        compilation = await staged(runtime, model, quick, best, stage_policy=aionn.StagePolicy(min_gain=None))
         quick.crash("run")
         with anyio.fail_after(WITHIN_S):
             async with anyio.create_task_group() as tasks:
@@ -137,8 +134,7 @@ async def test_an_app_that_has_used_device_memory_alone_need_not_send_inputs_for
     quick: FakeDevice, best: FakeDevice, model: aionn.Model
 ) -> None:
     async with leak_check(), aionn.Runtime() as runtime:
-        runtime.stage_policy = dataclasses.replace(runtime.stage_policy, min_gain=None)
-        compilation = await staged(runtime, model, quick, best)
+        compilation = await staged(runtime, model, quick, best, stage_policy=aionn.StagePolicy(min_gain=None))
         async with await compilation.allocate(inputs=("x",)) as memory:
             await memory.copy_from(frame(5)["x"])
             assert (await compilation.start({"x": memory}))["y"][0, 0] == 5
@@ -158,8 +154,12 @@ async def test_a_better_stage_of_several_devices_comes_although_the_first_ones_d
     whole, muls = two
     x = np.linspace(-1, 1, 64, dtype=np.float32).reshape(1, 64)
     async with aionn.Runtime(start=()) as runtime:
-        runtime.stage_policy = aionn.StagePolicy(executions=0, min_gain=None)
-        compilation = await runtime.compile(aionn.Model.from_onnx(three_step_model()), mode="staged", stages=(whole.name, muls.name))
+        compilation = await runtime.compile(
+            aionn.Model.from_onnx(three_step_model()),
+            mode="staged",
+            stages=(whole.name, muls.name),
+            stage_policy=aionn.StagePolicy(executions=0, min_gain=None),
+        )
         await kill(runtime, whole.name)
         with anyio.fail_after(WITHIN_S):
             await compilation.wait_for_stage(muls.name)
@@ -171,8 +171,12 @@ async def test_a_better_stage_of_several_devices_comes_although_the_first_ones_d
 async def test_a_first_stage_of_several_devices_comes_back_for_the_comparison(two: list[FakeDevice]) -> None:
     whole, muls = two
     async with aionn.Runtime(start=()) as runtime:
-        runtime.stage_policy = aionn.StagePolicy(executions=0, min_gain=None)
-        compilation = await runtime.compile(aionn.Model.from_onnx(three_step_model()), mode="staged", stages=(muls.name, whole.name))
+        compilation = await runtime.compile(
+            aionn.Model.from_onnx(three_step_model()),
+            mode="staged",
+            stages=(muls.name, whole.name),
+            stage_policy=aionn.StagePolicy(executions=0, min_gain=None),
+        )
         assert {step.device for step in compilation.plan} == {whole.name, muls.name}
         await kill(runtime, muls.name)
         with anyio.fail_after(WITHIN_S):
@@ -207,6 +211,7 @@ async def _stop_in(best: FakeDevice, act: str) -> None:
 # --- random moments ------------------------------------------------------------------------------------------------------
 
 STAGES = ("reference", "onnxruntime")
+OUTPUTS_DECIDE = aionn.StagePolicy(min_gain=None)
 X = np.ones((1, 8), np.float32)
 
 
@@ -225,7 +230,9 @@ class Rounds:
         """Wait for the better stage while the fault happens. The wait ends in time, and the model's answers are right."""
         model = aionn.Model.from_onnx(scaled_model(X * (number + 1)))
         cache = self._cache / str(number) if self._random.random() < 0.7 or fault == "a cache file is cut" else None
-        async with await self._runtime.compile(model, mode="staged", stages=STAGES, cache_dir=cache) as compilation:
+        async with await self._runtime.compile(
+            model, mode="staged", stages=STAGES, cache_dir=cache, stage_policy=OUTPUTS_DECIDE
+        ) as compilation:
             began_s = anyio.current_time()
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._strike, fault, self._random.uniform(0.0, 0.5), cache)
@@ -278,7 +285,6 @@ async def test_a_wait_for_a_stage_ends_whatever_dies_or_stops_at_a_random_moment
     seed = 26 if rounds == 12 else random.SystemRandom().randrange(1 << 32)
     print(f"seed {seed}")
     async with leak_check(grace_s=10.0), aionn.Runtime(hang_s=2.0) as runtime:
-        runtime.stage_policy = dataclasses.replace(runtime.stage_policy, min_gain=None)
         here = Rounds(runtime, tmp_path, random.Random(seed))
         for number in range(rounds):
             await here.round(number, FAULTS[number % len(FAULTS)])

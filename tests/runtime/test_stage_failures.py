@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 from collections import Counter
@@ -64,8 +63,9 @@ def short_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
 class App:
     """Streams through one staged compilation after the other, all in one runtime."""
 
-    def __init__(self, runtime: aionn.Runtime, quick: FakeDevice, best: FakeDevice, cache: Path) -> None:
+    def __init__(self, runtime: aionn.Runtime, quick: FakeDevice, best: FakeDevice, cache: Path, policy: aionn.StagePolicy) -> None:
         self.runtime = runtime
+        self.policy = policy
         self._quick = quick
         self._best = best
         self._cache = cache
@@ -80,7 +80,9 @@ class App:
             if device.name == self._best.name and device.pid is not None:
                 await device.restart()  # each failure counts the acts of a new driver
         self._stored += 1  # a cache of its own: what is stored already is not compiled again
-        compilation = await staged(self.runtime, self.model, self._quick, self._best, self._cache / str(self._stored))
+        compilation = await staged(
+            self.runtime, self.model, self._quick, self._best, self._cache / str(self._stored), stage_policy=self.policy
+        )
         failure()
         async with compilation, streaming(compilation) as stream:
             reason = await rejected(compilation, self._best)
@@ -93,11 +95,10 @@ class App:
 
 
 @asynccontextmanager
-async def app(quick: FakeDevice, best: FakeDevice, cache: Path, **policy: Any) -> AsyncIterator[App]:
+async def app(quick: FakeDevice, best: FakeDevice, cache: Path, **fields: Any) -> AsyncIterator[App]:
     """At its end the better stage, well again, takes over, from a cache that one of its failures has left."""
     async with leak_check(), aionn.Runtime() as runtime:
-        runtime.stage_policy = dataclasses.replace(runtime.stage_policy, **policy)
-        app = App(runtime, quick, best, cache)
+        app = App(runtime, quick, best, cache, aionn.StagePolicy(**fields))
         original = Meter._once
 
         async def once(self: Meter, serving: Serving, inputs: Inputs) -> Any:
@@ -107,8 +108,8 @@ async def app(quick: FakeDevice, best: FakeDevice, cache: Path, **policy: Any) -
         with patch.object(Meter, "_once", once):
             yield app
         # Whatever its speed: one run each tells little on a busy machine, and is not what this is about.
-        runtime.stage_policy = dataclasses.replace(runtime.stage_policy, timeout_s=60, run_timeout_s=30, min_gain=None)
-        compilation = await staged(runtime, app.model, quick, best, app.last_cache)
+        policy = aionn.StagePolicy(timeout_s=60, run_timeout_s=30, min_gain=None)
+        compilation = await staged(runtime, app.model, quick, best, app.last_cache, stage_policy=policy)
         async with compilation, streaming(compilation) as stream:
             await compilation.wait_for_stage(best.name, timeout_s=60)
             await stream.goes_on()
@@ -162,8 +163,8 @@ async def test_a_stage_that_its_own_driver_compiles_fails_as_harmlessly(quick: F
         ):
             assert told in await here.rejection(failure)
             best.tell(cache_files=(0, 0))
-        here.runtime.stage_policy = dataclasses.replace(here.runtime.stage_policy, min_gain=None)  # its speed is not what this is about
-        compilation = await staged(here.runtime, here.model, quick, best)
+        policy = aionn.StagePolicy(min_gain=None)  # its speed is not what this is about
+        compilation = await staged(here.runtime, here.model, quick, best, stage_policy=policy)
         async with compilation, streaming(compilation) as stream:
             await compilation.wait_for_stage(best.name, timeout_s=60)
             assert compilation.stages[1].made_by == "driver"

@@ -132,8 +132,7 @@ def test_the_scope_of_a_measurement_is_the_model_the_token_the_options_and_the_s
 async def measure(quick: FakeDevice, best: FakeDevice, cache: Path, min_gain: float | None = None) -> str:
     """Start an app that streams until the better stage has been decided on; why it was rejected, or empty. Outputs alone decide here."""
     async with aionn.Runtime() as runtime:
-        runtime.stage_policy = dataclasses.replace(runtime.stage_policy, min_gain=min_gain)
-        compilation = await staged(runtime, MODEL, quick, best, cache)
+        compilation = await staged(runtime, MODEL, quick, best, cache, stage_policy=aionn.StagePolicy(min_gain=min_gain))
         async with streaming(compilation):
             try:
                 await compilation.wait_for_stage(best.name, timeout_s=60)
@@ -144,8 +143,7 @@ async def measure(quick: FakeDevice, best: FakeDevice, cache: Path, min_gain: fl
 
 async def begins_with(quick: FakeDevice, best: FakeDevice, cache: Path, min_gain: float | None = None) -> str:
     async with leak_check(), aionn.Runtime() as runtime:
-        runtime.stage_policy = dataclasses.replace(runtime.stage_policy, min_gain=min_gain)
-        return (await staged(runtime, MODEL, quick, best, cache)).device
+        return (await staged(runtime, MODEL, quick, best, cache, stage_policy=aionn.StagePolicy(min_gain=min_gain))).device
 
 
 async def remembered(cache: Path) -> StageMeasurement:
@@ -156,8 +154,7 @@ async def remembered(cache: Path) -> StageMeasurement:
 
 async def test_a_comparison_is_remembered_as_it_was_measured(quick: FakeDevice, best: FakeDevice, tmp_path: Path) -> None:
     async with leak_check(), aionn.Runtime() as runtime:
-        runtime.stage_policy = dataclasses.replace(runtime.stage_policy, min_gain=0.5)
-        compilation = await staged(runtime, MODEL, quick, best, tmp_path / "cache")
+        compilation = await staged(runtime, MODEL, quick, best, tmp_path / "cache", stage_policy=aionn.StagePolicy(min_gain=0.5))
         await compilation.compute(frame(1))  # and nothing more: each run is timed alone, whichever stage is the faster one
         try:
             await compilation.wait_for_stage(best.name, timeout_s=60)
@@ -227,8 +224,7 @@ def _make_older(cache: Path, age_s: float) -> None:
 
 async def test_what_was_measured_on_made_up_inputs_never_lets_a_stage_serve(quick: FakeDevice, best: FakeDevice, tmp_path: Path) -> None:
     async with aionn.Runtime() as runtime:
-        runtime.stage_policy = dataclasses.replace(runtime.stage_policy, min_gain=None)
-        compilation = await staged(runtime, MODEL, quick, best, tmp_path / "cache")
+        compilation = await staged(runtime, MODEL, quick, best, tmp_path / "cache", stage_policy=aionn.StagePolicy(min_gain=None))
         await compilation.wait_for_stage(best.name, timeout_s=60)
         assert compilation.stages[1].comparison is not None
         assert compilation.stages[1].comparison.made_up
@@ -249,9 +245,8 @@ async def test_the_version_of_the_stage_before_is_asked_by_a_driver_that_ends_ag
 ) -> None:
     assert await measure(quick, best, tmp_path / "cache") == ""
     async with leak_check(), aionn.Runtime() as runtime:
-        runtime.stage_policy = dataclasses.replace(runtime.stage_policy, min_gain=None)
         quick.tell()
-        compilation = await staged(runtime, MODEL, quick, best, tmp_path / "cache")
+        compilation = await staged(runtime, MODEL, quick, best, tmp_path / "cache", stage_policy=aionn.StagePolicy(min_gain=None))
         pid = await quick.heard("start")
         assert compilation.device == best.name
         assert runtime._opened.devices.worker_pids == []
@@ -266,8 +261,7 @@ async def test_the_better_stage_serves_where_the_driver_of_the_stage_before_does
     assert await measure(quick, best, tmp_path / "cache") == ""
     quick.crash("start")
     async with leak_check(), aionn.Runtime() as runtime:
-        runtime.stage_policy = dataclasses.replace(runtime.stage_policy, min_gain=None)
-        compilation = await staged(runtime, MODEL, quick, best, tmp_path / "cache")
+        compilation = await staged(runtime, MODEL, quick, best, tmp_path / "cache", stage_policy=aionn.StagePolicy(min_gain=None))
         assert [stage.state for stage in compilation.stages] == ["rejected", "serving"]
         assert compilation.outcomes[0].kind.name == "HIT"
         np.testing.assert_array_equal((await compilation.compute(frame(5)))["y"], frame(5)["x"])
@@ -286,8 +280,7 @@ async def test_outputs_that_differ_after_the_first_runs_are_noticed(quick: FakeD
 
 async def test_one_execution_before_the_stages_have_begun_is_an_input_to_compare_with(quick: FakeDevice, best: FakeDevice) -> None:
     async with leak_check(), aionn.Runtime() as runtime:
-        runtime.stage_policy = dataclasses.replace(runtime.stage_policy, min_gain=None)
-        compilation = await staged(runtime, MODEL, quick, best)
+        compilation = await staged(runtime, MODEL, quick, best, stage_policy=aionn.StagePolicy(min_gain=None))
         await compilation.compute(frame(3))
         with anyio.fail_after(60):
             await compilation.wait_for_stage(best.name)

@@ -85,6 +85,18 @@ def test_a_value_that_makes_no_sense_is_refused(field: str, value: Any) -> None:
 
 
 @pytest.mark.anyio
+async def test_compile_refuses_a_policy_that_is_of_no_use() -> None:
+    async with aionn.Runtime(start=()) as runtime:
+        for mode in ("eager", "jit"):
+            with pytest.raises(aionn.CallerError, match=f"stage_policy with mode='{mode}': .*leave stage_policy out"):
+                await runtime.compile(MODEL, mode=mode, stage_policy=aionn.StagePolicy())
+        for policy in ({"executions": 3}, False):
+            with pytest.raises(aionn.CallerError, match=f"stage_policy of type {type(policy).__name__}: give an aionn.StagePolicy"):
+                await runtime.compile(MODEL, mode="staged", stages=("reference",), stage_policy=policy)  # type: ignore[arg-type]
+        assert [device.pid for device in runtime.devices if device.pid] == [], "no driver was started for it"
+
+
+@pytest.mark.anyio
 @pytest.mark.timeout(400)  # its worker starts with the highest niceness
 @pytest.mark.usefixtures("workers_in_the_background")
 @pytest.mark.parametrize("threads", [1, 2])
@@ -92,9 +104,8 @@ async def test_the_worker_may_use_as_many_cpus_as_the_policy_says(quick: FakeDev
     if len(os.sched_getaffinity(0)) < threads:
         pytest.skip("this machine has one CPU")
     async with leak_check(), aionn.Runtime() as runtime:
-        runtime.stage_policy = dataclasses.replace(runtime.stage_policy, threads=threads, executions=1)
         best.hang("compile")
-        compilation = await staged(runtime, MODEL, quick, best)
+        compilation = await staged(runtime, MODEL, quick, best, stage_policy=aionn.StagePolicy(threads=threads, executions=1))
         await compilation.compute(frame(1))
         pid = await best.heard("compile")
         for thread in map(int, os.listdir(f"/proc/{pid}/task")):  # those that libraries made when they were imported, too
@@ -113,9 +124,8 @@ async def test_tolerances_say_how_far_outputs_may_differ(quick: FakeDevice, best
         (0.0005, {"float32": aionn.Tolerance()}, False),
     ):
         async with leak_check(), aionn.Runtime() as runtime:
-            runtime.stage_policy = dataclasses.replace(runtime.stage_policy, min_gain=None, tolerances=tolerances)
             best.tell(outputs_offset=offset)
-            compilation = await staged(runtime, MODEL, quick, best)
+            compilation = await staged(runtime, MODEL, quick, best, stage_policy=aionn.StagePolicy(min_gain=None, tolerances=tolerances))
             await compilation.compute(frame(1))
             if serves:
                 await compilation.wait_for_stage(best.name, timeout_s=60)
@@ -131,8 +141,7 @@ async def test_a_run_that_takes_longer_than_the_policy_allows_is_not_timed_but_g
     best.delay(0.8)  # slow, and well under the second after which a driver that misses its deadline counts as hung
     for run_timeout_s, reason in ((0.2, "did not come by the deadline"), (20.0, "it is not faster by 10%")):
         async with leak_check(), aionn.Runtime() as runtime:
-            runtime.stage_policy = dataclasses.replace(runtime.stage_policy, run_timeout_s=run_timeout_s)
-            compilation = await staged(runtime, MODEL, quick, best)
+            compilation = await staged(runtime, MODEL, quick, best, stage_policy=aionn.StagePolicy(run_timeout_s=run_timeout_s))
             await compilation.compute(frame(1))
             assert reason in await rejected(compilation, best)
 
@@ -140,8 +149,7 @@ async def test_a_run_that_takes_longer_than_the_policy_allows_is_not_timed_but_g
 @pytest.mark.anyio
 async def test_a_run_without_a_bound_is_compared_like_any_other(quick: FakeDevice, best: FakeDevice) -> None:
     async with leak_check(), aionn.Runtime() as runtime:
-        runtime.stage_policy = dataclasses.replace(runtime.stage_policy, min_gain=None, run_timeout_s=float("inf"))
-        compilation = await staged(runtime, MODEL, quick, best)
+        compilation = await staged(runtime, MODEL, quick, best, stage_policy=aionn.StagePolicy(min_gain=None, run_timeout_s=float("inf")))
         await compilation.compute(frame(1))
         await compilation.wait_for_stage(best.name, timeout_s=60)
         assert compilation.stages[1].comparison is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import signal
 import subprocess
 import sys
@@ -81,8 +80,7 @@ async def test_a_policy_may_name_a_higher_frequency(
 
     monkeypatch.setattr(stages, "until_frequent", frequent)
     async with aionn.Runtime() as runtime:
-        runtime.stage_policy = dataclasses.replace(runtime.stage_policy, executions=3, per_s=1e-9)
-        compilation = await staged(runtime, MODEL, quick, best, cache)
+        compilation = await staged(runtime, MODEL, quick, best, cache, stage_policy=aionn.StagePolicy(executions=3, per_s=1e-9))
         with anyio.fail_after(20):
             await asked.wait()
         await compilation.aclose()
@@ -162,8 +160,7 @@ async def test_a_killed_app_spoils_nothing_that_is_counted(tmp_path: Path, numbe
 
 async def test_use_without_a_cache_counts_from_the_beginning(quick: FakeDevice, best: FakeDevice) -> None:
     async with leak_check(), aionn.Runtime() as runtime:
-        runtime.stage_policy = dataclasses.replace(runtime.stage_policy, executions=4)
-        compilation = await staged(runtime, MODEL, quick, best)
+        compilation = await staged(runtime, MODEL, quick, best, stage_policy=aionn.StagePolicy(executions=4))
         for number in range(3):
             await compilation.compute(frame(number))
         assert compilation.stages[1].state == "waiting"

@@ -6,7 +6,6 @@ time: the quick stage is told to be slow, so that the better one is faster beyon
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -121,8 +120,7 @@ async def test_a_stream_that_may_not_be_held_and_leaves_no_gap_keeps_its_stage(
     monkeypatch.setattr(making, "COMPARE_S", 0.5)
     with trace.record() as recording:
         async with leak_check(), aionn.Runtime() as runtime:
-            runtime.stage_policy = dataclasses.replace(runtime.stage_policy, hold=False)
-            compilation = await staged(runtime, model, quick, best, tmp_path / "cache")
+            compilation = await staged(runtime, model, quick, best, tmp_path / "cache", stage_policy=aionn.StagePolicy(hold=False))
             async with streaming(compilation) as stream:
                 assert "its speed could not be decided within 0.5 s" in await rejected(compilation, best)
                 assert stream.stages == [quick.name]
@@ -183,8 +181,7 @@ async def test_device_memory_moves_along(quick: FakeDevice, best: FakeDevice) ->
 async def test_a_swap_waits_for_a_reset_where_that_is_declared(quick: FakeDevice, best: FakeDevice) -> None:
     model = aionn.Model.from_onnx(identity_model({"x": SHAPE, "state": SHAPE}, outputs=["y", "stateN"]))
     async with leak_check(), aionn.Runtime() as runtime:
-        runtime.stage_policy = dataclasses.replace(runtime.stage_policy, state="wait_for_reset")
-        compilation = await staged(runtime, model, quick, best)
+        compilation = await staged(runtime, model, quick, best, stage_policy=aionn.StagePolicy(state="wait_for_reset"))
         async with await compilation.allocate(inputs=("state",), outputs=("stateN",)) as state:
             await state.reset()
             inputs = {"x": frame(1)["x"], "state": state}

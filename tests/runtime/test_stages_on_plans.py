@@ -42,12 +42,12 @@ async def test_a_better_stage_that_runs_only_a_part_shares_the_model_with_the_st
 ) -> None:
     whole, _, muls = three
     async with aionn.Runtime(start=()) as runtime:
-        runtime.stage_policy = POLICY
         compilation = await runtime.compile(
             aionn.Model.from_onnx(three_step_model()),
             mode="staged",
             stages=(whole.name, muls.name),
             cache_dir=tmp_path / "cache" if cached else None,
+            stage_policy=POLICY,
         )
         async with compilation.burst() as burst:
             assert right(await burst.compute({"x": X}))
@@ -64,9 +64,8 @@ async def test_a_better_stage_that_runs_only_a_part_shares_the_model_with_the_st
 async def test_a_first_stage_that_runs_only_a_part_is_named_after_its_own_device(three: list[FakeDevice]) -> None:
     whole, adds, muls = three
     async with aionn.Runtime(start=()) as runtime:
-        runtime.stage_policy = POLICY
         compilation = await runtime.compile(
-            aionn.Model.from_onnx(three_step_model()), mode="staged", stages=(adds.name, muls.name, whole.name)
+            aionn.Model.from_onnx(three_step_model()), mode="staged", stages=(adds.name, muls.name, whole.name), stage_policy=POLICY
         )
         first = [step.device for step in compilation.plan]
         assert set(first) == {adds.name, muls.name} or set(first) == {adds.name, whole.name}
@@ -83,8 +82,9 @@ async def test_a_first_stage_that_runs_only_a_part_is_named_after_its_own_device
 async def test_a_stage_of_steps_whose_driver_dies_serves_again_as_the_same_stage(three: list[FakeDevice]) -> None:
     whole, _, muls = three
     async with aionn.Runtime(start=()) as runtime:
-        runtime.stage_policy = POLICY
-        compilation = await runtime.compile(aionn.Model.from_onnx(three_step_model()), mode="staged", stages=(whole.name, muls.name))
+        compilation = await runtime.compile(
+            aionn.Model.from_onnx(three_step_model()), mode="staged", stages=(whole.name, muls.name), stage_policy=POLICY
+        )
         assert right(await compilation.compute({"x": X}))
         with anyio.fail_after(60):
             await compilation.wait_for_stage(muls.name)
@@ -99,8 +99,9 @@ async def test_a_stage_of_steps_whose_driver_dies_serves_again_as_the_same_stage
 async def test_a_stage_of_steps_that_keeps_failing_leaves_its_place_to_the_stage_before(three: list[FakeDevice]) -> None:
     whole, _, muls = three
     async with aionn.Runtime(start=()) as runtime:
-        runtime.stage_policy = POLICY
-        compilation = await runtime.compile(aionn.Model.from_onnx(three_step_model()), mode="staged", stages=(whole.name, muls.name))
+        compilation = await runtime.compile(
+            aionn.Model.from_onnx(three_step_model()), mode="staged", stages=(whole.name, muls.name), stage_policy=POLICY
+        )
         async with compilation.burst() as burst:
             assert right(await burst.compute({"x": X}))
             with anyio.fail_after(60):
@@ -135,8 +136,9 @@ async def test_a_stage_that_covers_the_model_with_no_other_is_rejected_with_the_
 async def test_a_stage_of_steps_that_is_wrong_is_rejected_by_the_comparison(three: list[FakeDevice]) -> None:
     whole, _, muls = three
     async with aionn.Runtime(start=()) as runtime:
-        runtime.stage_policy = POLICY
-        compilation = await runtime.compile(aionn.Model.from_onnx(three_step_model()), mode="staged", stages=(whole.name, muls.name))
+        compilation = await runtime.compile(
+            aionn.Model.from_onnx(three_step_model()), mode="staged", stages=(whole.name, muls.name), stage_policy=POLICY
+        )
         assert right(await compilation.compute({"x": X}))
         muls.fail("broken", "run")
         with pytest.raises(StageRejected, match="broken"):

@@ -151,7 +151,6 @@ async def test_stages_keep_threads_and_instances(monkeypatch: pytest.MonkeyPatch
     with FakeDevice(AskedEngine) as quick, FakeDevice(SecondAskedEngine) as best:
         for made_by in ("worker", "cache"):
             async with leak_check(), aionn.Runtime() as runtime:
-                runtime.stage_policy = aionn.StagePolicy(executions=1, min_gain=None)
                 compilation = await runtime.compile(
                     MODEL,
                     mode="staged",
@@ -160,6 +159,7 @@ async def test_stages_keep_threads_and_instances(monkeypatch: pytest.MonkeyPatch
                     instances=2,
                     cache_dir=tmp_path / "cache",
                     token=MODEL.token,
+                    stage_policy=aionn.StagePolicy(executions=1, min_gain=None),
                 )
                 await compilation.compute(FRAME)
                 await compilation.wait_for_stage(best.name, timeout_s=30)
@@ -175,9 +175,10 @@ async def test_a_worker_for_stages_has_no_more_threads_than_the_runtime_allows(t
     cpus = len(os.sched_getaffinity(0))
     with FakeDevice(AskedEngine) as quick, FakeDevice(SecondAskedEngine) as best:
         async with leak_check(), aionn.Runtime(threads=1) as runtime:
-            runtime.stage_policy = aionn.StagePolicy(executions=1, threads=cpus)
             best.hang("compile")
-            compilation = await runtime.compile(MODEL, mode="staged", stages=(quick.name, best.name))
+            compilation = await runtime.compile(
+                MODEL, mode="staged", stages=(quick.name, best.name), stage_policy=aionn.StagePolicy(executions=1, threads=cpus)
+            )
             await compilation.compute(FRAME)
             assert len(os.sched_getaffinity(await best.heard("compile"))) == 1
             best.behave()

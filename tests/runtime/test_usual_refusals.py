@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from pathlib import Path
 
@@ -36,9 +35,13 @@ async def test_a_stage_that_a_comparison_rejects_is_no_warning_at_any_start(
     for _ in range(2):
         caplog.clear()
         async with aionn.Runtime() as runtime:
-            runtime.stage_policy = dataclasses.replace(runtime.stage_policy, min_gain=None)
             compilation = await runtime.compile(
-                model, mode="staged", stages=(quick.name, best.name), cache_dir=tmp_path / "cache", token=model.token
+                model,
+                mode="staged",
+                stages=(quick.name, best.name),
+                cache_dir=tmp_path / "cache",
+                token=model.token,
+                stage_policy=aionn.StagePolicy(min_gain=None),
             )
             for _ in range(20):
                 await compilation.compute({"input": np.ones((1, 16), np.float32)})

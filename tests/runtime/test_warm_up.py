@@ -92,8 +92,9 @@ async def test_a_warm_burst_that_cannot_warm_up_is_closed(fake: FakeDevice, mode
 
 async def test_warm_up_leaves_samples_and_rhythm_of_a_staged_stream_alone(quick: FakeDevice, best: FakeDevice, model: aionn.Model) -> None:
     async with aionn.Runtime() as runtime:
-        runtime.stage_policy = aionn.StagePolicy(executions=3)
-        compilation = await runtime.compile(model, mode="staged", stages=(quick.name, best.name))
+        compilation = await runtime.compile(
+            model, mode="staged", stages=(quick.name, best.name), stage_policy=aionn.StagePolicy(executions=3)
+        )
         compiled = compilation._parts.compiled
         while not compiled.watched:
             await compilation.compute(X)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import resource
 import signal
@@ -45,8 +44,7 @@ async def swapped(
 ) -> AsyncIterator[aionn.Compilation]:
     """A compilation whose better stage serves."""
     async with leak_check(grace_s=5), runtime or aionn.Runtime() as runtime:
-        runtime.stage_policy = dataclasses.replace(runtime.stage_policy, min_gain=None)
-        compilation = await staged(runtime, model, quick, best, cache)
+        compilation = await staged(runtime, model, quick, best, cache, stage_policy=aionn.StagePolicy(min_gain=None))
         if compilation.device != best.name:
             if len(model.inputs) == 1:
                 await compilation.compute(frame(1))

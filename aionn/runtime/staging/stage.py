@@ -55,8 +55,8 @@ class StagePolicy:
             (`aionn.fleet.use_backend`), if it has one.
 
     Examples:
-        >>> runtime.stage_policy = aionn.StagePolicy(executions=100, min_gain=0.2)
-        >>> compilation = await runtime.compile(model, mode="staged", stages=("onnxruntime", "openvino"))
+        >>> policy = aionn.StagePolicy(executions=100, min_gain=0.2)
+        >>> compilation = await runtime.compile(model, mode="staged", stages=("onnxruntime", "openvino"), stage_policy=policy)
         >>> [stage.name for stage in compilation.stages]
         ['onnxruntime', 'openvino']
     """
