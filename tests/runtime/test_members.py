@@ -27,7 +27,6 @@ class Recorded:
 
     def __init__(self, log: list[str], name: str, *, needs_gap: bool = False, fails: str = "") -> None:
         self.log, self.name, self.needs_gap, self.fails = log, name, needs_gap, fails
-        self.holds_state = False
         self.at_prepare: Any = lambda: None
 
     def _note(self, step: str) -> None:

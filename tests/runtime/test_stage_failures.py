@@ -28,7 +28,7 @@ from aionn.hal.types import ErrorStatus
 from aionn.runtime.serving import compiled_model
 from aionn.runtime.serving.compiled_model import CompiledModel
 from aionn.runtime.serving.serving import Serving
-from aionn.runtime.staging import making, samples
+from aionn.runtime.staging import making, measuring, samples
 from aionn.runtime.staging.measuring import Inputs, Meter
 from aionn.testing import FakeDevice, identity_model
 from tests.leaks import leak_check
@@ -108,7 +108,7 @@ async def app(quick: FakeDevice, best: FakeDevice, cache: Path, **fields: Any) -
         with patch.object(Meter, "_once", once):
             yield app
         # Whatever its speed: one run each tells little on a busy machine, and is not what this is about.
-        policy = aionn.StagePolicy(timeout_s=60, run_timeout_s=30, min_gain=None)
+        policy = aionn.StagePolicy(timeout_s=60, min_gain=None)
         compilation = await staged(runtime, app.model, quick, best, app.last_cache, stage_policy=policy)
         async with compilation, streaming(compilation) as stream:
             await compilation.wait_for_stage(best.name, timeout_s=60)
@@ -175,9 +175,10 @@ async def test_a_stage_that_its_own_driver_compiles_fails_as_harmlessly(quick: F
 
 @REPEATED
 async def test_hanging_while_it_runs(quick: FakeDevice, best: FakeDevice, tmp_path: Path, times: int) -> None:
-    async with app(quick, best, tmp_path, run_timeout_s=0.3) as here:
+    async with app(quick, best, tmp_path) as here:
         for act, after in RUNS * times:
-            reason = await here.rejection(partial(best.hang, act, after=after), after + 1)
+            with patch.object(measuring, "RUN_TIMEOUT_S", 0.3):
+                reason = await here.rejection(partial(best.hang, act, after=after), after + 1)
             assert "while comparing: the driver's answer did not come by the deadline" in reason, after
 
 

@@ -67,20 +67,21 @@ async def test_executions_of_earlier_starts_warrant_a_stage(quick: FakeDevice, b
     assert await counted(cache) == 10
 
 
-async def test_a_policy_may_name_a_higher_frequency(
+async def test_a_policy_names_the_executions_and_older_ones_do_not_count(
     quick: FakeDevice, best: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = tmp_path / "cache"
     await start(quick, best, cache, 9)
     asked = anyio.Event()
 
-    async def frequent(use: Use, executions: int, per_s: float, *, since: int, earlier: int) -> None:
-        assert (executions, per_s, since, earlier) == (3, 1e-9, 0, 0)  # what earlier starts have executed is older
+    async def frequent(use: Use, executions: int, *, since: int, earlier: int) -> None:
+        assert (executions, since, earlier) == (3, 0, 0)  # what earlier starts have executed is older
         asked.set()
 
     monkeypatch.setattr(stages, "until_frequent", frequent)
+    monkeypatch.setattr(stages, "PER_S", 1e-9)
     async with aionn.Runtime() as runtime:
-        compilation = await staged(runtime, MODEL, quick, best, cache, stage_policy=aionn.StagePolicy(executions=3, per_s=1e-9))
+        compilation = await staged(runtime, MODEL, quick, best, cache, stage_policy=aionn.StagePolicy(executions=3))
         with anyio.fail_after(20):
             await asked.wait()
         await compilation.aclose()
@@ -192,7 +193,7 @@ async def settled(waiting: asyncio.Task[None]) -> bool:
 
 async def test_executions_within_the_period_count_and_older_ones_do_not() -> None:
     use, clock = Use(), Clock()
-    waiting = asyncio.create_task(until_frequent(use, 5, 1e-3, clock=clock))
+    waiting = asyncio.create_task(until_frequent(use, 5, per_s=1e-3, clock=clock))
     try:
         assert not await settled(waiting)
         for _ in range(4):
@@ -214,7 +215,7 @@ async def test_executions_within_the_period_count_and_older_ones_do_not() -> Non
 @pytest.mark.parametrize(("executions", "earlier", "now"), [(0, 0, 0), (5, 5, 1), (5, 500, 1), (5, 3, 2), (5, 0, 5)])
 async def test_executions_of_earlier_starts_are_wanted_no_more(executions: int, earlier: int, now: int) -> None:
     use = Use()
-    waiting = asyncio.create_task(until_frequent(use, executions, 3600, earlier=earlier))
+    waiting = asyncio.create_task(until_frequent(use, executions, per_s=3600, earlier=earlier))
     for _ in range(now):
         assert not await settled(waiting)
         use.count()

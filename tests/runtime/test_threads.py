@@ -86,7 +86,7 @@ async def test_numpy_s_integers_are_whole_numbers_everywhere() -> None:
     three: Any = np.uint8(3)
     half: Any = np.float32(0.5)
     true: Any = np.bool_(True)
-    assert aionn.StagePolicy(executions=two, threads=three, per_s=two, min_gain=half).threads == 3
+    assert aionn.StagePolicy(executions=two, threads=three, timeout_s=two, min_gain=half).threads == 3
     with pytest.raises(aionn.CallerError, match="StagePolicy: executions"):
         aionn.StagePolicy(executions=true)
     with FakeDevice(AskedEngine) as fake:

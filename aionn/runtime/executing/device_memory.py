@@ -61,8 +61,7 @@ class DeviceMemory(AsyncOnly):
 
     def __init__(self, renewals: Sequence[Renewal], buffers: BufferPair) -> None:
         self._renewals = tuple(renewals)  # while an app holds memory of a compilation, its model stays prepared
-        # Callbacks of the compilations, not of this object: a circle would keep the memory until a collection.
-        self._state = DeviceState(renewals[0].session, buffers, [renewal.compiled.state_filled for renewal in renewals])
+        self._state = DeviceState(renewals[0].session, buffers)
         self._roles = buffers.roles
         self.inputs = buffers.roles.inputs
         self.outputs = buffers.roles.outputs

@@ -101,19 +101,17 @@ class DeviceState:
     Attributes:
         buffers, uses: its parts.
         shape: of the last tensor that the memory was filled with; None while that is open.
-        fills: how often the app has filled it, or begun to. fresh: no execution has used it since.
+        fills: how often the app has filled it, or begun to.
         emptied: whether the last `copy_from` was refused.
         closed: whether the app has closed it.
     """
 
-    def __init__(self, session: Session, buffers: BufferPair, on_filled: Sequence[Callable[[], None]]) -> None:
+    def __init__(self, session: Session, buffers: BufferPair) -> None:
         self._session = session
-        self._on_filled = on_filled
         self.buffers = buffers
         self.uses = Uses()
         self.shape = buffers.roles.shape
         self.fills = 0
-        self.fresh = True
         self.emptied = False
         self.closed = False
         self._finalizer = weakref.finalize(self, _release_soon, session.loop, buffers.all)
@@ -202,7 +200,6 @@ class DeviceState:
             CallerError: it would advance what is being filled.
         """
         self.uses.begin(advance=advance)
-        self.fresh = False
 
     def end(self, *, advanced: bool | None) -> None:
         """Count an execution that is over, or was never sent.
@@ -235,9 +232,7 @@ class DeviceState:
             self.uses.filling -= 1
             if filled:  # also where no caller waits for it any more
                 self.shape = shape
-                self.fresh, self.emptied = True, False
-                for filled_in in self._on_filled:
-                    filled_in()
+                self.emptied = False
 
         self.uses.filling += 1
         self.fills += 1
@@ -275,10 +270,6 @@ class DeviceState:
                 self.uses.left_copies += 1
 
     # --- a swap ----------------------------------------------------------------------------------------------------------
-
-    @property
-    def holds_state(self) -> bool:
-        return not self.fresh and not self.closed
 
     def rest(self) -> Rest | None:
         """Return None while the app can use it, because its contents lie in the driver alone."""
@@ -337,10 +328,6 @@ class Holding:
         self.rest = state.rest
         self.wait_idle = state.wait_idle
         self.count_from_now = state.count_from_now
-
-    @property
-    def holds_state(self) -> bool:
-        return self._state.holds_state
 
     async def prepare(self, better: Serving) -> DeviceChange | None:
         """See `DeviceState.prepare`."""

@@ -80,7 +80,6 @@ class CompiledModel:
         self.replaced: Callable[[Serving, Serving], None] | None = None
         self.closed = False
         self._swapping = anyio.Lock()
-        self._filled: anyio.Event | None = None
 
     def abandon(self) -> None:
         """Stop what works for the compilation, which is closed or has been collected. Call it in the loop's thread."""
@@ -130,23 +129,6 @@ class CompiledModel:
         rests = [member.rest() for member in list(self.members)]
         found = [rest for rest in rests if rest is not None]
         return found if len(found) == len(rests) else None
-
-    # --- state that executions leave behind ----------------------------------------------------------------------------
-
-    def state_filled(self) -> None:
-        """Note that the app has filled a member's state anew."""
-        if self._filled is not None:
-            self._filled.set()
-
-    @property
-    def state_is_new(self) -> bool:
-        """Whether no execution has used any member's state since the app filled it."""
-        return not any(member.holds_state for member in self.members)
-
-    async def wait_for_new_state(self) -> None:
-        while not self.state_is_new:
-            self._filled = anyio.Event()
-            await self._filled.wait()
 
     # --- the swap --------------------------------------------------------------------------------------------------------
 
@@ -208,7 +190,7 @@ class CompiledModel:
         old = self.serving
         drained = old is None or await _drained(old, list(self.members), drain_s)
         if not may_swap():
-            raise NotNowError("the state in a device memory is to be kept until its next reset")
+            raise NotNowError("the app has swapped in another model meanwhile")
         with _within(MOVE_S, f"device {better.device!r} did not take over bursts and device memory"):
             await self._prepare(better, changes, in_gap=False)  # bursts that were opened meanwhile
             if not drained and any(member.needs_gap for member in self.members):

@@ -72,11 +72,6 @@ class Member(Protocol):
         """Whether it can prepare a change only while no execution is in flight."""
         ...
 
-    @property
-    def holds_state(self) -> bool:
-        """Whether an execution has left something in it that the app has not filled anew since."""
-        ...
-
     async def prepare(self, better: Serving) -> Change | None:
         """Prepare a change to `better`. Returns None if there is nothing to change.
 

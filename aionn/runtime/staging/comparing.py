@@ -144,16 +144,12 @@ class Rules:
     Attributes:
         min_gain: the share by which the new stage must be faster, or None if its outputs alone decide.
         tolerances: by element type. Types that are missing must be equal.
-        run_timeout_s: how long one run may take.
-        hold: whether the stream may be held for single runs.
         runs: the most pairs of runs that are timed.
         compare_s: how long timing may take.
     """
 
     min_gain: float | None
     tolerances: Mapping[str, Tolerance]
-    run_timeout_s: float
-    hold: bool
     runs: int
     compare_s: float
 
@@ -166,10 +162,9 @@ async def compare(
     Raises:
         AionnError: an execution on the new stage failed, hung or killed its driver. A sample that fails on the stage before says nothing
             about the new one, and is left out.
-        DeadlineError: a run took longer than `rules.run_timeout_s`.
+        DeadlineError: a run took longer than `RUN_TIMEOUT_S`.
     """
-    meter = Meter(run, compiled, before, run_timeout_s=rules.run_timeout_s, hold=rules.hold)
-    comparing = _Comparing(meter, before, new, rules, made_up)
+    comparing = _Comparing(Meter(run, compiled, before), before, new, rules, made_up)
     return comparing.found(await comparing.verdict(samples))
 
 

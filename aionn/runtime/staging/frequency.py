@@ -10,6 +10,9 @@ import anyio
 
 from aionn.runtime.serving.serving import Use
 
+PER_S = 7 * 86400.0
+"""The period in which executions count."""
+
 _STEPS = 16
 """The count is read so often in one period. Executions are forgotten up to one step too early, never too late."""
 
@@ -18,7 +21,7 @@ _STEP_S = 0.05
 
 
 async def until_frequent(
-    use: Use, executions: int, per_s: float, *, since: int = 0, earlier: int = 0, clock: Callable[[], float] = time.monotonic
+    use: Use, executions: int, *, since: int = 0, earlier: int = 0, per_s: float = PER_S, clock: Callable[[], float] = time.monotonic
 ) -> None:
     """Return when there have been so many executions within the last `per_s` seconds, at least one of them in this start.
 

@@ -13,7 +13,7 @@ from aionn.runtime.serving.members import NotNowError
 from aionn.runtime.serving.serving import Serving
 from aionn.runtime.staging import verdicts
 from aionn.runtime.staging.comparing import COMPARE_S, RUNS, TOLERANCES, Comparison, Rules, compare
-from aionn.runtime.staging.measuring import Inputs
+from aionn.runtime.staging.measuring import RUN_TIMEOUT_S, Inputs
 from aionn.runtime.staging.samples import Samples, guessed_inputs
 from aionn.runtime.staging.stage import Stage, StagePolicy, compiles_here, enter_state, enter_step
 from aionn.runtime.staging.target import Target
@@ -93,7 +93,7 @@ class StageMaker:
         """
         policy, compiled = self._policy, self._target.compiled
         tolerances = {**TOLERANCES, **policy.tolerances}
-        rules = Rules(policy.min_gain, tolerances, policy.run_timeout_s, policy.hold, RUNS, COMPARE_S)
+        rules = Rules(policy.min_gain, tolerances, RUNS, COMPARE_S)
         for left in reversed(range(COMPARISONS)):
             before = await self._target.live()
             try:
@@ -110,7 +110,7 @@ class StageMaker:
         if not samples.kept:
             for inputs in guessed_inputs(self._target.request.model):
                 try:
-                    await self._target.run(before, inputs, deadline_of(self._policy.run_timeout_s))
+                    await self._target.run(before, inputs, deadline_of(RUN_TIMEOUT_S))
                 except AionnError:
                     before.check_alive()
                     continue
@@ -120,15 +120,10 @@ class StageMaker:
 
     async def _swap(self, better: Serving) -> None:
         for attempt in range(SWAP_TRIES):
-            if self._policy.state == "wait_for_reset":
-                await self._target.compiled.wait_for_new_state()
             try:
-                held_ns = await self._target.compiled.swap(better, may_swap=self._may_swap)
+                held_ns = await self._target.compiled.swap(better)
                 return self._target.request.reports.stage_swapped(better.stage, held_ns)
             except NotNowError as not_now:
                 if attempt == SWAP_TRIES - 1:
                     raise StageRejected(better.stage, f"{not_now}, at each of {SWAP_TRIES} attempts") from not_now
         raise AssertionError("the last attempt returns or raises")
-
-    def _may_swap(self) -> bool:
-        return self._policy.state == "move" or self._target.compiled.state_is_new

@@ -19,8 +19,8 @@ The rule for holding, all of it
                 For the old stage it is twice the least time that a run has taken. A new stage that hangs delays the stream by that
                 much, once.
     How often   At least `_FRAMES_BETWEEN` executions lie between two holds. A camera's stream has caught up by then.
-    Never       With `StagePolicy.hold` False. Also never on a stream whose deadlines leave too little room. Each of the last few
-                executions with a deadline (`Use.least_left_s`) must have been answered earlier than a hold may last.
+    Never       On a stream whose deadlines leave too little room. Each of the last few executions with a deadline
+                (`Use.least_left_s`) must have been answered earlier than a hold may last.
     Counted     `Meter.holds` and `held_s`. Each hold is an event "stage.held" and a span "stage.hold".
 
 Where holding is not allowed and gaps are too short, the runs are made beside the stream. Only the new stage is slower beside the stream
@@ -48,6 +48,9 @@ from aionn.tasks import deadline_of, ungrouped
 Inputs = Mapping[str, NDArray[Any]]
 Run = Callable[[Serving, Inputs, int | None], Awaitable[Mapping[str, NDArray[Any]]]]
 """Runs inputs on one prepared model until a deadline (CLOCK_MONOTONIC, ns)."""
+
+RUN_TIMEOUT_S = 30.0
+"""How long one run may take that decides about a model. A stage that takes longer is rejected."""
 
 _GAP_S = 0.2
 """How long to wait for a gap in a stream."""
@@ -86,13 +89,11 @@ class Meter:
         holds, held_s: how often the stream was held, and for how long in all.
     """
 
-    def __init__(self, run: Run, compiled: CompiledModel, stream: Serving, *, run_timeout_s: float, hold: bool) -> None:
+    def __init__(self, run: Run, compiled: CompiledModel, stream: Serving) -> None:
         """Make a meter beside the stream that `stream` serves."""
         self._run = run
         self._compiled = compiled
         self._stream = stream
-        self._run_timeout_s = run_timeout_s
-        self._hold = hold
         self._disturbed = 0
         self._due = 0
         self._least_s = math.inf
@@ -128,7 +129,7 @@ class Meter:
     def may_hold(self, most_s: float) -> bool:
         """Return whether the stream may be held for so many seconds."""
         left_s = self._stream.use.least_left_s
-        return self._hold and (left_s is None or left_s >= most_s)
+        return left_s is None or left_s >= most_s
 
     async def time(self, serving: Serving, inputs: Inputs, most_s: float | None = None) -> Timed | None:
         """Run once on one of the stages. Returns None if there was no moment for a run.
@@ -138,7 +139,7 @@ class Meter:
 
         Raises:
             AionnError: the run failed.
-            DeadlineError: the run took longer than `run_timeout_s`.
+            DeadlineError: the run took longer than `RUN_TIMEOUT_S`.
         """
         if most_s is None:
             most_s = 2 * self._least_s
@@ -167,10 +168,10 @@ class Meter:
 
     async def _once(self, serving: Serving, inputs: Inputs) -> tuple[Mapping[str, NDArray[Any]], float]:
         began_ns = time.monotonic_ns()
-        outputs = await self._run(serving, inputs, deadline_of(self._run_timeout_s))
+        outputs = await self._run(serving, inputs, deadline_of(RUN_TIMEOUT_S))
         took_s = (time.monotonic_ns() - began_ns) / 1e9
-        if took_s > self._run_timeout_s:
-            raise DeadlineError(f"a run took {took_s:.3f} s, longer than {self._run_timeout_s} s")
+        if took_s > RUN_TIMEOUT_S:
+            raise DeadlineError(f"a run took {took_s:.3f} s, longer than {RUN_TIMEOUT_S} s")
         if serving is self._stream:
             self._least_s = min(self._least_s, took_s)
         return outputs, took_s

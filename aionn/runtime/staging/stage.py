@@ -32,23 +32,15 @@ class StagePolicy:
     """When a better stage is made, at what cost, and what it must show before it serves.
 
     Attributes:
-        executions, per_s: a better stage is made once the model has been executed `executions` times within `per_s` seconds. A compile
-            costs seconds of CPU, and a script that runs a model three times a week would never gain them back. With a cache, executions
-            of earlier starts count, too. The cache keeps them for 30 days, in pieces of ten minutes. `Compilation.wait_for_stage` has
-            a stage made at once.
+        executions: a better stage is made once the model has been executed so many times within a week. A compile costs seconds of CPU,
+            and a script that runs a model three times a week would never gain them back. With a cache, executions of earlier starts
+            count, too. `Compilation.wait_for_stage` has a stage made at once.
         threads: the number of threads, and of CPUs, for the process that compiles the stage. It has the lowest priority. One thread
             takes least from the stream.
         timeout_s: the seconds for compiling and loading the stage together. A process that takes longer is killed.
         min_gain: the share of the median run by which the new stage must be faster. 0.1 asks for runs that are 10 % shorter. If None,
             the outputs alone decide.
         tolerances: how far outputs may differ from those of the stage before, by element type. They replace the defaults of these types.
-        run_timeout_s: the seconds that one run in the comparison may take. A stage that takes longer is rejected.
-        hold: whether the app's executions may be delayed for single runs of the comparison, where they leave no pauses. One delay is
-            never longer than one run of the stage that serves. If False, a stream without pauses keeps its stage, unless the new one is
-            faster even beside it.
-        state: what a swap does about device memories. "move" copies them to the new stage's driver. "wait_for_reset" waits with the
-            swap until the app has filled each of them anew, as at the beginning of a recording. The way back from a stage that fails
-            never waits.
         backend: where a better stage, or the model of a swap, is asked for before a process of this machine compiles it: an
             `aionn.fleet.StoreBackend`, or any other `aionn.fleet.CompileBackend`. What it offers is adopted only if a trusted builder
             has signed it. It may take its `wait_s` seconds, and half of `timeout_s` at most. None: the runtime's backend
@@ -62,31 +54,21 @@ class StagePolicy:
     """
 
     executions: int = 10
-    per_s: float = 7 * 86400.0
     threads: int = 1
     timeout_s: float = 600.0
     min_gain: float | None = 0.1
     tolerances: Mapping[str, Tolerance] = field(default_factory=dict)
-    run_timeout_s: float = 30.0
-    hold: bool = True
-    state: Literal["move", "wait_for_reset"] = "move"
     backend: CompileBackend | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("executions", 0), ("threads", 1)):
             object.__setattr__(self, name, checked_count(f"StagePolicy: {name}", getattr(self, name), least))
-        for name in ("per_s", "timeout_s", "run_timeout_s"):
-            seconds = getattr(self, name)
-            if not _is_number(seconds) or not seconds > 0:
-                raise CallerError(f"StagePolicy: {name}={seconds!r}; give a number of seconds above 0")
+        if not _is_number(self.timeout_s) or not self.timeout_s > 0:
+            raise CallerError(f"StagePolicy: timeout_s={self.timeout_s!r}; give a number of seconds above 0")
         if self.min_gain is not None and not (_is_number(self.min_gain) and 0 <= self.min_gain < 1):
             raise CallerError(f"StagePolicy: min_gain={self.min_gain!r}; give a share from 0 to below 1, or None to compare outputs only")
         if not isinstance(self.tolerances, Mapping) or not all(isinstance(value, Tolerance) for value in self.tolerances.values()):
             raise CallerError(f"StagePolicy: tolerances={self.tolerances!r}; give an aionn.Tolerance per element type, by name")
-        if not isinstance(self.hold, bool):
-            raise CallerError(f"StagePolicy: hold={self.hold!r}; give True or False")
-        if self.state not in ("move", "wait_for_reset"):
-            raise CallerError(f"StagePolicy: state={self.state!r}; give 'move' or 'wait_for_reset'")
         if self.backend is not None and not (callable(getattr(self.backend, "compile", None)) and hasattr(self.backend, "wait_s")):
             raise CallerError(f"StagePolicy: backend={self.backend!r}; give an aionn.fleet.CompileBackend, which has compile and wait_s")
 

@@ -31,7 +31,7 @@ from aionn.runtime.preparing.renewal import stage_devices
 from aionn.runtime.progress import CompilationReports, Progress
 from aionn.runtime.serving.planned_model import Prepared
 from aionn.runtime.serving.serving import Serving
-from aionn.runtime.staging.frequency import until_frequent
+from aionn.runtime.staging.frequency import PER_S, until_frequent
 from aionn.runtime.staging.making import StageMaker
 from aionn.runtime.staging.samples import samples_of
 from aionn.runtime.staging.stage import Stage, StagePolicy, enter_state, reported_stage, settled
@@ -74,9 +74,7 @@ class Staging:
         self._scope = anyio.CancelScope()
         self._over = anyio.Event()
         self._began = self._counted = compiled.use.executions
-        self._way_back = WayBack(
-            compiled, self._before, self._prepare_again, target.run, policy.run_timeout_s, self._gone_back, self._model
-        )
+        self._way_back = WayBack(compiled, self._before, self._prepare_again, target.run, self._gone_back, self._model)
         compiled.abandoned = self._abandoned
         if any(stage.state == "waiting" for stage in stages):
             compiled.sampling = self._samples  # from the very first execution, because a second one may not come for long
@@ -177,8 +175,8 @@ class Staging:
         policy, cache, use = self.policy, self._target.request.cache, self._target.compiled.use
 
         async def used() -> None:
-            earlier = 0 if cache is None else await cache.store.use(self._target.request.model.token, policy.per_s)
-            await until_frequent(use, policy.executions, policy.per_s, since=self._began, earlier=earlier)
+            earlier = 0 if cache is None else await cache.store.use(self._target.request.model.token, PER_S)
+            await until_frequent(use, policy.executions, since=self._began, earlier=earlier)
             with anyio.move_on_after(_WITHIN_S):
                 await self._pause()
 

@@ -27,7 +27,7 @@ from aionn.runtime.progress import Progress
 from aionn.runtime.serving.compiled_model import CompiledModel
 from aionn.runtime.serving.members import NotNowError
 from aionn.runtime.serving.serving import Serving
-from aionn.runtime.staging.measuring import Inputs, Run
+from aionn.runtime.staging.measuring import RUN_TIMEOUT_S, Inputs, Run
 from aionn.runtime.staging.samples import Samples, guessed_inputs, samples_of
 from aionn.runtime.staging.stage import Stage, StagePolicy
 from aionn.runtime.staging.stages import Staging, stages_after
@@ -78,7 +78,7 @@ async def swap_model(target: NewModel, model: Model, timeout_s: float | None) ->
         made.prepared.remember(model)
     better = Serving(made.prepared, model, compiled.use)
     try:
-        await _try(target, better, list(samples.kept) or last, policy)
+        await _try(target, better, list(samples.kept) or last)
         if staging is not None:
             await staging.stop("another model was swapped in")
         for attempt in range(_TRIES):
@@ -114,7 +114,7 @@ def _sampled(compiled: CompiledModel, model: Model) -> Iterator[Samples]:
             compiled.sampling = None
 
 
-async def _try(target: NewModel, better: Serving, recent: Sequence[Inputs], policy: StagePolicy) -> None:
+async def _try(target: NewModel, better: Serving, recent: Sequence[Inputs]) -> None:
     """Run the new model on inputs of the app, before anything depends on it.
 
     Inputs that the model before cannot run either decide nothing.
@@ -124,28 +124,28 @@ async def _try(target: NewModel, better: Serving, recent: Sequence[Inputs], poli
     """
     tried = False
     for inputs in recent:
-        failed = await _failure(target.run, better, inputs, policy)
+        failed = await _failure(target.run, better, inputs)
         if failed is None:
             tried = True
             continue
         before = target.renewal.compiled.serving
-        if before is None or not before.alive or await _failure(target.run, before, inputs, policy) is None:
+        if before is None or not before.alive or await _failure(target.run, before, inputs) is None:
             raise CompilationError(f"the new model cannot run: {failed}", reason=str(failed)) from failed
     if tried:
         return
     failed = None
     for inputs in guessed_inputs(target.renewal.model):
-        failed = await _failure(target.run, better, inputs, policy)
+        failed = await _failure(target.run, better, inputs)
         if failed is None:
             return
     if failed is not None and target.static:
         raise CompilationError(f"the new model cannot run: {failed}", reason=str(failed)) from failed
 
 
-async def _failure(run: Run, serving: Serving, inputs: Inputs, policy: StagePolicy) -> AionnError | None:
+async def _failure(run: Run, serving: Serving, inputs: Inputs) -> AionnError | None:
     """Run inputs on a prepared model. Returns the error of a run that failed, or None."""
     try:
-        await run(serving, inputs, deadline_of(policy.run_timeout_s))
+        await run(serving, inputs, deadline_of(RUN_TIMEOUT_S))
     except DeadlineError:
         raise
     except AionnError as error:

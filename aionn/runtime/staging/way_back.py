@@ -32,7 +32,7 @@ from aionn.runtime.serving.compiled_model import CompiledModel
 from aionn.runtime.serving.members import NotNowError
 from aionn.runtime.serving.planned_model import Prepared
 from aionn.runtime.serving.serving import Serving
-from aionn.runtime.staging.measuring import Inputs, Run
+from aionn.runtime.staging.measuring import RUN_TIMEOUT_S, Inputs, Run
 from aionn.tasks import deadline_of
 
 logger = logging.getLogger("aionn.stages")
@@ -55,7 +55,6 @@ class WayBack:
         before: Callable[[str], Sequence[str]],
         prepare: Callable[[str], Awaitable[Prepared]],
         run: Run,
-        run_timeout_s: float,
         gone_back: Callable[[Serving, Serving, str, int], None],
         name: str,
     ) -> None:
@@ -65,7 +64,6 @@ class WayBack:
             before: returns the usable stages before one, the best first.
             prepare: prepares the model for a stage.
             run: runs inputs on one prepared model.
-            run_timeout_s: how long a run on inputs that failed may take.
             gone_back: called with the bad stage, the stage that serves in its place, the reason, and for how many nanoseconds
                 executions were held back.
             name: of the compilation.
@@ -74,7 +72,6 @@ class WayBack:
         self._before = before
         self._prepare = prepare
         self._run = run
-        self._run_timeout_s = run_timeout_s
         self._gone_back = gone_back
         self._name = name
         self._failures: deque[tuple[int, Inputs | None]] = deque(maxlen=FAILURES)
@@ -151,7 +148,7 @@ class WayBack:
     async def _runs_any(self, base: Serving, failing: Sequence[Inputs]) -> bool:
         for inputs in failing:
             try:
-                await self._run(base, inputs, deadline_of(self._run_timeout_s))
+                await self._run(base, inputs, deadline_of(RUN_TIMEOUT_S))
                 return True
             except AionnError:
                 base.check_alive()

@@ -63,7 +63,6 @@ class BurstConnection:
     """
 
     needs_gap = False
-    holds_state = False
 
     def __init__(self, renewal: Renewal, executor: Executor, options: LinkOptions) -> None:
         self._renewal = renewal
