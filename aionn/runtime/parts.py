@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 
 from aionn import trace
 from aionn.errors import AionnError, CallerError
-from aionn.hal.values import outside_frames
 from aionn.runtime.executing.arguments import Arguments
-from aionn.runtime.executing.attempt import Attempt, Call, Executor
 from aionn.runtime.executing.control import fixed_route
 from aionn.runtime.executing.device_roles import Part, part_of
+from aionn.runtime.executing.execution import Call, CallOptions, Executor
 from aionn.runtime.executing.frame_layout import Outputs
 from aionn.runtime.executing.frames import Frames
 from aionn.runtime.executing.link import CLOSE_S
@@ -69,7 +68,7 @@ class CompilationParts:
 
             fallback = Fallback(self.renewal, self._trials)
         self.bursts = Connections(self.renewal, arguments, fallback)
-        self.kept = _kept_values(self.bursts) if outside_frames(model) else KeptBurst(self.bursts)
+        self.kept = KeptBurst(self.bursts)
         self._starts: Starts | None = None
         self._closed = False
 
@@ -89,7 +88,7 @@ class CompilationParts:
 
     def check_frames(self, what: str) -> None:
         """Raise a `CallerError` if frames cannot hold the model's inputs and outputs. `what`: the call that needs frames."""
-        if outside_frames(self.renewal.model):
+        if self.arguments.values:
             from aionn.runtime.executing.values import frames_refusal
 
             raise frames_refusal(self.renewal.model, what)
@@ -173,21 +172,11 @@ async def _live(renewal: weakref.ref[Renewal]) -> Serving:
     return await found.live()
 
 
-def _kept_values(bursts: Connections) -> KeptBurst:
-    from aionn.runtime.streaming.kept_values import KeptValues  # few models have such values
-
-    return KeptValues(bursts)
-
-
 def _trial_runs(executor: Executor) -> Run:
     """Return what runs inputs on one prepared model, beside what serves."""
 
     async def run(serving: Serving, inputs: Inputs, deadline_ns: int | None) -> Outputs:
-        call = Call(inputs, {}, False, deadline_ns, inputs)
-        if outside_frames(serving.model):
-            from aionn.runtime.executing.values import compute_values
-
-            return await compute_values(executor, fixed_route(serving), call)
-        return await Attempt(executor, fixed_route(serving), call).run()
+        call = Call(inputs, {}, CallOptions(deadline_ns=deadline_ns), inputs)
+        return await executor.execution(fixed_route(serving), call).run()
 
     return run

@@ -136,14 +136,14 @@ async def test_a_link_that_ends_leaves_nothing_of_it_in_the_driver(end: str) -> 
 @pytest.mark.anyio
 async def test_a_usual_frame_in_flight_stays_pinned_when_its_caller_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     anew = 0
-    general = Burst._attempt
+    general = Burst._execute
 
     async def counted(self: Burst, *arguments: Any) -> Any:
         nonlocal anew
         anew += 1
         return await general(self, *arguments)
 
-    monkeypatch.setattr(Burst, "_attempt", counted)
+    monkeypatch.setattr(Burst, "_execute", counted)
     model = aionn.Model.from_onnx(identity_model({"x": (4,)}))
     with FakeDevice() as fake:
         async with leak_check(), aionn.Runtime() as runtime:
@@ -184,13 +184,13 @@ def answers(burst: Burst) -> int:
 @pytest.fixture
 def anew(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """The inputs of each call that did not take the path of a usual frame."""
-    general, seen = Burst._attempt, []
+    general, seen = Burst._execute, []
 
     async def noted(self: Burst, inputs: Any, *arguments: Any) -> Any:
         seen.append(inputs)
         return await general(self, inputs, *arguments)
 
-    monkeypatch.setattr(Burst, "_attempt", noted)
+    monkeypatch.setattr(Burst, "_execute", noted)
     return seen
 
 

@@ -16,7 +16,7 @@ import aionn
 from aionn import trace
 from aionn.hal import UNKNOWN_TIME_US, DataLocation, ErrorStatus, OutputShape, Request, RequestArgument, Result
 from aionn.memory.region import Region
-from aionn.runtime.executing.attempt import Call
+from aionn.runtime.executing.execution import Call, CallOptions
 from aionn.runtime.executing.frame_layout import Outputs
 from aionn.testing import FakeDevice
 from tests.leaks import leak_check
@@ -54,8 +54,7 @@ def same(found: Mapping[str, Any], wanted: Mapping[str, Any], names: Sequence[st
 
 async def over_control_calls(compilation: aionn.Compilation, inputs: dict[str, Any], **options: Any) -> Outputs:
     """Compute as `compute` does with what a burst's packets cannot carry."""
-    call = Call(inputs, options.pop("outputs", {}), options.pop("measure_timing", False), options.pop("deadline_ns", None), inputs)
-    assert not options
+    call = Call(inputs, options.pop("outputs", {}), CallOptions(**options), inputs)
     return await compilation._parts.kept._without_packets(call)
 
 

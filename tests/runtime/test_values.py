@@ -461,7 +461,7 @@ async def test_closing_settles_calls_that_wait(fake: FakeDevice) -> None:
 async def test_closing_a_compilation_gives_calls_time_and_then_settles_them(
     fake: FakeDevice, answered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aionn.runtime.streaming.kept_values.CLOSE_S", 20.0 if answered else 0.1)
+    monkeypatch.setattr("aionn.runtime.streaming.kept_burst.CLOSE_S", 20.0 if answered else 0.1)
     async with leak_check(), aionn.Runtime() as runtime:
         compilation = await runtime.compile(passing(TEXTS), devices=(fake.name,))
         fake.hang("run")

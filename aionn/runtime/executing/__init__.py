@@ -1,6 +1,7 @@
 """One execution: where its arguments lie, how it is sent, what it holds until the driver has answered.
 
-attempt         `Attempt`: one general execution, from its arguments to its outputs
+execution       `Execution`: one execution, from its arguments to its outputs
+transitions     the states of an execution, and which act leads from one to another
 retrying        calls without state, made again after their driver has died
 values          executions with strings, sequences, maps and optionals
 event           `Event`: a started execution and its fence, as an app uses it

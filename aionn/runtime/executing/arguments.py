@@ -17,7 +17,7 @@ from aionn.escapes import escaped
 from aionn.graph import resolve_shapes
 from aionn.hal.model import Model
 from aionn.hal.types import ErrorStatus, Operand, OutputShape, Result
-from aionn.hal.values import default_of
+from aionn.hal.values import default_of, outside_frames
 from aionn.memo import Memo
 from aionn.memory.memory import extents_of
 from aionn.memory.region import PAGE_BYTES
@@ -34,6 +34,7 @@ class Arguments:
     Attributes:
         names: of the model's inputs, in its order.
         defaults: by name what an input holds where an app leaves it out.
+        values: whether the model has strings, sequences, maps or optionals, which have no place in a frame.
         outputs: operands of the model's outputs by name. One that came out in another shape than the model declares has no
             dimensions: files do declare wrong shapes.
     """
@@ -42,6 +43,7 @@ class Arguments:
         self._model = model
         self.outputs = dict(model.outputs)
         self.names = tuple(model.inputs)
+        self.values = bool(outside_frames(model))
         self._operands = tuple(model.inputs.items())
         self._checks = tuple((name, operand, operand.type.dtype) for name, operand in self._operands)
         self.defaults = {name: default for name, operand in self._operands if (default := default_of(operand)) is not None}

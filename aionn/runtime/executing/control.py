@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from aionn import trace
-from aionn.hal.types import Result
-from aionn.memory.pool import Frame
 from aionn.memory.region import Region
 from aionn.remote.handles import RemoteBuffer
-from aionn.runtime.executing.frame_layout import FrameLayout
-from aionn.runtime.executing.placement import Placement
+from aionn.runtime.executing.execution import Execution
 from aionn.runtime.preparing.renewal import Renewal
 from aionn.runtime.serving.serving import Serving
 
 
 class ControlChannel:
-    """Control calls to the driver of one serving. An `Attempt` sends over it (`Channel`).
+    """Control calls to the driver of one serving. An `Execution` is sent over it (`Channel`).
 
     Attributes:
         serving: what computes.
@@ -30,16 +27,10 @@ class ControlChannel:
         self._counted = counted
         self._estimated = estimated
 
-    async def send(
-        self,
-        layout: FrameLayout,
-        frame: Frame,
-        placement: Placement | None,
-        measure_timing: bool,
-        deadline_ns: int | None,
-        settled: Callable[[Result | None], None],
-    ) -> tuple[Result, int]:
+    async def send(self, execution: Execution) -> None:
         """Send one request over the control socket; see `Channel`."""
+        layout, frame, placement, options = execution.layout, execution.frame, execution.placement, execution.call.options
+        assert frame is not None
         pools: list[Region | RemoteBuffer] = [frame.region]
         try:
             if placement is None:
@@ -48,13 +39,13 @@ class ControlChannel:
                 request = placement.request(layout, frame.offset)
                 pools += placement.pools
         except BaseException:
-            settled(None)
+            execution.answered(None)
             raise
         if self._counted and placement is None:
             self.serving.use.count()
-        entered = self.serving.entered(settled, estimated=self._estimated)
+        entered = self.serving.entered(execution.answered, estimated=self._estimated)
         with trace.span("compute", device=self.serving.device, stage=self.serving.stage):
-            return await self.serving.prepared.execute(request, pools, measure_timing, deadline_ns, entered), 0
+            await self.serving.prepared.execute(request, pools, options.measure_timing, options.deadline_ns, entered)
 
 
 def control_route(renewal: Renewal, *, counted: bool = True) -> Callable[[int | None], Awaitable[ControlChannel]]:

@@ -30,9 +30,9 @@ from aionn.errors import AionnError, CallerError, DeadlineError, ExecutionError
 from aionn.hal.model import Model
 from aionn.hal.types import DeviceType, Result
 from aionn.remote.handles import RemoteBuffer
-from aionn.runtime.executing.attempt import Attempt, Call, Executor
 from aionn.runtime.executing.control import fixed_route
 from aionn.runtime.executing.device_memory import DeviceMemory
+from aionn.runtime.executing.execution import Call, Executor
 from aionn.runtime.executing.frame_layout import Outputs
 from aionn.runtime.logs import about
 from aionn.runtime.preparing.partition import Partition
@@ -100,7 +100,7 @@ class Fallback:
             self._steps = frozenset()
         if serving.device in self._taken_over:
             return None
-        again = Call(dict(call.inputs), call.outputs, call.measure_timing, call.deadline_ns, dict(call.placed))
+        again = call._replace(inputs=dict(call.inputs), placed=dict(call.placed), own=None)
         failed: Result | None = result
         while True:
             step = _step_of(failed)
@@ -110,14 +110,14 @@ class Fallback:
             base = await self._fallback_of(renewal, serving, steps)
             if base is None:
                 return None
-            attempt = Attempt(self._trials, fixed_route(base), again)
+            trial = self._trials.execution(fixed_route(base), again)
             try:
-                outputs = await attempt.run()
+                outputs = await trial.run()
                 break
             except DeadlineError:
                 raise
             except AionnError as second:
-                failed = attempt.failed
+                failed = trial.failed
                 if _step_of(failed) not in (None, *steps) or steps != self._steps:
                     continue  # another step has failed, in this call or in one beside it, which took the fallback's place
                 error.add_note(f"device {base.device!r} was tried, too, and failed: {second}")
@@ -126,7 +126,7 @@ class Fallback:
         words, name = "device %r failed to run model %r, and device %r computed in its place: %s", renewal.named.name
         logger.warning(words, serving.device, name, base.device, str(error), extra=about(device=serving.device, model=name))
         if renewal.compiled.serving is serving:
-            await self._wait_for(renewal, base, call.deadline_ns)
+            await self._wait_for(renewal, base, call.options.deadline_ns)
         return outputs
 
     async def _fallback_of(self, renewal: Renewal, serving: Serving, steps: frozenset[int]) -> Serving | None:

@@ -275,10 +275,12 @@ class Spare:
         self._kept = (pool, await self._frames.wait(pool, self._deadline_ns))
 
     def lease(self, pool: FramePool) -> Frame:
-        """Return the frame that is kept, if it is that pool's; else as `FramePool.lease`."""
+        """Return the frame that is kept, if it is that pool's; else as `FramePool.lease`, but not before those who wait."""
         if self._kept is not None and self._kept[0] is pool:
             frame, self._kept = self._kept[1], None
             return frame
+        if pool.crowded:
+            raise FramesInFlightError(pool)
         return pool.lease()
 
     def _give_back(self) -> None:

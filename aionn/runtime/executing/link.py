@@ -7,8 +7,7 @@ asks for the memory behind a slot when it first sees the slot.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Awaitable, Callable
 
 import msgspec
 
@@ -17,14 +16,12 @@ from aionn.burst import DATUM_BYTES, ExecutionBurstController
 from aionn.errors import AionnError, CallerError
 from aionn.fmq import SOON, MessageQueue
 from aionn.hal.types import Result
-from aionn.memory.pool import Frame
 from aionn.pages import BurstSlot
 from aionn.remote.device import RemotePreparedModel
 from aionn.remote.handles import RemoteBurstContext
 from aionn.runtime.executing.bodies import placed_body, plain_body
-from aionn.runtime.executing.frame_layout import FrameLayout
+from aionn.runtime.executing.execution import Execution
 from aionn.runtime.executing.frames import Frames
-from aionn.runtime.executing.placement import Placement
 from aionn.runtime.serving.compiled_model import CompiledModel
 from aionn.runtime.serving.serving import Serving
 from aionn.tasks import bounded_shield, call_soon_from_anywhere
@@ -54,7 +51,7 @@ class LinkOptions(msgspec.Struct, frozen=True):
 
 
 class Link:
-    """One connection. Made by `links.open_link`; closed by `aclose`. An `Attempt` sends over it (`Channel`)."""
+    """One connection. Made by `links.open_link`; closed by `aclose`. An `Execution` is sent over it (`Channel`)."""
 
     __slots__ = ("_compiled", "_frames", "_loop", "context", "controller", "device", "prepared", "serving")
 
@@ -93,29 +90,24 @@ class Link:
         """Announce a request."""
         self.controller.caller.nudge(SOON)
 
-    def send(
-        self,
-        layout: FrameLayout,
-        frame: Frame,
-        placement: Placement | None,
-        measure_timing: bool,
-        deadline_ns: int | None,
-        settled: Callable[[Result | None], None],
-    ) -> Coroutine[Any, Any, tuple[Result, int]]:
+    def send(self, execution: Execution) -> Awaitable[object]:
         """Send one request over the queues; see `Channel`."""
+        layout, frame, placement, options = execution.layout, execution.frame, execution.placement, execution.call.options
+        settled: Callable[[Result | None], None] = execution.answered
+        assert frame is not None
         try:
             if placement is None:
-                body = plain_body(layout, frame, measure_timing)
+                body = plain_body(layout, frame, options.measure_timing)
             else:
-                body = placed_body(layout, frame, self._frames, placement, measure_timing)
+                body = placed_body(layout, frame, self._frames, placement, options.measure_timing)
         except BaseException:
             settled(None)
             raise
         if self._compiled.watched:
-            settled = self.serving.entered(settled, deadline_ns)
+            settled = self.serving.entered(settled, options.deadline_ns)
             if placement is None:
                 self.serving.use.count()
-        return self.controller.execute(body, settled, deadline_ns)
+        return self.controller.execute(body, settled, options.deadline_ns)
 
     async def aclose(self, error: AionnError) -> None:
         """Free queues and the driver's part. Calls that still wait get `error`."""

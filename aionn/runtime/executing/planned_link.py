@@ -20,17 +20,15 @@ from aionn.burst.packets import enough_datums
 from aionn.errors import AionnError, CallerError
 from aionn.fmq import SOON
 from aionn.hal.types import Request, Result
-from aionn.memory.pool import Frame
 from aionn.memory.region import Region
 from aionn.pages import BurstSlot, private_counts
 from aionn.pages.app_layout import DRIVER_BUSY_NS
 from aionn.remote.device import RemotePreparedModel
 from aionn.remote.handles import RemoteBuffer, RemoteBurstContext
 from aionn.runtime.executing.bodies import keep
-from aionn.runtime.executing.frame_layout import FrameLayout
+from aionn.runtime.executing.execution import Execution
 from aionn.runtime.executing.frames import Frames
 from aionn.runtime.executing.link import LinkOptions, close_context, driver_ended, open_queues
-from aionn.runtime.executing.placement import Placement
 from aionn.runtime.serving.compiled_model import CompiledModel
 from aionn.runtime.serving.planned_execution import PlannedExecution
 from aionn.runtime.serving.planned_model import PlannedModel
@@ -72,7 +70,7 @@ class _InFlight:
 
 
 class PlannedLink:
-    """The connection of a burst to all drivers of a plan. Made by `links.open_link`; an `Attempt` sends over it (`Channel`)."""
+    """The connection of a burst to all drivers of a plan. Made by `links.open_link`; an `Execution` is sent over it (`Channel`)."""
 
     __slots__ = ("_compiled", "_counts", "_frames", "_in_flight", "_loop", "_parts", "device", "prepared", "serving")
 
@@ -115,35 +113,29 @@ class PlannedLink:
         """Announce a request."""
         self._parts[0].controller.caller.nudge(SOON)
 
-    async def send(
-        self,
-        layout: FrameLayout,
-        frame: Frame,
-        placement: Placement | None,
-        measure_timing: bool,
-        deadline_ns: int | None,
-        settled: Callable[[Result | None], None],
-    ) -> tuple[Result, int]:
+    async def send(self, execution: Execution) -> None:
         """Send one request over the queues of each step in turn; see `Channel`."""
+        settled: Callable[[Result | None], None] = execution.answered
+        options, placement = execution.call.options, execution.placement
         try:
-            sending = _Sending(self._parts, self._frames, frame, layout, placement, measure_timing)
+            sending = _Sending(self._parts, self._frames, execution)
             request, pools = sending.whole()
             if self._compiled.watched:
-                settled = self.serving.entered(settled, deadline_ns)
+                settled = self.serving.entered(settled, options.deadline_ns)
                 if placement is None:
                     self.serving.use.count()
             self._in_flight.count += 1
             settled = partial(self._settled, settled)
-            execution = PlannedExecution(self.prepared.planned, request, pools, measure_timing, deadline_ns, settled)
-            refusal = None if placement is None else execution.requests.refusal()
+            planned = PlannedExecution(self.prepared.planned, request, pools, options.measure_timing, options.deadline_ns, settled)
+            refusal = None if placement is None else planned.requests.refusal()
         except BaseException:
             settled(None)
             raise
         if refusal is not None:
-            execution.end(refusal)
-            return refusal, 0
+            planned.end(refusal)
+            return
         try:
-            return await execution.run(sending.send), sending.busy_ns
+            await planned.run(sending.send)
         finally:
             self._counts.add(DRIVER_BUSY_NS, sending.busy_ns - sending.first_ns)  # the first step's queues count for themselves
 
@@ -185,21 +177,14 @@ class _Sending:
 
     __slots__ = ("_frame", "_frames", "_key", "_layout", "_measure", "_parts", "_placement", "busy_ns", "first_ns")
 
-    def __init__(
-        self,
-        parts: list[_Part],
-        frames: Frames,
-        frame: Frame,
-        layout: FrameLayout,
-        placement: Placement | None,
-        measure_timing: bool,
-    ) -> None:
+    def __init__(self, parts: list[_Part], frames: Frames, execution: Execution) -> None:
+        assert execution.frame is not None
         self._parts = parts
         self._frames = frames
-        self._frame = frame
-        self._layout = layout
-        self._placement = placement
-        self._measure = measure_timing
+        self._frame = execution.frame
+        self._layout = execution.layout
+        self._placement = placement = execution.placement
+        self._measure = execution.call.options.measure_timing
         self._key: Any = None
         if placement is not None:
             self._key = placement.key({pool: self._reference(pool) for pool in placement.pools})

@@ -1,6 +1,6 @@
 """The usual step of a stream that keeps its state in the driver: the same arguments each time, all in arrays or device memories.
 
-There are two ways to run such a step. The long way is an `Attempt`: `placement` takes whatever an app passes, and works out anew where
+There are two ways to run such a step. The long way is an `Execution`: `placement` takes whatever an app passes, and works out anew where
 it lies. The short way is here. The steps of a recurrent model differ only in the bytes, and in which of two buffers is read. So this
 module checks only these, and uses again what the step before has made.
 
@@ -9,7 +9,7 @@ module checks only these, and uses again what the step before has made.
     Step                  what is sent, and what is given back when it is over
 
 Invariants
-    `begin` refuses nothing and changes nothing where it returns None. An `Attempt` then says what is wrong, or computes.
+    `begin` refuses nothing and changes nothing where it returns None. An `Execution` then says what is wrong, or computes.
     It asks of each device memory, at each step, all that `place` asks. The memory is not closed and is of this prepared model. It has
     a role that it was allocated for, and the shape that the frame is laid out for. No execution in flight advances it.
     A request has the same bytes as on the long way, so that the driver knows it again.
@@ -84,7 +84,7 @@ class RecurrentSteps:
         return cls(layout, pool, arrays, reads, [index for index, output in enumerate(layout.outputs) if output[0] in outputs])
 
     def begin(self, link: Link, inputs: dict[str, Any], outputs: Mapping[str, Any]) -> Step | None:
-        """Begin a step with these arguments. Returns None if it needs an `Attempt`. The caller gives back the frame's lease (`Step.frame`).
+        """Begin a step with these arguments. Returns None if it needs an `Execution`. The caller ends the frame's lease (`Step.frame`).
 
         Raises:
             CallerError, MemoryAllocationError: as `FramePool.lease`.

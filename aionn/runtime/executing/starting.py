@@ -24,22 +24,22 @@ from typing import Any
 from aionn.errors import CallerError, DeadlineError, DriverDiedError
 from aionn.hal.types import ErrorStatus, FencedResult, Result
 from aionn.memory.limits import allocation_error
-from aionn.memory.pool import Frame, FramesInFlightError
-from aionn.pages.app_layout import COMPUTED, COPIED_BYTES, FAILED
+from aionn.memory.pool import Frame, FramePool, FramesInFlightError
+from aionn.pages.app_layout import FAILED
 from aionn.remote.channel import duplicates
 from aionn.remote.device import RemotePreparedModel
 from aionn.remote.fenced import Fenced, Found
 from aionn.remote.fences import Waits, execute_fenced_by
 from aionn.runtime.executing.arguments import check_mapping
-from aionn.runtime.executing.attempt import Executor
 from aionn.runtime.executing.control import control_route
 from aionn.runtime.executing.dependencies import After, Dependencies, check_shapes, give_shapes, kept, shape_of
 from aionn.runtime.executing.device_buffers import lost_with
 from aionn.runtime.executing.device_memory import DeviceMemory, state_of
 from aionn.runtime.executing.event import Event, error_of, failed_dependency, fence_of, settle, when_settled
-from aionn.runtime.executing.frame_layout import FrameLayout, Outputs
+from aionn.runtime.executing.execution import Call, CallOptions, Execution, Executor
 from aionn.runtime.executing.frames import fill
-from aionn.runtime.executing.placement import Placement, check_outputs, is_placed, place_now
+from aionn.runtime.executing.placement import check_outputs, is_placed, place_now
+from aionn.runtime.executing.transitions import Act, State
 from aionn.runtime.preparing.renewal import Renewal
 from aionn.runtime.serving.serving import Serving
 from aionn.tasks import deadline_of, seconds_until
@@ -76,9 +76,10 @@ class Starts:
         deadline_ns = deadline_of(timeout_s)
         if len(self._pending) >= IN_FLIGHT:
             raise _too_many()
-        given = dict(self.executor.arguments.complete(inputs))
+        given = dict(inputs)
+        call = Call(given, dict(outputs), CallOptions(bool(measure_timing), deadline_ns), given)
         with Dependencies(after) as dependencies:
-            started = Started(self, Event(self.renewal.model.label[:12]), given, dict(outputs), bool(measure_timing), deadline_ns)
+            started = Started(self, Event(self.renewal.model.label[:12]), call)
             started.lay_out()
             started.after = dependencies.take()
         self._pending.add(started)
@@ -103,7 +104,7 @@ class Starts:
         self.renewal.session.page.free(self.executor.counts)
 
 
-class Started:
+class Started(Execution):
     """One started execution, from its arguments to its event.
 
     Attributes:
@@ -111,76 +112,53 @@ class Started:
         after: what the execution waits for.
     """
 
-    def __init__(
-        self,
-        starts: Starts,
-        event: Event,
-        inputs: dict[str, Any],
-        outputs: dict[str, Any],
-        measure_timing: bool,
-        deadline_ns: int | None,
-    ) -> None:
+    __slots__ = ("_starts", "_stop", "after", "event")
+
+    def __init__(self, starts: Starts, event: Event, call: Call) -> None:
+        super().__init__(starts.executor, starts.route, call)
         self.event = event
         self.after: tuple[After, ...] = ()
         self._starts = starts
-        self._executor = starts.executor
-        self._inputs = inputs  # emptied when they are in the frame
-        self._outputs = outputs
-        self._measure_timing = measure_timing
-        self._deadline_ns = deadline_ns
-        self._placed: tuple[Placement, FrameLayout, Frame] | None = None
-        self._in_flight = False
         self._stop: Callable[[], None] | None = None
-        self._result: Result | None = None
 
     # --- before the request is sent --------------------------------------------------------------------------------------
 
     def lay_out(self) -> None:
         """Check the arguments, and copy the arrays. With device memory they are placed when it is known where that lies."""
-        renewal, arguments = self._starts.renewal, self._executor.arguments
+        renewal, call = self._starts.renewal, self.call
         if not self._states():
             self._place(renewal.compiled.serving)
             return
-        placed = {name: shape_of(value) for name, value in self._inputs.items() if is_placed(value)}
-        arguments.shapes_of(self._inputs, placed)
-        self._inputs = {name: kept(value) for name, value in self._inputs.items()}
-        self._outputs = {name: kept(value) for name, value in self._outputs.items()}
+        placed = {name: shape_of(value) for name, value in call.inputs.items() if is_placed(value)}
+        self.executor.arguments.shapes_of(call.inputs, placed)
+        inputs = {name: kept(value) for name, value in call.inputs.items()}
+        self.call = call._replace(inputs=inputs, outputs={name: kept(value) for name, value in call.outputs.items()}, placed=inputs)
 
     def _states(self) -> set[Any]:
-        return {state_of(value) for value in (*self._inputs.values(), *self._outputs.values()) if isinstance(value, DeviceMemory)}
+        call = self.call
+        return {state_of(value) for value in (*call.inputs.values(), *call.outputs.values()) if isinstance(value, DeviceMemory)}
 
     def _place(self, serving: Serving | None) -> None:
         """Place the arguments, and copy the arrays into a frame."""
-        executor, arguments = self._executor, self._executor.arguments
+        call = self.call
         model = self._starts.renewal.model if serving is None else serving.model
         prepared: Any = None if serving is None else serving.prepared  # only device memory belongs to one
-        placement, shapes = place_now(model, arguments.outputs, prepared, self._inputs, self._outputs)
+        placement, shapes = place_now(model, self.executor.arguments.outputs, prepared, call.inputs, call.outputs)
         try:
-            layout = arguments.layout(arguments.shapes_of(self._inputs, shapes))
-            give_shapes(placement, layout, self._outputs)
-            frame = self._lease(layout)
-            self._placed = placement, layout, frame
-            executor.counts.add(COPIED_BYTES, fill(frame, layout, self._inputs, placement.inputs))
+            self.hold(placement, shapes, _lease)
+            give_shapes(placement, self.layout, call.outputs)
         except BaseException:
-            placement.release()
-            if self._placed is not None:
-                self._placed[2].settled(None)
-                self._placed = None
+            self._act(Act.SETTLE)
             raise
-        self._inputs = {}
-
-    def _lease(self, layout: FrameLayout) -> Frame:
-        try:
-            return self._executor.frames.pool(layout).lease()
-        except FramesInFlightError:
-            raise _too_many() from None
+        self.call = call._replace(inputs={}, placed={})
 
     def begin(self, over: Callable[[], None]) -> None:
         """Send the request now if that can be done, else in a task. `over` is called when the event is settled."""
         session, compiled = self._starts.renewal.session, self._starts.renewal.compiled
         timer = None
-        if self._deadline_ns is not None:
-            timer = session.loop.call_later(seconds_until(self._deadline_ns), self._late)
+        deadline_ns = self.call.options.deadline_ns
+        if deadline_ns is not None:
+            timer = session.loop.call_later(seconds_until(deadline_ns), self._late)
 
         def settled() -> None:
             if timer is not None:
@@ -190,7 +168,7 @@ class Started:
 
         when_settled(self.event, settled)
         serving = compiled.serving
-        if self._placed is None or serving is None or not serving.alive or compiled.gate.shut:
+        if self.state is State.WAITING or serving is None or not serving.alive or compiled.gate.shut:
             session.tasks.start_soon(self._later, name=self.event.name)
         else:
             compiled.use.touches += 1
@@ -202,17 +180,17 @@ class Started:
     async def _later(self) -> None:
         """Send the request when a prepared model serves and every device memory is free."""
         try:
-            serving = (await self._starts.route(self._deadline_ns)).serving
+            serving = (await self._route(self.call.options.deadline_ns)).serving
             if self.event.done():
                 return
-            if self._placed is not None:
-                self._send(serving)
+            if self.state is State.PLACED:
+                self._transmit(serving)
                 return
             with serving.used():
                 await self._ready()
                 if not self.event.done():
                     self._place(serving)
-                    self._send(serving)
+                    self._transmit(serving)
         except asyncio.CancelledError:
             settle(self.event, CallerError(_CLOSED))
             raise
@@ -221,9 +199,9 @@ class Started:
 
     async def _ready(self) -> None:
         """Wait until no other execution uses the device memories. Started ones are waited for in the order of their starts."""
-        states = self._states()
-        both = {state_of(value) for value in self._inputs.values() if isinstance(value, DeviceMemory)} & {
-            state_of(value) for value in self._outputs.values() if isinstance(value, DeviceMemory)
+        states, call = self._states(), self.call
+        both = {state_of(value) for value in call.inputs.values() if isinstance(value, DeviceMemory)} & {
+            state_of(value) for value in call.outputs.values() if isinstance(value, DeviceMemory)
         }
         while True:
             for state in states:
@@ -237,40 +215,41 @@ class Started:
 
     def _send_or_fail(self, serving: Serving) -> None:
         try:
-            self._send(serving)
+            self._transmit(serving)
         except Exception as error:  # the event is the answer, as for every error after the arguments were checked
             settle(self.event, error)
 
-    def _send(self, serving: Serving) -> None:
-        assert self._placed is not None
+    def _transmit(self, serving: Serving) -> None:
+        """Send the request, with its fences."""
+        layout, frame, placement = self.layout, self.frame, self.placement
+        assert frame is not None
+        assert placement is not None
         dependencies = []
         for number, after in enumerate(self.after):
             if after.failed:
                 raise failed_dependency(after.event, number)
             if not after.done:
                 dependencies.append(after.dependency)
-        placement, layout, frame = self._placed
         sampling = self._starts.renewal.compiled.sampling
         if sampling is not None and not placement.inputs:
             sampling.take(layout.inputs_in(frame))
         fenced = Fenced(placement.request(layout, frame.offset), [frame.region, *placement.pools], dependencies, fence_of(self.event))
-        frame.pins += 1
-        settled = serving.entered(frame.settled, self._deadline_ns)
+        self._act(Act.SEND)
+        settled = serving.entered(self.answered, self.call.options.deadline_ns)
         serving.use.count()
-        self._in_flight = True
         try:
-            self._stop = self._transmit(serving.prepared, fenced, partial(self._answered, serving, settled))
+            self._stop = self._start(serving.prepared, fenced, partial(self._found, serving, settled))
         except BaseException:
-            self._in_flight = False
             settled(None)
             raise
         for state in placement.used:
             state.uses.leave()  # the next use of the memory waits for the answer
 
-    def _transmit(self, prepared: Any, fenced: Fenced, answered: Callable[[Found], None]) -> Callable[[], None]:
-        """Send a request. Returns what ends its wait for dependencies."""
+    def _start(self, prepared: Any, fenced: Fenced, answered: Callable[[Found], None]) -> Callable[[], None]:
+        """Send a request to one driver, or to those of a plan. Returns what ends its wait for dependencies."""
+        options = self.call.options
         if isinstance(prepared, RemotePreparedModel):
-            return prepared.start_fenced(fenced, self._measure_timing, self._deadline_ns, answered)
+            return prepared.start_fenced(fenced, options.measure_timing, options.deadline_ns, answered)
         from aionn.runtime.executing.fenced_plan import start_plan  # only plans need it
 
         def in_app() -> None:
@@ -283,12 +262,12 @@ class Started:
             except Exception as error:  # the event's, as every error of this execution
                 answered(error)
 
-        stop = start_plan(prepared, fenced, self._measure_timing, self._deadline_ns, answered, in_app)
+        stop = start_plan(prepared, fenced, options.measure_timing, options.deadline_ns, answered, in_app)
         return stop or self._run_in_app(prepared, fenced, answered)
 
     def _run_in_app(self, prepared: Any, fenced: Fenced, answered: Callable[[Found], None]) -> Callable[[], None]:
         """Run a plan step by step in the app's loop, where it also waits for its dependencies. Returns what ends that wait."""
-        waits = Waits()
+        waits, options = Waits(), self.call.options
         try:
             fence, *waited = duplicates(fenced.fds)  # the event's may be closed before the wait is over
         except OSError as error:
@@ -299,7 +278,7 @@ class Started:
         async def run() -> None:
             found: Found = CallerError(_CLOSED)
             try:
-                found = await execute_fenced_by(prepared, *own, self._measure_timing, self._deadline_ns, waits)
+                found = await execute_fenced_by(prepared, *own, options.measure_timing, options.deadline_ns, waits)
             except Exception as error:  # any error is the event's
                 found = error
             finally:
@@ -315,30 +294,28 @@ class Started:
             raise
         return waits.close
 
-    def _answered(self, serving: Serving, settled: Callable[[Result | None], None], found: Found) -> None:
-        self._in_flight, self._stop = False, None
-        result = found.result if isinstance(found, FencedResult) else None
-        settled(result)
-        self._result = result
+    def _found(self, serving: Serving, settled: Callable[[Result | None], None], found: Found) -> None:
+        """Take what the driver has answered, or why it never will."""
+        self._stop = None
+        uses_states = self.placement is not None and bool(self.placement.used)
+        settled(found.result if isinstance(found, FencedResult) else None)
+        if self.event.done():
+            return
         try:
-            if self.event.done():
-                self._give_back()
-            elif isinstance(found, FencedResult):
+            if isinstance(found, FencedResult):
                 self._take(serving, found)
+            elif uses_states and isinstance(found, DriverDiedError):
+                settle(self.event, lost_with(found.device, found))
             else:
-                settle(self.event, self._lost(found))
+                settle(self.event, found)
         except Exception as error:  # an error here would end the driver's connection
             settle(self.event, error)
 
-    def _lost(self, error: BaseException) -> BaseException:
-        """Return what the end of a driver means to this execution."""
-        uses_states = self._placed is not None and self._placed[0].used
-        return lost_with(error.device, error) if uses_states and isinstance(error, DriverDiedError) else error
-
     def _take(self, serving: Serving, found: FencedResult) -> None:
         """Settle the event by the driver's answer, or send the request again with more room."""
-        assert self._placed is not None
-        (placement, layout, frame), executor, result = self._placed, self._executor, found.result
+        executor, placement, result = self.executor, self.placement, found.result
+        assert placement is not None
+        assert self.frame is not None
         if found.failed is not None:
             executor.counts.add(FAILED, 1)
             waited = [(number, after.event) for number, after in enumerate(self.after) if after.sent]
@@ -347,49 +324,48 @@ class Started:
             executor.failures.add(error)
             raise error
         if result.status is not ErrorStatus.NONE:
-            if executor.arguments.may_retry(layout, result, placement.outputs):
-                self._send_wider(serving, result)
+            if self.widen():
+                self._send_wider(serving)
                 return
-            raise executor.failure(serving, result, None if placement.inputs else layout.inputs_in(frame))
-        executor.counts.add(COMPUTED, 1)
+            raise executor.failure(serving, result, None if placement.inputs else self.layout.inputs_in(self.frame))
         check_shapes(placement, result, list(serving.model.outputs))
-        if executor.arguments.fit(layout, result.output_shapes) is not layout:
-            executor.frames.outgrown(layout)
-        outputs = Outputs(
-            layout.outputs_in(frame, result.output_shapes, self._outputs), serving.stage, result.timing if self._measure_timing else None
-        )
-        outputs.update(placement.arrays(serving.model, result))
-        if self._measure_timing:
+        outputs = self.outputs(serving)
+        if self.call.options.measure_timing:
             self.event.since_launch = found.since_launch
         settle(self.event, outputs)
 
-    def _send_wider(self, serving: Serving, result: Result) -> None:
+    def _send_wider(self, serving: Serving) -> None:
         """Send the request again, with more room for its outputs. It keeps its fence and what it has placed."""
-        assert self._placed is not None
-        placement, before, old = self._placed
-        layout = self._executor.arguments.widen(tuple(shape for _, _, shape, _ in before.inputs), result.output_shapes)
-        frame = self._lease(layout)
-        self._placed = placement, layout, frame
+        before, old, placement, layout = self.layout, self.frame, self.placement, self._room
+        assert old is not None
+        assert placement is not None
+        assert layout is not None
+        frame = _lease(self.executor.frames.pool(layout))
+        self._act(Act.PLACE)
+        self.layout, self.frame = layout, frame
         fill(frame, layout, before.inputs_in(old), placement.inputs)
         old.settled(None)
         for after in self.after:
             after.close()
         self.after = ()  # all are done, or the request would not have run
-        self._send(serving)
+        self._transmit(serving)
 
     def _give_back(self) -> None:
         """Give back what the execution holds, once its event is settled. What the driver may still touch is given back with its answer."""
         for after in self.after:
             after.close()
-        if self._in_flight:
-            stop, self._stop = self._stop, None
-            if stop is not None:
-                stop()
-        elif self._placed is not None:
-            (placement, _, frame), self._placed = self._placed, None
-            frame.settled(None)
-            placement.settled(self._result)
-        self._inputs, self._outputs = {}, {}
+        stop, self._stop = self._stop, None
+        if stop is not None:
+            stop()
+        self._act(Act.SETTLE)
+        self.call = self.call._replace(inputs={}, outputs={}, placed={})
+
+
+def _lease(pool: FramePool) -> Frame:
+    try:
+        return pool.lease()
+    except FramesInFlightError:
+        raise _too_many() from None
 
 
 def _too_many() -> CallerError:

@@ -16,9 +16,10 @@ from aionn.hal.types import ErrorStatus
 from aionn.hal.values import outside_frames
 from aionn.pages.app_layout import COMPUTED, COPIED_BYTES
 from aionn.remote.device import RemotePreparedModel
-from aionn.runtime.executing.attempt import NO_ANSWER, Call, Executor, Route
+from aionn.runtime.executing.execution import Execution
 from aionn.runtime.executing.frame_layout import Outputs, as_array
-from aionn.tasks import ending_by
+from aionn.runtime.executing.frames import Spare
+from aionn.runtime.executing.transitions import Act
 
 
 def frames_refusal(model: Model, what: str) -> CallerError:
@@ -32,39 +33,41 @@ def staged_refusal(model: Model) -> CompilationError:
     return CompilationError(f"mode 'staged' compares tensors of numbers only, but {strange}; use mode 'eager' or 'jit'", reason=strange)
 
 
-async def compute_values(executor: Executor, route: Route, call: Call) -> Outputs:
-    """Run one execution.
+class ValuesExecution(Execution):
+    """One execution. It holds nothing but its turn with the driver."""
 
-    Raises:
-        CallerError: a name or a value does not fit, or the call names places for outputs; nothing was sent.
-        DeadlineError, DriverDiedError, DriverHungError, ExecutionError: as for `Attempt.run`.
-    """
-    if call.outputs:
-        raise CallerError(f"outputs={list(call.outputs)}: this model's outputs are values that compute returns; leave outputs out")
-    inputs = _readable(executor.arguments.complete(call.inputs))
-    with ending_by(call.deadline_ns, NO_ANSWER):
-        channel = await route(call.deadline_ns)
-        serving = channel.serving
+    async def _run_once(self, spare: Spare) -> Outputs:
+        """Run once.
+
+        Raises:
+            CallerError: a name or a value does not fit, or the call names places for outputs; nothing was sent.
+        """
+        call, executor = self.call, self.executor
+        if call.outputs:
+            raise CallerError(f"outputs={list(call.outputs)}: this model's outputs are values that compute returns; leave outputs out")
+        inputs = _readable(call.inputs)
+        self.channel = await self._route(call.options.deadline_ns)
+        serving = self.channel.serving
         prepared = serving.prepared
         assert isinstance(prepared, RemotePreparedModel)  # such a model is never cut
         counted = executor.compiled is not None
         if counted:
             serving.use.count()
+        self._act(Act.PLACE)
+        self._act(Act.SEND)
         # From here on a swap waits for this execution.
-        settled = serving.entered(_nothing, estimated=counted)
+        settled = serving.entered(self.answered, estimated=counted)
         with trace.span("compute.values", device=serving.device, stage=serving.stage):
-            result, values, copied = await prepared.execute_values(inputs, call.measure_timing, call.deadline_ns, settled)
+            result, values, copied = await prepared.execute_values(inputs, call.options.measure_timing, call.options.deadline_ns, settled)
         executor.counts.add(COPIED_BYTES, copied)
         if result.status is not ErrorStatus.NONE:
+            self.failed = result
             raise executor.failure(serving, result, None)
         executor.counts.add(COMPUTED, 1)
-        return Outputs(values, serving.stage, result.timing if call.measure_timing else None)
+        self._act(Act.SETTLE)
+        return Outputs(values, serving.stage, result.timing if call.options.measure_timing else None)
 
 
 def _readable(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return inputs with arrays in place of tensors of other libraries."""
     return {name: as_array(name, value) if hasattr(value, "__dlpack__") else value for name, value in inputs.items()}
-
-
-def _nothing(result: Any) -> None:
-    """Give nothing back: a call with values lends no frame."""

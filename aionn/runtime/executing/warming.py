@@ -13,10 +13,9 @@ from typing import Any
 import anyio
 
 from aionn.errors import AionnError, CallerError, ExecutionError
-from aionn.hal.values import outside_frames
 from aionn.runtime.executing.arguments import Arguments, check_mapping
-from aionn.runtime.executing.attempt import Attempt, Call, Executor
 from aionn.runtime.executing.control import control_route
+from aionn.runtime.executing.execution import Call, CallOptions, Executor
 from aionn.runtime.executing.frames import Frames
 from aionn.runtime.executing.made_up import made_up_inputs
 from aionn.runtime.preparing.renewal import Renewal
@@ -67,11 +66,5 @@ async def _side_by_side(instances: int, run: Callable[[], Awaitable[None]]) -> N
 
 async def _run(renewal: Renewal, executor: Executor, given: Mapping[str, Any]) -> None:
     inputs = dict(given)
-    call = Call(inputs, {}, False, None, inputs)
-    route = control_route(renewal, counted=False)
-    if outside_frames(renewal.model):
-        from aionn.runtime.executing.values import compute_values  # few models have such values
-
-        await compute_values(executor, route, call)
-    else:
-        await Attempt(executor, route, call).run()
+    call = Call(inputs, {}, CallOptions(), inputs)
+    await executor.execution(control_route(renewal, counted=False), call).run()

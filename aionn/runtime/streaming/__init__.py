@@ -6,7 +6,6 @@ item        `Item`: one frame of a stream's source with a tag, and `Entry`, what
 source      the thread that iterates a source which may block
 stream      `Burst.map`: a source of inputs in, results out, in order
 kept_burst  `KeptBurst`: the burst behind `Compilation.compute`
-kept_values `KeptValues`: the same for models that no burst can run
 recovering  `RecurrentStream`: a stream whose state stays in the driver and survives the driver's end
 kept_state  the state of such a stream: in the driver, and as it was at the last snapshot
 drops       a summary of dropped frames, once a second

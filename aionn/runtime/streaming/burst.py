@@ -1,7 +1,7 @@
 """`Burst`: a stream of executions to one driver over shared memory, as an app uses it.
 
 A burst has one shortcut, its usual frame: plain arrays of the same shapes as the request before. It has a variant for a stream that
-keeps its state in the driver (`executing.recurrent`). Everything else is an `Attempt` over the burst's link.
+keeps its state in the driver (`executing.recurrent`). Everything else is an `Execution` over the burst's link.
 
 Invariant
     A frame is pinned by its lease (the app's, or that of a running `compute`) and by each request in flight over it.
@@ -24,8 +24,8 @@ from aionn.memory.pool import Frame as MemoryFrame
 from aionn.memory.pool import FramesInFlightError
 from aionn.pages.app_layout import COMPUTED, CONNECTIONS, COPIED_BYTES, DRIVER_BUSY_NS, DROPPED, FAILED, FELL_BACK
 from aionn.runtime.executing.arguments import check_mapping
-from aionn.runtime.executing.attempt import Attempt, Call
 from aionn.runtime.executing.bodies import plain_body
+from aionn.runtime.executing.execution import Call, CallOptions
 from aionn.runtime.executing.frame_layout import FrameLayout, Outputs
 from aionn.runtime.executing.frames import LARGE_BYTES, fill_large
 from aionn.runtime.executing.link import Link
@@ -167,12 +167,12 @@ class Burst(AsyncOnly):
                 await asyncio.sleep(0)
                 layout, pool, link = self._connection.usual
             if layout is None or pool is None or link is None or outputs or type(inputs) is not dict:
-                return await self._unusual(inputs, outputs or {}, measure_timing, deadline_ns)
+                return await self._unusual(inputs, outputs or {}, CallOptions(measure_timing, deadline_ns))
             # A stream's usual frame, in one piece: each call less is a tenth of a microsecond of the few that a round trip takes.
             try:
                 frame = pool.lease()
             except (FramesInFlightError, CallerError, MemoryAllocationError):
-                return await self._attempt(inputs, {}, measure_timing, deadline_ns)
+                return await self._execute(inputs, {}, CallOptions(measure_timing, deadline_ns))
             try:
                 arrays, caller = frame.arrays, link.controller.caller
                 body = frame.bindings.get((layout, measure_timing)) or plain_body(layout, frame, measure_timing)
@@ -200,9 +200,10 @@ class Burst(AsyncOnly):
                         return Outputs(outcome, link.device, result.timing if measure_timing else None)
             finally:
                 frame.settled(None)
+            options = CallOptions(measure_timing, deadline_ns)
             if answer is None:
-                return await self._unusual(inputs, {}, measure_timing, deadline_ns)
-            return await self._with_more_room(link, layout, result, Call(inputs, {}, measure_timing, deadline_ns, inputs))
+                return await self._unusual(inputs, {}, options)
+            return await self._with_more_room(link, layout, result, Call(inputs, {}, options, inputs))
         except BaseException as error:
             self._executor.ended(error)
             raise
@@ -211,40 +212,36 @@ class Burst(AsyncOnly):
         """Go on after a usual frame whose answer has no outputs."""
         self._counts.add(COPIED_BYTES, layout.input_bytes)
         self._connection.count_from_now()  # the next frame needs the wider layout
-        return await Attempt(self._executor, self._connection.route, call).resume(link, layout, result)
+        return await self._executor.execution(self._connection.route, call).run((link, layout, result))
 
-    async def _unusual(
-        self, inputs: Mapping[str, Any] | Frame, outputs: Mapping[str, Any], measure_timing: bool, deadline_ns: int | None
-    ) -> Outputs:
+    async def _unusual(self, inputs: Mapping[str, Any] | Frame, outputs: Mapping[str, Any], options: CallOptions) -> Outputs:
         """Compute all but a stream's usual frame."""
         if self._recurrent is not None and type(inputs) is dict:
             step = self._begin_step(self._recurrent, inputs, outputs)
-            if step is not None and (stepped := await self._step(step, inputs, measure_timing, deadline_ns)) is not None:
+            if step is not None and (stepped := await self._step(step, inputs, options)) is not None:
                 return stepped
-        return await self._attempt(inputs, outputs, measure_timing, deadline_ns)
+        return await self._execute(inputs, outputs, options)
 
-    async def _attempt(
-        self, inputs: Mapping[str, Any] | Frame, outputs: Mapping[str, Any], measure_timing: bool, deadline_ns: int | None
-    ) -> Outputs:
+    async def _execute(self, inputs: Mapping[str, Any] | Frame, outputs: Mapping[str, Any], options: CallOptions) -> Outputs:
         """Compute with new shapes, with a frame, with arguments that lie elsewhere, or over a new driver."""
         connection = self._connection
         if isinstance(inputs, Frame):
             own, placed = lease_of(inputs, connection)
             if own[1].pins > 1:
                 raise CallerError("this frame is in flight: wait for its outputs, or get another one with burst.frame()")
-            call = Call(inputs, outputs, measure_timing, deadline_ns, placed, own)
+            call = Call(inputs, outputs, options, placed, own)
             with trace.captured_at(inputs.captured_ns):
-                return await Attempt(self._executor, connection.route, call).run()
+                return await self._executor.execution(connection.route, call).run()
         connection.check_open()
         if type(inputs) is not dict:
             check_mapping(inputs)
-        call = Call(inputs, outputs, measure_timing, deadline_ns, inputs)
-        attempt = Attempt(self._executor, connection.route, call)
-        found = await attempt.run()
-        if attempt.placing:
-            self._recurrent = RecurrentSteps.of(attempt.layout, self._executor.frames.pool(attempt.layout), inputs, outputs)
-        elif isinstance(attempt.channel, Link):
-            connection.expect(attempt.layout, attempt.channel)
+        execution = self._executor.execution(connection.route, Call(inputs, outputs, options, inputs))
+        found = await execution.run()
+        layout = execution.layout
+        if execution.placing:
+            self._recurrent = RecurrentSteps.of(layout, self._executor.frames.pool(layout), inputs, outputs)
+        elif isinstance(execution.channel, Link):
+            connection.expect(layout, execution.channel)
         return found
 
     def _begin_step(self, recurrent: RecurrentSteps, inputs: dict[str, Any], outputs: Mapping[str, Any]) -> Step | None:
@@ -252,20 +249,21 @@ class Burst(AsyncOnly):
         link = self._connection.plain_link()
         return None if link is None else recurrent.begin(link, inputs, outputs)
 
-    async def _step(self, step: Step, inputs: dict[str, Any], measure_timing: bool, deadline_ns: int | None) -> Outputs | None:
-        """Return the outputs of a step. Returns None if an output was larger than declared: nothing was computed, and an `Attempt` has
+    async def _step(self, step: Step, inputs: dict[str, Any], options: CallOptions) -> Outputs | None:
+        """Return the outputs of a step. Returns None if an output was larger than declared: nothing was computed, and an `Execution` has
         room for it."""
         try:
-            result, _ = await step.link.controller.execute(step.body(inputs, measure_timing), step, deadline_ns)
+            body = step.body(inputs, options.measure_timing)
+            result, _ = await step.link.controller.execute(body, step, options.deadline_ns)
             counts = self._counts
             counts.add(COPIED_BYTES, step.steps.copied_bytes)
             if result.status is not _NONE:
                 if step.steps.widened(self._executor.arguments, result):
                     self._recurrent = None
                     return None
-                raise await self._executor.placed_failure(step.link.serving, result, Call(inputs, {}, measure_timing, deadline_ns, inputs))
+                raise await self._executor.placed_failure(step.link.serving, result, Call(inputs, {}, options, inputs))
             counts.add(COMPUTED, 1)
-            return Outputs(step.steps.outputs_in(step.frame, result), step.link.device, result.timing if measure_timing else None)
+            return Outputs(step.steps.outputs_in(step.frame, result), step.link.device, result.timing if options.measure_timing else None)
         except BaseException as error:
             step.leave(error)
             raise

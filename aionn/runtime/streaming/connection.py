@@ -27,8 +27,8 @@ from aionn.memory.pool import Frame, FramePool
 from aionn.pages import Kind
 from aionn.pages.app_layout import CONNECTIONS, SENT
 from aionn.runtime.executing.arguments import Arguments
-from aionn.runtime.executing.attempt import Executor, FallsBack
 from aionn.runtime.executing.counted import Shown
+from aionn.runtime.executing.execution import Executor, FallsBack
 from aionn.runtime.executing.frame_layout import FrameLayout, Shapes
 from aionn.runtime.executing.frames import Frames
 from aionn.runtime.executing.link import Link, LinkOptions

@@ -1,5 +1,8 @@
 """`KeptBurst`: the burst that a compilation keeps for `Compilation.compute`.
 
+What a burst's packets cannot carry goes over the control socket: memory of more than 4 GiB, and every execution of a model with strings,
+sequences, maps or optionals. Places and turns are the same.
+
 The first call opens the burst. A timer closes it when no call has come for a while, and the next call opens another one. The burst
 follows swaps and driver deaths as every burst does. Results are copied out of their frames, so a frame is free when its call ends.
 
@@ -10,6 +13,7 @@ Invariants
     gives its place to the first that waits, so no call overtakes another one.
     The timer closes the burst only while no call is in it and its driver has answered every request.
     The timer holds this object weakly, so a compilation that the app drops is collected.
+    `_calls` holds the wait of each call that is over the control socket. `end` ends these waits, so that closing settles every caller.
 """
 
 from __future__ import annotations
@@ -21,14 +25,14 @@ from collections import OrderedDict
 from collections.abc import Coroutine, Mapping
 from typing import Any
 
-from numpy.typing import NDArray
+import anyio
 
 from aionn import trace
 from aionn.burst.packets import PacketError
 from aionn.errors import CallerError
 from aionn.runtime.executing.arguments import check_mapping
-from aionn.runtime.executing.attempt import Attempt, Call, Executor
 from aionn.runtime.executing.control import control_route
+from aionn.runtime.executing.execution import Call, CallOptions, Executor
 from aionn.runtime.executing.frame_layout import Outputs
 from aionn.runtime.executing.link import CLOSE_S
 from aionn.runtime.streaming.burst import Burst
@@ -50,7 +54,7 @@ class KeptBurst:
 
     Attributes:
         connection: of the burst that is open now, or None.
-        last_inputs: of the last call before the burst was closed for idleness, or None.
+        last_inputs: of the last call before the burst was closed for idleness, or of the last call with values; or None.
     """
 
     def __init__(self, connections: Connections) -> None:
@@ -61,12 +65,14 @@ class KeptBurst:
         self.connection: BurstConnection | None = None
         self._burst: Burst | None = None
         self._large: Executor | None = None
+        self._calls: set[anyio.CancelScope] = set()
+        self._none_left = anyio.Event()
         self._places = DEPTH
         self._turns: OrderedDict[asyncio.Future[None], None] = OrderedDict()
         self._used = False
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
-        self.last_inputs: Mapping[str, NDArray[Any]] | None = None
+        self.last_inputs: Mapping[str, Any] | None = None
 
     async def compute(
         self, inputs: Mapping[str, Any], outputs: Mapping[str, Any] | None, measure_timing: bool, timeout_s: float | None
@@ -89,7 +95,8 @@ class KeptBurst:
             call = burst.compute(inputs, outputs=outputs, measure_timing=measure_timing, timeout_s=timeout_s)
             return _own(await (self._traced(call) if trace.active else call), outputs)
         except PacketError:
-            return _own(await self._without_packets(Call(inputs, outputs or {}, measure_timing, deadline_ns, inputs)), outputs)
+            call_options = CallOptions(measure_timing, deadline_ns)
+            return await self._without_packets(Call(dict(inputs), outputs or {}, call_options, inputs))
         except CallerError:
             if self._closed:
                 raise CallerError(CLOSED) from None
@@ -102,19 +109,28 @@ class KeptBurst:
             return await call
 
     async def _without_packets(self, call: Call) -> Outputs:
-        """Run what a burst's packets cannot carry, such as memory of more than 4 GiB, over the control socket."""
-        executor = self._without_burst()
-        try:
-            return await Attempt(executor, control_route(self._renewal), call).run()
-        except BaseException as error:
-            executor.ended(error)
-            raise
-
-    def _without_burst(self) -> Executor:
-        """Return what the calls over the control socket have in common."""
-        if self._large is None:
-            self._large = self._connections.executor(DEPTH)
-        return self._large
+        """Run what a burst's packets cannot carry over the control socket."""
+        executor = self._large
+        if executor is None:
+            executor = self._large = self._connections.executor(DEPTH)
+        with anyio.CancelScope() as scope:
+            self._calls.add(scope)
+            try:
+                found = await executor.execution(control_route(self._renewal), call).run()
+            except BaseException as error:
+                executor.ended(error)
+                raise
+            finally:
+                self._calls.discard(scope)
+                if not self._calls:
+                    self._none_left.set()
+            if executor.shown is not None:
+                executor.shown.on(self._renewal.device, found.stage)
+            if not executor.arguments.values:
+                return _own(found, call.outputs)
+            self.last_inputs = call.inputs
+            return found
+        raise CallerError(CLOSED)
 
     # --- who calls when --------------------------------------------------------------------------------------------------
 
@@ -147,7 +163,13 @@ class KeptBurst:
     # --- opening and closing ---------------------------------------------------------------------------------------------
 
     def _begin(self) -> Burst:
-        """Open a burst, which connects at its first request."""
+        """Open a burst, which connects at its first request.
+
+        Raises:
+            PacketError: no burst can carry what the model takes or makes.
+        """
+        if self._connections.arguments.values:
+            raise PacketError("values have no place in a packet")
         connection = self._connections.new(DEPTH)
         connection.begin()
         self.connection, self._burst, self.last_inputs = connection, Burst(connection), None
@@ -174,6 +196,10 @@ class KeptBurst:
             if self.connection is not None:
                 with bounded_shield(CLOSE_S):
                     await self.connection.wait_idle()
+            if self._calls:
+                with bounded_shield(CLOSE_S):
+                    self._none_left = anyio.Event()
+                    await self._none_left.wait()
             if self.connection is not None:
                 await self.connection.aclose()
         finally:
@@ -190,6 +216,8 @@ class KeptBurst:
     def end(self) -> None:
         """Close for good, without waiting."""
         self.refuse()
+        for scope in self._calls:
+            scope.cancel()
         self._end()
         if self._large is not None:
             self._large.frames.close()

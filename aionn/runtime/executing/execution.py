@@ -1,0 +1,371 @@
+"""`Execution`: one execution, from its arguments to its outputs.
+
+It finds the channel, places its arguments, copies arrays into a frame, sends the request, and waits for the answer. Then it makes the
+outputs, or runs again with more room where the driver found too little. `transitions` has its states. A burst's usual frame is a shortcut
+beside it (`streaming.burst`).
+
+    Execution            `compute`: the caller waits for everything, and leaves when it is cancelled
+    values               its arguments are values, which have no place in a frame
+    starting             `start`: it is sent at once where that can be done, and no task waits for it
+    fallback             one more execution elsewhere
+    Channel              the control socket, or a burst's queues, to one driver or to those of a plan
+
+Invariants
+    Nothing is awaited between the choice of a channel and the sending, but for device memory. So no swap slips in between. Where a frame
+    must be waited for, all that was placed is given back, and the channel is chosen again: its driver may have died meanwhile.
+    One pin of the frame, and everything else that is placed, is held until the driver has answered, or never will. It is held until
+    the outputs are made, too, if the caller still waits for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakSet
+
+import msgspec
+import numpy as np
+
+from aionn import trace
+from aionn.errors import AionnError, ExecutionError, OutputInsufficientSizeError
+from aionn.hal.types import ErrorStatus, Result
+from aionn.memory.pool import Frame, FramePool, FramesInFlightError
+from aionn.pages import BurstSlot, private_counts
+from aionn.pages.app_layout import COMPUTED, COPIED_BYTES, FAILED, FELL_BACK
+from aionn.runtime.executing.arguments import Arguments, failure_of
+from aionn.runtime.executing.counted import Shown, count_end
+from aionn.runtime.executing.frame_layout import FrameLayout, Outputs
+from aionn.runtime.executing.frames import Frames, Spare, fill
+from aionn.runtime.executing.placement import Placement, check_frame, contents_of, is_placed, place
+from aionn.runtime.executing.transitions import Act, State, after
+from aionn.runtime.serving.compiled_model import CompiledModel
+from aionn.runtime.serving.serving import Serving
+from aionn.tasks import ending_by
+
+NO_ANSWER = "the driver's answer did not come"
+
+
+class Channel(Protocol):
+    """What carries requests to the driver of one serving: the control socket, or a burst's queues."""
+
+    @property
+    def serving(self) -> Serving: ...
+
+    def send(self, execution: Execution) -> Awaitable[object]:
+        """Send an execution whose arguments are placed, and wait for its answer.
+
+        `execution.answered` is called once, whatever happens: with the driver's answer, or with None when there will be none.
+        """
+        ...
+
+
+Route = Callable[[int | None], Awaitable[Channel]]
+"""Returns the channel to send over, by a deadline. It is the right one until the next await."""
+
+
+class FallsBack(Protocol):
+    """Runs a call that failed on `serving` once more elsewhere. Returns None if the caller gets `error`."""
+
+    async def __call__(self, serving: Serving, error: ExecutionError, result: Result, call: Call) -> Outputs | None: ...
+
+
+class CallOptions(msgspec.Struct, frozen=True):
+    """How an execution is to run.
+
+    Attributes:
+        measure_timing: whether its answer has times.
+        deadline_ns: when its caller stops waiting, in CLOCK_MONOTONIC, or None. It bounds all of it: turn, frame, connection and retries.
+    """
+
+    measure_timing: bool = False
+    deadline_ns: int | None = None
+
+
+class Executor(msgspec.Struct, frozen=True):
+    """What the executions over one burst have in common, or the trials of one compilation.
+
+    Attributes:
+        arguments, frames: how arguments are laid out, and where.
+        compiled: what the app's executions are reported to, or None for trials.
+        counts: a slot of the app's statistics page; see `Burst.statistics`.
+        failures: errors that are counted as `failed`, as long as they live.
+        fallback: gets calls that a driver has answered with an error, or None (`executing.fallback`).
+        shown: under which texts the page shows `counts`. None for trials.
+    """
+
+    arguments: Arguments
+    frames: Frames
+    compiled: CompiledModel | None
+    counts: BurstSlot = msgspec.field(default_factory=private_counts)
+    failures: WeakSet[BaseException] = msgspec.field(default_factory=WeakSet)
+    fallback: FallsBack | None = None
+    shown: Shown | None = None
+
+    def execution(self, route: Route, call: Call) -> Execution:
+        """Return an execution of this call."""
+        if not self.arguments.values:
+            return Execution(self, route, call)
+        from aionn.runtime.executing.values import ValuesExecution  # few models have such values
+
+        return ValuesExecution(self, route, call)
+
+    def ended(self, error: BaseException) -> None:
+        """Count a call that ended with an error."""
+        count_end(self.counts, error, self.failures)
+
+    def failure(self, serving: Serving, result: Result, inputs: Mapping[str, Any] | None) -> AionnError:
+        """Count an answer that is an error, and report it. Returns what it means to the caller."""
+        error = self._counted(serving, result)
+        if self.compiled is not None and isinstance(error, ExecutionError):
+            self.compiled.failed(serving, error, inputs)
+        return error
+
+    async def placed_failure(self, serving: Serving, result: Result, call: Call) -> AionnError:
+        """Do the same as `failure` where some inputs are memory.
+
+        Memory that cannot be read fails on every stage: it has no contents, or its file was cut off. Such a failure is not reported.
+        """
+        compiled, inputs = self.compiled, None
+        if compiled is not None and compiled.on_failure is not None and serving.alive:
+            model = serving.model
+            try:
+                inputs = await contents_of(model.inputs, {name: call.value(name) for name in model.inputs})
+            except ExecutionError:
+                return self._counted(serving, result)
+            except AionnError as error:
+                trace.count("execution.inputs_unread", reason=str(error))
+        return self.failure(serving, result, inputs)
+
+    def _counted(self, serving: Serving, result: Result) -> AionnError:
+        self.counts.add(FAILED, 1)
+        error = failure_of(result, serving.model, serving.device)
+        self.failures.add(error)
+        return error
+
+
+class Call(NamedTuple):
+    """One execution as it was asked for.
+
+    Attributes:
+        inputs: arrays by name. outputs: where outputs are to be written instead, by name.
+        placed: inputs among which some may lie elsewhere.
+        own: the app's own frame and its layout, which holds the arrays already.
+    """
+
+    inputs: Mapping[str, Any]
+    outputs: Mapping[str, Any]
+    options: CallOptions
+    placed: Mapping[str, Any]
+    own: tuple[FrameLayout, Frame] | None = None
+
+    def value(self, name: str) -> Any:
+        """Return what the app gave for an input."""
+        return self.placed[name] if name in self.placed else self.inputs[name]
+
+    def completed(self, arguments: Arguments) -> Call:
+        """Return the same with the defaults of inputs that were left out."""
+        return self._replace(inputs=arguments.complete(self.inputs), placed=arguments.complete(self.placed))
+
+    @property
+    def placing(self) -> bool:
+        """Whether some arguments do not lie in the frame."""
+        if self.outputs or not self.placed:
+            return bool(self.outputs)
+        return any(type(value) is not np.ndarray and is_placed(value) for value in self.placed.values())
+
+
+class Execution:
+    """One execution. `run` it once.
+
+    Attributes:
+        call: as it was asked for, with defaults.
+        channel: that it was sent over. layout, frame, placement: where its arguments lie. placing: whether some do not lie in the frame.
+        state: see `transitions`. result: the answer. failed: the answer that is an error, if one came.
+    """
+
+    __slots__ = ("_room", "_route", "call", "channel", "executor", "failed", "frame", "layout", "placement", "placing", "result", "state")
+
+    channel: Channel
+    layout: FrameLayout
+
+    def __init__(self, executor: Executor, route: Route, call: Call) -> None:
+        self.executor = executor
+        self._route = route
+        self.call = call.completed(executor.arguments) if executor.arguments.defaults and call.own is None else call
+        self.placing = self.call.placing
+        self.state = State.WAITING
+        self.frame: Frame | None = None
+        self.placement: Placement | None = None
+        self.result: Result | None = None
+        self.failed: Result | None = None
+        self._room: FrameLayout | None = None  # the layout that the next frame must have
+
+    # --- what `compute` waits for ---------------------------------------------------------------------------------------
+
+    async def run(self, first: tuple[Channel, FrameLayout, Result] | None = None) -> Outputs:
+        """Return the outputs, once they are there.
+
+        Args:
+            first: the answer of a usual frame that has no outputs, with its channel and layout.
+
+        Raises:
+            CallerError: a name, shape or dtype does not fit; nothing was sent.
+            DeadlineError: no answer in time.
+            ExecutionError: the driver answered that it failed.
+            MemoryAllocationError: there is no memory for frames of these shapes.
+            DriverDiedError, DriverHungError: the driver is gone. `DeviceMemoryLostError` where device memory went with it.
+        """
+        deadline_ns = self.call.options.deadline_ns
+        if deadline_ns is None:
+            return await self._run(first)
+        with ending_by(deadline_ns, NO_ANSWER):
+            return await self._run(first)
+
+    async def _run(self, first: tuple[Channel, FrameLayout, Result] | None) -> Outputs:
+        try:
+            if first is not None:
+                self.channel, self.layout, self.result = first
+                if not self.widen():
+                    raise await self._failure()
+            with Spare(self.executor.frames, self.call.options.deadline_ns) as spare:
+                while (found := await self._run_once(spare)) is None:
+                    pass
+            return found
+        except ExecutionError as error:
+            found = await self._fall_back(error)
+            if found is None:
+                raise
+            return found
+        finally:
+            if self.state is not State.SETTLED:
+                self._act(Act.SETTLE)
+
+    async def _run_once(self, spare: Spare) -> Outputs | None:
+        """Run once. Returns None if there was too little room, or no frame was free."""
+        call, executor = self.call, self.executor
+        if self._room is None and call.own is None and not self.placing:  # a wrong call connects to no driver
+            self._room = executor.arguments.layout(executor.arguments.shapes_of(call.inputs))
+        channel = self.channel = await self._route(call.options.deadline_ns)
+        serving = channel.serving
+        sampling = None if executor.compiled is None else executor.compiled.sampling
+        try:
+            if not self.placing:
+                self.hold(None, {}, spare.lease)
+                if sampling is not None:
+                    sampling.take(call.inputs)
+                await self._send(channel)
+            else:
+                with serving.used():
+                    if sampling is not None:
+                        await sampling.take_placed(call.inputs, call.placed)
+                    placed = await place(serving.model, executor.arguments.outputs, serving.prepared, call.placed, call.outputs)
+                    self.hold(*placed, spare.lease)
+                    with placed[0].awaited():
+                        await self._send(channel)
+        except FramesInFlightError as crowded:
+            self._act(Act.PUT_BACK)
+            await spare.wait(crowded.pool)
+            return None
+        assert self.result is not None
+        if self.result.status is ErrorStatus.NONE:
+            outputs = self.outputs(serving)
+            self._act(Act.SETTLE)
+            return outputs
+        if not self.widen():
+            raise await self._failure()
+        self._act(Act.WIDEN)
+        return None
+
+    async def _send(self, channel: Channel) -> None:
+        self._act(Act.SEND)
+        await channel.send(self)
+
+    async def _failure(self) -> AionnError:
+        """Report an answer that is an error. Returns what it means to the caller."""
+        self.failed = result = self.result
+        assert result is not None
+        if self.placing:
+            return await self.executor.placed_failure(self.channel.serving, result, self.call)
+        return self.executor.failure(self.channel.serving, result, self.call.inputs)
+
+    async def _fall_back(self, error: ExecutionError) -> Outputs | None:
+        """Run the call elsewhere after an answer that is an error, where that is allowed. Returns None if it is not, or fails too."""
+        executor, result = self.executor, self.failed
+        if executor.fallback is None or result is None or isinstance(error, OutputInsufficientSizeError):
+            return None
+        if self.state is not State.SETTLED:
+            self._act(Act.SETTLE)  # nothing is lent during the second try
+        outputs = await executor.fallback(self.channel.serving, error, result, self.call)
+        executor.counts.add(FELL_BACK, outputs is not None)
+        return outputs
+
+    # --- what every execution does --------------------------------------------------------------------------------------
+
+    def _act(self, act: Act) -> None:
+        """Follow `transitions`, and give back what is held where they say so."""
+        self.state, over = after(self.state, act)
+        if not over:
+            return
+        frame, self.frame = self.frame, None
+        if frame is not None:
+            frame.settled(None)
+        placement, self.placement = self.placement, None
+        if placement is not None:
+            placement.settled(self.result)
+
+    def hold(self, placement: Placement | None, shapes: Mapping[str, tuple[int, ...]], lease: Callable[[FramePool], Frame]) -> None:
+        """Take over what was placed, and copy the arrays into a frame.
+
+        Args:
+            placement: of the arguments that lie elsewhere, if there are any. shapes: of the inputs among them.
+
+        Raises:
+            FramesInFlightError: no frame is free.
+        """
+        call, executor = self.call, self.executor
+        self._act(Act.PLACE)
+        self.placement, self.result = placement, None
+        if call.own is not None and self._room is None:
+            self.layout, frame = call.own
+            check_frame(self.layout, shapes)
+            frame.pins += 1
+            self.frame = frame
+        else:
+            layout = self.layout = self._room or executor.arguments.layout(executor.arguments.shapes_of(call.inputs, shapes))
+            self.frame = lease(executor.frames.pool(layout))
+            executor.counts.add(COPIED_BYTES, fill(self.frame, layout, call.inputs, placement.inputs if placement is not None else ()))
+
+    def answered(self, result: Result | None) -> None:
+        """Note the driver's answer, or that none will come (None). A channel calls this once."""
+        self.result = result
+        self._act(Act.ANSWER)
+
+    def widen(self) -> bool:
+        """Return whether the outputs had too little room, and the next frame has enough."""
+        result, layout, arguments = self.result, self.layout, self.executor.arguments
+        assert result is not None
+        if not arguments.may_retry(layout, result, self.placement.outputs if self.placement is not None else ()):
+            return False
+        self._room = arguments.widen(tuple(shape for _, _, shape, _ in layout.inputs), result.output_shapes)
+        return True
+
+    def outputs(self, serving: Serving) -> Outputs:
+        """Return the outputs of an execution that has been answered well. Counts it.
+
+        Raises:
+            ExecutionError: the driver's answer contradicts the request.
+        """
+        executor, layout, frame, result, call = self.executor, self.layout, self.frame, self.result, self.call
+        assert frame is not None
+        assert result is not None
+        executor.counts.add(COMPUTED, 1)
+        self.layout = executor.arguments.fit(layout, result.output_shapes)
+        if self.layout is not layout:
+            executor.frames.outgrown(layout)
+        arrays = layout.outputs_in(frame, result.output_shapes, call.outputs)
+        if executor.frames.pool(layout).crowded:
+            arrays = {name: array.copy() for name, array in arrays.items()}
+        outputs = Outputs(arrays, serving.stage, result.timing if call.options.measure_timing else None)
+        if self.placement is not None:
+            outputs.update(self.placement.arrays(serving.model, result))
+        return outputs

@@ -1,0 +1,73 @@
+"""The states of an execution, and which act leads from one to another. No I/O, no loop and no memory is needed to follow them.
+
+    WAITING    for its turn, a driver, a frame or device memory; it holds nothing
+    PLACED     its arguments have their places, which it holds; no driver knows of it
+    SENT       a driver may touch what it holds
+    ANSWERED   the driver has answered, or never will; what it holds can be read
+    LEFT       its caller has an outcome, and the driver may still touch what it holds
+    SETTLED    its caller has an outcome; it holds nothing
+
+An execution whose outputs had too little room is answered, and waits again (`WIDEN`). A started one keeps what it has placed, and is
+placed again at once in a wider frame: the app may have changed its arguments since.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+
+class State(Enum):
+    """Where an execution stands."""
+
+    WAITING = auto()
+    PLACED = auto()
+    SENT = auto()
+    ANSWERED = auto()
+    LEFT = auto()
+    SETTLED = auto()
+
+
+class Act(Enum):
+    """What happens to an execution.
+
+    `SETTLE` is its outcome for its caller: outputs, an error, a deadline or a cancellation. `PUT_BACK` gives back what was placed, because
+    no frame was free.
+    """
+
+    PLACE = auto()
+    PUT_BACK = auto()
+    SEND = auto()
+    ANSWER = auto()
+    WIDEN = auto()
+    SETTLE = auto()
+
+
+NEXT = {
+    (State.WAITING, Act.PLACE): State.PLACED,
+    (State.WAITING, Act.SETTLE): State.SETTLED,
+    (State.PLACED, Act.PUT_BACK): State.WAITING,
+    (State.PLACED, Act.SEND): State.SENT,
+    (State.PLACED, Act.SETTLE): State.SETTLED,
+    (State.SENT, Act.ANSWER): State.ANSWERED,
+    (State.SENT, Act.SETTLE): State.LEFT,
+    (State.ANSWERED, Act.WIDEN): State.WAITING,
+    (State.ANSWERED, Act.PLACE): State.PLACED,
+    (State.ANSWERED, Act.SETTLE): State.SETTLED,
+    (State.LEFT, Act.ANSWER): State.SETTLED,
+}
+"""The state after an act. What is missing here cannot happen."""
+
+HOLDING = frozenset((State.PLACED, State.SENT, State.ANSWERED, State.LEFT))
+"""In these states an execution holds its arguments. It gives them back when it leaves them."""
+
+
+def after(state: State, act: Act) -> tuple[State, bool]:
+    """Return the state after an act, and whether the execution gives its arguments back with it.
+
+    Raises:
+        RuntimeError: this act cannot happen in this state.
+    """
+    following = NEXT.get((state, act))
+    if following is None:
+        raise RuntimeError(f"an execution that is {state.name} got {act.name}; this is a fault of aionn")
+    return following, state in HOLDING and following not in HOLDING
