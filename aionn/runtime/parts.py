@@ -19,6 +19,7 @@ from aionn.runtime.executing.execution import Call, CallOptions, Executor
 from aionn.runtime.executing.frame_layout import Outputs
 from aionn.runtime.executing.frames import Frames
 from aionn.runtime.executing.link import CLOSE_S
+from aionn.runtime.executing.values import execution_of, frames_refusal
 from aionn.runtime.preparing.preparation import Found
 from aionn.runtime.preparing.renewal import Renewal
 from aionn.runtime.preparing.request import CompileRequest
@@ -89,8 +90,6 @@ class CompilationParts:
     def check_frames(self, what: str) -> None:
         """Raise a `CallerError` if frames cannot hold the model's inputs and outputs. `what`: the call that needs frames."""
         if self.arguments.values:
-            from aionn.runtime.executing.values import frames_refusal
-
             raise frames_refusal(self.renewal.model, what)
 
     # --- closing -------------------------------------------------------------------------------------------------------
@@ -177,6 +176,6 @@ def _trial_runs(executor: Executor) -> Run:
 
     async def run(serving: Serving, inputs: Inputs, deadline_ns: int | None) -> Outputs:
         call = Call(inputs, {}, CallOptions(deadline_ns=deadline_ns), inputs)
-        return await executor.execution(fixed_route(serving), call).run()
+        return await execution_of(executor, fixed_route(serving), call).run()
 
     return run

@@ -29,7 +29,7 @@ from onnx import TensorProto, helper
 import aionn
 from aionn.runtime.compilation import parts_of
 from aionn.runtime.executing.control import control_route
-from aionn.runtime.executing.execution import Call, CallOptions
+from aionn.runtime.executing.execution import Call, CallOptions, Execution
 from tests.bench.burst import EMPTY
 from tests.bench.machine import machine_lines
 from tests.bench.partial_engines import BACK
@@ -68,7 +68,7 @@ async def lanes_of(
     steps = len(compilation.plan)
 
     async def call() -> None:
-        await executor.execution(control_route(parts.renewal), Call(inputs, {}, CallOptions(), inputs)).run()
+        await Execution(executor, control_route(parts.renewal), Call(inputs, {}, CallOptions(), inputs)).run()
 
     return {f"{name} ({steps}), burst": (lambda: burst.compute(inputs), steps), f"{name} ({steps}), control": (call, steps)}
 

@@ -13,7 +13,6 @@ links           a burst's connection to all that serves: `open_link`
 planned_link    `PlannedLink`: the queues to the drivers of a plan as a channel
 link            a burst's queues as a channel: its connection to one driver
 recurrent       the usual step of a stream that keeps its state in the driver
-bodies          encoded requests, remembered with each frame; `fmq.Caller` sends them
 placement       arguments that do not lie in the frame
 device_memory   `DeviceMemory`: a tensor that lives in the driver, as an app uses it
 allocating      allocates device memory for one compilation or for several

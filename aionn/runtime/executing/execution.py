@@ -11,8 +11,9 @@ beside it (`streaming.burst`).
     Channel              the control socket, or a burst's queues, to one driver or to those of a plan
 
 Invariants
-    Nothing is awaited between the choice of a channel and the sending, but for device memory. So no swap slips in between. Where a frame
-    must be waited for, all that was placed is given back, and the channel is chosen again: its driver may have died meanwhile.
+    After a channel is chosen, only device memory is awaited before the sending, and a swap waits for such an execution (`Serving.used`).
+    Where a frame must be waited for, all that was placed is given back. The channel is chosen again then, because its driver may have
+    died meanwhile.
     One pin of the frame, and everything else that is placed, is held until the driver has answered, or never will. It is held until
     the outputs are made, too, if the caller still waits for them.
 """
@@ -101,14 +102,6 @@ class Executor(msgspec.Struct, frozen=True):
     fallback: FallsBack | None = None
     shown: Shown | None = None
 
-    def execution(self, route: Route, call: Call) -> Execution:
-        """Return an execution of this call."""
-        if not self.arguments.values:
-            return Execution(self, route, call)
-        from aionn.runtime.executing.values import ValuesExecution  # few models have such values
-
-        return ValuesExecution(self, route, call)
-
     def ended(self, error: BaseException) -> None:
         """Count a call that ended with an error."""
         count_end(self.counts, error, self.failures)
@@ -165,6 +158,10 @@ class Call(NamedTuple):
     def completed(self, arguments: Arguments) -> Call:
         """Return the same with the defaults of inputs that were left out."""
         return self._replace(inputs=arguments.complete(self.inputs), placed=arguments.complete(self.placed))
+
+    def with_arguments(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any], placed: Mapping[str, Any] | None = None) -> Call:
+        """Return the same with other arguments, and without a frame of the app's. `placed` is `inputs` if it is left out."""
+        return Call(inputs, outputs, self.options, inputs if placed is None else placed)
 
     @property
     def placing(self) -> bool:

@@ -34,6 +34,7 @@ from aionn.runtime.executing.control import fixed_route
 from aionn.runtime.executing.device_memory import DeviceMemory
 from aionn.runtime.executing.execution import Call, Executor
 from aionn.runtime.executing.frame_layout import Outputs
+from aionn.runtime.executing.values import execution_of
 from aionn.runtime.logs import about
 from aionn.runtime.preparing.partition import Partition
 from aionn.runtime.preparing.preparation import Found, prepare
@@ -100,7 +101,7 @@ class Fallback:
             self._steps = frozenset()
         if serving.device in self._taken_over:
             return None
-        again = call._replace(inputs=dict(call.inputs), placed=dict(call.placed), own=None)
+        again = call.with_arguments(dict(call.inputs), call.outputs, dict(call.placed))
         failed: Result | None = result
         while True:
             step = _step_of(failed)
@@ -110,7 +111,7 @@ class Fallback:
             base = await self._fallback_of(renewal, serving, steps)
             if base is None:
                 return None
-            trial = self._trials.execution(fixed_route(base), again)
+            trial = execution_of(self._trials, fixed_route(base), again)
             try:
                 outputs = await trial.run()
                 break

@@ -1,33 +1,39 @@
-"""A burst's connection to one driver process: two queues, the app's end and the driver's listener.
+"""A burst's connection to one driver process: two queues, the app's end and the driver's listener. And the requests as it sends them.
 
 A burst has one link. Only during a swap it has a second link, which is not in use yet. Both links use the same frames, because a driver
-asks for the memory behind a slot when it first sees the slot.
+asks for the memory behind a slot when it first sees the slot. Each frame remembers the encoded requests that it was used for.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import msgspec
 
 from aionn import trace
-from aionn.burst import DATUM_BYTES, ExecutionBurstController
+from aionn.burst import DATUM_BYTES, ExecutionBurstController, PoolReference, encode_request_body
 from aionn.errors import AionnError, CallerError
 from aionn.fmq import SOON, MessageQueue
-from aionn.hal.types import Result
+from aionn.hal.types import Request, Result
+from aionn.memory.pool import Frame
 from aionn.pages import BurstSlot
 from aionn.remote.device import RemotePreparedModel
-from aionn.remote.handles import RemoteBurstContext
-from aionn.runtime.executing.bodies import placed_body, plain_body
+from aionn.remote.handles import RemoteBuffer, RemoteBurstContext
 from aionn.runtime.executing.execution import Execution
+from aionn.runtime.executing.frame_layout import FrameLayout
 from aionn.runtime.executing.frames import Frames
+from aionn.runtime.executing.placement import Placement
 from aionn.runtime.serving.compiled_model import CompiledModel
 from aionn.runtime.serving.serving import Serving
 from aionn.tasks import bounded_shield, call_soon_from_anywhere
 
 CLOSE_S = 2.0
 """The driver is given this long to free what it holds for a burst; its process frees the rest when it ends."""
+
+_REMEMBERED = 64
+"""A frame remembers so many encoded requests, then it forgets all of them."""
 
 
 class LinkOptions(msgspec.Struct, frozen=True):
@@ -172,3 +178,42 @@ def driver_ended(serving: Serving, controller: ExecutionBurstController, error: 
     controller.end(error)
     if controller.lost:
         serving.lost = True
+
+
+# --- requests as a burst sends them. A frame that is sent again is not encoded again. ---
+
+
+def plain_body(layout: FrameLayout, frame: Frame, measure_timing: bool) -> bytes:
+    """Return the request of a frame that holds all arguments. Sent again, it costs no more than the identity behind it."""
+    body: bytes | None = frame.bindings.get((layout, measure_timing))
+    if body is None:
+        body = encode_request_body(layout.request(frame.offset), (PoolReference(frame.slot),), measure_timing, framed=True)
+        keep(frame, (layout, measure_timing), body)
+    return body
+
+
+def placed_body(layout: FrameLayout, frame: Frame, frames: Frames, placement: Placement, measure_timing: bool) -> bytes:
+    """Return the request of a frame and a placement. A state that swaps two buffers has two."""
+    references = {
+        pool: PoolReference(-1, pool.token) if isinstance(pool, RemoteBuffer) else PoolReference(frames.slot_of(pool))
+        for pool in placement.pools
+    }
+    key = (layout, measure_timing, placement.key(references))
+    body: bytes | None = frame.bindings.get(key)
+    if body is None:
+        body = remember(frame, key, placement.request(layout, frame.offset), tuple(references.values()), measure_timing)
+    return body
+
+
+def remember(frame: Frame, key: Any, request: Request, references: tuple[PoolReference, ...], measure_timing: bool) -> bytes:
+    """Encode a request whose pools are the frame's and `references`, and keep it with the frame."""
+    body = encode_request_body(request, (PoolReference(frame.slot), *references), measure_timing, framed=True)
+    keep(frame, key, body)
+    return body
+
+
+def keep(frame: Frame, key: Any, body: bytes) -> None:
+    """Remember an encoded request with its frame."""
+    if len(frame.bindings) >= _REMEMBERED:
+        frame.bindings.clear()
+    frame.bindings[key] = body

@@ -25,10 +25,9 @@ from aionn.pages import BurstSlot, private_counts
 from aionn.pages.app_layout import DRIVER_BUSY_NS
 from aionn.remote.device import RemotePreparedModel
 from aionn.remote.handles import RemoteBuffer, RemoteBurstContext
-from aionn.runtime.executing.bodies import keep
 from aionn.runtime.executing.execution import Execution
 from aionn.runtime.executing.frames import Frames
-from aionn.runtime.executing.link import LinkOptions, close_context, driver_ended, open_queues
+from aionn.runtime.executing.link import LinkOptions, close_context, driver_ended, keep, open_queues
 from aionn.runtime.serving.compiled_model import CompiledModel
 from aionn.runtime.serving.planned_execution import PlannedExecution
 from aionn.runtime.serving.planned_model import PlannedModel

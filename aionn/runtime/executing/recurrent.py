@@ -28,12 +28,11 @@ from aionn.errors import DeviceMemoryLostError, DriverDiedError
 from aionn.hal.types import DataLocation, ErrorStatus, Request, RequestArgument, Result
 from aionn.memory.pool import Frame, FramePool, FramesInFlightError
 from aionn.runtime.executing.arguments import Arguments
-from aionn.runtime.executing.bodies import remember
 from aionn.runtime.executing.device_buffers import lost_with
 from aionn.runtime.executing.device_memory import DeviceMemory, state_of
 from aionn.runtime.executing.device_state import DeviceState
 from aionn.runtime.executing.frame_layout import FrameLayout
-from aionn.runtime.executing.link import Link
+from aionn.runtime.executing.link import Link, remember
 
 
 class RecurrentSteps:

@@ -132,7 +132,7 @@ class Started(Execution):
         placed = {name: shape_of(value) for name, value in call.inputs.items() if is_placed(value)}
         self.executor.arguments.shapes_of(call.inputs, placed)
         inputs = {name: kept(value) for name, value in call.inputs.items()}
-        self.call = call._replace(inputs=inputs, outputs={name: kept(value) for name, value in call.outputs.items()}, placed=inputs)
+        self.call = call.with_arguments(inputs, {name: kept(value) for name, value in call.outputs.items()})
 
     def _states(self) -> set[Any]:
         call = self.call
@@ -150,7 +150,7 @@ class Started(Execution):
         except BaseException:
             self._act(Act.SETTLE)
             raise
-        self.call = call._replace(inputs={}, placed={})
+        self.call = call.with_arguments({}, call.outputs)
 
     def begin(self, over: Callable[[], None]) -> None:
         """Send the request now if that can be done, else in a task. `over` is called when the event is settled."""
@@ -358,7 +358,7 @@ class Started(Execution):
         if stop is not None:
             stop()
         self._act(Act.SETTLE)
-        self.call = self.call._replace(inputs={}, outputs={}, placed={})
+        self.call = self.call.with_arguments({}, {})
 
 
 def _lease(pool: FramePool) -> Frame:

@@ -16,7 +16,7 @@ from aionn.hal.types import ErrorStatus
 from aionn.hal.values import outside_frames
 from aionn.pages.app_layout import COMPUTED, COPIED_BYTES
 from aionn.remote.device import RemotePreparedModel
-from aionn.runtime.executing.execution import Execution
+from aionn.runtime.executing.execution import Call, Execution, Executor, Route
 from aionn.runtime.executing.frame_layout import Outputs, as_array
 from aionn.runtime.executing.frames import Spare
 from aionn.runtime.executing.transitions import Act
@@ -31,6 +31,11 @@ def staged_refusal(model: Model) -> CompilationError:
     """Return why a model cannot be staged."""
     strange = outside_frames(model)
     return CompilationError(f"mode 'staged' compares tensors of numbers only, but {strange}; use mode 'eager' or 'jit'", reason=strange)
+
+
+def execution_of(executor: Executor, route: Route, call: Call) -> Execution:
+    """Return an execution over the control socket, of whatever the model takes."""
+    return (ValuesExecution if executor.arguments.values else Execution)(executor, route, call)
 
 
 class ValuesExecution(Execution):

@@ -18,6 +18,7 @@ from aionn.runtime.executing.control import control_route
 from aionn.runtime.executing.execution import Call, CallOptions, Executor
 from aionn.runtime.executing.frames import Frames
 from aionn.runtime.executing.made_up import made_up_inputs
+from aionn.runtime.executing.values import execution_of
 from aionn.runtime.preparing.renewal import Renewal
 from aionn.tasks import checked_count, ungrouped
 
@@ -67,4 +68,4 @@ async def _side_by_side(instances: int, run: Callable[[], Awaitable[None]]) -> N
 async def _run(renewal: Renewal, executor: Executor, given: Mapping[str, Any]) -> None:
     inputs = dict(given)
     call = Call(inputs, {}, CallOptions(), inputs)
-    await executor.execution(control_route(renewal, counted=False), call).run()
+    await execution_of(executor, control_route(renewal, counted=False), call).run()

@@ -24,11 +24,10 @@ from aionn.memory.pool import Frame as MemoryFrame
 from aionn.memory.pool import FramesInFlightError
 from aionn.pages.app_layout import COMPUTED, CONNECTIONS, COPIED_BYTES, DRIVER_BUSY_NS, DROPPED, FAILED, FELL_BACK
 from aionn.runtime.executing.arguments import check_mapping
-from aionn.runtime.executing.bodies import plain_body
-from aionn.runtime.executing.execution import Call, CallOptions
+from aionn.runtime.executing.execution import Call, CallOptions, Execution
 from aionn.runtime.executing.frame_layout import FrameLayout, Outputs
 from aionn.runtime.executing.frames import LARGE_BYTES, fill_large
-from aionn.runtime.executing.link import Link
+from aionn.runtime.executing.link import Link, plain_body
 from aionn.runtime.executing.recurrent import RecurrentSteps, Step
 from aionn.runtime.executing.retrying import Retries, retried
 from aionn.runtime.streaming import stream
@@ -200,19 +199,18 @@ class Burst(AsyncOnly):
                         return Outputs(outcome, link.device, result.timing if measure_timing else None)
             finally:
                 frame.settled(None)
-            options = CallOptions(measure_timing, deadline_ns)
             if answer is None:
-                return await self._unusual(inputs, {}, options)
-            return await self._with_more_room(link, layout, result, Call(inputs, {}, options, inputs))
+                return await self._unusual(inputs, {}, CallOptions(measure_timing, deadline_ns))
+            return await self._with_more_room((link, layout, result), inputs, CallOptions(measure_timing, deadline_ns))
         except BaseException as error:
             self._executor.ended(error)
             raise
 
-    async def _with_more_room(self, link: Link, layout: FrameLayout, result: Result, call: Call) -> Outputs:
+    async def _with_more_room(self, first: tuple[Link, FrameLayout, Result], inputs: dict[str, Any], options: CallOptions) -> Outputs:
         """Go on after a usual frame whose answer has no outputs."""
-        self._counts.add(COPIED_BYTES, layout.input_bytes)
+        self._counts.add(COPIED_BYTES, first[1].input_bytes)
         self._connection.count_from_now()  # the next frame needs the wider layout
-        return await self._executor.execution(self._connection.route, call).run((link, layout, result))
+        return await Execution(self._executor, self._connection.route, Call(inputs, {}, options, inputs)).run(first)
 
     async def _unusual(self, inputs: Mapping[str, Any] | Frame, outputs: Mapping[str, Any], options: CallOptions) -> Outputs:
         """Compute all but a stream's usual frame."""
@@ -231,11 +229,11 @@ class Burst(AsyncOnly):
                 raise CallerError("this frame is in flight: wait for its outputs, or get another one with burst.frame()")
             call = Call(inputs, outputs, options, placed, own)
             with trace.captured_at(inputs.captured_ns):
-                return await self._executor.execution(connection.route, call).run()
+                return await Execution(self._executor, connection.route, call).run()
         connection.check_open()
         if type(inputs) is not dict:
             check_mapping(inputs)
-        execution = self._executor.execution(connection.route, Call(inputs, outputs, options, inputs))
+        execution = Execution(self._executor, connection.route, Call(inputs, outputs, options, inputs))
         found = await execution.run()
         layout = execution.layout
         if execution.placing:

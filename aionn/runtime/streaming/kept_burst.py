@@ -35,6 +35,7 @@ from aionn.runtime.executing.control import control_route
 from aionn.runtime.executing.execution import Call, CallOptions, Executor
 from aionn.runtime.executing.frame_layout import Outputs
 from aionn.runtime.executing.link import CLOSE_S
+from aionn.runtime.executing.values import execution_of
 from aionn.runtime.streaming.burst import Burst
 from aionn.runtime.streaming.connection import BurstConnection, Connections
 from aionn.tasks import bounded_shield, deadline_of, ending_by, time_left
@@ -116,7 +117,7 @@ class KeptBurst:
         with anyio.CancelScope() as scope:
             self._calls.add(scope)
             try:
-                found = await executor.execution(control_route(self._renewal), call).run()
+                found = await execution_of(executor, control_route(self._renewal), call).run()
             except BaseException as error:
                 executor.ended(error)
                 raise
