@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from aionn.runtime.executing.transitions import HOLDING, NEXT, Act, State, after
+from aionn.runtime.executing.transitions import AFTER, HOLDING, NEXT, Act, State
 
 
 def lives(state: State = State.WAITING, acts: tuple[Act, ...] = (), most: int = 9) -> Iterator[tuple[Act, ...]]:
@@ -25,7 +25,7 @@ def test_each_life_gives_back_what_it_has_placed_as_often_as_it_has_placed_it() 
         state, held, given_back = State.WAITING, 0, 0
         for act in acts:
             placed = state not in HOLDING and act is Act.PLACE
-            state, over = after(state, act)
+            state, over = AFTER[state, act]
             held += placed - over
             given_back += over
             assert held == (state in HOLDING)
@@ -41,14 +41,14 @@ def test_nothing_is_given_back_while_a_driver_may_touch_it() -> None:
     for state in with_the_driver:
         for act in Act:
             if (state, act) in NEXT:
-                following, over = after(state, act)
+                following, over = AFTER[state, act]
                 assert act is Act.ANSWER or (following in with_the_driver and not over)
 
 
 def test_a_caller_that_leaves_leaves_its_arguments_with_the_driver_until_the_answer() -> None:
-    assert after(State.SENT, Act.SETTLE) == (State.LEFT, False)
-    assert after(State.LEFT, Act.ANSWER) == (State.SETTLED, True)
-    assert after(State.PLACED, Act.SETTLE) == (State.SETTLED, True)
+    assert AFTER[State.SENT, Act.SETTLE] == (State.LEFT, False)
+    assert AFTER[State.LEFT, Act.ANSWER] == (State.SETTLED, True)
+    assert AFTER[State.PLACED, Act.SETTLE] == (State.SETTLED, True)
 
 
 def test_from_every_state_there_is_a_way_to_the_end() -> None:
@@ -63,5 +63,5 @@ def test_what_is_not_in_the_table_cannot_happen(state: State) -> None:
     for act in Act:
         if (state, act) not in NEXT:
             with pytest.raises(RuntimeError, match=f"{state.name} got {act.name}"):
-                after(state, act)
+                AFTER[state, act]
     assert (state is State.SETTLED) == all((state, act) not in NEXT for act in Act)

@@ -38,7 +38,7 @@ from aionn.runtime.executing.counted import Shown, count_end
 from aionn.runtime.executing.frame_layout import FrameLayout, Outputs
 from aionn.runtime.executing.frames import Frames, Spare, fill
 from aionn.runtime.executing.placement import Placement, check_frame, contents_of, is_placed, place
-from aionn.runtime.executing.transitions import Act, State, after
+from aionn.runtime.executing.transitions import AFTER, Act, State
 from aionn.runtime.serving.compiled_model import CompiledModel
 from aionn.runtime.serving.serving import Serving
 from aionn.tasks import ending_by
@@ -219,14 +219,14 @@ class Execution:
             return await self._run(first)
 
     async def _run(self, first: tuple[Channel, FrameLayout, Result] | None) -> Outputs:
+        spare = Spare(self.executor.frames, self.call.options.deadline_ns)
         try:
             if first is not None:
                 self.channel, self.layout, self.result = first
                 if not self.widen():
                     raise await self._failure()
-            with Spare(self.executor.frames, self.call.options.deadline_ns) as spare:
-                while (found := await self._run_once(spare)) is None:
-                    pass
+            while (found := await self._run_once(spare)) is None:
+                pass
             return found
         except ExecutionError as error:
             found = await self._fall_back(error)
@@ -234,6 +234,7 @@ class Execution:
                 raise
             return found
         finally:
+            spare.give_back()
             if self.state is not State.SETTLED:
                 self._act(Act.SETTLE)
 
@@ -250,7 +251,8 @@ class Execution:
                 self.hold(None, {}, spare.lease)
                 if sampling is not None:
                     sampling.take(call.inputs)
-                await self._send(channel)
+                self._act(Act.SEND)
+                await channel.send(self)
             else:
                 with serving.used():
                     if sampling is not None:
@@ -258,7 +260,8 @@ class Execution:
                     placed = await place(serving.model, executor.arguments.outputs, serving.prepared, call.placed, call.outputs)
                     self.hold(*placed, spare.lease)
                     with placed[0].awaited():
-                        await self._send(channel)
+                        self._act(Act.SEND)
+                        await channel.send(self)
         except FramesInFlightError as crowded:
             self._act(Act.PUT_BACK)
             await spare.wait(crowded.pool)
@@ -272,10 +275,6 @@ class Execution:
             raise await self._failure()
         self._act(Act.WIDEN)
         return None
-
-    async def _send(self, channel: Channel) -> None:
-        self._act(Act.SEND)
-        await channel.send(self)
 
     async def _failure(self) -> AionnError:
         """Report an answer that is an error. Returns what it means to the caller."""
@@ -300,7 +299,7 @@ class Execution:
 
     def _act(self, act: Act) -> None:
         """Follow `transitions`, and give back what is held where they say so."""
-        self.state, over = after(self.state, act)
+        self.state, over = AFTER[self.state, act]
         if not over:
             return
         frame, self.frame = self.frame, None
@@ -324,7 +323,8 @@ class Execution:
         self.placement, self.result = placement, None
         if call.own is not None and self._room is None:
             self.layout, frame = call.own
-            check_frame(self.layout, shapes)
+            if shapes:
+                check_frame(self.layout, shapes)
             frame.pins += 1
             self.frame = frame
         else:

@@ -23,7 +23,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -263,15 +263,9 @@ class Spare:
         self._deadline_ns = deadline_ns
         self._kept: tuple[FramePool, Frame] | None = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._give_back()
-
     async def wait(self, pool: FramePool) -> None:
         """Wait for a frame of that pool and keep it; see `Frames.lease`."""
-        self._give_back()
+        self.give_back()
         self._kept = (pool, await self._frames.wait(pool, self._deadline_ns))
 
     def lease(self, pool: FramePool) -> Frame:
@@ -283,7 +277,8 @@ class Spare:
             raise FramesInFlightError(pool)
         return pool.lease()
 
-    def _give_back(self) -> None:
+    def give_back(self) -> None:
+        """Give back the frame that is kept. Call this at the end."""
         if self._kept is not None:
             (_, frame), self._kept = self._kept, None
             frame.settled(None)

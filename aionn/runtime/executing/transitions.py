@@ -13,11 +13,12 @@ placed again at once in a wider frame: the app may have changed its arguments si
 
 from __future__ import annotations
 
-from enum import Enum, auto
+from enum import IntEnum, auto
+from typing import NoReturn
 
 
-class State(Enum):
-    """Where an execution stands."""
+class State(IntEnum):
+    """Where an execution stands. A number, because the hash of other enumerations takes long."""
 
     WAITING = auto()
     PLACED = auto()
@@ -27,7 +28,7 @@ class State(Enum):
     SETTLED = auto()
 
 
-class Act(Enum):
+class Act(IntEnum):
     """What happens to an execution.
 
     `SETTLE` is its outcome for its caller: outputs, an error, a deadline or a cancellation. `PUT_BACK` gives back what was placed, because
@@ -61,13 +62,10 @@ HOLDING = frozenset((State.PLACED, State.SENT, State.ANSWERED, State.LEFT))
 """In these states an execution holds its arguments. It gives them back when it leaves them."""
 
 
-def after(state: State, act: Act) -> tuple[State, bool]:
-    """Return the state after an act, and whether the execution gives its arguments back with it.
+class _After(dict[tuple[State, Act], tuple[State, bool]]):
+    def __missing__(self, now: tuple[State, Act]) -> NoReturn:
+        raise RuntimeError(f"an execution that is {now[0].name} got {now[1].name}; this is a fault of aionn")
 
-    Raises:
-        RuntimeError: this act cannot happen in this state.
-    """
-    following = NEXT.get((state, act))
-    if following is None:
-        raise RuntimeError(f"an execution that is {state.name} got {act.name}; this is a fault of aionn")
-    return following, state in HOLDING and following not in HOLDING
+
+AFTER = _After({now: (following, now[0] in HOLDING and following not in HOLDING) for now, following in NEXT.items()})
+"""The state after an act, and whether the execution gives its arguments back with it. An act that cannot happen raises `RuntimeError`."""
