@@ -48,7 +48,7 @@ def _quota_of(folder: Folder) -> Quota | None:
         file = "cpu.cfs_quota_us"
         words = text_of(folder.path / file).split() + text_of(folder.path / "cpu.cfs_period_us").split()
     # "max" in version 2 and -1 in version 1 stand for no quota.
-    if len(words) != 2 or not all(word.isdecimal() for word in words) or not int(words[0]) or not int(words[1]):
+    if len(words) != 2 or not "".join(words).isdecimal() or not int(words[0]) or not int(words[1]):
         return None
     return Quota(int(words[0]) / int(words[1]), f"{file} of cgroup {folder.name}")
 
@@ -95,7 +95,9 @@ def text_of(path: str | Path) -> str:
     except OSError:
         return ""
     try:
-        content = b"".join(iter(lambda: os.read(fd, 65536), b""))
+        content = b""
+        while part := os.read(fd, 65536):
+            content += part
     except OSError:
         return ""
     finally:

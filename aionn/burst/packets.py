@@ -94,8 +94,10 @@ class ResultPacket(msgspec.Struct, frozen=True):
 
 def enough_datums(operands: Iterable[Operand]) -> int:
     """Return the capacity of queues that hold two requests at least, whatever the number of arguments. `operands`: all of the model's."""
-    widths = (_WIDEST if operand.dimensions is None else len(operand.dimensions) for operand in operands)
-    return max(QUEUE_CAPACITY, 2 * (4 + sum(2 + width for width in widths)))
+    request = 4
+    for operand in operands:
+        request += 2 + (_WIDEST if operand.dimensions is None else len(operand.dimensions))
+    return max(QUEUE_CAPACITY, 2 * request)
 
 
 def identity_datum(identity: int, deadline_ns: int | None) -> bytes:
@@ -118,7 +120,8 @@ def encode_request_body(request: Request, pools: Sequence[PoolReference], measur
                 raise PacketError(f"{argument} does not fit the 32 bits that a burst carries; use compilation.compute for larger memories")
             rank = len(argument.dimensions)
             datums.append(_OPERAND.pack(kind, argument.has_no_value, place.pool_index, place.offset, place.length, rank))
-            datums.extend(_DIMENSION.pack(kind + 1, extent) for extent in argument.dimensions)
+            for extent in argument.dimensions:
+                datums.append(_DIMENSION.pack(kind + 1, extent))
     for pool in pools:
         if 0 < pool.token <= _U64_MAX:
             datums.append(_TOKEN.pack(8, pool.token))

@@ -22,6 +22,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import numpy as np
@@ -65,7 +66,6 @@ class MessageQueue(Ring):
         flavor: synchronized or unsynchronized.
         reader_fd: eventfd that is readable when the reader must look again, or -1.
         writer_fd: the same for the writer.
-        reader_flag, writer_flag: the event flag, awaited from that side.
     """
 
     def __init__(self, grantors_from: MQDescriptor, regions: list[Region], dtype: np.dtype[Any] | None) -> None:
@@ -80,6 +80,7 @@ class MessageQueue(Ring):
         self.flavor = grantors_from.flavor
         self.capacity = grantors_from.grantors[layout.DATA].extent // self.quantum
         events = layout.event_fds_of(grantors_from)
+        self._awaitable = events
         self.reader_fd, self.writer_fd = grantors_from.fds[-2:] if events else (-1, -1)
         views = [region.view() for region in regions]
         parts = [views[part.fd_index][part.offset : part.offset + part.extent] for part in grantors_from.grantors[: layout.CONTROL + 1]]
@@ -89,11 +90,29 @@ class MessageQueue(Ring):
         read, written, data = parts[: layout.EVENT_FLAG]
         super().__init__(read, written, data, flag, control, self.quantum, synchronized, self.reader_fd, self.writer_fd)
         self._closed = False
-        reader, writer = _ReaderSide(self), _WriterSide(self)
-        self._readers = WaitingRoom(reader, self.reader_fd, "elements to read") if events else None
-        self._writers = WaitingRoom(writer, self.writer_fd, "room to write") if events else None
-        self.reader_flag = EventFlag(self, self._readers, self._raise_if_over)
-        self.writer_flag = EventFlag(self, self._writers, self._raise_if_over)
+
+    # A burst awaits neither side, so these are made when they are first used.
+
+    @cached_property
+    def _readers(self) -> WaitingRoom | None:
+        return WaitingRoom(_ReaderSide(self), self.reader_fd, "elements to read") if self._awaitable else None
+
+    @cached_property
+    def _writers(self) -> WaitingRoom | None:
+        return WaitingRoom(_WriterSide(self), self.writer_fd, "room to write") if self._awaitable else None
+
+    @cached_property
+    def reader_flag(self) -> EventFlag:
+        """The event flag, awaited from the reader's side."""
+        return EventFlag(self, self._readers, self._raise_if_over)
+
+    @cached_property
+    def writer_flag(self) -> EventFlag:
+        """The event flag, awaited from the writer's side."""
+        return EventFlag(self, self._writers, self._raise_if_over)
+
+    def _made_rooms(self) -> list[WaitingRoom]:
+        return [room for side in ("_readers", "_writers") if (room := self.__dict__.get(side)) is not None]
 
     # ---- making one ----------------------------------------------------------------------------------------------
 
@@ -268,7 +287,8 @@ class MessageQueue(Ring):
 
         A cancelled task has written nothing. Raises as `wait_readable`.
         """
-        if self._writers is not None and not self._writers.takers and self.write(data):
+        writers = self._writers
+        if writers is not None and not writers.takers and self.write(data):
             return  # the usual case, which is cheaper without a waiter
         count = self._elements_in(data)
         await self._room(self._writers, count).until(lambda: self.write(data) or None, count, deadline_ns=deadline_ns, taker=True)
@@ -315,9 +335,8 @@ class MessageQueue(Ring):
             return
         self._ended_by = error
         self._set_ended()
-        for room in (self._readers, self._writers):
-            if room is not None:
-                room.wake_all()
+        for room in self._made_rooms():
+            room.wake_all()
 
     def close(self) -> None:
         """Notify the peer, fail this side's waiters with QueueClosedError, and release descriptors and mapping. Idempotent.
@@ -331,9 +350,8 @@ class MessageQueue(Ring):
         inherited = os.getpid() != self._pid
         if not inherited:
             self._set_closed()
-            for room in (self._readers, self._writers):
-                if room is not None:
-                    room.close()
+            for room in self._made_rooms():
+                room.close()
         self._release()
         self._data = memoryview(b"")
         release(self._regions, [fd for fd in (self.reader_fd, self.writer_fd) if fd >= 0])

@@ -31,7 +31,6 @@ from functools import partial
 from sys import getrefcount
 from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -39,7 +38,7 @@ from aionn.errors import CallerError, MemoryAllocationError
 from aionn.memory.region import PAGE_BYTES, Region
 
 ALIGNMENT_BYTES = 64
-"""Each argument begins on another cache line (AIDL NNAPI: preferred alignment)."""
+"""Each argument of a frame begins on another cache line (AIDL NNAPI: preferred alignment)."""
 
 _REMEMBERED_GROUPS = 16
 """A frame that is cut into arrays of ever new shapes forgets all of them at this number, unless the app holds one."""
@@ -58,26 +57,6 @@ class FramesInFlightError(Exception):
     def __init__(self, pool: FramePool) -> None:
         super().__init__("all frames are in use; requests in flight will bring some back")
         self.pool = pool
-
-
-class Layout(msgspec.Struct, frozen=True):
-    """Where each input and output lies in a frame, as (offset, length) by index, and the frame's size.
-
-    An output of unknown shape has room for `length` bytes and no array.
-    """
-
-    inputs: tuple[tuple[int, int], ...]
-    outputs: tuple[tuple[int, int], ...]
-    frame_bytes: int
-
-    @classmethod
-    def of(cls, input_bytes: tuple[int, ...], output_bytes: tuple[int, ...]) -> Layout:
-        at = 0
-        places = []
-        for length in (*input_bytes, *output_bytes):
-            places.append((at, length))
-            at += -(-max(length, 1) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        return cls(tuple(places[: len(input_bytes)]), tuple(places[len(input_bytes) :]), max(at, ALIGNMENT_BYTES))
 
 
 class Frame:
@@ -390,4 +369,4 @@ def _whole_pages(size_bytes: int) -> int:
     return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
-__all__ = ["ALIGNMENT_BYTES", "Frame", "FramePool", "FramesInFlightError", "Layout", "aligned"]
+__all__ = ["ALIGNMENT_BYTES", "Frame", "FramePool", "FramesInFlightError", "aligned"]

@@ -225,7 +225,9 @@ class PageView(NamedTuple):
 
 def text(name: str) -> bytes:
     """Return a name as a slot has it: UTF-8, cut to 64 bytes between two characters, filled up with zeros."""
-    cut = name.encode("utf-8", "replace")[:TEXT_BYTES].decode("utf-8", "ignore").encode()
+    cut = name.encode("utf-8", "replace")
+    if len(cut) > TEXT_BYTES:
+        cut = cut[:TEXT_BYTES].decode("utf-8", "ignore").encode()
     return cut.ljust(TEXT_BYTES, b"\0")
 
 

@@ -21,6 +21,7 @@ import os
 import struct
 import threading
 import time
+from collections.abc import Sequence
 
 from aionn.pages import app_layout, layout
 from aionn.pages._page import BurstSlot, Trace, leave_page
@@ -87,7 +88,8 @@ class AppPage:
             parents = 0 if parent is None else parent.get(app_layout.NUMBER)
             words = app_layout.description(kind, next(self._numbers), parents, time.monotonic_ns(), texts)
             slot.describe(app_layout.KIND, words)
-            return slot
+        self._tell_tracer(slot, texts)
+        return slot
 
     def lasting(self, kind: Kind, *texts: str) -> BurstSlot:
         """Return the slot of that kind and with these texts. It stays until the page is closed.
@@ -154,11 +156,15 @@ class AppPage:
         slot.describe(app_layout.FIRST_GAUGE, struct.pack("=2Q", first, second))
 
     def rename(self, slot: BurstSlot, *texts: str) -> None:
-        """Give a slot other texts, from its name on. A tracer gets them by a record, too, because the slot may leave the page soon."""
+        """Give a slot other texts, from its name on."""
+        self._tell_tracer(slot, texts)
+        slot.describe(app_layout.NAME, b"".join([app_layout.text(name) for name in texts]))
+
+    def _tell_tracer(self, slot: BurstSlot, texts: Sequence[str]) -> None:
+        """Give a tracer a slot's texts by a record, too, because the slot may leave the page soon."""
         if self.traced_until_ns > (now_ns := time.monotonic_ns()):
             number = slot.get(app_layout.NUMBER)
             self.write_event(Counter(NAMED, now_ns, 1, {"slot": number, **app_layout.named(texts)}))
-        slot.describe(app_layout.NAME, b"".join(app_layout.text(name) for name in texts))
 
     def beat(self, runtime: BurstSlot) -> None:
         """Write the heartbeat of a runtime's event loop, and what the slots without room count."""

@@ -86,6 +86,10 @@ class Descriptors:
         self.close()
 
 
+NO_DESCRIPTORS = Descriptors()
+"""Of all messages that come without any."""
+
+
 class Channel:
     """One end of the control socket. Takes over `sock`."""
 
@@ -217,9 +221,9 @@ class Channel:
                 return
             message = decode(memoryview(self._incoming)[HEADER.size : end].tobytes())
             del self._incoming[:end]
-            fds = self._received.popleft() if descriptors and self._received else Descriptors()
+            fds = self._received.popleft() if descriptors and self._received else NO_DESCRIPTORS
             try:
-                if not fds.lost and len(fds) != descriptors:
+                if descriptors and not fds.lost and len(fds) != descriptors:
                     raise ControlError(f"the peer's frame announces {descriptors} descriptors, but {len(fds)} came")
                 if not self._incoming and self._received:
                     raise ControlError("the peer sent descriptors that its frames do not announce")

@@ -29,14 +29,15 @@ class Shown:
         counts: the slot.
     """
 
-    def __init__(self, reports: Reports, kind: Kind, compilation: BurstSlot, model: str, burst: str = "") -> None:
-        """`kind`: BURST or SINGLE. `compilation`: the slot of its compilation. `model`: the compilation's name."""
+    def __init__(self, reports: Reports, kind: Kind, compilation: BurstSlot, model: str, now: tuple[str, str], burst: str = "") -> None:
+        """`kind`: BURST or SINGLE. `compilation`: the slot of its compilation. `model`: the compilation's name. `now`: device and stage."""
         page, self._runtime = reports.page, reports.name
         self._page = page
         self._past = Kind.PAST_BURSTS if kind is Kind.BURST else Kind.PAST_SINGLES
         self._model, self._burst = page.named("model", model, self._runtime), page.named("burst", burst, self._runtime)
-        self._now: tuple[str, str] | None = None
-        self.counts = page.slot(kind, self._model, "", "", self._burst, self._runtime, parent=compilation)
+        self._now = now
+        self.counts = page.slot(kind, self._model, *now, self._burst, self._runtime, parent=compilation)
+        self._count_with_past()
 
     def on(self, device: str, stage: str) -> None:
         """Count what comes from now on for this device and stage."""
@@ -44,7 +45,10 @@ class Shown:
             return
         self._now = device, stage
         self._page.rename(self.counts, self._model, device, stage, self._burst, self._runtime)
-        self._page.follow(self.counts, self._page.past(self._past, self._model, device, stage, self._burst, self._runtime))
+        self._count_with_past()
+
+    def _count_with_past(self) -> None:
+        self._page.follow(self.counts, self._page.past(self._past, self._model, *self._now, self._burst, self._runtime))
 
 
 def count_end(counts: BurstSlot, error: BaseException, counted: WeakSet[BaseException]) -> None:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from aionn.errors import CallerError, ExecutionError, UnknownNameError, refuse_coroutine
 from aionn.hal.model import Model
 from aionn.hal.types import DataLocation, ErrorStatus, Operand, OutputShape, Request, RequestArgument, Timing
-from aionn.memory.pool import Frame, Layout
+from aionn.memory.pool import Frame, aligned
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -85,7 +85,6 @@ class FrameLayout:
         frame_bytes: size of the frame.
         inputs: (name, dtype, shape, offset) per input.
         outputs: (name, dtype, shape or None while open, offset, length) per output.
-        arguments: of the request, relative to the frame's first byte.
         known: whether every output's shape is, as the model declares it.
         answered: whether the room for outputs comes from an answer, and not from the model or a guess.
         input_bytes: of all inputs together.
@@ -95,7 +94,6 @@ class FrameLayout:
         "_believed",
         "_declared",
         "answered",
-        "arguments",
         "frame_bytes",
         "input_bytes",
         "inputs",
@@ -120,41 +118,32 @@ class FrameLayout:
         """
         self._believed = believed
         self._declared = declared
-        output_shapes = [
-            shape if believed[name].dimensions == operand.dimensions else None
-            for (name, operand), shape in zip(model.outputs.items(), declared, strict=True)
-        ]
-        operands = list(model.inputs.items())
-        input_bytes = tuple(prod(shape) * operand.type.element_bytes for (_, operand), shape in zip(operands, input_shapes, strict=True))
-        output_bytes = []
-        for (_, operand), shape, length in zip(model.outputs.items(), output_shapes, room, strict=True):
-            output_bytes.append(length if shape is None else prod(shape) * operand.type.element_bytes)
-        places = Layout.of(input_bytes, tuple(output_bytes))
-        self.frame_bytes = places.frame_bytes
-        self.input_bytes = sum(input_bytes)
-        self.known = None not in output_shapes
+        self.input_bytes = 0
         self.answered = False
         self.outputs_key = object()
-        self.inputs = tuple(
-            (name, operand.type.dtype, shape, place[0])
-            for (name, operand), shape, place in zip(operands, input_shapes, places.inputs, strict=True)
-        )
-        self.outputs = tuple(
-            (name, operand.type.dtype, shape, *place)
-            for (name, operand), shape, place in zip(model.outputs.items(), output_shapes, places.outputs, strict=True)
-        )
-        arguments_in = tuple((place, shape) for place, shape in zip(places.inputs, input_shapes, strict=True))
-        arguments_out = tuple((place, shape or ()) for place, shape in zip(places.outputs, output_shapes, strict=True))
-        self.arguments = (arguments_in, arguments_out)
+        at, inputs, outputs = 0, [], []
+        for (name, operand), shape in zip(model.inputs.items(), input_shapes, strict=True):
+            inputs.append((name, operand.type.dtype, shape, at))
+            length = prod(shape) * operand.type.element_bytes
+            self.input_bytes += length
+            at += aligned(length or 1)
+        for (name, operand), told, length in zip(model.outputs.items(), declared, room, strict=True):
+            known = told if believed[name].dimensions == operand.dimensions else None
+            size = length if known is None else prod(known) * operand.type.element_bytes
+            outputs.append((name, operand.type.dtype, known, at, size))
+            at += aligned(size or 1)
+        self.known = None not in [output[2] for output in outputs]
+        self.frame_bytes = aligned(at or 1)
+        self.inputs, self.outputs = tuple(inputs), tuple(outputs)
 
     def request(self, frame_offset: int) -> Request:
         """Return the request of a frame that begins at that byte of pool 0."""
-        made = []
-        for arguments in self.arguments:
-            made.append(
-                tuple(RequestArgument(DataLocation(0, frame_offset + offset, length), shape) for (offset, length), shape in arguments)
-            )
-        return Request(made[0], made[1])
+        inputs, outputs = [], []
+        for _, dtype, shape, offset in self.inputs:
+            inputs.append(RequestArgument(DataLocation(0, frame_offset + offset, prod(shape) * dtype.itemsize), shape))
+        for _, _, shape_or_none, offset, length in self.outputs:
+            outputs.append(RequestArgument(DataLocation(0, frame_offset + offset, length), shape_or_none or ()))
+        return Request(tuple(inputs), tuple(outputs))
 
     def lacks_room(self, index: int, answered: OutputShape) -> bool:
         """Return whether an output may be of that shape, and has no room for it."""

@@ -303,9 +303,9 @@ class Connections:
             kind: what the page shows it as. burst: its name.
         """
         renewal = self.renewal
-        shown = Shown(renewal.session.reports, kind, self._slot, renewal.named.name, burst)
-        serving = renewal.compiled.serving
-        shown.on(renewal.device, renewal.device if serving is None else serving.stage)
+        serving, device = renewal.compiled.serving, renewal.device
+        now = device, device if serving is None else serving.stage
+        shown = Shown(renewal.session.reports, kind, self._slot, renewal.named.name, now, burst)
         return Executor(self.arguments, Frames(in_flight), renewal.compiled, shown.counts, fallback=self._fallback, shown=shown)
 
     def new(self, depth: int, queue_capacity: int | None = None, anticipate: bool = False, name: str | None = None) -> BurstConnection:
