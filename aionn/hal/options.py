@@ -1,4 +1,4 @@
-"""`EngineOptions`: what an app asks of one engine beyond what every engine knows, as plain values by name.
+"""`EngineOptions`: what an app asks of one engine beyond what every engine knows, as plain values by name. `CallOptions`: of one execution.
 
 Equality follows the types: 1, 1.0 and True are three options, although Python calls them equal. A value that names a file stands for
 the file's content: its digest is in the encoding, and its path is not.
@@ -14,9 +14,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Protocol
 
+import msgspec
+
 from aionn.errors import CallerError
 
-__all__ = ["NO_OPTIONS", "EngineOptions", "OptionValue", "decode_options", "is_unicode"]
+__all__ = ["NO_OPTIONS", "CallOptions", "EngineOptions", "OptionValue", "decode_options", "is_unicode"]
 
 OptionValue = str | int | float | bool
 
@@ -130,3 +132,15 @@ def _decoded(name: str, encoded: bytes) -> OptionValue:
 
 
 NO_OPTIONS = EngineOptions({}, {})
+
+
+class CallOptions(msgspec.Struct, frozen=True):
+    """How an execution is to run.
+
+    Attributes:
+        measure_timing: whether its answer has times.
+        deadline_ns: when its caller stops waiting, in CLOCK_MONOTONIC, or None. It bounds all of it: turn, frame, connection and retries.
+    """
+
+    measure_timing: bool = False
+    deadline_ns: int | None = None

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 
 from aionn import trace
 from aionn.errors import AionnError, CallerError
+from aionn.hal.options import CallOptions
 from aionn.runtime.executing.arguments import Arguments
 from aionn.runtime.executing.control import fixed_route
 from aionn.runtime.executing.device_roles import Part, part_of
-from aionn.runtime.executing.execution import Call, CallOptions, Executor
+from aionn.runtime.executing.execution import Call, Executor
 from aionn.runtime.executing.frame_layout import Outputs
 from aionn.runtime.executing.frames import Frames
 from aionn.runtime.executing.link import CLOSE_S

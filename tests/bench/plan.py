@@ -27,9 +27,10 @@ import uvloop
 from onnx import TensorProto, helper
 
 import aionn
+from aionn.hal.options import CallOptions
 from aionn.runtime.compilation import parts_of
 from aionn.runtime.executing.control import control_route
-from aionn.runtime.executing.execution import Call, CallOptions, Execution
+from aionn.runtime.executing.execution import Call, Execution
 from tests.bench.burst import EMPTY
 from tests.bench.machine import machine_lines
 from tests.bench.partial_engines import BACK

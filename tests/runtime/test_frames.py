@@ -118,7 +118,8 @@ async def test_a_link_that_ends_leaves_nothing_of_it_in_the_driver(end: str) -> 
                 change = await burst_connection.prepare(serving)
                 assert isinstance(change._link, Link)
                 link = change._link
-            connection, number = link.prepared.device.connection, link.context._number
+            part = link._parts[0]
+            connection, number = part.prepared.device.connection, part.context._number
             found, _ = await connection.call(HasRequest(number, 1), RequestFound)  # the driver has the burst
             assert not found.known
             if end == "its link is replaced":

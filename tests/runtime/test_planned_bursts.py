@@ -16,8 +16,7 @@ from anyio.lowlevel import checkpoint
 
 import aionn
 from aionn import trace
-from aionn.runtime.executing.link import Link
-from aionn.runtime.executing.planned_link import PlannedLink
+from aionn.runtime.executing.link import Link, PlannedLink
 from aionn.testing import FakeDevice
 from tests.leaks import driver_pids, leak_check
 from tests.runtime.partial_engines import LeftFake, RightFake

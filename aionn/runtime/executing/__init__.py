@@ -9,8 +9,6 @@ fenced_plan     a started execution of a plan: its steps wait for each other in 
 starting        the executions that an app has started; no task waits for them
 dependencies    what a started execution depends on, and what others rely on
 control         the control call as a channel
-links           a burst's connection to all that serves: `open_link`
-planned_link    `PlannedLink`: the queues to the drivers of a plan as a channel
 link            a burst's queues as a channel: its connection to one driver
 recurrent       the usual step of a stream that keeps its state in the driver
 placement       arguments that do not lie in the frame

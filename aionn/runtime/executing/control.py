@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from aionn import trace
-from aionn.memory.region import Region
-from aionn.remote.handles import RemoteBuffer
 from aionn.runtime.executing.execution import Execution
 from aionn.runtime.preparing.renewal import Renewal
 from aionn.runtime.serving.serving import Serving
@@ -29,19 +27,13 @@ class ControlChannel:
 
     async def send(self, execution: Execution) -> None:
         """Send one request over the control socket; see `Channel`."""
-        layout, frame, placement, options = execution.layout, execution.frame, execution.placement, execution.call.options
-        assert frame is not None
-        pools: list[Region | RemoteBuffer] = [frame.region]
+        options = execution.call.options
         try:
-            if placement is None:
-                request = layout.request(frame.offset)
-            else:
-                request = placement.request(layout, frame.offset)
-                pools += placement.pools
+            request, pools = execution.request()
         except BaseException:
             execution.answered(None)
             raise
-        if self._counted and placement is None:
+        if self._counted and execution.placement is None:
             self.serving.use.count()
         entered = self.serving.entered(execution.answered, estimated=self._estimated)
         with trace.span("compute", device=self.serving.device, stage=self.serving.stage):

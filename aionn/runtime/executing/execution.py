@@ -29,10 +29,13 @@ import numpy as np
 
 from aionn import trace
 from aionn.errors import AionnError, ExecutionError, OutputInsufficientSizeError
-from aionn.hal.types import ErrorStatus, Result
+from aionn.hal.options import CallOptions
+from aionn.hal.types import ErrorStatus, Request, Result
 from aionn.memory.pool import Frame, FramePool, FramesInFlightError
+from aionn.memory.region import Region
 from aionn.pages import BurstSlot, private_counts
 from aionn.pages.app_layout import COMPUTED, COPIED_BYTES, FAILED, FELL_BACK
+from aionn.remote.handles import RemoteBuffer
 from aionn.runtime.executing.arguments import Arguments, failure_of
 from aionn.runtime.executing.counted import Shown, count_end
 from aionn.runtime.executing.frame_layout import FrameLayout, Outputs
@@ -68,18 +71,6 @@ class FallsBack(Protocol):
     """Runs a call that failed on `serving` once more elsewhere. Returns None if the caller gets `error`."""
 
     async def __call__(self, serving: Serving, error: ExecutionError, result: Result, call: Call) -> Outputs | None: ...
-
-
-class CallOptions(msgspec.Struct, frozen=True):
-    """How an execution is to run.
-
-    Attributes:
-        measure_timing: whether its answer has times.
-        deadline_ns: when its caller stops waiting, in CLOCK_MONOTONIC, or None. It bounds all of it: turn, frame, connection and retries.
-    """
-
-    measure_timing: bool = False
-    deadline_ns: int | None = None
 
 
 class Executor(msgspec.Struct, frozen=True):
@@ -331,6 +322,19 @@ class Execution:
             layout = self.layout = self._room or executor.arguments.layout(executor.arguments.shapes_of(call.inputs, shapes))
             self.frame = lease(executor.frames.pool(layout))
             executor.counts.add(COPIED_BYTES, fill(self.frame, layout, call.inputs, placement.inputs if placement is not None else ()))
+
+    @property
+    def lent(self) -> Frame:
+        """The frame that the driver may touch."""
+        assert self.frame is not None
+        return self.frame
+
+    def request(self) -> tuple[Request, list[Region | RemoteBuffer]]:
+        """Return the request, and its pools: the frame's region, and those that arguments lie in elsewhere."""
+        frame, placement = self.lent, self.placement
+        if placement is None:
+            return self.layout.request(frame.offset), [frame.region]
+        return placement.request(self.layout, frame.offset), [frame.region, *placement.pools]
 
     def answered(self, result: Result | None) -> None:
         """Note the driver's answer, or that none will come (None). A channel calls this once."""

@@ -1,24 +1,35 @@
-"""A burst's connection to one driver process: two queues, the app's end and the driver's listener. And the requests as it sends them.
+"""A burst's connection to what serves: two queues to each driver, the app's ends and the drivers' listeners. And requests as it sends them.
+
+    Link           to one driver
+    PlannedLink    to the drivers of a plan, with two queues for each step. A request goes from step to step. While it is in a later step,
+                   the next one is in an earlier step.
 
 A burst has one link. Only during a swap it has a second link, which is not in use yet. Both links use the same frames, because a driver
-asks for the memory behind a slot when it first sees the slot. Each frame remembers the encoded requests that it was used for.
+asks for the memory behind a slot when it first sees the slot. The drivers of a plan have the frames and the boundary memory under the same
+slots, so a frame is used in place by every step. Each frame remembers the encoded requests that it was used for.
+
+Invariants
+    `PlannedLink.in_flight` counts the requests that a driver may still touch the memory of, also between two steps.
+    When one driver of a plan ends, the others go on with what they have. The requests that reach the dead one end with its error.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from aionn import trace
-from aionn.burst import DATUM_BYTES, ExecutionBurstController, PoolReference, encode_request_body
+from aionn.burst import DATUM_BYTES, ExecutionBurstController, PoolReference, encode_request_body, enough_datums
 from aionn.errors import AionnError, CallerError
 from aionn.fmq import SOON, MessageQueue
 from aionn.hal.types import Request, Result
 from aionn.memory.pool import Frame
-from aionn.pages import BurstSlot
+from aionn.pages import BurstSlot, private_counts
+from aionn.pages.app_layout import DRIVER_BUSY_NS
 from aionn.remote.device import RemotePreparedModel
 from aionn.remote.handles import RemoteBuffer, RemoteBurstContext
 from aionn.runtime.executing.execution import Execution
@@ -28,6 +39,9 @@ from aionn.runtime.executing.placement import Placement
 from aionn.runtime.serving.compiled_model import CompiledModel
 from aionn.runtime.serving.serving import Serving
 from aionn.tasks import bounded_shield, call_soon_from_anywhere
+
+if TYPE_CHECKING:
+    from aionn.runtime.serving.planned_execution import PlannedExecution
 
 CLOSE_S = 2.0
 """The driver is given this long to free what it holds for a burst; its process frees the rest when it ends."""
@@ -56,28 +70,44 @@ class LinkOptions(msgspec.Struct, frozen=True):
     name: str = ""
 
 
-class Link:
-    """One connection. Made by `links.open_link`; closed by `aclose`. An `Execution` is sent over it (`Channel`)."""
+class Part:
+    """The queues to one driver, for one prepared model."""
 
-    __slots__ = ("_compiled", "_frames", "_loop", "context", "controller", "device", "prepared", "serving")
+    __slots__ = ("context", "controller", "prepared")
 
-    def __init__(
-        self,
-        serving: Serving,
-        prepared: RemotePreparedModel,
-        controller: ExecutionBurstController,
-        context: RemoteBurstContext,
-        compiled: CompiledModel,
-        frames: Frames,
-    ) -> None:
-        self.serving = serving
+    def __init__(self, prepared: RemotePreparedModel, controller: ExecutionBurstController, context: RemoteBurstContext) -> None:
         self.prepared = prepared
-        self.device = serving.stage
         self.controller = controller
         self.context = context
+
+
+class Link:
+    """A connection to one driver. Made by `open_link`; closed by `aclose`. An `Execution` is sent over it (`Channel`).
+
+    Attributes:
+        plain: whether a request goes to one driver, so that a usual frame may take the short way.
+        device: the name of what computes, for outputs.
+    """
+
+    __slots__ = ("_compiled", "_frames", "_loop", "_parts", "controller", "device", "prepared", "serving")
+
+    plain = True
+
+    def __init__(self, serving: Serving, parts: list[Part], compiled: CompiledModel, frames: Frames) -> None:
+        self.serving = serving
+        self.prepared = serving.prepared
+        self.device = serving.stage
+        self.controller = parts[0].controller
+        self._parts = parts
         self._compiled = compiled
         self._frames = frames
         self._loop = asyncio.get_running_loop()
+        for part in parts:
+            part.prepared.device.connection.when_ended(part.controller, self._when_ended(part.controller))
+
+    def _when_ended(self, controller: ExecutionBurstController) -> Callable[[BaseException], None]:
+        """Return what is called when the driver behind the controller has ended. It must not hold the link."""
+        return partial(_driver_ended, self.serving, controller)
 
     @property
     def alive(self) -> bool:
@@ -98,43 +128,203 @@ class Link:
 
     def send(self, execution: Execution) -> Awaitable[object]:
         """Send one request over the queues; see `Channel`."""
-        layout, frame, placement, options = execution.layout, execution.frame, execution.placement, execution.call.options
-        settled: Callable[[Result | None], None] = execution.answered
-        assert frame is not None
+        layout, placement, options = execution.layout, execution.placement, execution.call.options
         try:
             if placement is None:
-                body = plain_body(layout, frame, options.measure_timing)
+                body = plain_body(layout, execution.lent, options.measure_timing)
             else:
-                body = placed_body(layout, frame, self._frames, placement, options.measure_timing)
+                body = placed_body(layout, execution.lent, self._frames, placement, options.measure_timing)
         except BaseException:
-            settled(None)
+            execution.answered(None)
             raise
-        if self._compiled.watched:
-            settled = self.serving.entered(settled, options.deadline_ns)
-            if placement is None:
-                self.serving.use.count()
-        return self.controller.execute(body, settled, options.deadline_ns)
+        return self.controller.execute(body, self._entered(execution), options.deadline_ns)
+
+    def _entered(self, execution: Execution) -> Callable[[Result | None], None]:
+        """Count an execution that begins, while somebody watches. Returns what is to be called with its answer."""
+        if not self._compiled.watched:
+            return execution.answered
+        if execution.placement is None:
+            self.serving.use.count()
+        return self.serving.entered(execution.answered, execution.call.options.deadline_ns)
 
     async def aclose(self, error: AionnError) -> None:
-        """Free queues and the driver's part. Calls that still wait get `error`."""
+        """Free queues and the drivers' parts. Calls that still wait get `error`."""
         self._end(error)
-        await close_context(self.context)
+        for part in self._parts:
+            await _close_context(part.context)
 
     def release(self, error: AionnError) -> None:
         """Close without waiting; see `aclose`."""
         self._end(error)
-        self.context.release()
+        for part in self._parts:
+            part.context.release()
 
     def _end(self, error: AionnError) -> None:
-        self.prepared.device.connection.forget(self.controller)
-        self.controller.end(error)
+        for part in self._parts:
+            part.prepared.device.connection.forget(part.controller)
+            part.controller.end(error)
 
     def forget_memory(self, slot: int) -> None:
-        """Let the driver unmap an app's memory that has been closed, perhaps by the collector in another thread."""
-        call_soon_from_anywhere(self._loop, self.context.forget_memory, slot)
+        """Let the drivers unmap an app's memory that has been closed, perhaps by the collector in another thread."""
+        for part in self._parts:
+            call_soon_from_anywhere(self._loop, part.context.forget_memory, slot)
 
 
-async def close_context(context: RemoteBurstContext) -> None:
+class _InFlight:
+    """How many requests of a link are in flight. A driver's end looks here, and must not hold the link."""
+
+    __slots__ = ("_idle", "count")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._idle: asyncio.Event | None = None
+
+    def end(self) -> None:
+        self.count -= 1
+        if not self.count and self._idle is not None:
+            idle, self._idle = self._idle, None
+            idle.set()
+
+    async def wait_idle(self) -> None:
+        while self.count:
+            if self._idle is None:
+                self._idle = asyncio.Event()
+            await self._idle.wait()
+
+
+class PlannedLink(Link):
+    """A connection to the drivers of a plan."""
+
+    __slots__ = ("_counts", "_in_flight")
+
+    plain = False
+
+    def __init__(self, serving: Serving, parts: list[Part], compiled: CompiledModel, frames: Frames, counts: BurstSlot) -> None:
+        self._counts = counts
+        self._in_flight = _InFlight()
+        super().__init__(serving, parts, compiled, frames)
+
+    def _when_ended(self, controller: ExecutionBurstController) -> Callable[[BaseException], None]:
+        return partial(_step_ended, self.serving, controller, self._in_flight)
+
+    @property
+    def alive(self) -> bool:
+        return all(part.controller.ended_by is None for part in self._parts)
+
+    @property
+    def in_flight(self) -> int:
+        """How many requests have been sent, and are not answered by the last step."""
+        return self._in_flight.count
+
+    async def wait_idle(self) -> None:
+        """Return when all requests that have been sent are settled."""
+        await self._in_flight.wait_idle()
+
+    async def send(self, execution: Execution) -> None:
+        """Send one request over the queues of each step in turn; see `Channel`."""
+        settled: Callable[[Result | None], None] = execution.answered
+        prepared = self.prepared
+        assert not isinstance(prepared, RemotePreparedModel)
+        try:
+            sending = _Sending(self._parts, self._frames, execution)
+            settled = self._entered(execution)
+            self._in_flight.count += 1
+            settled = partial(self._settled, settled)
+            planned = prepared.execution(*execution.request(), execution.call.options, settled)
+            refusal = None if execution.placement is None else planned.requests.refusal()
+        except BaseException:
+            settled(None)
+            raise
+        if refusal is not None:
+            planned.end(refusal)
+            return
+        try:
+            await planned.run(sending.send)
+        finally:
+            self._counts.add(DRIVER_BUSY_NS, sending.busy_ns - sending.first_ns)  # the first step's queues count for themselves
+
+    def _settled(self, settled: Callable[[Result | None], None], result: Result | None) -> None:
+        try:
+            settled(result)
+        finally:
+            self._in_flight.end()
+
+
+class _Sending:
+    """How one request is sent, step by step.
+
+    Attributes:
+        busy_ns: the time of all drivers so far. first_ns: that of the first step.
+    """
+
+    __slots__ = ("_frame", "_frames", "_key", "_measure", "_parts", "busy_ns", "first_ns")
+
+    def __init__(self, parts: list[Part], frames: Frames, execution: Execution) -> None:
+        self._parts = parts
+        self._frames = frames
+        self._frame = execution.lent
+        self._measure = execution.call.options.measure_timing
+        placement = execution.placement
+        places = None if placement is None else placement.key({pool: self._reference(pool) for pool in placement.pools})
+        self._key = execution.layout, self._measure, places
+        self.busy_ns = self.first_ns = 0
+
+    def _reference(self, pool: Any) -> PoolReference:
+        if pool is self._frame.region:
+            return PoolReference(self._frame.slot)
+        return PoolReference(-1, pool.token) if isinstance(pool, RemoteBuffer) else PoolReference(self._frames.slot_of(pool))
+
+    async def send(self, execution: PlannedExecution, number: int, settled: Callable[[Result | None], None]) -> Result:
+        """Send the request of one step, and wait for its answer. A frame remembers the encoded requests of all steps."""
+        try:
+            depends = execution.requests.key(number)
+            key = (self._key, self._frames.slot_of(execution.boundary), depends)
+            body: bytes | None = None if depends is None else self._frame.bindings.get(key)
+            if body is None:
+                request, pools = execution.requests.split(number)
+                body = encode_request_body(request, [self._reference(pool) for pool in pools], self._measure, framed=True)
+                if depends is not None:
+                    keep(self._frame, key, body)
+        except BaseException:
+            settled(None)
+            raise
+        result, busy_ns = await self._parts[number].controller.execute(body, settled, execution.options.deadline_ns)
+        self.busy_ns += busy_ns
+        if not number:
+            self.first_ns += busy_ns
+        return result
+
+
+async def open_link(serving: Serving, compiled: CompiledModel, frames: Frames, options: LinkOptions, counts: BurstSlot) -> Link:
+    """Connect to the drivers of `serving`. `counts`: what the burst's requests are counted in.
+
+    Raises:
+        AionnError: a driver is gone, or cannot open a burst; nothing is left.
+    """
+    prepared = serving.prepared
+    if isinstance(prepared, RemotePreparedModel):
+        return Link(serving, [await _part(prepared, frames, options, counts)], compiled, frames)
+    parts: list[Part] = []
+    try:
+        for step in prepared.steps:  # a request counts once
+            parts.append(await _part(step.prepared, frames, options, private_counts() if parts else counts))
+    except BaseException:
+        for part in parts:
+            part.controller.end(CallerError("the burst could not be opened"))
+            part.context.release()
+        raise
+    return PlannedLink(serving, parts, compiled, frames, counts)
+
+
+def release(frames: Frames, held: list[Link]) -> None:
+    """Free the queues, the frames and the drivers' part of a burst that is over, or has been collected."""
+    for link in held:
+        link.release(CallerError("the burst was closed while this call waited"))
+    held.clear()
+    frames.close()
+
+
+async def _close_context(context: RemoteBurstContext) -> None:
     """Let the driver free its part of a burst."""
     # Bounded: a driver that hangs must not hold up the app. It loses the client's memory by the closed queues all the same.
     try:
@@ -144,15 +334,9 @@ async def close_context(context: RemoteBurstContext) -> None:
         trace.count("burst.close_failed", reason=str(gone))
 
 
-async def open_queues(
-    prepared: RemotePreparedModel, frames: Frames, options: LinkOptions, counts: BurstSlot, capacity: int = 0
-) -> tuple[ExecutionBurstController, RemoteBurstContext]:
-    """Connect to the driver of a prepared model. `capacity`: datums per queue at least.
-
-    Raises:
-        AionnError: the driver is gone, or cannot open a burst; nothing is left.
-    """
-    capacity = max(options.queue_capacity, capacity)
+async def _part(prepared: RemotePreparedModel, frames: Frames, options: LinkOptions, counts: BurstSlot) -> Part:
+    """Connect to the driver of a prepared model, with queues that suit it."""
+    capacity = max(options.queue_capacity, enough_datums((*prepared.inputs.values(), *prepared.outputs.values())))
     requests = MessageQueue.create(DATUM_BYTES, capacity)
     try:
         results = MessageQueue.create(DATUM_BYTES, capacity)
@@ -170,14 +354,21 @@ async def open_queues(
     controller.ask = context.ask
     for queue in (requests, results):
         queue.forget_descriptor()
-    return controller, context
+    return Part(prepared, controller, context)
 
 
-def driver_ended(serving: Serving, controller: ExecutionBurstController, error: BaseException) -> None:
+def _driver_ended(serving: Serving, controller: ExecutionBurstController, error: BaseException) -> None:
     """End the queues to a driver with it. Its usual requests are counted by the controller alone."""
     controller.end(error)
     if controller.lost:
         serving.lost = True
+
+
+def _step_ended(serving: Serving, controller: ExecutionBurstController, in_flight: _InFlight, error: BaseException) -> None:
+    """End the queues to a driver with it. A request in another step is lost, too, unless that is the last one."""
+    if in_flight.count:
+        serving.lost = True
+    _driver_ended(serving, controller, error)
 
 
 # --- requests as a burst sends them. A frame that is sent again is not encoded again. ---

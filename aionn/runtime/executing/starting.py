@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any
 
 from aionn.errors import CallerError, DeadlineError, DriverDiedError
+from aionn.hal.options import CallOptions
 from aionn.hal.types import ErrorStatus, FencedResult, Result
 from aionn.memory.limits import allocation_error
 from aionn.memory.pool import Frame, FramePool, FramesInFlightError
@@ -36,7 +37,7 @@ from aionn.runtime.executing.dependencies import After, Dependencies, check_shap
 from aionn.runtime.executing.device_buffers import lost_with
 from aionn.runtime.executing.device_memory import DeviceMemory, state_of
 from aionn.runtime.executing.event import Event, error_of, failed_dependency, fence_of, settle, when_settled
-from aionn.runtime.executing.execution import Call, CallOptions, Execution, Executor
+from aionn.runtime.executing.execution import Call, Execution, Executor
 from aionn.runtime.executing.frames import fill
 from aionn.runtime.executing.placement import check_outputs, is_placed, place_now
 from aionn.runtime.executing.transitions import Act, State
@@ -221,8 +222,7 @@ class Started(Execution):
 
     def _transmit(self, serving: Serving) -> None:
         """Send the request, with its fences."""
-        layout, frame, placement = self.layout, self.frame, self.placement
-        assert frame is not None
+        layout, placement = self.layout, self.placement
         assert placement is not None
         dependencies = []
         for number, after in enumerate(self.after):
@@ -232,8 +232,8 @@ class Started(Execution):
                 dependencies.append(after.dependency)
         sampling = self._starts.renewal.compiled.sampling
         if sampling is not None and not placement.inputs:
-            sampling.take(layout.inputs_in(frame))
-        fenced = Fenced(placement.request(layout, frame.offset), [frame.region, *placement.pools], dependencies, fence_of(self.event))
+            sampling.take(layout.inputs_in(self.lent))
+        fenced = Fenced(*self.request(), dependencies, fence_of(self.event))
         self._act(Act.SEND)
         settled = serving.entered(self.answered, self.call.options.deadline_ns)
         serving.use.count()

@@ -13,9 +13,10 @@ from typing import Any
 import anyio
 
 from aionn.errors import AionnError, CallerError, ExecutionError
+from aionn.hal.options import CallOptions
 from aionn.runtime.executing.arguments import Arguments, check_mapping
 from aionn.runtime.executing.control import control_route
-from aionn.runtime.executing.execution import Call, CallOptions, Executor
+from aionn.runtime.executing.execution import Call, Executor
 from aionn.runtime.executing.frames import Frames
 from aionn.runtime.executing.made_up import made_up_inputs
 from aionn.runtime.executing.values import execution_of

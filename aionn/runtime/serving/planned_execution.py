@@ -9,17 +9,18 @@ Invariants
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from aionn import trace
+from aionn.hal.options import CallOptions
 from aionn.hal.types import NO_TIMING, UNKNOWN_TIME_US, ErrorStatus, OutputShape, Request, Result, Timing
 from aionn.memory.region import Region
 from aionn.runtime.serving.boundaries import BoundaryLayouts, BoundaryMemory
 from aionn.runtime.serving.step_requests import FALSE, Pool, StepRequests
 from aionn.runtime.serving.wiring import PlannedStep, Wiring
+from aionn.tasks import seconds_until
 
 Settled = Callable[[Result | None], None]
 Send = Callable[["PlannedExecution", int, Settled], Awaitable[Result]]
@@ -51,7 +52,7 @@ class PlannedExecution:
 
     Attributes:
         requests: of its steps.
-        measure_timing, deadline_ns: as they were asked for.
+        options: as they were asked for.
     """
 
     def __init__(
@@ -59,13 +60,11 @@ class PlannedExecution:
         planned: Planned,
         request: Request,
         pools: Sequence[Pool],
-        measure_timing: bool,
-        deadline_ns: int | None,
+        options: CallOptions,
         settled: Settled | None,
     ) -> None:
         self.requests = StepRequests(planned.wiring, planned.layouts, request, pools)
-        self.measure_timing = measure_timing
-        self.deadline_ns = deadline_ns
+        self.options = options
         self._steps: Sequence[PlannedStep] = planned.wiring.steps
         self._memory = planned.memory
         self._settled = settled
@@ -109,7 +108,7 @@ class PlannedExecution:
     async def _run_step(self, number: int, send: Send) -> Result | None:
         """Run one step. Returns the answer of the whole execution if it ends here."""
         while True:
-            if number and self.deadline_ns is not None and time.monotonic_ns() >= self.deadline_ns:
+            if number and seconds_until(self.options.deadline_ns) == 0.0:
                 return self._failure(number, ErrorStatus.MISSED_DEADLINE_TRANSIENT, "the deadline had passed before the step began")
             self._sent = self._in_flight = True
             with trace.span("plan.step", device=self.device(number), step=number):
@@ -158,7 +157,7 @@ class PlannedExecution:
     # --- answers -------------------------------------------------------------------------------------------------------
 
     def _note(self, number: int, result: Result) -> str | None:
-        if self.measure_timing:
+        if self.options.measure_timing:
             self._timings.append(result.timing)
         return self.requests.note(number, result)
 
@@ -173,7 +172,7 @@ class PlannedExecution:
         """Return the answer of the plan, all of whose steps have run."""
         self.requests.learn()
         shapes = self.requests.output_shapes() if self.requests.answered else ()
-        return Result(ErrorStatus.NONE, shapes, sum_of(self._timings) if self.measure_timing else NO_TIMING)
+        return Result(ErrorStatus.NONE, shapes, sum_of(self._timings) if self.options.measure_timing else NO_TIMING)
 
     def _insufficient(self, number: int, result: Result) -> Result:
         """Return the answer where the room that the app gave for an output was too small. Later steps have not run."""

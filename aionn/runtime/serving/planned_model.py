@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from aionn.hal.model import Model
+from aionn.hal.options import CallOptions
 from aionn.hal.types import IMemory, Request, Result
 from aionn.remote.device import RemoteDevice, RemotePreparedModel, StepRole
 from aionn.remote.handles import RemoteBuffer
@@ -118,7 +119,7 @@ class PlannedModel:
             DriverDiedError, DriverHungError: the driver of a step is gone.
         """
         try:
-            execution = PlannedExecution(self.planned, request, pools, measure_timing, deadline_ns, settled)
+            execution = self.execution(request, pools, CallOptions(measure_timing, deadline_ns), settled)
             refusal = execution.requests.refusal()
         except BaseException:
             if settled is not None:
@@ -129,6 +130,16 @@ class PlannedModel:
             return refusal
         return await execution.run(self._execute)
 
+    def execution(
+        self,
+        request: Request,
+        pools: Sequence[IMemory | RemoteBuffer],
+        options: CallOptions,
+        settled: Callable[[Result | None], None] | None,
+    ) -> PlannedExecution:
+        """Return an execution of all steps, for whatever sends them."""
+        return PlannedExecution(self.planned, request, pools, options, settled)
+
     async def _execute(self, execution: PlannedExecution, number: int, settled: Callable[[Result | None], None]) -> Result:
         """Send a step as a control call."""
         try:
@@ -136,7 +147,8 @@ class PlannedModel:
         except BaseException:
             settled(None)
             raise
-        return await self.steps[number].prepared.execute(request, pools, execution.measure_timing, execution.deadline_ns, settled)
+        options = execution.options
+        return await self.steps[number].prepared.execute(request, pools, options.measure_timing, options.deadline_ns, settled)
 
     def step_roles(self, is_input: bool, index: int) -> list[StepRole]:
         """Return what an input or output of the whole model is in the steps. An output may be an input of later steps, too."""

@@ -19,12 +19,13 @@ from aionn import trace
 from aionn.burst import ExecutionBurstController
 from aionn.burst.controller import Sent
 from aionn.errors import CallerError, MemoryAllocationError
+from aionn.hal.options import CallOptions
 from aionn.hal.types import ErrorStatus, Result
 from aionn.memory.pool import Frame as MemoryFrame
 from aionn.memory.pool import FramesInFlightError
 from aionn.pages.app_layout import COMPUTED, CONNECTIONS, COPIED_BYTES, DRIVER_BUSY_NS, DROPPED, FAILED, FELL_BACK
 from aionn.runtime.executing.arguments import check_mapping
-from aionn.runtime.executing.execution import Call, CallOptions, Execution
+from aionn.runtime.executing.execution import Call, Execution
 from aionn.runtime.executing.frame_layout import FrameLayout, Outputs
 from aionn.runtime.executing.frames import LARGE_BYTES, fill_large
 from aionn.runtime.executing.link import Link, plain_body
@@ -238,7 +239,7 @@ class Burst(AsyncOnly):
         layout = execution.layout
         if execution.placing:
             self._recurrent = RecurrentSteps.of(layout, self._executor.frames.pool(layout), inputs, outputs)
-        elif isinstance(execution.channel, Link):
+        else:
             connection.expect(layout, execution.channel)
         return found
 

@@ -28,11 +28,10 @@ from aionn.pages import Kind
 from aionn.pages.app_layout import CONNECTIONS, SENT
 from aionn.runtime.executing.arguments import Arguments
 from aionn.runtime.executing.counted import Shown
-from aionn.runtime.executing.execution import Executor, FallsBack
+from aionn.runtime.executing.execution import Channel, Executor, FallsBack
 from aionn.runtime.executing.frame_layout import FrameLayout, Shapes
 from aionn.runtime.executing.frames import Frames
-from aionn.runtime.executing.link import Link, LinkOptions
-from aionn.runtime.executing.links import open_link, release
+from aionn.runtime.executing.link import Link, LinkOptions, open_link, release
 from aionn.runtime.preparing.renewal import Renewal
 from aionn.runtime.processes.spawning import DEFAULT_HANG_S
 from aionn.runtime.serving.members import Rest
@@ -41,7 +40,6 @@ from aionn.runtime.streaming.drops import Drops
 from aionn.tasks import call_soon_from_anywhere
 
 if TYPE_CHECKING:
-    from aionn.runtime.executing.links import AnyLink
     from aionn.runtime.session import Session
 
 _NOT_OPEN = "the burst is not open; use it inside `async with compilation.burst() as burst`"
@@ -71,14 +69,14 @@ class BurstConnection:
         self._link_to = partial(open_link, compiled=renewal.compiled, frames=executor.frames, options=options, counts=executor.counts)
         self.session = renewal.session
         self.executor = executor
-        self.link: AnyLink | None = None
+        self.link: Link | None = None
         self.usual: tuple[FrameLayout, FramePool, Link] | tuple[None, None, None] = _NOTHING
         self.when_closed: set[Callable[[], None]] = set()
         self._open = False
         self._connecting = anyio.Lock()
         self._failures = 0
         self._failure: AionnError | None = None
-        self._held: list[AnyLink] = []
+        self._held: list[Link] = []
         self._finalizer = weakref.finalize(self, call_soon_from_anywhere, self.session.loop, release, executor.frames, self._held)
         self._finalizer.atexit = False
 
@@ -161,7 +159,7 @@ class BurstConnection:
             self.link.nudge()  # a request over this frame mostly follows
         return layout, frame
 
-    async def route(self, deadline_ns: int | None) -> AnyLink:
+    async def route(self, deadline_ns: int | None) -> Link:
         """Return the link to send over. It is the right one until the next await."""
         gate = self._compiled.gate
         while True:
@@ -177,16 +175,20 @@ class BurstConnection:
     def plain_link(self) -> Link | None:
         """Return the link if a request may be sent now without being counted, sampled or held back. Plans have no short way."""
         link, compiled = self.link, self._compiled
-        if not isinstance(link, Link) or not link.alive or compiled.watched or compiled.sampling is not None or compiled.gate.shut:
+        if link is None or not link.plain or not link.alive or compiled.watched or compiled.sampling is not None or compiled.gate.shut:
             return None
         return link
 
-    def expect(self, layout: FrameLayout, link: Link) -> None:
-        """Let the next request of the same shapes take the short way. It must not overtake executions that still pass the gate."""
-        if link is self.link and not self._compiled.watched and not self._compiled.gate.shut:
+    def expect(self, layout: FrameLayout, channel: Channel) -> None:
+        """Let the next request of the same shapes take the short way, if the last one went over this link.
+
+        It must not overtake executions that still pass the gate.
+        """
+        link = self.link
+        if link is not None and link is channel and link.plain and not self._compiled.watched and not self._compiled.gate.shut:
             self.usual = layout, self.executor.frames.pool(layout), link
 
-    async def _connect(self, deadline_ns: int | None) -> AnyLink:
+    async def _connect(self, deadline_ns: int | None) -> Link:
         """Return the live link. Make one first if the burst has no live link.
 
         One task connects at a time. The tasks that wait for it share its failure, so a driver that cannot connect is tried once.
@@ -203,7 +205,7 @@ class BurstConnection:
                 self._failures, self._failure = self._failures + 1, again(error)
                 raise
 
-    async def _connect_alone(self, deadline_ns: int | None) -> AnyLink:
+    async def _connect_alone(self, deadline_ns: int | None) -> Link:
         while True:
             if not self._open:
                 raise CallerError(_NOT_OPEN)
@@ -231,7 +233,7 @@ class BurstConnection:
         """Make a second link, while executions go on over the first."""
         return BurstChange(self, await self._link_to(better))
 
-    def install(self, link: AnyLink) -> AnyLink | None:
+    def install(self, link: Link) -> Link | None:
         """Use `link` from now on. Returns the link that is to be closed: the one before, or `link` itself if the burst was closed."""
         if not self._open:
             return link
@@ -335,10 +337,10 @@ class Connections:
 class BurstChange:
     """A second link, not yet in use."""
 
-    def __init__(self, connection: BurstConnection, link: AnyLink) -> None:
+    def __init__(self, connection: BurstConnection, link: Link) -> None:
         self._connection = connection
         self._link = link
-        self._before: AnyLink | None = None
+        self._before: Link | None = None
 
     def check(self) -> None:
         """Return: a link cannot be outdated."""
@@ -364,12 +366,12 @@ def _disconnect(connection: BurstConnection) -> None:
         link.release(CallerError("the burst was given back while it was not used"))
 
 
-async def _close(link: AnyLink) -> None:
+async def _close(link: Link) -> None:
     await link.wait_idle()
     await link.aclose(CallerError("this stage has been replaced"))
 
 
-async def _ended_at_driver(link: AnyLink, session: Session) -> None:
+async def _ended_at_driver(link: Link, session: Session) -> None:
     """Return when the driver has closed its end of a link whose queues are broken. A caller that leaves does not stop that.
 
     The driver may still run a request that is lost, over a frame that the next request gets.
