@@ -224,6 +224,17 @@ def test_a_runtime_compiles_with_these_options() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        (aionn.Model, "digest format from_bytes from_onnx load name read"),
+        (aionn.Device, "activity cache_files health pid providers restart runs_on sandbox statistics type version"),
+    ],
+)
+def test_an_object_of_the_face_shows_these_members_of_its_class(kind: type, names: str) -> None:
+    assert [name for name in dir(kind) if not name.startswith("_")] == names.split()
+
+
 def test_a_compilation_computes_and_opens_bursts() -> None:
     assert inspect.iscoroutinefunction(aionn.Compilation.compute)
     assert parameters_of(aionn.Compilation.compute) == {
@@ -233,7 +244,7 @@ def test_a_compilation_computes_and_opens_bursts() -> None:
         "*timeout_s": None,
         "*retry": 0,
     }
-    assert all(default is not EMPTY for default in parameters_of(aionn.Compilation.burst).values())
+    assert parameters_of(aionn.Compilation.burst) == {"*depth": 8, "*anticipate": False, "*name": None, "*warm": False}
     assert {"compute", "burst", "aclose"} <= set(dir(aionn.Compilation))
     assert not inspect.iscoroutinefunction(aionn.Compilation.start)
     assert parameters_of(aionn.Compilation.start) == {

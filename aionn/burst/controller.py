@@ -144,7 +144,7 @@ class ExecutionBurstController:
         if self.ended_by is None and len(body) + DATUM_BYTES > self._requests.capacity * DATUM_BYTES:
             return CallerError(
                 f"the request has {len(body) // DATUM_BYTES + 1} datums, but the burst's queue holds {self._requests.capacity}; "
-                "open the burst with a larger queue_capacity"
+                "send fewer arguments at once, or make the queues larger"
             )
         self._cannot_send()
         return self.why_over()

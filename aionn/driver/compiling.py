@@ -10,7 +10,7 @@ from aionn.driver.bugs import report_bug
 from aionn.driver.denied import way_out
 from aionn.errors import AionnError, CompilationError, ExecutionError, text_of
 from aionn.hal.engine import CompileOptions, Engine, Executable
-from aionn.hal.model import Model, may_change
+from aionn.hal.model import Model, known_contents, may_change
 from aionn.hal.values import outside_frames
 
 __all__ = ["Compiled", "compilation_error", "compiled_model"]
@@ -40,7 +40,7 @@ def compiled_model(engine: Engine, model: Model, options: CompileOptions) -> Com
         from aionn.graph.unchanged import own_constants  # most models have no such constants
 
         own, contents = own_constants(model, files_only=not options.may_export)
-    if options.may_export and model.contents not in (b"", contents):
+    if options.may_export and known_contents(model) not in (b"", contents):
         changed = "the weights beside the model have changed since the model was read"
         refusal = Refusal(MissReason.CHANGED_WEIGHTS, f"{changed}; read the model again, and replace such files by renaming")
         executable, _ = _attempts(engine, own, dataclasses.replace(options, may_export=False))

@@ -57,7 +57,7 @@ class EnginePreparedModel:
     """A model on an engine. Satisfies `IPreparedModel`.
 
     Attributes:
-        contents: what `Model.contents` is for the constants that were compiled.
+        contents: what `known_contents` is for the constants that were compiled.
         runs_on: what computes the model, if the engine says so.
         tuning: better artifacts that the engine offers. None once the model is released.
     """

@@ -23,7 +23,7 @@ from blake3 import blake3
 from aionn.driver.artifacts import Loaded
 from aionn.hal.engine import Executable
 from aionn.hal.interfaces import PrepareOptions
-from aionn.hal.model import Model, may_change
+from aionn.hal.model import Model, known_contents, may_change
 from aionn.hal.types import MemoryKind
 
 __all__ = ["Identity", "Shared", "Sharing", "identity_of", "identity_of_stored"]
@@ -78,7 +78,7 @@ def identity_of(model: Model, contents: bytes, options: PrepareOptions) -> Ident
     base = _base_of(model)
     if not base:
         return None
-    told = bool(model.token) and contents == model.contents
+    told = bool(model.token) and contents == known_contents(model)
     return Identity(base, b"" if told else contents, _shaping(options))
 
 

@@ -34,7 +34,7 @@ class ReadGraph:
     """What `hal.Model` is made of; most fields have its names.
 
     Attributes:
-        changeable: names of the constants that `Model.contents` is about, in its order, and where their bytes come from.
+        changeable: names of the constants that `known_contents` is about, in its order, and where their bytes come from.
         survey, kept: where the file's tensors lie, and the digest of each range beside them, as they were read.
         copied: digest of all else that was copied out of files.
         placed: where the bytes of the file that was given whole lie in the pools.
@@ -63,7 +63,7 @@ class ReadGraph:
         return b"" if self.digested is None else self.digested.token
 
     def contents(self, digested: Digested) -> bytes:
-        """Return `Model.contents`: the constants that may change, as they were when the model was digested."""
+        """Return `known_contents`: the constants that may change, as they were when the model was digested."""
         return contents_of(self.digests(digested).values())
 
     def digests(self, digested: Digested) -> dict[str, bytes]:

@@ -16,7 +16,7 @@ from aionn.graph.checking import border, nested_graphs
 from aionn.graph.flow import Flow
 from aionn.graph.steps import Step, step_token
 from aionn.graph.unchanged import contents_of
-from aionn.hal.model import Constant, Model, Operation, may_change
+from aionn.hal.model import Constant, Model, Operation, known_contents, known_token, may_change
 from aionn.hal.types import DataLocation
 
 __all__ = ["step_models"]
@@ -67,8 +67,8 @@ class _Maker:
             operations=tuple(Operation(node.name, node.op_type, node.domain) for node in self._nodes),
             constants=moved,
             pools=tuple(model.pools[index] for index in used),
-            token=step_token(model.known_token, step),
-            contents=self._contents(constants),
+            token=step_token(known_token(model), step),
+            _contents=self._contents(constants),
         )
 
     def _value(self, name: str, declared: Iterable[ValueInfoProto]) -> ValueInfoProto:
@@ -110,7 +110,7 @@ class _Maker:
 
         mine = changing(constants)
         if mine == changing(self._model.constants):
-            return self._model.contents
+            return known_contents(self._model)
         return contents_of(self._digests[name] for name in mine) if all(name in self._digests for name in mine) else b""
 
 

@@ -1,7 +1,7 @@
 """Private copies of constants that other processes may change. Without the `onnx` package, as `arrays`.
 
 Constants in sealed memory cannot change. Those in files, or in memory that the app gave, can be overwritten at any time, and a file can
-be cut off. A model's token names them as they were when it was made. `Model.contents` says what that was, so a driver can compare.
+be cut off. A model's token names them as they were when it was made. `known_contents` says what that was, so a driver can compare.
 
     contents    BLAKE3 of the BLAKE3 digests of these constants, in the model's order; empty where the model has none
 
@@ -27,13 +27,13 @@ __all__ = ["changeable_contents", "contents_of", "own_constants"]
 
 
 def contents_of(digests: Iterable[bytes]) -> bytes:
-    """`Model.contents`, from the digests of the constants that may change, in order."""
+    """`known_contents`, from the digests of the constants that may change, in order."""
     joined = b"".join(digests)
     return blake3(joined).digest() if joined else b""
 
 
 def changeable_contents(model: Model) -> bytes:
-    """Return what `Model.contents` is for the constants as they are now. Keeps nothing, and blocks for as long as it takes to read them.
+    """Return what `known_contents` is for the constants as they are now. Keeps nothing, and blocks for as long as it takes to read them.
 
     Raises:
         CompilationError: a file is shorter than it was, or cannot be read.
@@ -43,7 +43,7 @@ def changeable_contents(model: Model) -> bytes:
 
 
 def own_constants(model: Model, *, files_only: bool = False) -> tuple[Model, bytes]:
-    """Return the model with private copies of the constants that may change, and what `Model.contents` is for these copies.
+    """Return the model with private copies of the constants that may change, and what `known_contents` is for these copies.
 
     Each copy is a pool that begins at a multiple of 64 bytes, and its memory is freed with the last view of it. Constants that cannot
     change stay in their pools. Blocks for as long as it takes to read the constants.

@@ -55,8 +55,6 @@ class Model:
         pools: where the large constants' bytes are.
         token: 32 bytes that name the content: the graph and every constant. Empty where no digest has been made, which only a
             model for a preparation without cache files may leave out.
-        contents: digest of the constants that can still be written to, as they were when `token` was made
-            (`aionn.graph.unchanged`). Empty without such constants, or where the digest is not known.
     """
 
     graph: bytes = field(repr=False)
@@ -66,24 +64,13 @@ class Model:
     constants: tuple[Constant, ...] = field(repr=False)
     pools: tuple[IMemory, ...] = field(repr=False)
     token: bytes
-    contents: bytes = field(default=b"", repr=False)
-
-    @property
-    def known_token(self) -> bytes:
-        """Return the token, or nothing where no digest has been made."""
-        token: bytes = self.__dict__.get("token", b"")
-        return token
+    _contents: bytes = field(default=b"", repr=False)
 
     @property
     def format(self) -> str:
         """The format of the model: "onnx", or that of a model of opaque bytes, such as "tflite"."""
         operations: tuple[Operation, ...] = self.__dict__.get("operations", ())  # a loaded model that is not read yet has none
         return operations[0].domain if len(operations) == 1 and operations[0].op_type == OPAQUE and not self.graph else "onnx"
-
-    @property
-    def label(self) -> str:
-        """Return a short name for log lines and pages: the first 16 digits of the token, or the file's name."""
-        return self.known_token.hex()[:16] or getattr(self, "name", "")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "inputs", MappingProxyType(dict(self.inputs)))
@@ -111,6 +98,25 @@ class Model:
                 raise CallerError(
                     f"constant {constant.name!r} has {place.length} bytes, but its shape and type need {constant.operand.size_bytes}"
                 )
+
+
+def known_token(model: Model) -> bytes:
+    """Return the token, or nothing where no digest has been made."""
+    token: bytes = model.__dict__.get("token", b"")
+    return token
+
+
+def known_contents(model: Model) -> bytes:
+    """Return the digest of the constants that can still be written to, as they were when the token was made (`aionn.graph.unchanged`).
+
+    It is empty without such constants, or where the digest is not known.
+    """
+    return model._contents
+
+
+def label(model: Model) -> str:
+    """Return a short name for log lines and pages: the first 16 digits of the token, or the file's name."""
+    return known_token(model).hex()[:16] or getattr(model, "name", "")
 
 
 def model_bytes(model: Model, format: str) -> memoryview:  # noqa: A002 - the name of the property

@@ -210,7 +210,7 @@ class Prepared(ControlMessage, frozen=True):
 
     Attributes:
         outcome: what the device did with the cache files of the call; see `IPreparedModel.save_outcome`.
-        contents: what `Model.contents` is for the constants that were compiled, if the device copied them.
+        contents: what `known_contents` is for the constants that were compiled, if the device copied them.
         runs_on: what computes the model, if the engine says so.
         tunes: whether the model may offer a better artifact while it runs.
     """

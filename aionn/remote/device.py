@@ -18,7 +18,7 @@ import msgspec
 from aionn.errors import CallerError, CompilationError
 from aionn.escapes import escaped
 from aionn.hal.interfaces import CacheHandles, IBuffer, IBurstCallback, IPreparedModel, PrepareOptions
-from aionn.hal.model import Model
+from aionn.hal.model import Model, label
 from aionn.hal.options import NO_OPTIONS, EngineOptions
 from aionn.hal.queues import MQDescriptor
 from aionn.hal.types import KEYRING_NEEDED, BufferDesc, BufferRole, CacheFiles, Dependency, FencedResult, IMemory, Operand, Request, Result
@@ -101,7 +101,7 @@ class RemoteDevice:
 
     def remember(self, number: int, model: Model) -> None:
         """Note which model a prepared model was made of."""
-        self._models[number] = model.label[:12]
+        self._models[number] = label(model)[:12]
 
     def forget(self, number: int) -> None:
         """Forget a prepared model that is released."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from aionn.hal.interfaces import CacheHandles, PrepareOptions
-from aionn.hal.model import Model
+from aionn.hal.model import Model, known_contents, known_token
 from aionn.hal.queues import MQDescriptor
 from aionn.hal.values import as_messages
 from aionn.remote.parts import CacheMessage, ModelMessage, MQMessage, OptionsMessage
@@ -18,8 +18,8 @@ def model_message(model: Model) -> ModelMessage:
         model.operations,
         model.constants,
         tuple(pool.description for pool in model.pools),
-        model.known_token,
-        model.contents,
+        known_token(model),
+        known_contents(model),
     )
 
 

@@ -113,7 +113,7 @@ class Received:
             constants=message.constants,
             pools=tuple(pools),
             token=message.token,
-            contents=message.contents,
+            _contents=message.contents,
         )
 
     def _file(self, fd: int, description: MemoryDescription) -> _File:

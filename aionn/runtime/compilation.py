@@ -188,15 +188,11 @@ class Compilation(AsyncOnly):
         """How health, metrics, traces and logs show the compilation: as it was named, or by its model's file."""
         return self._parts.renewal.named.name
 
-    def burst(
-        self, *, depth: int = 8, queue_capacity: int | None = None, anticipate: bool = False, name: str | None = None, warm: bool = False
-    ) -> Burst:
+    def burst(self, *, depth: int = 8, anticipate: bool = False, name: str | None = None, warm: bool = False) -> Burst:
         """Return a stream of executions to the driver: `async with compilation.burst() as burst`.
 
         Args:
             depth: the most requests that may be in flight at once. Further callers wait, in order.
-            queue_capacity: datums of 24 bytes per queue; a request needs about 4, and 1 per argument and dimension. None: 1024, or
-                enough for two requests of the model.
             anticipate: let the driver run the model once shortly before it expects a request, so that the request finds warm caches and
                 an awake CPU. For streams of short runs with a rhythm. It takes some per cent of a core, and results are the same. Where it
                 cannot help, it does nothing: see docs/explanation/the-burst.md.
@@ -204,13 +200,12 @@ class Compilation(AsyncOnly):
             warm: run the model once on made-up inputs when the burst is opened, as `warm_up` does.
 
         Raises:
-            CallerError: `depth` is not a whole number of at least 1, or `queue_capacity` of at least 8. Or the model has strings,
-                sequences, maps or optionals, which only `compute` takes.
+            CallerError: `depth` is not a whole number of at least 1, or the model has strings, sequences, maps or optionals, which only
+                `compute` takes.
         """
         self._parts.check_frames("a burst")
         depth = checked_count("burst: depth", depth, 1)
-        capacity = None if queue_capacity is None else checked_count("burst: queue_capacity", queue_capacity, 8)
-        connection = self._parts.bursts.new(depth, capacity, bool(anticipate), checked_name("burst", name))
+        connection = self._parts.bursts.new(depth, bool(anticipate), checked_name("burst", name))
         if not warm:
             return Burst(connection)
         from aionn.runtime.executing.warming import warm_up  # few bursts ask for it

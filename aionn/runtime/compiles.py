@@ -15,7 +15,7 @@ from aionn import trace
 from aionn.errors import CallerError, DeadlineError, refuse_coroutine
 from aionn.events import Event
 from aionn.hal.interfaces import PrepareOptions
-from aionn.hal.model import Model
+from aionn.hal.model import Model, known_token
 from aionn.hal.types import CACHE_TOKEN_BYTES, MAX_INSTANCES, MAX_THREADS, ExecutionPreference, Priority
 from aionn.hal.values import outside_frames
 from aionn.runtime.compilation import Compilation
@@ -100,7 +100,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     def _shown_name(self) -> str:
         """Return how it is shown: by the name that the app gave, the model's file without its suffix, or the model's token."""
         name, model = checked_name("compile", self.name), self.model
-        return name or Path(getattr(model, "name", "")).stem or model.known_token.hex()[:16] or "model"
+        return name or Path(getattr(model, "name", "")).stem or known_token(model).hex()[:16] or "model"
 
     def _check_modes(self) -> None:
         model: Any = self.model
@@ -184,7 +184,7 @@ async def _completed(opened: Opened, asked: Asked, request: CompileRequest) -> C
         if cache.required and (fault := await cache.store.fault()) is not None:
             raise CallerError(request.unkept(fault))
         if token is None:
-            if not model.known_token:
+            if not known_token(model):
                 step(next(iter(request.candidates or opened.devices.installed), ""), READING)
             token = await digested(opened.session.tasks, model)
         request = msgspec.structs.replace(request, cache=msgspec.structs.replace(cache, token=token))

@@ -134,7 +134,7 @@ class Model(hal_model.Model):
             constants=read.constants,
             pools=read.pools,
             token=read.token,
-            contents=read.contents(read.digested) if read.digested is not None else b"",
+            _contents=read.contents(read.digested) if read.digested is not None else b"",
         )
         if read.digested is not None:
             _set(model, _digests=read.digests(read.digested))
@@ -212,7 +212,7 @@ class Model(hal_model.Model):
             return self.__dict__[name]
 
     def __repr__(self) -> str:
-        token = f", token={self.known_token.hex()[:12]}" if self.known_token else ""
+        token = f", token={hal_model.known_token(self).hex()[:12]}" if hal_model.known_token(self) else ""
         return f"<aionn.Model {self.name!r}{token}>"
 
     def __copy__(self) -> Model:
@@ -281,7 +281,7 @@ def check_compiled(model: hal_model.Model, contents: bytes) -> None:
     The times of a file cannot show this: they can be set back, and they move also where another file takes the name.
 
     Args:
-        contents: what `Model.contents` is for the weights that were compiled.
+        contents: what `known_contents` is for the weights that were compiled.
 
     Raises:
         CallerError: they are others.
@@ -355,9 +355,9 @@ class _Lazy:
     def compiled(self, model: Model, contents: bytes) -> None:
         """Note which weights were compiled. Compare them with those that were digested or compiled before."""
         with self._joining:
-            if model.contents and model.contents != contents:
+            if hal_model.known_contents(model) and hal_model.known_contents(model) != contents:
                 raise changed(self._file.where)
-            _set(model, contents=contents)
+            _set(model, _contents=contents)
 
     def _join(self, model: Model, digested: Digested | None, read: ReadGraph | None) -> None:
         """Note what has been found out. Once graph and digest are known, `contents` is, too."""
@@ -365,9 +365,9 @@ class _Lazy:
             digested, read = digested or self._digested, read or self._read
             if digested is not None and read is not None:
                 contents = read.contents(digested)
-                if not read.is_of(digested) or model.contents not in (b"", contents):
+                if not read.is_of(digested) or hal_model.known_contents(model) not in (b"", contents):
                     raise changed(self._file.where)
-                _set(model, contents=contents, _digests=read.digests(digested))
+                _set(model, _contents=contents, _digests=read.digests(digested))
             if digested is not None:
                 _set(model, token=digested.token)
             self._digested, self._read = digested, read

@@ -236,7 +236,7 @@ async def test_a_request_larger_than_the_queue_is_refused_before_anything_is_wri
         call = Call(controller)
         await call()
         assert isinstance(call.error, CallerError)
-        assert "larger queue_capacity" in str(call.error)
+        assert "make the queues larger" in str(call.error)
         assert call.settled == [None]
         assert driver.take() == []
         assert controller.ended_by is None

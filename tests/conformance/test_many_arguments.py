@@ -10,6 +10,7 @@ import pytest
 
 import aionn
 from aionn.errors import CallerError
+from aionn.runtime.streaming import connection
 from aionn.testing.models import identity_model
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("both_ways")]
@@ -62,10 +63,15 @@ async def test_fifteen_hundred_inputs_and_outputs_work_on_every_path(model: aion
     assert kinds == ["miss", "hit"]
 
 
-async def test_a_queue_that_is_too_small_for_one_request_is_named_in_one_sentence(model: aionn.Model) -> None:
+async def test_a_queue_that_is_too_small_for_one_request_is_named_in_one_sentence(
+    model: aionn.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with aionn.Runtime() as runtime:
         compilation = await runtime.compile(model, devices=("onnxruntime",))
-        async with compilation.burst(queue_capacity=1024) as burst:
-            with pytest.raises(CallerError, match=r"has 9004 datums, but the burst's queue holds 1024; .* larger queue_capacity"):
+        with monkeypatch.context() as patch:
+            patch.setattr(connection, "enough_datums", lambda operands: 1024)
+            small = compilation.burst()
+        async with small as burst:
+            with pytest.raises(CallerError, match=r"has 9004 datums, but the burst's queue holds 1024; .*make the queues larger"):
                 await burst.compute(INPUTS)
         check(await compilation.compute(INPUTS))

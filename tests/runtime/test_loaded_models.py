@@ -34,7 +34,7 @@ from aionn.graph import changeable_contents, constant_arrays, digest, files, wir
 from aionn.graph.checking import CONSTANT_TYPES
 from aionn.graph.files import Beside, GivenBytes
 from aionn.graph.wire import Survey, survey
-from aionn.hal.model import may_change
+from aionn.hal.model import known_contents, known_token, may_change
 from tests.engines.onnx_graphs import model_of, value
 from tests.runtime.test_external_data import ALL_PATHS, tensor, tensors_of
 
@@ -101,7 +101,7 @@ async def test_every_way_to_a_file_gives_the_same_token(kind: Callable[[int, Pat
     with pytest.raises(CallerError, match=r"await model\.digest"):
         _ = model.token
     assert await model.digest() == model.token == aionn.Model.from_onnx(path).token
-    assert (model.name, model.known_token) == ("model.onnx", model.token)
+    assert (model.name, known_token(model)) == ("model.onnx", model.token)
     if kind is inside:
         assert model.token == aionn.Model.from_onnx(path.read_bytes()).token
 
@@ -264,7 +264,7 @@ async def test_weights_stay_in_their_file_and_are_not_mapped(kind: Callable[[int
     assert may_change(pool)
     assert (constant.location.offset % 4 != 0) == (kind is inside)
     assert str(tmp_path) not in mappings()
-    assert model.contents == changeable_contents(model)
+    assert known_contents(model) == changeable_contents(model)
     np.testing.assert_array_equal(constant_arrays(model)["w"], floats(1))
 
 
@@ -272,9 +272,9 @@ async def test_weights_stay_in_their_file_and_are_not_mapped(kind: Callable[[int
 async def test_the_contents_are_known_also_when_the_graph_is_read_before_the_digest(tmp_path: Path) -> None:
     model = await aionn.Model.load(inside(1, tmp_path))
     await model.read()
-    assert (model.contents, model.known_token) == (b"", b"")
+    assert (known_contents(model), known_token(model)) == (b"", b"")
     await model.digest()
-    assert model.contents == changeable_contents(model)
+    assert known_contents(model) == changeable_contents(model)
 
 
 @pytest.mark.anyio
@@ -319,7 +319,7 @@ async def test_what_is_read_when(kind: Callable[[int, Path], Path], tmp_path: Pa
         ):
             outcome, model, took = await compiled(**options)
             kinds.append(outcome)
-            assert ("graph" in model.__dict__, bool(model.known_token)) == (reads_graph, digests == 1)
+            assert ("graph" in model.__dict__, bool(known_token(model))) == (reads_graph, digests == 1)
             assert weights * digests <= took < weights * digests + 200_000
             if outcome is HIT and not digests:
                 assert took == 0
@@ -474,7 +474,7 @@ async def test_a_file_that_changes_while_it_is_digested_is_refused(
     monkeypatch.setattr(files.OpenFile, "digests", while_it_changes)
     with pytest.raises(CallerError, match="has changed since it was loaded; load the model again"):
         await model.digest()
-    assert not model.known_token
+    assert not known_token(model)
 
 
 @pytest.mark.anyio
@@ -661,7 +661,7 @@ async def test_a_digest_ends_with_the_patience_of_its_caller(tmp_path: Path, mon
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await waiting
-            assert not model.known_token
+            assert not known_token(model)
             assert list(model.inputs) == ["x"]  # the graph does not wait for the digest
             go_on.set()
             assert await model.digest() == aionn.Model.from_onnx(path).token
@@ -802,7 +802,7 @@ async def test_an_undigested_model_takes_no_entry_that_was_stored_for_another(tm
         outcomes = [await outcome_of(seed) for seed in (1, 2)]
         assert sorted(outcome.kind.value for outcome, _ in outcomes) == ["hit", "miss"]
         for outcome, model in outcomes:
-            assert bool(model.known_token) == (outcome.kind is MISS)
+            assert bool(known_token(model)) == (outcome.kind is MISS)
 
 
 def entries_of(cache: Path) -> list[Path]:

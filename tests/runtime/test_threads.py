@@ -82,7 +82,6 @@ def test_wrong_threads_of_a_runtime_are_one_sentence(threads: Any) -> None:
 async def test_numpy_s_integers_are_whole_numbers_everywhere() -> None:
     two: Any = np.int64(2)
     four: Any = np.int32(4)
-    small: Any = np.int16(64)
     three: Any = np.uint8(3)
     half: Any = np.float32(0.5)
     true: Any = np.bool_(True)
@@ -94,7 +93,7 @@ async def test_numpy_s_integers_are_whole_numbers_everywhere() -> None:
             compilation = await runtime.compile(MODEL, devices=(fake.name,), threads=two, instances=two)
             assert (compilation.threads, compilation.instances) == (2, 2)
             assert (await asked(compilation))["threads"] == 2
-            async with compilation.burst(depth=two, queue_capacity=small) as burst:
+            async with compilation.burst(depth=two) as burst:
                 assert [result.seq async for result in burst.map([FRAME] * 3, depth=two)] == [0, 1, 2]
 
 

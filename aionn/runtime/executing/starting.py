@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any
 
 from aionn.errors import CallerError, DeadlineError, DriverDiedError
+from aionn.hal.model import label
 from aionn.hal.options import CallOptions
 from aionn.hal.types import ErrorStatus, FencedResult, Result
 from aionn.memory.limits import allocation_error
@@ -80,7 +81,7 @@ class Starts:
         given = dict(inputs)
         call = Call(given, dict(outputs), CallOptions(bool(measure_timing), deadline_ns), given)
         with Dependencies(after) as dependencies:
-            started = Started(self, Event(self.renewal.model.label[:12]), call)
+            started = Started(self, Event(label(self.renewal.model)[:12]), call)
             started.lay_out()
             started.after = dependencies.take()
         self._pending.add(started)

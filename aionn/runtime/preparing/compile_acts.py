@@ -36,7 +36,7 @@ from aionn.caching.store import CacheStore, Declined, Hit, Miss, Publisher
 from aionn.caching.token import device_token
 from aionn.errors import AionnError, CallerError, CompilationError, DeadlineError, DriverDiedError, DriverHungError
 from aionn.hal.interfaces import CacheHandles, PrepareOptions
-from aionn.hal.model import OPAQUE, Model, Operation
+from aionn.hal.model import OPAQUE, Model, Operation, known_token
 from aionn.hal.types import MAX_CACHE_FILES, NO_LANES
 from aionn.remote.device import RemoteDevice, RemotePreparedModel
 from aionn.runtime.logs import about
@@ -120,7 +120,7 @@ def wanted_of(remote: RemoteDevice, request: CompileRequest, token: bytes, opera
         operations=None if operations is None else tuple((0, index) for index in operations),
     )
     encoded, key, family = encoded_keys(parts)
-    return Wanted(key, family, remote.name, remote.version, request.model.known_token, remote.cache_files, encoded)
+    return Wanted(key, family, remote.name, remote.version, known_token(request.model), remote.cache_files, encoded)
 
 
 def why_not_cached(remote: RemoteDevice) -> str:

@@ -18,7 +18,7 @@ from aionn import trace
 from aionn.caching import CacheOutcome
 from aionn.errors import AionnError, CompilationError, DeviceUnavailableError
 from aionn.graph.steps import Step
-from aionn.hal.model import Model
+from aionn.hal.model import Model, known_token
 from aionn.hal.types import Operand
 from aionn.hal.values import outside_frames
 from aionn.remote.device import RemotePreparedModel
@@ -75,7 +75,7 @@ class Partition:
             return None
         scope = scope_of(cache.token, versions, self._options)
         body = await self._in_time(lambda: cache.store.plans.get(scope))
-        plan = None if body is None else decoded(body, scope, list(versions), self._model.known_token)
+        plan = None if body is None else decoded(body, scope, list(versions), known_token(self._model))
         trace.count("plan.kept", found=plan is not None)
         if plan is None:
             return None

@@ -19,6 +19,7 @@ import anyio.to_thread
 from aionn.errors import CallerError
 from aionn.graph.steps import Step, step_token
 from aionn.hal import model as hal_model
+from aionn.hal.model import known_contents, known_token
 from aionn.runtime import model as models
 
 _FIELDS = frozenset({"graph", "inputs", "outputs", "operations", "constants", "pools", "token"})
@@ -71,7 +72,7 @@ class StepModel(hal_model.Model):
         """
         whole, step = parts.whole, parts.steps[number]
         _set(self, whole=whole, step=step, name=getattr(whole, "name", ""), _parts=parts, _number=number, _digest=digest)
-        if known := digest or whole.known_token:
+        if known := digest or known_token(whole):
             _set(self, token=step_token(known, step))
 
     if not TYPE_CHECKING:
@@ -127,7 +128,7 @@ class StepModel(hal_model.Model):
         part = self._parts.part(self._number)
         if not models.adopt(self, part.inputs, part.outputs):
             raise OtherModelError("the cache entry of a step has other inputs or outputs than the step")
-        _set(self, contents=part.contents, operations=part.operations, constants=part.constants, pools=part.pools, graph=part.graph)
+        _set(self, _contents=known_contents(part), operations=part.operations, constants=part.constants, pools=part.pools, graph=part.graph)
 
     def _check_kept(self) -> None:
         """Compare a step of a plan from a cache with the graph.
@@ -152,7 +153,7 @@ class StepModel(hal_model.Model):
             CallerError: they are others.
         """
         known: dict[tuple[int, ...], bytes] = self.whole.__dict__.setdefault("_compiled_steps", {})
-        before = self.contents or known.setdefault(self.step.operations, contents)
+        before = self._contents or known.setdefault(self.step.operations, contents)
         if contents != before:
             raise CallerError(
                 "the weights of the model have changed since it was read; load the model again, and replace files by renaming"

@@ -24,7 +24,7 @@ from aionn.hal.interfaces import CacheHandles, PrepareOptions
 from aionn.hal.types import CacheFiles
 from aionn.remote.device import RemoteDevice
 from aionn.runtime.preparing.compile_acts import bound, check_supported
-from aionn.runtime.processes.devices import Devices
+from aionn.runtime.processes.devices import Devices, introduced
 from aionn.runtime.processes.process import DriverProcess
 from aionn.runtime.progress import COMPILING, STARTING, model_name, step
 from aionn.tasks import bounded_shield
@@ -152,7 +152,7 @@ async def version_of(devices: Devices, name: str) -> str | None:
     if device.version is None:
         try:
             async with worker(devices, name, 0) as remote:
-                device.introduced(remote)
+                introduced(device, remote)
         except AionnError as error:
             logger.info("the version of device %r is not known: %s", name, error)
     return device.version

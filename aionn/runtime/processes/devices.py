@@ -70,16 +70,6 @@ class Device:
         low = "" if self._usual is None else ", priority='low'"
         return f"Device(name={self.name!r}, version={self.version!r}, pid={self.pid}{low})"
 
-    def introduced(self, remote: RemoteDevice) -> RemoteDevice:
-        """Note what its driver has reported about the device."""
-        devices = [device for device in (self, self._usual) if device is not None]
-        known, facts = [device._facts.sandbox for device in devices], DeviceFacts.of(remote)
-        for device in devices:
-            device._facts = facts
-        if facts.sandbox not in known:  # once for each device, and not at each start
-            facts.log_gaps(self.name)
-        return remote
-
     @property
     def version(self) -> str | None:
         """Of the engine and what its artifacts depend on. None until its driver has run once."""
@@ -153,6 +143,17 @@ class Device:
             last = self._restarts.last_exit_code
         calls = process.connection.calls_in_flight if process is not None and process.alive else 0
         return {"starts": self._starts, "pid": self.pid, "last_exit_code": last, "calls_in_flight": calls}
+
+
+def introduced(device: Device, remote: RemoteDevice) -> RemoteDevice:
+    """Note what a driver has reported about its device."""
+    devices = [each for each in (device, device._usual) if each is not None]
+    known, facts = [each._facts.sandbox for each in devices], DeviceFacts.of(remote)
+    for each in devices:
+        each._facts = facts
+    if facts.sandbox not in known:  # once for each device, and not at each start
+        facts.log_gaps(device.name)
+    return remote
 
 
 class Devices:
@@ -267,7 +268,7 @@ class Devices:
         device._asked.set()
         if process is not None and process.serving is not None:
             self.check_open()
-            return device.introduced(process.serving)
+            return introduced(device, process.serving)
         step(device.name, STARTING)
         async with device._starting:
             process = device._process
@@ -292,7 +293,7 @@ class Devices:
                     device._restarts.died(process.life)
                 device._restarts.last_exit_code, device._process = process.life.exit_code, None
                 raise
-            return device.introduced(remote)
+            return introduced(device, remote)
 
     def _started(self, device: Device, spawned: Spawned | None = None) -> DriverProcess:
         schedule = WHEN_IDLE if device.low_priority is None else USUAL

@@ -310,14 +310,13 @@ class Connections:
         shown = Shown(renewal.session.reports, kind, self._slot, renewal.named.name, now, burst)
         return Executor(self.arguments, Frames(in_flight), renewal.compiled, shown.counts, fallback=self._fallback, shown=shown)
 
-    def new(self, depth: int, queue_capacity: int | None = None, anticipate: bool = False, name: str | None = None) -> BurstConnection:
-        """Return the connection of a new burst, not yet open. Without `queue_capacity` its queues suit the model.
+    def new(self, depth: int, anticipate: bool = False, name: str | None = None) -> BurstConnection:
+        """Return the connection of a new burst, not yet open. Its queues suit the model.
 
         `name`: of a burst of the app, perhaps empty. None for the burst behind `Compilation.compute`.
         """
-        if queue_capacity is None:
-            model = self.renewal.model
-            queue_capacity = enough_datums((*model.inputs.values(), *model.outputs.values()))
+        model = self.renewal.model
+        queue_capacity = enough_datums((*model.inputs.values(), *model.outputs.values()))
         low_power = self.renewal.request.options.preference is ExecutionPreference.LOW_POWER
         patience_s = (self.renewal.session.devices.settings.hang_s or DEFAULT_HANG_S) + _AFTER_A_VERDICT_S
         options = LinkOptions(depth, queue_capacity, low_power, patience_s, anticipate, name or "")
